@@ -1,0 +1,54 @@
+# `make demo` and `make test` need nothing but Python >= 3.12; they make .venv themselves.
+
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+NAME ?=
+ARGS ?=
+PATHS := axlearn_like rl models mesh experiments tools tests
+SOURCES := pyproject.toml constraints.txt tools/install.sh tools/find_python.sh tools/have_compiler.sh
+
+# The venv must not inherit packages of another environment.
+unexport PYTHONPATH PYTHONHOME
+# The name of an interpreter to build .venv with may be given: make PYTHON=/path/to/python3.12
+export PYTHON
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help install demo test test-full lint types format clean
+
+help: ## say what there is
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+# The stamps are written last, so an interrupted install is taken up again and a finished one costs nothing.
+$(VENV)/.installed: $(SOURCES)
+	@sh tools/install.sh $(VENV) rl-pure
+	@touch $@
+
+$(VENV)/.installed-dev: $(SOURCES)
+	@sh tools/install.sh $(VENV) rl-pure,dev
+	@touch $(VENV)/.installed $@
+
+install: $(VENV)/.installed-dev ## make .venv with everything for development
+
+demo: $(VENV)/.installed ## the main job: SFT, RL with a killed worker, report (SEED=0, NAME=, ARGS=)
+	@$(BIN)/axl rl demo --seed $(SEED) --run-dir runs/$(or $(NAME),demo-seed$(SEED)) $(ARGS)
+
+test: $(VENV)/.installed-dev ## the tests, under ten minutes on two cores (ARGS=)
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-full: $(VENV)/.installed-dev ## all tests, slow ones included
+	@$(BIN)/python -m pytest --full $(ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff
+	@$(BIN)/ruff check $(PATHS)
+
+types: $(VENV)/.installed-dev ## pyright
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+format: $(VENV)/.installed-dev ## sort imports and mend what ruff can mend
+	@$(BIN)/ruff check --fix $(PATHS)
+
+clean: ## remove .venv, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find $(PATHS) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Composable training for language models: configs, layers, kernels, learner, trainer, input, checkpoints."""

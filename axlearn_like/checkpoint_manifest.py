@@ -1,0 +1,90 @@
+"""What a checkpoint should hold: shape, dtype and checksum of every array.
+
+The checksum is computed on the devices as a sum modulo 2**32 over the whole array, so it does not
+depend on how the array is spread over them and survives a restore onto another mesh.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mesh.errors import UserError, did_you_mean
+
+Manifest = Mapping[str, Mapping[str, Any]]  # path of the array -> {"shape", "dtype", "checksum"}
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, of another model, or could not be written."""
+
+
+def check_structure(what: str, abstract: Any, manifest: Manifest) -> None:
+    """Raises CheckpointError, naming the first array in which `what` differs."""
+    wanted = {name: (list(leaf.shape), str(leaf.dtype)) for name, leaf in _named(abstract)}
+    saved = {name: (entry["shape"], entry["dtype"]) for name, entry in manifest.items()}
+    for name in wanted:
+        if name not in saved:
+            raise CheckpointError(
+                f"{what} is of another model or learner: it has no {name!r}"
+                + did_you_mean(name, saved)
+            )
+        if wanted[name] != saved[name]:
+            raise CheckpointError(
+                f"{what} is of another model or learner: {name!r} has shape and dtype "
+                f"{saved[name]}, expected {wanted[name]}"
+            )
+    for name in saved:
+        if name not in wanted:
+            raise CheckpointError(
+                f"{what} is of another model or learner: it has {name!r}, which this run does not"
+            )
+
+
+def make_manifest(tree: Any) -> dict[str, dict[str, Any]]:
+    """Path -> shape, dtype and checksum of every array."""
+    names = [name for name, _ in _named(tree)]
+    leaves = jax.tree.leaves(tree)
+    checksums = jax.device_get(_checksums(leaves))
+    return {
+        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(checksum)}
+        for name, leaf, checksum in zip(names, leaves, checksums, strict=True)
+    }
+
+
+@jax.jit
+def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
+    """uint32 sums of bits * (2 * index + 1); the factor is odd, so one flipped bit always shows."""
+
+    def checksum(x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            bits = x.astype(jnp.uint32)
+        else:
+            unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+            bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+        index, stride = jnp.zeros((1,) * x.ndim, jnp.uint32), 1
+        for axis in reversed(range(x.ndim)):
+            along = jnp.arange(x.shape[axis], dtype=jnp.uint32) * np.uint32(stride % 2**32)
+            index = index + along.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
+            stride *= x.shape[axis]
+        return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
+
+    return [checksum(x) for x in leaves]
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+
+
+def abstract_from(manifest: Manifest) -> dict[str, Any]:
+    """A nested dict of empty numpy arrays: what tells Orbax to restore to host memory."""
+    tree: dict[str, Any] = {}
+    for name, entry in manifest.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = np.empty(entry["shape"], jnp.dtype(entry["dtype"]))
+    return tree

@@ -1,0 +1,99 @@
+"""Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245): projections around a context.
+
+The layer projects, normalises and rotates; *what may look at what*, and where keys and values are kept, is the
+context's business (see context.py). So training, scoring, prefill and decoding run this one layer.
+
+Shape letters: b batch, t length, d model width, k key/value heads, q query heads per key/value head, h head width.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.base import Layer, fan_in_init, param
+from axlearn_like.layers.context import Context
+from axlearn_like.layers.norm import RMSNorm
+from axlearn_like.layers.rope import Rope, rotate
+from mesh.errors import UserError
+from mesh.rules import partition
+
+
+class Attention(Layer):
+    """Multi-head attention with `num_heads` query heads sharing `num_kv_heads` key/value heads."""
+
+    class Config(ConfigBase["Attention"]):
+        dim: int = REQUIRED
+        num_heads: int = REQUIRED
+        num_kv_heads: int | None = None  # None: as many as query heads
+        head_dim: int | None = None  # None: dim / num_heads
+        qkv_bias: bool = False  # Qwen 2 and 2.5
+        qk_norm: RMSNorm.Config | None = None  # Qwen 3
+        rope: Rope.Config = Rope.Config()
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        kv_heads = cfg.num_kv_heads or cfg.num_heads
+        if cfg.num_heads % kv_heads:
+            raise UserError(
+                f"Attention: num_heads={cfg.num_heads} is not a multiple of num_kv_heads={kv_heads}"
+            )
+        if cfg.head_dim is None and cfg.dim % cfg.num_heads:
+            raise UserError(f"Attention: dim={cfg.dim} is not a multiple of num_heads={cfg.num_heads}")
+        head_dim = cfg.head_dim or cfg.dim // cfg.num_heads
+        per_kv = cfg.num_heads // kv_heads
+        init, kv_shape = fan_in_init(cfg.dim), (cfg.dim, kv_heads, head_dim)
+        kv_axes = ("embed", "heads", None)
+        self.q_dkqh = param(
+            rngs, (cfg.dim, kv_heads, per_kv, head_dim), ("embed", "heads", None, None), init
+        )
+        self.k_dkh = param(rngs, kv_shape, kv_axes, init)
+        self.v_dkh = param(rngs, kv_shape, kv_axes, init)
+        self.out_kqhd = param(
+            rngs,
+            (kv_heads, per_kv, head_dim, cfg.dim),
+            ("heads", None, None, "embed"),
+            fan_in_init(cfg.num_heads * head_dim),
+        )
+        zeros = jax.nn.initializers.zeros
+
+        def bias(shape: tuple[int, ...]) -> nnx.Param[jax.Array] | None:
+            axes = ("heads", *[None] * (len(shape) - 1))
+            return param(rngs, shape, axes, zeros) if cfg.qkv_bias else None
+
+        def head_norm() -> RMSNorm | None:
+            return cfg.qk_norm and cfg.qk_norm.clone(dim=head_dim).build(rngs=rngs)
+
+        self.q_bias_kqh = bias((kv_heads, per_kv, head_dim))
+        self.k_bias_kh = bias((kv_heads, head_dim))
+        self.v_bias_kh = bias((kv_heads, head_dim))
+        self.q_norm, self.k_norm = head_norm(), head_norm()
+        self.rope = cfg.rope.clone(head_dim=head_dim).build(rngs=rngs)
+
+    def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
+        """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
+
+        def project(weight: nnx.Param, bias: nnx.Param | None, letters: str) -> jax.Array:
+            y = jnp.einsum(
+                f"btd,d{letters}->bt{letters}",
+                x_btd,
+                weight[...].astype(x_btd.dtype),
+                out_sharding=partition("batch", None, "heads", *[None] * (len(letters) - 1)),
+            )
+            return y if bias is None else y + bias[...].astype(y.dtype)
+
+        q = project(self.q_dkqh, self.q_bias_kqh, "kqh")
+        k = project(self.k_dkh, self.k_bias_kh, "kh")
+        v = project(self.v_dkh, self.v_bias_kh, "kh")
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = self.rope(context.positions)
+        mixed, cache = context.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
+        out = jnp.einsum(
+            "btkqh,kqhd->btd",
+            mixed,
+            self.out_kqhd[...].astype(x_btd.dtype),
+            out_sharding=partition("batch", None, None),
+        )
+        return out, cache

@@ -1,0 +1,50 @@
+"""What every layer is, and the two functions between a layer and its plain dict of parameters.
+
+Layers are `nnx.Module`s only while they are built or traced. Outside, a model is a graph definition (static) and a
+nested plain dict of arrays: that is what crosses `jax.jit`, what optimizers and checkpoints see, and what the
+parameter server ships. Passing modules through `nnx.jit` instead costs 6 to 800 times the host time per step.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_like.config import Configurable
+from mesh.rules import partition
+
+Params = dict[str, Any]
+Initializer = Callable[..., jax.Array]
+
+
+class Layer(nnx.Module, Configurable):
+    """Base of all layers: `__init__(cfg, *, rngs)` makes parameters, `__call__` is pure."""
+
+
+def split(layer: nnx.Module) -> tuple[nnx.GraphDef[Any], Params]:
+    """A layer as (static graph definition, nested plain dict of arrays)."""
+    graphdef, state = nnx.split(layer)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def bind[T: nnx.Module](graphdef: nnx.GraphDef[T], params: Params) -> T:
+    """The layer again, to be called inside a traced function."""
+    return nnx.merge(graphdef, params)
+
+
+def param(
+    rngs: nnx.Rngs,
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    init: Initializer,
+    dtype: Any = jnp.float32,
+) -> nnx.Param[jax.Array]:
+    """A parameter born with its sharding; `axes` are logical names, one for each dimension of `shape`."""
+    return nnx.Param(init(rngs.params(), tuple(shape), dtype, out_sharding=partition(*axes)))
+
+
+def fan_in_init(fan_in: int) -> Initializer:
+    """Truncated normal with variance 1 / fan_in; `fan_in` is given because weights may have several input axes."""
+    return jax.nn.initializers.truncated_normal(stddev=fan_in**-0.5)

@@ -1,0 +1,197 @@
+"""Contexts: what each token may attend to, and where keys and values live.
+
+One attention layer serves training, scoring, prefill and decoding; these small classes are all that differs.
+
+* `PackedContext`: rows of packed documents (supervised training).
+* `GroupContext`: a prompt (*trunk*) computed once, and the n completions (*branches*) that continue it (RL training).
+* `TrunkContext`, `BranchContext`: the same two halves apart, with a cache: prefill and decoding.
+
+A group's trunk is the prompt without its last token; each branch starts with that last token. So every branch of T
+inputs has exactly T targets, prefill never samples, and the trainer scores a completion by the very structure in
+which the sampler drew it: the same keys in the same order.
+
+Shape letters: g groups, n branches of a group, p trunk length, s/t branch length; k, q, h as in attention.py.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from mesh.rules import constrain
+
+MASKED = -1e30  # finite, so that a fully masked (padding) row gives garbage instead of NaN
+
+
+class Context(Protocol):
+    """What the attention layer asks of a context."""
+
+    @property
+    def positions(self) -> jax.Array:
+        """int32 [batch, length], for rotary embeddings."""
+        ...
+
+    def attend(
+        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """Mix values for each query: [batch, length, k, q, h], and this layer's updated cache."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedContext:
+    """Causal attention within each segment of a packed row.
+
+    Attributes:
+        positions: int32 [batch, length], restarting at 0 in each segment.
+        segment_ids: int32 [batch, length]; 0 marks padding, which attends only to padding.
+    """
+
+    positions: jax.Array
+    segment_ids: jax.Array
+
+    def attend(
+        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None
+    ) -> tuple[jax.Array, None]:
+        same = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]
+        mask = same & _causal(q_btkqh.shape[1])
+        return _attend(q_btkqh, k_btkh, v_btkh, mask), cache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrunkContext:
+    """Plain causal attention over left-aligned rows; the layer's cache becomes its keys and values.
+
+    Attributes:
+        positions: int32 [groups, trunk length].
+    """
+
+    positions: jax.Array
+
+    def attend(
+        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        del cache
+        mixed = _attend(q_btkqh, k_btkh, v_btkh, _causal(q_btkqh.shape[1])[None])
+        return mixed, {"trunk_k": k_btkh, "trunk_v": v_btkh}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GroupContext:
+    """Rows that hold one trunk and its branches: [g, p + n * t].
+
+    Attributes:
+        trunk_lengths: int32 [groups], live tokens of the (right-padded) trunk.
+        trunk_size: p, the padded trunk length.
+        branches: n.
+        branch_size: t, the padded branch length.
+    """
+
+    trunk_lengths: jax.Array
+    trunk_size: int = dataclasses.field(metadata={"static": True})
+    branches: int = dataclasses.field(metadata={"static": True})
+    branch_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def positions(self) -> jax.Array:
+        groups = self.trunk_lengths.shape[0]
+        trunk = jnp.broadcast_to(jnp.arange(self.trunk_size), (groups, self.trunk_size))
+        trunk = constrain(trunk, "batch", None)
+        steps = jnp.tile(jnp.arange(self.branch_size), self.branches)
+        return jnp.concatenate([trunk, self.trunk_lengths[:, None] + steps[None]], axis=1)
+
+    def attend(
+        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None
+    ) -> tuple[jax.Array, None]:
+        trunk_q, branch_q = self._split(q_btkqh)
+        trunk_k, branch_k = self._split(k_btkh)
+        trunk_v, branch_v = self._split(v_btkh)
+        trunk = _attend(trunk_q, trunk_k, trunk_v, _causal(self.trunk_size)[None])
+        trunk_mask = jnp.arange(self.trunk_size) < self.trunk_lengths[:, None]
+        branch = _attend_branches(
+            branch_q, trunk_k, trunk_v, branch_k, branch_v, trunk_mask, _causal(self.branch_size)
+        )
+        flat = branch.reshape(branch.shape[0], -1, *branch.shape[3:])
+        return jnp.concatenate([trunk, flat], axis=1), cache
+
+    def _split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        trunk, rest = x[:, : self.trunk_size], x[:, self.trunk_size :]
+        return trunk, rest.reshape(x.shape[0], self.branches, self.branch_size, *x.shape[2:])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BranchContext:
+    """One decoding step of every branch: rows [g, n], the cache holds trunk and branch keys and values.
+
+    Attributes:
+        trunk_lengths: int32 [groups].
+        step: int32 scalar, the index in the branch of the token now fed.
+        branches: n.
+    """
+
+    trunk_lengths: jax.Array
+    step: jax.Array
+    branches: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def positions(self) -> jax.Array:
+        now = self.trunk_lengths[:, None] + self.step
+        return jnp.broadcast_to(now, (now.shape[0], self.branches))
+
+    def attend(
+        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: dict[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        k = jax.lax.dynamic_update_slice_in_dim(cache["k"], k_btkh[:, :, None], self.step, axis=2)
+        v = jax.lax.dynamic_update_slice_in_dim(cache["v"], v_btkh[:, :, None], self.step, axis=2)
+        trunk_mask = jnp.arange(cache["trunk_k"].shape[1]) < self.trunk_lengths[:, None]
+        own_mask = (jnp.arange(k.shape[2]) <= self.step)[None]
+        mixed = _attend_branches(
+            q_btkqh[:, :, None], cache["trunk_k"], cache["trunk_v"], k, v, trunk_mask, own_mask
+        )
+        return mixed[:, :, 0], {**cache, "k": k, "v": v}
+
+
+def branch_cache(trunk: dict[str, jax.Array], branches: int, size: int) -> dict[str, jax.Array]:
+    """The cache of one layer with room for `size` tokens of each branch behind the trunk's keys and values."""
+    groups, _, *rest = trunk["trunk_k"].shape
+    empty = jnp.zeros((groups, branches, size, *rest), trunk["trunk_k"].dtype)
+    empty = constrain(empty, "batch", None, None, "heads", None)
+    return {**trunk, "k": empty, "v": empty}
+
+
+def _causal(length: int) -> jax.Array:
+    return jnp.tril(jnp.ones((length, length), bool))
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask_bts: jax.Array) -> jax.Array:
+    scores = jnp.einsum("btkqh,bskh->bkqts", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask_bts[:, None, None], scores * q.shape[-1] ** -0.5, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkqts,bskh->btkqh", weights, v)
+
+
+def _attend_branches(
+    q_gntkqh: jax.Array,
+    trunk_k: jax.Array,
+    trunk_v: jax.Array,
+    k_gnskh: jax.Array,
+    v_gnskh: jax.Array,
+    trunk_mask_gp: jax.Array,
+    own_mask_ts: jax.Array,
+) -> jax.Array:
+    """Attention over trunk then own branch, with one softmax; [g, n, t, k, q, h]."""
+    scale, trunk_size = q_gntkqh.shape[-1] ** -0.5, trunk_k.shape[1]
+    to_trunk = jnp.einsum("gntkqh,gpkh->gnkqtp", q_gntkqh, trunk_k, preferred_element_type=jnp.float32)
+    to_own = jnp.einsum("gntkqh,gnskh->gnkqts", q_gntkqh, k_gnskh, preferred_element_type=jnp.float32)
+    to_trunk = jnp.where(trunk_mask_gp[:, None, None, None, None], to_trunk * scale, MASKED)
+    to_own = jnp.where(own_mask_ts, to_own * scale, MASKED)
+    weights = jax.nn.softmax(jnp.concatenate([to_trunk, to_own], axis=-1), axis=-1)
+    weights = weights.astype(v_gnskh.dtype)
+    return jnp.einsum("gnkqtp,gpkh->gntkqh", weights[..., :trunk_size], trunk_v) + jnp.einsum(
+        "gnkqts,gnskh->gntkqh", weights[..., trunk_size:], v_gnskh
+    )

@@ -1,0 +1,101 @@
+"""The decoder: embedding, a scanned stack of pre-norm blocks, final norm, head.
+
+Llama, Qwen and the like are configs of this one class (see models/).
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.base import Layer
+from axlearn_like.layers.context import Context
+from axlearn_like.layers.embedding import Embedding, Head
+from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.norm import RMSNorm
+
+
+class Block(Layer):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    class Config(ConfigBase["Block"]):
+        dim: int = REQUIRED
+        norm: RMSNorm.Config = RMSNorm.Config()
+        attention: ConfigBase = Attention.Config()
+        feed_forward: ConfigBase = SwiGLU.Config()
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.attention_norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
+        self.attention = cfg.attention.clone(dim=cfg.dim).build(rngs=rngs)
+        self.feed_forward_norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
+        self.feed_forward = cfg.feed_forward.clone(dim=cfg.dim).build(rngs=rngs)
+
+    def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
+        mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
+        x_btd = x_btd + mixed
+        return x_btd + self.feed_forward(self.feed_forward_norm(x_btd)), cache
+
+
+class Decoder(Layer):
+    """A causal language model over `vocab_size` tokens."""
+
+    class Config(ConfigBase["Decoder"]):
+        vocab_size: int = REQUIRED
+        dim: int = REQUIRED
+        num_layers: int = REQUIRED
+        embedding: Embedding.Config = Embedding.Config()
+        block: ConfigBase = Block.Config()
+        norm: RMSNorm.Config = RMSNorm.Config()
+        head: Head.Config | None = None  # None: tied to the embedding
+        dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are float32
+        remat: Literal["nothing", "everything"] = "nothing"  # recomputed in the backward pass
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        sizes = {"dim": cfg.dim, "vocab_size": cfg.vocab_size}
+        self.embedding = cfg.embedding.clone(**sizes).build(rngs=rngs)
+        block = cfg.block.clone(dim=cfg.dim)
+        keys = jax.random.split(rngs.params(), cfg.num_layers)
+        self.layers = jax.vmap(lambda key: block.build(rngs=nnx.Rngs(key)))(keys)
+        self.norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
+        self.head = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
+        self.num_layers = cfg.num_layers
+        self.dtype = jnp.dtype(cfg.dtype)
+        self.remat = cfg.remat
+
+    def __call__(self, tokens_bt: jax.Array, context: Context) -> jax.Array:
+        """float32 logits [batch, length, vocab]."""
+        return self.logits(self.hidden(tokens_bt, context)[0])
+
+    def hidden(
+        self, tokens_bt: jax.Array, context: Context, cache: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """Final hidden states [batch, length, dim] and the caches as the context left them.
+
+        `cache` is None, or one pytree with a leading layer axis on every leaf (then layers are scanned), or a tuple
+        with one pytree per layer (then the loop is unrolled: decoding of small models, no copy of a stacked cache).
+        """
+        x = self.embedding(tokens_bt, self.dtype)
+
+        def apply(x: jax.Array, layer_and_cache: tuple[Block, Any]) -> tuple[jax.Array, Any]:
+            layer, layer_cache = layer_and_cache
+            return layer(x, context, layer_cache)
+
+        if self.remat == "everything":
+            apply = jax.checkpoint(apply)
+        if isinstance(cache, tuple):
+            caches = []
+            for index, layer_cache in enumerate(cache):
+                layer = jax.tree.map(lambda leaf, i=index: leaf[i], self.layers)
+                x, layer_cache = apply(x, (layer, layer_cache))
+                caches.append(layer_cache)
+            cache = tuple(caches)
+        else:
+            x, cache = jax.lax.scan(apply, x, (self.layers, cache))
+        return self.norm(x), cache
+
+    def logits(self, x_btd: jax.Array) -> jax.Array:
+        """float32 logits of hidden states, so that callers compute them only where they need them."""
+        return (self.head or self.embedding).logits(x_btd)

@@ -1,0 +1,57 @@
+"""Token embedding and output head."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.base import Layer, fan_in_init, param
+from mesh.rules import partition
+
+
+class Embedding(Layer):
+    """Token table [vocab, dim]; also the output head where the two are tied."""
+
+    class Config(ConfigBase["Embedding"]):
+        dim: int = REQUIRED
+        vocab_size: int = REQUIRED
+        init_std: float = 0.02
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        init = jax.nn.initializers.truncated_normal(stddev=cfg.init_std)
+        self.weight_vd = param(rngs, (cfg.vocab_size, cfg.dim), ("vocab", "embed"), init)
+
+    def __call__(self, tokens_bt: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        table = self.weight_vd[...].astype(dtype)
+        return table.at[tokens_bt].get(out_sharding=partition("batch", None, None))
+
+    def logits(self, x_btd: jax.Array) -> jax.Array:
+        """float32 logits [batch, length, vocab] by the transposed table."""
+        return _project(x_btd, self.weight_vd[...], "btd,vd->btv")
+
+
+class Head(Layer):
+    """A head of its own, for models that do not tie it to the embedding."""
+
+    class Config(ConfigBase["Head"]):
+        dim: int = REQUIRED
+        vocab_size: int = REQUIRED
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.weight_dv = param(
+            rngs, (cfg.dim, cfg.vocab_size), ("embed", "vocab"), fan_in_init(cfg.dim)
+        )
+
+    def logits(self, x_btd: jax.Array) -> jax.Array:
+        """float32 logits [batch, length, vocab]."""
+        return _project(x_btd, self.weight_dv[...], "btd,dv->btv")
+
+
+def _project(x_btd: jax.Array, weight: jax.Array, equation: str) -> jax.Array:
+    return jnp.einsum(
+        equation,
+        x_btd,
+        weight.astype(x_btd.dtype),
+        preferred_element_type=jnp.float32,
+        out_sharding=partition("batch", None, "vocab"),
+    )

@@ -1,0 +1,25 @@
+"""Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.base import Layer, param
+
+
+class RMSNorm(Layer):
+    """x / rms(x) * scale over the last axis, computed in float32 whatever the type of x."""
+
+    class Config(ConfigBase["RMSNorm"]):
+        dim: int = REQUIRED
+        eps: float = 1e-6
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.eps = cfg.eps
+        self.scale = param(rngs, (cfg.dim,), (None,), jax.nn.initializers.ones)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (normed * self.scale[...]).astype(x.dtype)

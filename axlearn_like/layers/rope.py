@@ -1,0 +1,68 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half-split convention as in Llama and Qwen."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.layers.base import Layer
+
+
+class Llama3Scaling(Configurable):
+    """The frequency scaling by which Llama 3.1 and later stretch their context window.
+
+    Wavelengths longer than `original_length / low_freq_factor` are slowed down by `factor`, those shorter than
+    `original_length / high_freq_factor` are kept, and those between are interpolated.
+    """
+
+    class Config(ConfigBase["Llama3Scaling"]):
+        factor: float = 8.0
+        low_freq_factor: float = 1.0
+        high_freq_factor: float = 4.0
+        original_length: int = 8192
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+    def __call__(self, freq: np.ndarray) -> np.ndarray:
+        c = self.cfg
+        wavelength = 2 * math.pi / freq
+        smooth = (c.original_length / wavelength - c.low_freq_factor) / (
+            c.high_freq_factor - c.low_freq_factor
+        )
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return (1 - smooth) * freq / c.factor + smooth * freq
+
+
+class Rope(Layer):
+    """Rotates the two halves of each head by position-dependent angles."""
+
+    class Config(ConfigBase["Rope"]):
+        head_dim: int = REQUIRED
+        theta: float = 10_000.0
+        scaling: Llama3Scaling.Config | None = None
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        del rngs
+        freq = cfg.theta ** (-np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
+        if cfg.scaling is not None:
+            freq = cfg.scaling.build()(freq)
+        self.freq = tuple(float(f) for f in freq)
+
+    def __call__(self, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines, float32 [batch, length, head_dim / 2], to be used by `rotate`."""
+        angle = positions_bt.astype(jnp.float32)[..., None] * jnp.asarray(self.freq, jnp.float32)
+        return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_btkh: jax.Array, cos_bth: jax.Array, sin_bth: jax.Array) -> jax.Array:
+    """Apply the rotation to [batch, length, heads..., head_dim], in float32."""
+    heads = x_btkh.ndim - 3
+    shape = (*cos_bth.shape[:2], *(1,) * heads, cos_bth.shape[-1])
+    cos, sin = cos_bth.reshape(shape), sin_bth.reshape(shape)
+    first, second = jnp.split(x_btkh.astype(jnp.float32), 2, axis=-1)
+    out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return out.astype(x_btkh.dtype)

@@ -1,0 +1,61 @@
+"""A polite end: SIGTERM and the first Ctrl-C ask a loop to stop at its next safe point."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class Stop:
+    """Whether somebody asked for the end, and how."""
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self._signal is not None
+
+    @property
+    def reason(self) -> str | None:
+        """The signal's name ("SIGTERM", "SIGINT"), or None."""
+        return None if self._signal is None else signal.Signals(self._signal).name
+
+    def request(self, signum: int = signal.SIGTERM) -> None:
+        """Asks for the end as the signal would."""
+        self._signal = signum
+
+
+@contextmanager
+def graceful_stop() -> Iterator[Stop]:
+    """Turns SIGTERM and SIGINT into a flag that a loop reads; afterwards the old handlers return.
+
+    A second Ctrl-C raises KeyboardInterrupt at once. Further SIGTERMs change nothing: schedulers
+    repeat them, and the save they would interrupt is what they ask for. Outside the main thread
+    Python allows no handlers, so there the flag is set only by `stop.request()`.
+    """
+    stop = Stop()
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        del frame
+        if stop.requested and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.request(signum)
+
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            previous[signum] = signal.signal(signum, handle)
+    try:
+        yield stop
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
+def ignore_interrupt() -> None:
+    """For child processes: Ctrl-C in a terminal reaches them too, but the parent decides when they end."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,201 @@
+"""The supervised trainer: one config, and one `run` that starts or resumes by itself."""
+
+import contextlib
+import math
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+
+from axlearn_like.checkpoint import Checkpointer
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config_text import to_text
+from axlearn_like.input import InputError, SupervisedInput
+from axlearn_like.layers.base import split
+from axlearn_like.learner import Learner
+from axlearn_like.losses import make_supervised_loss
+from axlearn_like.metrics import MetricsWriter, Progress, read_rows
+from axlearn_like.preemption import Stop, graceful_stop
+from axlearn_like.run_directory import EventLog, RunDirectory
+from axlearn_like.train_step import State, init_state, make_train_step
+from mesh import make_mesh, shard_batch, to_named_sharding
+from mesh.rules import LOGICAL_AXES
+
+
+class Evaluator(Protocol):
+    """Measures parameters now and then; built by `config.build(graphdef=...)`."""
+
+    every: int  # steps; the last step is always measured
+
+    def run(self, params: Any, step: int) -> dict[str, float]:
+        """Scalars for the metrics row of `step`."""
+        ...
+
+
+class Trainer(Configurable):
+    """Trains a decoder on packed rows.
+
+    What is on disk decides where `run` begins: with a checkpoint in the run directory it goes on
+    from there, with the next batch, and the result is the same to the bit as without the
+    interruption.
+    """
+
+    class Config(ConfigBase["Trainer"]):
+        model: ConfigBase = REQUIRED
+        input: SupervisedInput.Config = REQUIRED
+        learner: Learner.Config = REQUIRED
+        checkpoint: Checkpointer.Config = Checkpointer.Config()
+        mesh: dict[str, int] = {}  # axis -> size; absent axes have size 1, one may be -1
+        microbatches: int = 1
+        num_steps: int = REQUIRED
+        log_every: int = 10
+        evaluators: tuple[ConfigBase, ...] = ()
+        seed: int = 0  # of the initial parameters
+
+    def __init__(self, cfg: Config):
+        if cfg.num_steps < 1 or cfg.log_every < 1 or cfg.microbatches < 1:
+            raise ValueError(
+                "Trainer.Config: expected num_steps, log_every and microbatches >= 1, got "
+                f"{cfg.num_steps}, {cfg.log_every} and {cfg.microbatches}"
+            )
+        self._cfg = cfg
+        self._mesh = make_mesh(cfg.mesh)
+        self._check_batch()
+        self._learner: Learner = cfg.learner.build()
+
+    def run(self, run_dir: str | Path | RunDirectory, *, progress: bool = True) -> dict[str, Any]:
+        """Trains until `num_steps`, or until SIGTERM or Ctrl-C; then saves and returns.
+
+        Args:
+            run_dir: where; opened (and locked) here unless it is open already.
+            progress: whether to show a bar or lines on stderr.
+
+        Returns:
+            The last metrics row; `row["step"] < num_steps` if the run was asked to stop.
+
+        Raises:
+            RunDirectoryError, CheckpointError, InputError: see there.
+        """
+        with contextlib.ExitStack() as stack:
+            if not isinstance(run_dir, RunDirectory):
+                run_dir = stack.enter_context(RunDirectory.open(run_dir, to_text(self._cfg)))
+            stop = stack.enter_context(graceful_stop())
+            stack.enter_context(jax.set_mesh(self._mesh))
+            checkpointer = self._cfg.checkpoint.build(directory=run_dir.checkpoints)
+            stack.callback(checkpointer.close)
+            return self._run(run_dir, checkpointer, stop, stack, progress)
+
+    def _run(
+        self,
+        run_dir: RunDirectory,
+        checkpointer: Checkpointer,
+        stop: Stop,
+        stack: contextlib.ExitStack,
+        show: bool,
+    ) -> dict[str, Any]:
+        cfg, events = self._cfg, EventLog(run_dir.events_path)
+        data: SupervisedInput = cfg.input.build()
+        graphdef, state, start = self._start(checkpointer, data)
+        events.append("trainer", "start", step=start)
+        writer = MetricsWriter(run_dir.path, phase="sft", resume_step=start)
+        stack.callback(writer.close)
+        progress = Progress(cfg.num_steps, start=start) if show else None
+        if progress:
+            stack.enter_context(progress)
+        evaluators: list[Evaluator] = [e.build(graphdef=graphdef) for e in cfg.evaluators]
+        log = _Log(writer, progress, start)
+        step_fn = make_train_step(make_supervised_loss(graphdef), self._learner, cfg.microbatches)
+
+        step = start
+        while step < cfg.num_steps and not stop.requested:
+            state, metrics = step_fn(state, shard_batch(next(data)))
+            step += 1
+            checkpointer.check()
+            log.add(step, metrics, wanted=step % cfg.log_every == 0 or step == cfg.num_steps)
+            due = [e for e in evaluators if step % e.every == 0 or step == cfg.num_steps]
+            for evaluator in due:
+                log.extend(step, evaluator.run(state["params"], step))
+            if checkpointer.should_save(step):
+                # The row first: a resume from this checkpoint would never write it again.
+                log.flush()
+                checkpointer.save(step, state, {"input": data.state()})
+        log.flush()
+        checkpointer.save(step, state, {"input": data.state()})
+        checkpointer.wait()
+        events.append("trainer", "stop", step=step, reason=stop.reason or "done")
+        rows = [row for row in read_rows(run_dir.metrics_path) if row["phase"] == "sft"]
+        return (rows[-1] if rows else {}) | {"step": step}
+
+    def _start(self, checkpointer: Checkpointer, data: SupervisedInput) -> tuple[Any, State, int]:
+        """Graph definition, state and step, from the newest checkpoint (the input too) or new."""
+        graphdef, abstract, init = self._abstract()
+        latest = checkpointer.latest_step()
+        if latest is None:
+            shardings = jax.tree.map(lambda a: a.sharding, abstract)
+            state = jax.jit(init, out_shardings=shardings)(jax.random.key(self._cfg.seed))
+            return graphdef, state, 0
+        state, extras = checkpointer.restore(abstract, latest)
+        data.restore(extras["input"])
+        return graphdef, state, latest
+
+    def _abstract(self) -> tuple[nnx.GraphDef[Any], State, Any]:
+        """The model's graph definition, the abstract state, and the function that makes one."""
+        graphdefs: list[nnx.GraphDef[Any]] = []
+
+        def init(key: jax.Array) -> State:
+            graphdef, params = split(self._cfg.model.build(rngs=nnx.Rngs(key)))
+            graphdefs.append(graphdef)  # static: tracing is all that it needs
+            return init_state(params, self._learner)
+
+        abstract = jax.eval_shape(init, jax.random.key(self._cfg.seed))
+        return graphdefs[0], to_named_sharding(abstract, self._mesh), init
+
+    def _check_batch(self) -> None:
+        cfg = self._cfg
+        axes = LOGICAL_AXES["batch"] or ()
+        axes = (axes,) if isinstance(axes, str) else axes
+        ways = math.prod(self._mesh.shape[axis] for axis in axes)
+        rows = cfg.input.batch_size
+        if rows % (ways * cfg.microbatches):
+            raise InputError(
+                f"Trainer.Config.input.batch_size is {rows}; expected a multiple of "
+                f"{ways * cfg.microbatches}: {cfg.microbatches} microbatches, each spread over "
+                f"{ways} parts of the mesh ({' x '.join(axes)})"
+            )
+
+
+class _Log:
+    """Holds metrics back by one step: reading them at once would make the devices wait."""
+
+    def __init__(self, writer: MetricsWriter, progress: Progress | None, start: int):
+        self._writer, self._progress = writer, progress
+        self._pending: tuple[int, dict[str, Any], bool] | None = None
+        self._now = self._written = (start, time.monotonic())
+
+    def add(self, step: int, metrics: dict[str, jax.Array], *, wanted: bool) -> None:
+        self.flush()
+        self._pending = (step, dict(metrics), wanted)
+        self._now = (step, time.monotonic())
+
+    def extend(self, step: int, scalars: dict[str, float]) -> None:
+        """Adds an evaluator's scalars to the row of `step`, which is then written in any case."""
+        assert self._pending is not None and self._pending[0] == step
+        self._pending = (step, {**self._pending[1], **scalars}, True)
+
+    def flush(self) -> None:
+        if self._pending is None:
+            return
+        (step, metrics, wanted), self._pending = self._pending, None
+        values = jax.device_get(metrics)
+        if wanted:
+            # The loop's period since the last row: with metrics read one step late, the step time.
+            (now_step, now), (last_step, last) = self._now, self._written
+            self._written = self._now
+            seconds = (now - last) / (now_step - last_step)
+            self._writer.write(step, {**values, "step_seconds": round(seconds, 6)})
+        if self._progress:
+            tokens = float(np.asarray(values["tokens"]))
+            self._progress.update(step, loss=float(values["loss"]), tokens=tokens)

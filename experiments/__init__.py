@@ -1,0 +1,1 @@
+"""Experiments: modules of functions that compose configs, found by name through the registry."""

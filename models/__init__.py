@@ -1,0 +1,1 @@
+"""Model families: configs of shared layers, no code of their own."""

@@ -1,0 +1,201 @@
+"""One RL experiment as a config, and how each role is built from it.
+
+The parent hands every child what only the parent knows (sizes, seeds, the task mixture); children never look up. A
+runtime calls the `make_*` functions where a role shall live: in this process, or in an actor's.
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from axlearn_like.checkpoint import restore_params
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.layers.base import Params, split
+from axlearn_like.learner import Learner
+from axlearn_like.run_directory import EventLog, RunDirectory
+from axlearn_like.tokenizer import ByteTokenizer
+from axlearn_like.trainer import Trainer
+from mesh import UserError, to_named_sharding
+from rl.controller import Controller
+from rl.evaluation import Evaluation
+from rl.objective import Objective
+from rl.parameter_server import ParameterServer
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.worker import LeaseSource, RolloutWorker, WeightSource
+from rl.rollout.worker import Verifier as VerifierRole
+from rl.sampling import Sampler
+from rl.tasks import encode_prompt
+from rl.trainer import BatchSource, PolicyTrainer, VersionStore
+from rl.verification.service import Verifier
+
+
+class RLExperiment(Configurable):
+    """A policy, tasks, an objective, and the sizes of one update."""
+
+    class Config(ConfigBase["RLExperiment"]):
+        policy: ConfigBase = REQUIRED
+        tokenizer: ConfigBase = ByteTokenizer.Config()
+        tasks: ConfigBase = REQUIRED
+        max_prompt: int = REQUIRED  # tokens
+        max_new: int = REQUIRED  # tokens, the stop token included
+        stop_at_eos: bool = True
+
+        num_steps: int = REQUIRED  # updates
+        groups: int = REQUIRED  # prompts in a batch
+        samples: int = REQUIRED  # rollouts of each prompt
+        staleness: int = 0  # updates that a rollout may be behind
+        seed: int = 0
+
+        warm_start: Trainer.Config | None = None  # supervised fine-tuning first; None: from scratch
+        objective: Objective.Config = Objective.Config(old_policy="current")
+        learner: Learner.Config = REQUIRED
+        sampler: Sampler.Config = Sampler.Config()
+        trainer: PolicyTrainer.Config = PolicyTrainer.Config()
+        controller: Controller.Config = Controller.Config()
+        engine: RolloutEngine.Config = RolloutEngine.Config()
+        parameter_server: ParameterServer.Config = ParameterServer.Config()
+        verifier: Verifier.Config = REQUIRED
+        evaluation: Evaluation.Config | None = Evaluation.Config()
+
+        workers: int = 2  # rollout workers, where the runtime has processes
+        kill_worker_after: float | None = None  # share of the updates after which one worker is killed -9
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.tokenizer: ByteTokenizer = cfg.tokenizer.build()
+        self.engine_cfg = cfg.engine.clone(
+            model=cfg.policy,
+            stop_tokens=(self.tokenizer.eos,) if cfg.stop_at_eos else (),
+            max_prompt=cfg.max_prompt,
+            max_new=cfg.max_new,
+            samples=cfg.samples,
+            sampler=cfg.sampler,
+        )
+        if cfg.sampler.build().truncates:
+            raise UserError(
+                "sampler: training needs the whole distribution (temperature > 0, top_k=None, top_p=1): the trainer "
+                "scores tokens under it, and a truncated support would bias every importance ratio"
+            )
+        if cfg.parameter_server.keep < cfg.staleness + 2:
+            raise UserError(
+                f"parameter_server.keep={cfg.parameter_server.keep} is too few for staleness={cfg.staleness}: "
+                f"workers may ask for {cfg.staleness + 1} versions while the next is pushed; "
+                f"expected {cfg.staleness + 2} or more"
+            )
+        self.controller_cfg = cfg.controller.clone(
+            tasks=cfg.tasks,
+            tokenizer=cfg.tokenizer,
+            num_steps=cfg.num_steps,
+            groups=cfg.groups,
+            samples=cfg.samples,
+            groups_per_lease=min(cfg.engine.groups, cfg.groups),
+            staleness=cfg.staleness,
+        )
+        self.trainer_cfg = cfg.trainer.clone(
+            model=cfg.policy,
+            objective=cfg.objective,
+            learner=cfg.learner,
+            num_steps=cfg.num_steps,
+            staleness=cfg.staleness,
+            max_prompt=cfg.max_prompt,
+            max_new=cfg.max_new,
+            temperature=cfg.sampler.temperature,
+        )
+
+    def check(self, run_steps: int = 8) -> None:
+        """Refuse, before anything expensive, what would fail later: tasks, prompt lengths, held-out overlap.
+
+        Raises:
+            UserError, ValueError: naming the field to change.
+        """
+        tasks = self.cfg.tasks.build()
+        longest = 0
+        for index in range(run_steps * self.cfg.groups):
+            problem = tasks.train(index)
+            length = len(encode_prompt(problem.question, self.tokenizer))
+            longest = max(longest, length)
+            if length > self.cfg.max_prompt:
+                raise UserError(
+                    f"training problem {index} of family {problem.family!r} has {length} prompt tokens; "
+                    f"max_prompt is {self.cfg.max_prompt}"
+                )
+        if self.cfg.evaluation is not None:
+            if self.cfg.samples < max(self.cfg.evaluation.ks):
+                raise UserError(
+                    f"pass@{max(self.cfg.evaluation.ks)} needs as many samples of a problem; samples={self.cfg.samples}"
+                )
+            per_family = self.cfg.evaluation.problems_per_family
+            tasks.check_disjoint(self.cfg.groups * run_steps, per_family)
+            for problem in tasks.heldout(per_family):
+                length = len(encode_prompt(problem.question, self.tokenizer))
+                if length > self.cfg.max_prompt:
+                    raise UserError(
+                        f"held-out problem {problem.id} of family {problem.family!r} has {length} prompt tokens; "
+                        f"max_prompt is {self.cfg.max_prompt}"
+                    )
+
+    # ---- roles
+
+    def make_controller(self, run: RunDirectory) -> Controller:
+        return self.controller_cfg.build(events=EventLog(run.events_path))
+
+    def make_parameter_server(self) -> ParameterServer:
+        return self.cfg.parameter_server.build()
+
+    def make_verifier(self) -> Verifier:
+        return self.cfg.verifier.build()
+
+    def make_engine(self) -> RolloutEngine:
+        return self.engine_cfg.build()
+
+    def make_worker(
+        self,
+        name: str,
+        run: RunDirectory,
+        controller: LeaseSource,
+        weights: WeightSource,
+        verifier: VerifierRole,
+    ) -> RolloutWorker:
+        return RolloutWorker(
+            name=name,
+            engine=self.make_engine(),
+            tokenizer=self.tokenizer,
+            seed=self.cfg.seed,
+            controller=controller,
+            weights=weights,
+            verifier=verifier,
+            events=EventLog(run.events_path),
+        )
+
+    def make_trainer(
+        self, run: RunDirectory, controller: BatchSource, weights: VersionStore
+    ) -> PolicyTrainer:
+        warm = None if self.cfg.warm_start is None else warm_start_directory(run)
+        return self.trainer_cfg.build(
+            run=run,
+            controller=controller,
+            weights=weights,
+            initial=None if warm is None else lambda abstract: restore_params(warm, abstract),
+            seed=self.cfg.seed,
+        )
+
+    def initial_params(self, run: RunDirectory, mesh: jax.sharding.Mesh) -> Params:
+        """The policy before the first update, as the trainer will start with it."""
+        with jax.set_mesh(mesh):
+            return self._initial(run, mesh)
+
+    def _initial(self, run: RunDirectory, mesh: jax.sharding.Mesh) -> Params:
+        def create(key: jax.Array) -> Params:
+            return split(self.cfg.policy.build(rngs=nnx.Rngs(key)))[1]
+
+        key = jax.random.key(self.cfg.seed)
+        if self.cfg.warm_start is None:
+            return jax.jit(create)(key)
+        abstract = to_named_sharding(jax.eval_shape(create, key), mesh)
+        return restore_params(warm_start_directory(run), abstract)
+
+
+def warm_start_directory(run: RunDirectory) -> Any:
+    """The supervised phase is a run of its own inside the run."""
+    return run.path / "warm_start"

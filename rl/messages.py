@@ -1,0 +1,89 @@
+"""What the roles say to each other: small frozen records of plain values and numpy arrays.
+
+The *behaviour contract*: a rollout carries, for each token, its id, whether it is an action of the policy, its
+log-probability under exactly the distribution it was drawn from, and the version of the policy that drew it.
+A *version* is the number of completed updates. Masks come from positions, never from token ids.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length"]
+ScoreStatus = Literal["ok", "timeout", "crash", "error"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """One instance of a task: the question asked, and what its scorer needs.
+
+    Attributes:
+        id: unique in the run and stable; the same id is the same problem on every machine.
+        family: the task family's name.
+        entry: the task package's own record of the instance.
+    """
+
+    id: int
+    family: str
+    question: str
+    answer: str
+    entry: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the policy is asked to continue; `id` is its problem's."""
+
+    id: int
+    family: str
+    tokens: np.ndarray  # int32 [prompt length]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion of a prompt. All arrays have the completion's length; a sampled stop token is included."""
+
+    prompt_id: int
+    sample_id: int
+    tokens: np.ndarray  # int32
+    logprobs: np.ndarray  # float32, under the distribution drawn from
+    versions: np.ndarray  # int32
+    action_mask: np.ndarray  # bool
+    finish_reason: FinishReason
+    tags: tuple[str, ...] = ()  # approximations in force when it was drawn
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Score:
+    """A verifier's verdict. Anything but status "ok" is a failure of the verifier, and its reward is 0."""
+
+    reward: float
+    status: ScoreStatus = "ok"
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """All rollouts of one prompt with their scores: what a batch is made of, never half of it."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    scores: tuple[Score, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lease:
+    """The right, until `seconds` from its grant, to generate `samples` rollouts for each prompt.
+
+    Attributes:
+        step: the update that will consume the rollouts.
+        version: the weights to generate with.
+    """
+
+    id: int
+    step: int
+    prompts: tuple[Prompt, ...]
+    samples: int
+    version: int
+    seconds: float

@@ -1,0 +1,78 @@
+"""The unified objective: components, the form that joins them, and named algorithms."""
+
+from rl.objective.advantage import (
+    Advantage,
+    BatchAdvantage,
+    GroupAdvantage,
+    LeaveOneOutAdvantage,
+    RawReward,
+    SuccessNormalisedAdvantage,
+)
+from rl.objective.aggregation import (
+    Aggregation,
+    MaxLengthMean,
+    PromptMean,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+)
+from rl.objective.importance import Importance, NoImportance, TruncatedImportance
+from rl.objective.objective import Objective, Prepared, combine_metrics
+from rl.objective.presets import PRESETS
+from rl.objective.regulariser import (
+    EntropyBonus,
+    NoRegulariser,
+    ReferenceKL,
+    Regulariser,
+    Sum,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+)
+from rl.objective.reward_shaping import RewardShaping, SoftOverlongPenalty
+from rl.objective.surrogate import (
+    ClippedSurrogate,
+    ClippedWeightLogProbability,
+    LogProbability,
+    Ratio,
+    Surrogate,
+)
+from rl.objective.tokens import Tokens
+
+__all__ = [
+    "PRESETS",
+    "Advantage",
+    "Aggregation",
+    "BatchAdvantage",
+    "ClippedSurrogate",
+    "ClippedWeightLogProbability",
+    "EntropyBonus",
+    "GroupAdvantage",
+    "Importance",
+    "LeaveOneOutAdvantage",
+    "LogProbability",
+    "MaxLengthMean",
+    "NoImportance",
+    "NoRegulariser",
+    "Objective",
+    "Prepared",
+    "PromptMean",
+    "Ratio",
+    "RawReward",
+    "ReferenceKL",
+    "Regulariser",
+    "RewardShaping",
+    "SequenceMean",
+    "SequenceSum",
+    "SoftOverlongPenalty",
+    "SuccessNormalisedAdvantage",
+    "Sum",
+    "Surrogate",
+    "TokenMean",
+    "Tokens",
+    "TruncatedImportance",
+    "combine_metrics",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+]

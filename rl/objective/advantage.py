@@ -1,0 +1,162 @@
+"""Advantages: how much better each rollout was than expected; float64 on the host.
+
+Every class maps rewards [N], the group of each rollout [N] and which rollouts take part [N] to
+advantages [N], zero for those that do not. A group without spread gets exactly zero: rounding
+in `r - mean` divided by a tiny eps would otherwise make a signal out of nothing.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from axlearn_like.config import ConfigBase, Configurable
+
+
+def constant_groups(rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+    """bool[G]: groups whose live rewards are all equal (true for a group with none)."""
+    count = int(groups.max(initial=-1)) + 1
+    low, high = np.full(count, np.inf), np.full(count, -np.inf)
+    np.minimum.at(low, groups[live], rewards[live])
+    np.maximum.at(high, groups[live], rewards[live])
+    return ~(high > low)
+
+
+def _group_mean(values: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+    """float64[N]: the mean over the live members of each rollout's group."""
+    count = np.bincount(groups, weights=live, minlength=1)
+    total = np.bincount(groups, weights=np.where(live, values, 0.0), minlength=1)
+    return (total / np.maximum(count, 1))[groups]
+
+
+def _centre(rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+    """Rewards less the mean of their group; exactly zero in constant groups and where dead."""
+    flat = constant_groups(rewards, groups, live)[groups]
+    return np.where(live & ~flat, rewards - _group_mean(rewards, groups, live), 0.0)
+
+
+def _group_size(groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+    return np.bincount(groups, weights=live, minlength=1)[groups]
+
+
+class Advantage(Configurable):
+    """Maps rewards to advantages.
+
+    min_group_size: groups with fewer live rollouts are dropped before the call.
+    group_relative: a group of equal rewards has no gradient, so that "drop zero-variance
+        groups" means something.
+    """
+
+    class Config(ConfigBase["Advantage"]):
+        pass
+
+    min_group_size: int = 2
+    group_relative: bool = True
+
+    def __init__(self, cfg: ConfigBase):
+        self.cfg = cfg
+
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+        """float64[N] from rewards float64[N], groups int[N] in 0..G-1 and live bool[N]."""
+        raise NotImplementedError
+
+
+class GroupAdvantage(Advantage):
+    """(r - mean) / (std + eps) within the group (GRPO); without the division, Dr.GRPO.
+
+    ddof: 0 divides the variance by n, 1 by n - 1. The paper does not say; libraries differ.
+    """
+
+    class Config(Advantage.Config):
+        normalise_std: bool = True
+        ddof: int = 0
+        eps: float = 1e-6
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.normalise_std, self.eps = cfg.normalise_std, cfg.eps
+        self.ddof = _checked_ddof(cfg.ddof, "GroupAdvantage")
+
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+        centred = _centre(rewards, groups, live)
+        if not self.normalise_std:
+            return centred
+        squares = np.bincount(groups, weights=centred**2, minlength=1)[groups]
+        variance = squares / np.maximum(_group_size(groups, live) - self.ddof, 1)
+        return centred / (np.sqrt(variance) + self.eps)
+
+
+class LeaveOneOutAdvantage(Advantage):
+    """r_i - mean of the *other* rollouts of the group = n / (n - 1) (r_i - mean) (RLOO)."""
+
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+        size = np.maximum(_group_size(groups, live), 2)
+        return _centre(rewards, groups, live) * size / (size - 1)
+
+
+class SuccessNormalisedAdvantage(Advantage):
+    """(r - mean) / mean within the group, 0 where nothing succeeded (MaxRL).
+
+    The published derivation is for rewards in {0, 1}, where the mean is the success rate; a
+    negative reward would let the denominator vanish or turn the sign, and is refused.
+    """
+
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+        if np.any(rewards[live] < 0):
+            raise ValueError(
+                "SuccessNormalisedAdvantage needs rewards >= 0 (meant: 0 or 1), got "
+                f"{float(rewards[live].min())}"
+            )
+        mean = _group_mean(rewards, groups, live)
+        return _centre(rewards, groups, live) / np.where(mean > 0, mean, 1.0)
+
+
+class BatchAdvantage(Advantage):
+    """Divided by the standard deviation over the whole batch.
+
+    centre="batch": (r - mean) / (std + eps) over all live rollouts (REINFORCE++); groups of one
+        are fine.
+    centre="group": the group mean is subtracted first, then divided by the batch deviation of
+        the result (REINFORCE++ with baseline, ScaleRL).
+    The statistics count rollouts, not tokens, and only those left after filtering.
+    """
+
+    class Config(Advantage.Config):
+        centre: Literal["batch", "group"] = "batch"
+        ddof: int = 0
+        eps: float = 1e-8
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.by_group, self.eps = cfg.centre == "group", cfg.eps
+        self.ddof = _checked_ddof(cfg.ddof, "BatchAdvantage")
+        self.min_group_size = 2 if self.by_group else 1
+        self.group_relative = self.by_group
+
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+        # Group-centred values have batch mean zero, so one formula serves both.
+        centred = _centre(rewards, groups if self.by_group else np.zeros_like(groups), live)
+        variance = (centred**2).sum() / max(int(live.sum()) - self.ddof, 1)
+        return centred / (np.sqrt(variance) + self.eps)
+
+
+class RawReward(Advantage):
+    """r - baseline with a constant baseline (plain REINFORCE)."""
+
+    class Config(Advantage.Config):
+        baseline: float = 0.0
+
+    min_group_size: int = 1
+    group_relative: bool = False
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.baseline = cfg.baseline
+
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+        return np.where(live, rewards - self.baseline, 0.0)
+
+
+def _checked_ddof(ddof: int, owner: str) -> int:
+    if ddof not in (0, 1):
+        raise ValueError(f"{owner}.Config.ddof must be 0 or 1, got {ddof}")
+    return ddof

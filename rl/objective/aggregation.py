@@ -1,0 +1,85 @@
+"""Aggregation: how much each token of the *global* batch counts.
+
+Every class maps the mask of the tokens that count, [N, T], and the group of each rollout, [N],
+to weights [N, T], so that the objective is a plain weighted sum over tokens. A sum is additive:
+splitting the batch into micro-batches, padding it or sharding it changes nothing. Dividing
+inside a micro-batch instead (a mean of means) changes the gradient whenever lengths differ.
+
+Only rollouts with at least one counted token enter a denominator.
+"""
+
+import numpy as np
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+
+
+class Aggregation(Configurable):
+    """Maps which tokens count to what each is worth, on the host, in float64."""
+
+    class Config(ConfigBase["Aggregation"]):
+        pass
+
+    def __init__(self, cfg: ConfigBase):
+        self.cfg = cfg
+
+    def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Weights float64[N, T], zero outside `mask`.
+
+        Args:
+            mask: bool[N, T], sampled tokens of the rollouts that take part.
+            groups: int[N], the group (prompt) of each rollout, in 0..G-1.
+        """
+        raise NotImplementedError
+
+
+class TokenMean(Aggregation):
+    """1 / number of tokens in the global batch: every token counts the same (DAPO)."""
+
+    def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        return mask / max(int(mask.sum()), 1)
+
+
+class SequenceMean(Aggregation):
+    """1 / (N |o_i|): mean over the tokens of a rollout, then over rollouts (GRPO)."""
+
+    def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        lengths = mask.sum(axis=1)
+        return mask / np.maximum(lengths, 1)[:, None] / max(int((lengths > 0).sum()), 1)
+
+
+class PromptMean(Aggregation):
+    """1 / (P sum_i |o_i|): mean over the tokens of a group, then over groups (ScaleRL)."""
+
+    def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        tokens = np.bincount(groups, weights=mask.sum(axis=1), minlength=1)
+        prompts = max(int((tokens > 0).sum()), 1)
+        return mask / np.maximum(tokens, 1)[groups][:, None] / prompts
+
+
+class SequenceSum(Aggregation):
+    """1 / N: log-probability of the whole rollout, mean over rollouts (REINFORCE, RLOO)."""
+
+    def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        return mask / max(int(mask.any(axis=1).sum()), 1)
+
+
+class MaxLengthMean(Aggregation):
+    """1 / (N max_length): as `SequenceSum` with a constant divisor (Dr.GRPO)."""
+
+    class Config(Aggregation.Config):
+        max_length: int = REQUIRED  # the generation limit in tokens, not this batch's longest
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        if cfg.max_length < 1:
+            raise ValueError(f"MaxLengthMean.Config.max_length must be >= 1, got {cfg.max_length}")
+        self.max_length = cfg.max_length
+
+    def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        longest = int(mask.sum(axis=1).max(initial=0))
+        if longest > self.max_length:
+            raise ValueError(
+                f"a rollout of {longest} sampled tokens exceeds "
+                f"MaxLengthMean.Config.max_length={self.max_length}"
+            )
+        return mask / (max(int(mask.any(axis=1).sum()), 1) * self.max_length)

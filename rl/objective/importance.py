@@ -1,0 +1,73 @@
+"""Importance: detached weights pi_old / mu for tokens that another policy drew.
+
+mu drew the tokens (an older version, or the same weights on other kernels), pi_old is the
+trainer's policy at the start of the update. This ratio is not the one that a surrogate clips
+(pi / pi_old): it corrects *whose* samples these are, multiplies the weight of a token, and
+carries no gradient.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.config import ConfigBase, Configurable
+from rl.objective.tokens import Tokens, masked_mean, safe_exp
+
+
+class Importance(Configurable):
+    """Maps tokens to (weight [..., T], whether the weight was limited bool[..., T])."""
+
+    class Config(ConfigBase["Importance"]):
+        pass
+
+    def __init__(self, cfg: ConfigBase):
+        self.cfg = cfg
+
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+
+class NoImportance(Importance):
+    """Weight one: mu is taken to be pi_old."""
+
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        return jnp.ones_like(tokens.new), jnp.zeros_like(tokens.mask)
+
+
+class TruncatedImportance(Importance):
+    """pi_old / mu, limited to [floor, cap] (truncated importance sampling).
+
+    level: "token" is the ratio of each token; "geometric" the geometric mean over the rollout;
+        "sequence" the product over the rollout (unbiased before truncation, high variance).
+    mode: "clip" limits the weight; "mask" sets it to zero outside the range, which drops the
+        token (or the rollout) from the numerator. The denominator stays: it was fixed by the
+        aggregation.
+    """
+
+    class Config(Importance.Config):
+        level: Literal["token", "geometric", "sequence"] = "token"
+        mode: Literal["clip", "mask"] = "clip"
+        cap: float = 2.0
+        floor: float = 0.0
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        if not 0.0 <= cfg.floor <= 1.0 <= cfg.cap:
+            raise ValueError(
+                "TruncatedImportance.Config needs 0 <= floor <= 1 <= cap, got "
+                f"floor={cfg.floor}, cap={cfg.cap}"
+            )
+        self.level, self.mode, self.cap, self.floor = cfg.level, cfg.mode, cfg.cap, cfg.floor
+
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        log_ratio = jax.lax.stop_gradient(tokens.old - tokens.behaviour)
+        if self.level == "geometric":
+            log_ratio = masked_mean(log_ratio, tokens.mask)
+        elif self.level == "sequence":
+            log_ratio = jnp.sum(log_ratio, axis=-1, keepdims=True)
+        ratio = jnp.broadcast_to(safe_exp(log_ratio), tokens.new.shape)
+        limited = (ratio > self.cap) | (ratio < self.floor)
+        if self.mode == "mask":
+            return jnp.where(limited, 0.0, ratio), limited
+        return jnp.clip(ratio, self.floor, self.cap), limited

@@ -1,0 +1,269 @@
+"""The one objective of which GRPO, DAPO, GSPO, CISPO, RLOO, PPO ... are named combinations.
+
+    J = sum_{i,t} sg[aggregation * importance] * (sg[advantage] * surrogate + regulariser)
+
+`prepare` computes on the host, once per global batch, all that depends on the whole batch and
+not on the parameters: advantages and aggregation weights. `loss` is then a plain weighted sum on
+the device: additive over micro-batches, unmoved by padding and by the order of rollouts.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_like.config import ConfigBase, Configurable
+from rl.objective.advantage import Advantage, GroupAdvantage, constant_groups
+from rl.objective.aggregation import Aggregation, TokenMean
+from rl.objective.importance import Importance, NoImportance
+from rl.objective.regulariser import NoRegulariser, Regulariser, kl_k3
+from rl.objective.reward_shaping import RewardShaping
+from rl.objective.surrogate import ClippedSurrogate, Surrogate
+from rl.objective.tokens import OldPolicy, Tokens, gather_tokens, safe_exp
+
+
+class Prepared(NamedTuple):
+    """What the host adds to a batch.
+
+    arrays: float32; "advantages" [...], "weights" [..., T] (the aggregation) and
+        "metric_weights" [..., T] (the same, scaled to sum to one over the global batch).
+    stats: floats for the log: counts, fractions and moments over the global batch.
+    """
+
+    arrays: dict[str, np.ndarray]
+    stats: dict[str, float]
+
+
+class Objective(Configurable):
+    """Advantage, aggregation, importance, surrogate and regulariser, each swappable.
+
+    zero_variance: "drop" takes groups whose rewards are all equal out of the denominator too, so
+        that they do not shrink the step; "keep" counts their tokens. Judged on the reward as
+        scored, before shaping.
+    truncated: "mask" takes rollouts cut off at the length limit out of the loss and the
+        denominator; "keep" trains on them. Their reward enters the group statistics either way:
+        being cut off is an outcome of the policy.
+    old_policy: what pi_old is. "recompute": batch["logprobs_old"], computed by the trainer at
+        the start of the update. "behaviour": mu itself; the clip then also absorbs the
+        differences between sampler and trainer. "current": sg[pi], exact and free, but only
+        where each batch gets exactly one optimiser step.
+    """
+
+    class Config(ConfigBase["Objective"]):
+        advantage: ConfigBase[Advantage] = GroupAdvantage.Config()
+        aggregation: ConfigBase[Aggregation] = TokenMean.Config()
+        importance: ConfigBase[Importance] = NoImportance.Config()
+        surrogate: ConfigBase[Surrogate] = ClippedSurrogate.Config()
+        regulariser: ConfigBase[Regulariser] = NoRegulariser.Config()
+        reward_shaping: ConfigBase[RewardShaping] | None = None
+        zero_variance: Literal["drop", "keep"] = "keep"
+        truncated: Literal["mask", "keep"] = "keep"
+        old_policy: Literal["recompute", "behaviour", "current"] = "recompute"
+
+    def __init__(self, cfg: Config):
+        self.advantage: Advantage = cfg.advantage.build()
+        self.aggregation: Aggregation = cfg.aggregation.build()
+        self.importance: Importance = cfg.importance.build()
+        self.surrogate: Surrogate = cfg.surrogate.build()
+        self.regulariser: Regulariser = cfg.regulariser.build()
+        self.reward_shaping: RewardShaping | None = (
+            None if cfg.reward_shaping is None else cfg.reward_shaping.build()
+        )
+        self.drop_zero_variance = cfg.zero_variance == "drop"
+        self.mask_truncated = cfg.truncated == "mask"
+        self.old_policy: OldPolicy = cfg.old_policy
+        if self.drop_zero_variance and not self.advantage.group_relative:
+            raise ValueError(
+                "Objective.Config.zero_variance='drop' needs an advantage relative to the group; "
+                f"with {type(self.advantage).__name__} a group of equal rewards has a gradient"
+            )
+        if self.old_policy == "behaviour" and not isinstance(self.importance, NoImportance):
+            raise ValueError(
+                "Objective.Config.old_policy='behaviour' makes pi_old / mu equal to one: "
+                f"{type(self.importance).__name__} would do nothing. Use NoImportance, or "
+                "old_policy='recompute'"
+            )
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether the batch must carry "logprobs_old"."""
+        return self.old_policy == "recompute"
+
+    @property
+    def single_update(self) -> bool:
+        """Whether a batch may be used for one optimiser step only."""
+        return self.old_policy == "current"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the batch must carry "logprobs_reference"."""
+        return self.regulariser.needs_reference
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `loss` must be given the entropy."""
+        return self.regulariser.needs_entropy
+
+    def prepare(
+        self,
+        rewards: np.ndarray,
+        action_mask: np.ndarray,
+        *,
+        groups: np.ndarray | None = None,
+        truncated: np.ndarray | None = None,
+        scored: np.ndarray | None = None,
+    ) -> Prepared:
+        """Advantages and weights of the global batch.
+
+        Args:
+            rewards: [...], any leading shape; [groups, samples] is usual.
+            action_mask: bool[..., T], true at tokens that the policy sampled (EOS included).
+            groups: int[...], the group of each rollout; rows of a 2-D `rewards` if omitted.
+            truncated: bool[...], cut off by the length limit (none if omitted).
+            scored: bool[...], rollout and score are usable (all if omitted). Others leave the
+                group statistics, the loss and the denominator.
+
+        Raises:
+            ValueError: shapes disagree, a usable reward is not finite, or `groups` is omitted
+                and `rewards` is not 2-D.
+        """
+        rewards = np.asarray(rewards, np.float64)
+        shape = rewards.shape
+        if groups is None:
+            if rewards.ndim != 2:
+                raise ValueError(f"groups is needed for rewards of shape {shape} (not 2-D)")
+            groups = np.broadcast_to(np.arange(shape[0])[:, None], shape)
+        action_mask = np.asarray(action_mask, bool)
+        if action_mask.shape[:-1] != shape:
+            raise ValueError(f"action_mask has shape {action_mask.shape}, expected {shape} + [T]")
+        truncated_flat = _flags(truncated, False, shape, "truncated")
+        live = _flags(scored, True, shape, "scored")
+        if np.shape(groups) != shape:
+            raise ValueError(f"groups has shape {np.shape(groups)}, expected {shape}")
+        group = np.unique(np.ravel(groups), return_inverse=True)[1].reshape(-1)
+        raw, mask = rewards.reshape(-1), action_mask.reshape(-1, action_mask.shape[-1])
+        live &= mask.any(axis=1)
+        if not np.isfinite(raw[live]).all():
+            raise ValueError("a scored rollout has a reward that is not finite")
+
+        usable = live
+        size = np.bincount(group, weights=live, minlength=1)
+        live = live & (size >= self.advantage.min_group_size)[group]
+        constant = constant_groups(raw, group, live)
+        judged = np.bincount(group, weights=live, minlength=1) > 0
+        if self.drop_zero_variance:
+            live = live & ~constant[group]
+        shaped = raw
+        if self.reward_shaping is not None:
+            shaped = self.reward_shaping(raw, mask.sum(axis=1))
+        advantages = self.advantage(np.where(live, shaped, 0.0), group, live)
+        if self.mask_truncated:
+            live = live & ~truncated_flat
+            advantages = np.where(live, advantages, 0.0)
+
+        weights = self.aggregation(mask & live[:, None], group)
+        arrays = {
+            "advantages": advantages.astype(np.float32).reshape(shape),
+            "weights": weights.astype(np.float32).reshape(action_mask.shape),
+            "metric_weights": (weights / (weights.sum() or 1.0))
+            .astype(np.float32)
+            .reshape(action_mask.shape),
+        }
+        stats = {
+            "zero_variance_fraction": _mean(constant[judged]),
+            "truncation_fraction": _mean(truncated_flat[usable]),
+            "unscored_fraction": 1.0 - _mean(usable),
+            "live_rollouts": float(live.sum()),
+            "live_tokens": float(mask[live].sum()),
+            "advantage_mean": _mean(advantages[live]),
+            "advantage_std": float(advantages[live].std()) if live.any() else 0.0,
+            "advantage_abs_max": float(np.abs(advantages).max(initial=0.0)),
+        }
+        return Prepared(arrays, stats)
+
+    def loss(
+        self,
+        logprobs: jax.Array,
+        batch: Mapping[str, jax.Array],
+        entropy: jax.Array | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """-J of a (micro-)batch and its metrics; pure, float32.
+
+        Args:
+            logprobs: log pi of the tokens, [..., T]; the only differentiated argument besides
+                `entropy`.
+            batch: "action_mask", "weights", "logprobs_behaviour" [..., T], "advantages" [...] or
+                [..., T]; by configuration "logprobs_old", "logprobs_reference"; optionally
+                "metric_weights" (else metrics are weighted by "weights").
+            entropy: entropy of pi at each position, [..., T]; for the bonus and the log.
+
+        Returns:
+            The loss and a dict of scalars. Both add up over micro-batches, except metrics whose
+            name ends in "_max", which combine by max (`combine_metrics`).
+        """
+        tokens = gather_tokens(logprobs, batch, old_policy=self.old_policy, entropy=entropy)
+        importance, importance_limited = self.importance(tokens)
+        surrogate, clipped = self.surrogate(tokens)
+        weights = jax.lax.stop_gradient(tokens.weights * importance)
+        term = tokens.advantages * surrogate + self.regulariser(tokens)
+        loss = -jnp.sum(weights * term)
+        metrics = {"loss": loss, **_diagnostics(tokens, self.old_policy)}
+        metrics["clip_fraction"] = _weighted(clipped, tokens)
+        metrics["importance_mean"] = _weighted(importance, tokens)
+        metrics["importance_limited_fraction"] = _weighted(importance_limited, tokens)
+        return loss, jax.lax.stop_gradient(metrics)
+
+
+def combine_metrics(
+    first: Mapping[str, jax.Array], second: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The metrics of two disjoint parts of a batch, as one: max for "*_max", else the sum."""
+    if first.keys() != second.keys():
+        raise ValueError(f"metrics differ: {sorted(set(first) ^ set(second))}")
+    return {
+        name: jnp.maximum(value, second[name]) if name.endswith("_max") else value + second[name]
+        for name, value in first.items()
+    }
+
+
+def _diagnostics(tokens: Tokens, old_policy: OldPolicy) -> dict[str, jax.Array]:
+    """Weighted means over the tokens of the loss; what each means is in docs/objective.md."""
+    difference = jnp.abs(tokens.old - tokens.behaviour)
+    if old_policy == "behaviour":
+        # pi_old is mu by definition, so compare with pi: includes the movement of this update.
+        difference = jnp.abs(tokens.new - tokens.behaviour)
+    ratio = safe_exp(tokens.new - tokens.old)
+    metrics = {
+        "ratio_mean": _weighted(ratio, tokens),
+        "ratio_max": jnp.max(jnp.where(tokens.mask, ratio, 0.0), initial=0.0),
+        "kl_old_new": _weighted(kl_k3(tokens.old, tokens.new), tokens),
+        "logprob_diff_mean": _weighted(difference, tokens),
+        "logprob_diff_max": jnp.max(difference, initial=0.0),
+        "advantage_mean": _weighted(tokens.advantages, tokens),
+        "advantage_abs_mean": _weighted(jnp.abs(tokens.advantages), tokens),
+    }
+    if tokens.reference is not None:
+        metrics["kl_reference"] = _weighted(kl_k3(tokens.new, tokens.reference), tokens)
+    if tokens.entropy is not None:
+        metrics["entropy"] = _weighted(tokens.entropy, tokens)
+    return metrics
+
+
+def _weighted(value: jax.Array, tokens: Tokens) -> jax.Array:
+    return jnp.sum(tokens.metric_weights * value)
+
+
+def _flags(
+    flags: np.ndarray | None, default: bool, shape: tuple[int, ...], name: str
+) -> np.ndarray:
+    if flags is None:
+        return np.full(int(np.prod(shape)), default)
+    if np.shape(flags) != shape:
+        raise ValueError(f"{name} has shape {np.shape(flags)}, expected {shape}")
+    return np.array(flags, bool).reshape(-1)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if values.size else 0.0

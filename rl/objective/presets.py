@@ -1,0 +1,186 @@
+"""Named algorithms as combinations of components; every call makes a new config to edit.
+
+Where a paper leaves a choice open, or this form differs from it, the docstring says so.
+`docs/objective.md` has the table.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+from rl.objective.advantage import (
+    BatchAdvantage,
+    GroupAdvantage,
+    LeaveOneOutAdvantage,
+    RawReward,
+    SuccessNormalisedAdvantage,
+)
+from rl.objective.aggregation import (
+    MaxLengthMean,
+    PromptMean,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+)
+from rl.objective.objective import Objective
+from rl.objective.regulariser import NoRegulariser, ReferenceKL, Regulariser
+from rl.objective.reward_shaping import RewardShaping, SoftOverlongPenalty
+from rl.objective.surrogate import (
+    ClippedSurrogate,
+    ClippedWeightLogProbability,
+    LogProbability,
+)
+
+
+def grpo(*, kl_coef: float = 0.0) -> Objective.Config:
+    """GRPO (arXiv 2402.03300, outcome reward). kl_coef adds its k3 term; the paper has 0.04."""
+    return Objective.Config(
+        advantage=GroupAdvantage.Config(normalise_std=True),
+        aggregation=SequenceMean.Config(),
+        surrogate=ClippedSurrogate.Config(low=0.2, high=0.2),
+        regulariser=_kl(kl_coef, "k3"),
+    )
+
+
+def dr_grpo(*, max_length: int) -> Objective.Config:
+    """Dr.GRPO (arXiv 2503.20783): no division by the deviation, constant length divisor."""
+    return Objective.Config(
+        advantage=GroupAdvantage.Config(normalise_std=False),
+        aggregation=MaxLengthMean.Config(max_length=max_length),
+        surrogate=ClippedSurrogate.Config(low=0.2, high=0.2),
+    )
+
+
+def dapo(*, max_length: int | None = None, buffer: int | None = None) -> Objective.Config:
+    """DAPO (arXiv 2503.14476): clip-higher, token mean, zero-variance groups dropped.
+
+    Given `max_length` and `buffer`, also its soft overlong penalty. Refilling the batch after
+    dropping ("dynamic sampling") is the controller's part.
+    """
+    if (max_length is None) != (buffer is None):
+        raise ValueError("dapo needs both max_length and buffer, or neither")
+    shaping: RewardShaping.Config | None = None
+    if max_length is not None and buffer is not None:
+        shaping = SoftOverlongPenalty.Config(max_length=max_length, buffer=buffer)
+    return Objective.Config(
+        advantage=GroupAdvantage.Config(normalise_std=True),
+        aggregation=TokenMean.Config(),
+        surrogate=ClippedSurrogate.Config(low=0.2, high=0.28),
+        reward_shaping=shaping,
+        zero_variance="drop",
+    )
+
+
+def gspo() -> Objective.Config:
+    """GSPO (arXiv 2507.18071): the clip acts on the geometric mean ratio of the sequence."""
+    return Objective.Config(
+        advantage=GroupAdvantage.Config(normalise_std=True),
+        aggregation=SequenceMean.Config(),
+        surrogate=ClippedSurrogate.Config(low=3e-4, high=4e-4, level="sequence"),
+    )
+
+
+def cispo(*, high: float = 0.28) -> Objective.Config:
+    """CISPO (arXiv 2506.13585): the detached ratio is clipped, no token loses its gradient.
+
+    The paper clips only above and does not publish the bound; `high` is to be tuned.
+    """
+    return Objective.Config(
+        advantage=GroupAdvantage.Config(normalise_std=True),
+        aggregation=TokenMean.Config(),
+        surrogate=ClippedWeightLogProbability.Config(low=1.0, high=high),
+    )
+
+
+def scale_rl(*, cap: float = 4.0) -> Objective.Config:
+    """The loss of ScaleRL (arXiv 2510.13786): CISPO, prompt mean, batch-normalised advantage.
+
+    The ratio is taken against mu directly (old_policy="behaviour") and limited to `cap`.
+    """
+    return Objective.Config(
+        advantage=BatchAdvantage.Config(centre="group"),
+        aggregation=PromptMean.Config(),
+        surrogate=ClippedWeightLogProbability.Config(low=1.0, high=cap - 1.0),
+        zero_variance="drop",
+        old_policy="behaviour",
+    )
+
+
+def rloo() -> Objective.Config:
+    """RLOO (arXiv 2402.14740): leave-one-out baseline, log-probability of the whole sequence."""
+    return Objective.Config(
+        advantage=LeaveOneOutAdvantage.Config(),
+        aggregation=SequenceSum.Config(),
+        surrogate=LogProbability.Config(),
+    )
+
+
+def reinforce(*, baseline: float = 0.0) -> Objective.Config:
+    """REINFORCE (Williams 1992) with a constant baseline."""
+    return Objective.Config(
+        advantage=RawReward.Config(baseline=baseline),
+        aggregation=SequenceSum.Config(),
+        surrogate=LogProbability.Config(),
+    )
+
+
+def reinforce_pp(*, group_baseline: bool = False, kl_coef: float = 0.0) -> Objective.Config:
+    """REINFORCE++ (arXiv 2501.03262): advantages normalised over the batch, PPO clip.
+
+    group_baseline: its variant "w/ Baseline"; `kl_coef` adds the k2 term of that variant. The
+    per-token KL penalty in the reward of the plain variant is not included.
+    """
+    return Objective.Config(
+        advantage=BatchAdvantage.Config(centre="group" if group_baseline else "batch"),
+        aggregation=TokenMean.Config(),
+        surrogate=ClippedSurrogate.Config(low=0.2, high=0.2),
+        regulariser=_kl(kl_coef, "k2"),
+    )
+
+
+def ppo_clip() -> Objective.Config:
+    """The clipped objective of PPO (arXiv 1707.06347) without a critic.
+
+    Advantages are whitened rewards (what GAE gives for gamma = lambda = 1 and a constant value).
+    With a critic, put its per-token advantages [..., T] into batch["advantages"].
+    """
+    return Objective.Config(
+        advantage=BatchAdvantage.Config(centre="batch"),
+        aggregation=TokenMean.Config(),
+        surrogate=ClippedSurrogate.Config(low=0.2, high=0.2),
+    )
+
+
+def maxrl() -> Objective.Config:
+    """MaxRL (arXiv 2602.02710, algorithm 1): (r - mean) / mean, for rewards 0 or 1.
+
+    The paper's estimator is on-policy: score of the whole sequence, mean over the group.
+    """
+    return Objective.Config(
+        advantage=SuccessNormalisedAdvantage.Config(),
+        aggregation=SequenceSum.Config(),
+        surrogate=LogProbability.Config(),
+    )
+
+
+def _kl(coef: float, estimator: Literal["k2", "k3"]) -> Regulariser.Config:
+    if coef == 0.0:
+        return NoRegulariser.Config()
+    return ReferenceKL.Config(coef=coef, estimator=estimator)
+
+
+PRESETS: dict[str, Callable[..., Objective.Config]] = {
+    preset.__name__: preset
+    for preset in (
+        grpo,
+        dr_grpo,
+        dapo,
+        gspo,
+        cispo,
+        scale_rl,
+        rloo,
+        reinforce,
+        reinforce_pp,
+        ppo_clip,
+        maxrl,
+    )
+}

@@ -1,0 +1,130 @@
+"""Regularisers: terms added to the objective that do not depend on the reward.
+
+For d = log pi - log pi_ref on tokens drawn from pi (Schulman, "Approximating KL divergence"):
+    k1 = d                      unbiased for KL(pi || ref), but its *gradient* has mean zero
+    k2 = d^2 / 2                its gradient is that of KL(pi || ref): use it as a loss
+    k3 = exp(-d) - 1 + d        unbiased, low variance, >= 0; its gradient is that of
+                                KL(ref || pi) (used by GRPO as published)
+k1 as a loss regularises nothing and only adds noise; subtract it from the reward instead.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from rl.objective.tokens import Tokens, safe_exp
+
+
+def kl_k1(logprobs: jax.Array, reference: jax.Array) -> jax.Array:
+    """log pi - log ref: a value (for a reward or a plot), never a loss."""
+    return logprobs - reference
+
+
+def kl_k2(logprobs: jax.Array, reference: jax.Array) -> jax.Array:
+    """(log pi - log ref)^2 / 2."""
+    return 0.5 * jnp.square(logprobs - reference)
+
+
+def kl_k3(logprobs: jax.Array, reference: jax.Array) -> jax.Array:
+    """ref / pi - 1 - log(ref / pi), with the exponent clamped."""
+    difference = reference - logprobs
+    return safe_exp(difference) - 1.0 - difference
+
+
+class Regulariser(Configurable):
+    """Maps tokens to the term added to J, [..., T]."""
+
+    class Config(ConfigBase["Regulariser"]):
+        pass
+
+    needs_reference: bool = False
+    needs_entropy: bool = False
+
+    def __init__(self, cfg: ConfigBase):
+        self.cfg = cfg
+
+    def __call__(self, tokens: Tokens) -> jax.Array:
+        raise NotImplementedError
+
+
+class NoRegulariser(Regulariser):
+    """Adds nothing."""
+
+    def __call__(self, tokens: Tokens) -> jax.Array:
+        return jnp.zeros_like(tokens.new)
+
+
+class ReferenceKL(Regulariser):
+    """-coef * KL(pi || ref), estimated per token; needs batch["logprobs_reference"].
+
+    ratio: what multiplies the estimate. "none" is right on the first step from on-policy
+        tokens. "detached" is sg[pi / pi_old]: with k2, the gradient of KL(pi || ref) also after
+        the policy has moved. "differentiated" keeps the gradient of pi / pi_old: with k3, an
+        unbiased value *and* an unbiased gradient of KL(pi || ref).
+    """
+
+    class Config(Regulariser.Config):
+        coef: float = REQUIRED
+        estimator: Literal["k1", "k2", "k3"] = "k2"
+        ratio: Literal["none", "detached", "differentiated"] = "none"
+
+    needs_reference = True
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        if cfg.estimator == "k1":
+            raise ValueError(
+                "ReferenceKL.Config.estimator='k1' cannot be a loss: the gradient of "
+                "log pi - log ref has mean zero, so it would not hold the policy near the "
+                "reference. Use 'k2' (or 'k3') here, or subtract kl_k1 from the reward."
+            )
+        self.coef, self.ratio = cfg.coef, cfg.ratio
+        self.estimate = kl_k2 if cfg.estimator == "k2" else kl_k3
+
+    def __call__(self, tokens: Tokens) -> jax.Array:
+        if tokens.reference is None:
+            raise KeyError("batch['logprobs_reference'] is missing; ReferenceKL needs it")
+        value = self.estimate(tokens.new, tokens.reference)
+        if self.ratio != "none":
+            ratio = safe_exp(tokens.new - tokens.old)
+            value *= ratio if self.ratio == "differentiated" else jax.lax.stop_gradient(ratio)
+        return -self.coef * value
+
+
+class EntropyBonus(Regulariser):
+    """+coef * entropy; needs the entropy of pi at each position from the caller."""
+
+    class Config(Regulariser.Config):
+        coef: float = REQUIRED
+
+    needs_entropy = True
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.coef = cfg.coef
+
+    def __call__(self, tokens: Tokens) -> jax.Array:
+        if tokens.entropy is None:
+            raise ValueError("EntropyBonus needs Objective.loss(..., entropy=[..., T])")
+        return self.coef * tokens.entropy
+
+
+class Sum(Regulariser):
+    """The sum of several regularisers."""
+
+    class Config(Regulariser.Config):
+        terms: tuple[ConfigBase[Regulariser], ...] = ()
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.terms: tuple[Regulariser, ...] = tuple(term.build() for term in cfg.terms)
+        self.needs_reference = any(term.needs_reference for term in self.terms)
+        self.needs_entropy = any(term.needs_entropy for term in self.terms)
+
+    def __call__(self, tokens: Tokens) -> jax.Array:
+        total = jnp.zeros_like(tokens.new)
+        for term in self.terms:
+            total += term(tokens)
+        return total

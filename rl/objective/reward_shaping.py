@@ -1,0 +1,39 @@
+"""Shaping of rewards on the host, before they are normalised within groups."""
+
+import numpy as np
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+
+
+class RewardShaping(Configurable):
+    """Maps rewards and lengths of rollouts to the rewards that advantages are made of."""
+
+    class Config(ConfigBase["RewardShaping"]):
+        pass
+
+    def __call__(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """float64[N] from rewards [N] and lengths [N] in sampled tokens."""
+        raise NotImplementedError
+
+
+class SoftOverlongPenalty(RewardShaping):
+    """Adds to the reward a penalty for length (DAPO, arXiv 2503.14476, eq. 13).
+
+    0 up to max_length - buffer tokens, then linear to -1 at max_length, -1 beyond.
+    """
+
+    class Config(RewardShaping.Config):
+        max_length: int = REQUIRED
+        buffer: int = REQUIRED
+
+    def __init__(self, cfg: Config):
+        if not 0 < cfg.buffer <= cfg.max_length:
+            raise ValueError(
+                "SoftOverlongPenalty.Config needs 0 < buffer <= max_length, got "
+                f"buffer={cfg.buffer}, max_length={cfg.max_length}"
+            )
+        self.max_length, self.buffer = cfg.max_length, cfg.buffer
+
+    def __call__(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        over = (self.max_length - self.buffer - lengths) / self.buffer
+        return rewards + np.clip(over, -1.0, 0.0)

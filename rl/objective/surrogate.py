@@ -1,0 +1,126 @@
+"""Surrogates: the term whose gradient moves the policy, multiplied by the detached advantage.
+
+The ratio here is pi / pi_old, the movement within one update. The clip of PPO,
+min(r A, clip(r) A), equals A * min(r, 1 + high) for A > 0 and A * max(r, 1 - low) for A < 0, so
+it too has the form sg[advantage] * surrogate; only the sign of A enters.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.config import ConfigBase, Configurable
+from rl.objective.tokens import Tokens, masked_mean, safe_exp
+
+
+def policy_ratio(tokens: Tokens, level: Literal["token", "sequence"]) -> jax.Array:
+    """pi / pi_old, [..., T], differentiable.
+
+    "token": r_t. "sequence": the value of the geometric mean s over the rollout, with the
+    gradient of its own token: sg[s] * pi_t / sg[pi_t]. Under a per-sequence mean this has exactly
+    the gradient of s itself (GSPO, arXiv 2507.18071, GSPO-token).
+    """
+    log_ratio = tokens.new - tokens.old
+    if level == "token":
+        return safe_exp(log_ratio)
+    mean = jax.lax.stop_gradient(masked_mean(log_ratio, tokens.mask))
+    return safe_exp(mean) * jnp.exp(tokens.new - jax.lax.stop_gradient(tokens.new))
+
+
+class Surrogate(Configurable):
+    """Maps tokens to (surrogate [..., T], whether a limit is in force bool[..., T])."""
+
+    class Config(ConfigBase["Surrogate"]):
+        pass
+
+    def __init__(self, cfg: ConfigBase):
+        self.cfg = cfg
+
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+
+class LogProbability(Surrogate):
+    """log pi (REINFORCE)."""
+
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        return tokens.new, jnp.zeros_like(tokens.mask)
+
+
+class Ratio(Surrogate):
+    """pi / pi_old without a limit."""
+
+    class Config(Surrogate.Config):
+        level: Literal["token", "sequence"] = "token"
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.level: Literal["token", "sequence"] = cfg.level
+
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        return policy_ratio(tokens, self.level), jnp.zeros_like(tokens.mask)
+
+
+class ClippedSurrogate(Surrogate):
+    """PPO's clip to [1 - low, 1 + high], by token (PPO, GRPO, DAPO) or sequence (GSPO).
+
+    dual: for A < 0 the ratio counts at most `dual` (> 1 + high; dual-clip PPO, arXiv
+        1912.09729); 0 is off. Without it a single token of huge ratio and negative advantage
+        has an unbounded gradient.
+    """
+
+    class Config(Surrogate.Config):
+        low: float = 0.2
+        high: float = 0.2
+        dual: float = 0.0
+        level: Literal["token", "sequence"] = "token"
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        _check_clip(cfg.low, cfg.high, "ClippedSurrogate")
+        if cfg.dual and cfg.dual <= 1.0 + cfg.high:
+            raise ValueError(
+                f"ClippedSurrogate.Config.dual must be 0 or > 1 + high, got {cfg.dual}"
+            )
+        self.low, self.high, self.dual = cfg.low, cfg.high, cfg.dual
+        self.level: Literal["token", "sequence"] = cfg.level
+
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        ratio = policy_ratio(tokens, self.level)
+        good, bad = tokens.advantages > 0, tokens.advantages < 0
+        over = good & (ratio > 1.0 + self.high)
+        under = bad & (ratio < 1.0 - self.low)
+        value = jnp.where(over, 1.0 + self.high, jnp.where(under, 1.0 - self.low, ratio))
+        limited = over | under
+        if self.dual:
+            runaway = bad & (ratio > self.dual)
+            value, limited = jnp.where(runaway, self.dual, value), limited | runaway
+        return value, limited & tokens.mask
+
+
+class ClippedWeightLogProbability(Surrogate):
+    """sg[clip(pi / pi_old)] * log pi: every token keeps a gradient (CISPO, arXiv 2506.13585).
+
+    The clip limits the weight, not the update. low >= 1 leaves the lower side open, as published.
+    """
+
+    class Config(Surrogate.Config):
+        low: float = 1.0
+        high: float = 0.28
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        _check_clip(cfg.low, cfg.high, "ClippedWeightLogProbability")
+        self.low, self.high = cfg.low, cfg.high
+
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        ratio = jax.lax.stop_gradient(policy_ratio(tokens, "token"))
+        limited = (ratio > 1.0 + self.high) | (ratio < 1.0 - self.low)
+        weight = jnp.clip(ratio, 1.0 - self.low, 1.0 + self.high)
+        return weight * tokens.new, limited & tokens.mask
+
+
+def _check_clip(low: float, high: float, owner: str) -> None:
+    if low < 0 or high < 0:
+        raise ValueError(f"{owner}.Config needs low >= 0 and high >= 0, got {low} and {high}")

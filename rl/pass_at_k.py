@@ -1,0 +1,122 @@
+"""pass@k, the chance that one of k samples solves a problem: without bias, and how sure it is."""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.messages import Score
+
+__all__ = ["ProblemResult", "is_correct", "pass_at_k", "summarise"]
+
+
+def is_correct(score: Score) -> bool:
+    """Whether the verifier finished and gave full marks. Partial credit does not count."""
+    return score.status == "ok" and score.reward >= 1.0 - 1e-6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProblemResult:
+    """How many of a problem's `samples` independent samples were `correct`."""
+
+    problem_id: int
+    family: str
+    correct: int
+    samples: int
+
+    def __post_init__(self):
+        if not 0 <= self.correct <= self.samples:
+            raise ValueError(
+                f"problem {self.problem_id}: {self.correct} correct of {self.samples} samples"
+            )
+
+    @classmethod
+    def from_scores(cls, problem_id: int, family: str, scores: Sequence[Score]) -> "ProblemResult":
+        """Counts the correct ones of a problem's scores."""
+        return cls(problem_id, family, sum(map(is_correct, scores)), len(scores))
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased estimate of pass@k: 1 - C(samples - correct, k) / C(samples, k).
+
+    It is the share of the k-subsets of the samples that hold a correct one (Chen et al. 2021, arXiv
+    2107.03374, eq. 1), computed in integers and rounded once.
+
+    Raises:
+        ValueError: k is not in 1..samples, or correct not in 0..samples.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(
+            f"pass@{k} cannot be estimated from {samples} samples: 1 <= k <= samples is needed"
+        )
+    if not 0 <= correct <= samples:
+        raise ValueError(f"{correct} correct of {samples} samples")
+    subsets = math.comb(samples, k)
+    return (subsets - math.comb(samples - correct, k)) / subsets
+
+
+def summarise(
+    results: Iterable[ProblemResult],
+    *,
+    ks: Sequence[int] = (1, 8),
+    seed: int = 0,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+) -> dict[str, Any]:
+    """pass@k of each family and the mean over families, with bootstrap intervals over problems.
+
+    A family's interval resamples its problems with replacement; the interval of the mean over
+    families resamples each family by itself (stratified). The samples of a problem are not
+    resampled: their noise already shows in the spread between problems. If all problems of a family
+    agree exactly, its interval has no width, which says little when they are few.
+
+    Returns:
+        {"pass@1", ..., "pass@1_ci": [low, high], ..., "problems", "samples" (all samples drawn),
+        "families":
+        {name: the same without "families"}}.
+
+    Raises:
+        ValueError: no results, a problem occurs twice, or one has fewer samples than the largest k.
+    """
+    families: dict[str, list[ProblemResult]] = {}
+    seen: set[int] = set()
+    for result in results:
+        if result.problem_id in seen:
+            raise ValueError(
+                f"problem {result.problem_id} occurs twice: put all of its samples in one result"
+            )
+        seen.add(result.problem_id)
+        families.setdefault(result.family, []).append(result)
+    if not families:
+        raise ValueError("pass@k of no results")
+
+    tail = 100 * (1 - confidence) / 2
+    rows: dict[str, dict[str, Any]] = {}
+    replicas: dict[str, list[np.ndarray]] = {f"pass@{k}": [] for k in ks}
+    for name in sorted(families):
+        members = families[name]
+        row: dict[str, Any] = {"problems": len(members), "samples": sum(r.samples for r in members)}
+        rng = np.random.default_rng(
+            [seed, zlib.crc32(name.encode())]
+        )  # another family changes nothing here
+        draws = rng.integers(len(members), size=(resamples, len(members)))
+        for k in ks:
+            values = np.array([pass_at_k(r.samples, r.correct, k) for r in members])
+            means = values[draws].mean(axis=1)
+            row[f"pass@{k}"] = float(values.mean())
+            row[f"pass@{k}_ci"] = [float(x) for x in np.percentile(means, [tail, 100 - tail])]
+            replicas[f"pass@{k}"].append(means)
+        rows[name] = row
+
+    total: dict[str, Any] = {
+        key: sum(row[key] for row in rows.values()) for key in ("problems", "samples")
+    }
+    for key, means in replicas.items():
+        total[key] = float(np.mean([row[key] for row in rows.values()]))
+        total[f"{key}_ci"] = [
+            float(x) for x in np.percentile(np.mean(means, axis=0), [tail, 100 - tail])
+        ]
+    return {**total, "families": rows}

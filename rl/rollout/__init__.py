@@ -1,0 +1,1 @@
+"""Rollouts: the generation engine and the role that runs it."""

@@ -1,0 +1,98 @@
+"""The rollout worker: lease, pull, generate, have verified, submit; and again.
+
+It holds nothing that cannot be had again: kill it at any moment and its lease goes to another.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from axlearn_like.run_directory import EventLog
+from axlearn_like.spans import span
+from axlearn_like.tokenizer import ByteTokenizer
+from rl.messages import Group, Lease, Rollout, Score
+from rl.rollout.engine import Request, RolloutEngine
+from rl.weights.encoding import EncodedWeights, decode
+
+
+class LeaseSource(Protocol):
+    """What a worker asks of the controller."""
+
+    def join(self, worker: str) -> None: ...
+    def lease(self, worker: str, timeout: float = 0.0) -> Lease | None: ...
+    def generated(self, lease: int) -> bool: ...
+    def submit(self, lease: int, groups: tuple[Group, ...]) -> bool: ...
+    def status(self) -> dict[str, Any]: ...
+
+
+class WeightSource(Protocol):
+    """What a worker asks of the parameter server."""
+
+    def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights: ...
+
+
+class Verifier(Protocol):
+    """What a worker asks of the verification service."""
+
+    def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]: ...
+
+
+class RolloutWorker:
+    """Generates what the controller leases to it, under the name it is given."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: RolloutEngine,
+        tokenizer: ByteTokenizer,
+        seed: int,
+        controller: LeaseSource,
+        weights: WeightSource,
+        verifier: Verifier,
+        events: EventLog,
+        pull_timeout: float = 60.0,
+    ):
+        self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
+        self._controller, self._weights, self._verifier = controller, weights, verifier
+        self._events, self._pull_timeout = events, pull_timeout
+
+    def run(self) -> None:
+        """Work until the controller says that the run is over."""
+        self._controller.join(self.name)
+        while not self._controller.status()["stopped"]:
+            while self.run_once(timeout=2.0):
+                pass
+
+    def run_once(self, timeout: float = 0.0) -> bool:
+        """One lease; False if none was to be had."""
+        lease = self._controller.lease(self.name, timeout)
+        if lease is None:
+            return False
+        self._load(lease.version)
+        with self._span("generate", step=lease.step, lease=lease.id, version=lease.version) as span:
+            requests = [Request(prompt, lease.samples, self._seed) for prompt in lease.prompts]
+            rollouts = self._engine.generate(requests)
+            span["tokens"] = sum(len(rollout.tokens) for rollout in rollouts)
+        if self._controller.generated(lease.id):
+            self._controller.submit(lease.id, self._score(lease, rollouts))
+        return True
+
+    def _load(self, version: int) -> None:
+        if version != self._engine.version:
+            with self._span("pull", version=version) as span:
+                weights = self._weights.pull(version, self._pull_timeout)
+                self._engine.set_weights(decode(weights), version)
+                span["nbytes"] = weights.manifest.nbytes
+
+    def _score(self, lease: Lease, rollouts: list[Rollout]) -> tuple[Group, ...]:
+        with self._span("score", step=lease.step):
+            answers = [self._tokenizer.decode(rollout.tokens) for rollout in rollouts]
+            scores = self._verifier.score([r.prompt_id for r in rollouts], answers)
+        n = lease.samples
+        return tuple(
+            Group(prompt, tuple(rollouts[i * n : (i + 1) * n]), tuple(scores[i * n : (i + 1) * n]))
+            for i, prompt in enumerate(lease.prompts)
+        )
+
+    def _span(self, event: str, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
+        return span(self._events, self.name, event, **fields)

@@ -1,0 +1,189 @@
+"""The phases of one RL run: supervised warm start, evaluation, RL, evaluation, summary. Each is resumed, not repeated.
+
+What is done is told by what lies in the run directory: checkpoints of the warm start and of RL, `eval_before.json` and
+`eval_after.json`. Nothing else is remembered.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from axlearn_like.checkpoint import Checkpointer, restore_params
+from axlearn_like.config_text import to_text
+from axlearn_like.layers.base import Params
+from axlearn_like.metrics import Progress, read_rows
+from axlearn_like.preemption import Stop, graceful_stop
+from axlearn_like.run_directory import EventLog, RunDirectory
+from axlearn_like.trainer import Trainer
+from mesh import make_mesh
+from rl.experiment import RLExperiment, warm_start_directory
+from rl.summary import summarise_run
+
+Runtime = Literal["inprocess", "ray"]
+Say = Callable[[str], None]
+
+
+class RLRun:
+    """Runs an experiment in a run directory, from wherever it was left."""
+
+    def __init__(self, experiment: RLExperiment, *, say: Say = print):
+        self._experiment, self._cfg, self._say = experiment, experiment.cfg, say
+
+    def run(
+        self, run_dir: str | Path, *, runtime: Runtime = "ray", force: bool = False
+    ) -> dict[str, Any] | None:
+        """Go through the phases; returns the report, or None if SIGTERM or Ctrl-C asked for the end.
+
+        Raises:
+            UserError: bad tasks, sizes or run directory; before anything expensive.
+        """
+        self._experiment.check()
+        text = to_text(self._cfg)
+        with RunDirectory.open(run_dir, text, force=force) as run, graceful_stop() as stop:
+            events = EventLog(run.events_path)
+            self._check_checkpoints(run)
+            finished = all(
+                phase(run, events, stop)
+                for phase in (
+                    self._warm_start,
+                    lambda *a: self._evaluate(*a, when="before"),
+                    lambda *a: self._improve(*a, runtime=runtime),
+                    lambda *a: self._evaluate(*a, when="after"),
+                )
+                if not stop.requested
+            )
+            if stop.requested or not finished:
+                why = stop.reason or "request"
+                self._say(f"stopped by {why}; the same command goes on from here: {run.path}")
+                return None
+            return self._summarise(run)
+
+    def _check_checkpoints(self, run: RunDirectory) -> None:
+        """A damaged checkpoint is found now, not after processes have been started."""
+        latest = self._policy_checkpoints(run)
+        if latest is not None:
+            restore_params(latest)
+
+    def _warm_start(self, run: RunDirectory, events: EventLog, stop: Stop) -> bool:
+        cfg = self._cfg.warm_start
+        if cfg is None:
+            return True
+        with RunDirectory.open(warm_start_directory(run), to_text(cfg)) as inner:
+            done = _latest_step(inner.checkpoints)
+            if done is not None and done >= cfg.num_steps:
+                return True
+            with _phase(events, "sft"):
+                self._say(f"supervised fine-tuning: {cfg.num_steps} steps")
+                last = Trainer(cfg).run(inner)
+            return last["step"] >= cfg.num_steps
+
+    def _improve(
+        self, run: RunDirectory, events: EventLog, stop: Stop, *, runtime: Runtime
+    ) -> bool:
+        steps = self._cfg.num_steps
+        start = _latest_step(run.checkpoints / "rl") or 0
+        if start >= steps:
+            return True
+        if runtime == "ray":
+            from rl.runtime.ray_runtime import run_ray as run_roles
+        else:
+            from rl.runtime.inprocess import run_inprocess as run_roles
+        self._say(f"reinforcement learning: {steps} updates of {self._cfg.groups * self._cfg.samples} rollouts")
+        with _phase(events, "rl"), Progress(steps, start=start, title="rl") as progress:
+            done = run_roles(
+                self._experiment,
+                run,
+                lambda: stop.requested,
+                lambda step: _show(progress, run, step),
+            )
+        return done >= steps
+
+    def _evaluate(self, run: RunDirectory, events: EventLog, stop: Stop, *, when: str) -> bool:
+        path = run.path / f"eval_{when}.json"
+        if self._cfg.evaluation is None or path.exists():
+            return True
+        with _phase(events, f"eval_{when}"):
+            version = self._cfg.num_steps if when == "after" else 0
+            problems = self._cfg.tasks.build().heldout(self._cfg.evaluation.problems_per_family)
+            self._say(f"evaluation {when} RL: {len(problems)} held-out problems x {self._cfg.samples}")
+            mesh = make_mesh()
+            engine = self._experiment.make_engine()
+            engine.set_weights(self._params(run, mesh, version), version)
+            with jax.set_mesh(mesh), self._experiment.make_verifier() as verifier:
+                outcome = self._cfg.evaluation.build().run(
+                    engine,
+                    problems,
+                    self._experiment.tokenizer,
+                    verifier,
+                    self._cfg.seed,
+                    lambda: stop.requested,
+                )
+        if outcome is None:
+            return False
+        summary, rows = outcome
+        phase = {"phase": f"eval_{when}", "step": version}
+        lines = [json.dumps({**phase, **row}) for row in rows]
+        (run.rollouts / f"eval_{when}.jsonl").write_text("\n".join(lines) + "\n")
+        _write_json(path, summary)
+        return True
+
+    def _params(self, run: RunDirectory, mesh: jax.sharding.Mesh, version: int) -> Params:
+        initial = self._experiment.initial_params(run, mesh)
+        if version == 0:
+            return initial
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), initial
+        )
+        return restore_params(run.checkpoints / "rl", abstract)
+
+    def _policy_checkpoints(self, run: RunDirectory) -> Path | None:
+        for folder in (run.checkpoints / "rl", warm_start_directory(run) / "checkpoints"):
+            if _latest_step(folder) is not None:
+                return folder
+        return None
+
+    def _summarise(self, run: RunDirectory) -> dict[str, Any]:
+        report = summarise_run(run, name=run.path.name, seed=self._cfg.seed)
+        _write_json(run.path / "report.json", report)
+        return report
+
+
+@contextmanager
+def _phase(events: EventLog, phase: str) -> Iterator[None]:
+    """Mark begin and end of a phase in the event log; the seconds add up over resumed sessions."""
+    events.append("driver", "phase_begin", phase=phase)
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds = round(time.monotonic() - began, 3)
+        events.append("driver", "phase", phase=phase, seconds=seconds)
+
+
+def _latest_step(checkpoints: Path) -> int | None:
+    if not checkpoints.is_dir():
+        return None
+    checkpointer = Checkpointer.Config().build(directory=checkpoints)
+    try:
+        return checkpointer.latest_step()
+    finally:
+        checkpointer.close()
+
+
+def _show(progress: Progress, run: RunDirectory, step: int) -> None:
+    rows = [row for row in read_rows(run.metrics_path) if row["phase"] == "rl"] if step else []
+    recent = [row["reward"] for row in rows[-10:]]
+    if recent:
+        progress.update(step, note=f"reward {sum(recent) / len(recent):.3f}")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_suffix(".json.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, path)

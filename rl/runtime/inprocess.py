@@ -1,0 +1,35 @@
+"""All roles in this process, taking turns: for notebooks, tests and debugging."""
+
+from collections.abc import Callable
+
+import jax
+
+from axlearn_like.run_directory import RunDirectory
+from mesh import make_mesh
+from rl.experiment import RLExperiment
+
+
+def run_inprocess(
+    experiment: RLExperiment,
+    run: RunDirectory,
+    stop: Callable[[], bool],
+    on_step: Callable[[int], None],
+) -> int:
+    """Update until the last step or until `stop()`; returns the steps completed.
+
+    The worker generates whatever may be leased, then the trainer updates once, and so on.
+    """
+    controller = experiment.make_controller(run)
+    weights = experiment.make_parameter_server()
+    with experiment.make_verifier() as verifier:
+        trainer = experiment.make_trainer(run, controller, weights)
+        worker = experiment.make_worker("worker-0", run, controller, weights, verifier)
+        trainer.start()
+        with jax.set_mesh(make_mesh()):
+            while trainer.step < experiment.cfg.num_steps and not stop():
+                while worker.run_once():
+                    pass
+                if trainer.run_once():
+                    on_step(trainer.step)
+        trainer.close()
+        return trainer.step

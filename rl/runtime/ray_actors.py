@@ -1,0 +1,124 @@
+"""The Ray side of the runtime: one generic actor that hosts a role, and a proxy that looks like the role.
+
+An actor builds its role from the experiment's config text, in its own process. Roles call each other through proxies
+with plain method calls; bulk weights do not take this way (see weights/transport.py).
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from axlearn_like.config_text import from_text
+from axlearn_like.run_directory import EventLog, RunDirectory
+from mesh import UserError, enable_compilation_cache, make_mesh
+from rl.experiment import RLExperiment
+from rl.weights.transport import Endpoint, WeightClient, WeightServer
+
+CALL_SECONDS = 120.0  # beyond the caller's own `timeout`, a call that takes longer names what it waits for
+
+
+class RemoteRole:
+    """A role that lives in an actor: its methods, called synchronously.
+
+    An actor that is being restarted is waited for, up to `patience` seconds; then the error names the role.
+    """
+
+    def __init__(self, name: str, actor: Any, patience: float = 90.0):
+        self._name, self._actor, self._patience = name, actor, patience
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            limit = CALL_SECONDS + kwargs.get("timeout", 0.0)
+            give_up = time.monotonic() + self._patience
+            while True:
+                try:
+                    return ray.get(self._actor.call.remote(method, args, kwargs), timeout=limit)
+                except GetTimeoutError as error:
+                    raise UserError(
+                        f"{self._name}.{method} has not answered for {limit:.0f} s"
+                    ) from error
+                except RayTaskError as error:
+                    raise error.as_instanceof_cause() from None
+                except RayActorError as error:
+                    if time.monotonic() > give_up:
+                        raise UserError(f"{self._name} is gone: {error}") from error
+                    time.sleep(0.2)
+
+        return call
+
+
+class RoleHost:
+    """The actor's class. `kind` names the `make_` method of the experiment that builds the role.
+
+    The role is built at the first call, so that what is wrong with it is raised to the caller as it is, and anew after a
+    restart.
+    """
+
+    def __init__(self, kind: str, name: str, config_text: str, run_path: str, peers: dict[str, Any]):
+        self._kind, self._name, self._peers = kind, name, peers
+        self._config_text, self._run = config_text, RunDirectory.attach(run_path)
+        self._building = threading.Lock()
+        self._role: Any = None
+        self._server: WeightServer | None = None
+        self._stopping = False
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any method of the role, from any other role."""
+        return getattr(self._built(), method)(*args, **kwargs)
+
+    def endpoint(self) -> Endpoint:
+        """Where the parameter server's bytes are served."""
+        self._built()
+        assert self._server is not None
+        return self._server.endpoint
+
+    def run_worker(self) -> None:
+        """The rollout worker's loop, until the controller stops the run."""
+        worker = self._built()
+        with jax.set_mesh(make_mesh()):
+            worker.run()
+
+    def run_trainer(self) -> int:
+        """The trainer's loop; returns the updates completed."""
+        return self._built().run(stop=lambda: self._stopping)
+
+    def stop(self) -> None:
+        """Ask a loop to end after the update in hand."""
+        self._stopping = True
+
+    def pid(self) -> int:
+        """Of the actor's process."""
+        return os.getpid()
+
+    def _built(self) -> Any:
+        with self._building:
+            if self._role is None:
+                enable_compilation_cache()
+                self._role = self._build(from_text(self._config_text).build())
+                EventLog(self._run.events_path).append(self._name, "start", pid=os.getpid())
+            return self._role
+
+    def _build(self, experiment: RLExperiment) -> Any:
+        if self._kind == "parameter_server":
+            store = experiment.make_parameter_server()
+            self._server = WeightServer(store, self._peers["token"])
+            return store
+        if self._kind == "verifier":
+            return experiment.make_verifier()
+        if self._kind == "controller":
+            return experiment.make_controller(self._run)
+        controller = RemoteRole("controller", self._peers["controller"])
+        weights = WeightClient(self._peers["endpoint"])
+        if self._kind == "trainer":
+            return experiment.make_trainer(self._run, controller, weights)
+        verifier = RemoteRole("verifier", self._peers["verifier"])
+        return experiment.make_worker(self._name, self._run, controller, weights, verifier)

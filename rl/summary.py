@@ -1,0 +1,112 @@
+"""report.json: the figures of a finished run, from what its roles wrote down."""
+
+import importlib.metadata
+import json
+import statistics
+from typing import Any
+
+from axlearn_like.metrics import read_rows
+from axlearn_like.run_directory import RunDirectory
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ray", "reasoning-gym")
+PHASES = ("sft", "eval_before", "rl", "eval_after")
+
+
+def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
+    """Evaluation before and after, seconds, kills, throughput, staleness, trainer-sampler agreement, versions."""
+    events = read_rows(run.events_path)
+    rows = [row for row in read_rows(run.metrics_path) if row["phase"] == "rl"]
+    seconds = {phase: _phase_seconds(events, phase) for phase in PHASES}
+    report: dict[str, Any] = {"name": name, "seed": seed}
+    report["seconds"] = {"total": round(sum(seconds.values()), 3), **seconds}
+    for when in ("before", "after"):
+        path = run.path / f"eval_{when}.json"
+        if path.exists():
+            report[when] = json.loads(path.read_text())
+    report["kills"] = [_kill(event, events, rows) for event in events if event["event"] == "kill"]
+    report["throughput"] = _throughput(rows, events)
+    report["staleness"] = {
+        "mean": statistics.fmean(row["staleness_mean"] for row in rows),
+        "max": max(row["staleness_max"] for row in rows),
+    }
+    compared = [row for row in rows if "logprob_diff_mean" in row]
+    if compared:
+        report["logprob_diff"] = {
+            "mean": statistics.fmean(row["logprob_diff_mean"] for row in compared),
+            "max": max(row["logprob_diff_max"] for row in compared),
+        }
+    report["versions"] = {package: _version(package) for package in PACKAGES}
+    return report
+
+
+def _phase_seconds(events: list[dict[str, Any]], phase: str) -> float:
+    spans = (e["seconds"] for e in events if e["event"] == "phase" and e["phase"] == phase)
+    return round(sum(spans), 3)
+
+
+def _throughput(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, float]:
+    wall = sum(row["step_seconds"] for row in rows)
+    generating = sum(e["seconds"] for e in events if e["event"] == "generate")
+    updating = sum(e["seconds"] for e in events if e["event"] == "update")
+    generated = sum(e.get("tokens", 0) for e in events if e["event"] == "generate")
+    return {
+        "gen_tokens_per_second": sum(row["gen_tokens"] for row in rows) / wall,
+        "updates_per_second": len(rows) / wall,
+        "gen_tokens_per_worker_second": generated / generating if generating else 0.0,
+        "train_tokens_per_update_second": sum(row["train_tokens"] for row in rows) / updating
+        if updating
+        else 0.0,
+    }
+
+
+def _kill(
+    kill: dict[str, Any], events: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What one kill cost.
+
+    `detected_s`: until its loop was seen to have ended; `replaced_s`: until its successor handed in a first rollout;
+    `lost_s`: by how much the updates in that time were slower than the median of the twenty before.
+    """
+    at, target = kill["time"], kill["target"]
+    later = [event for event in events if event["time"] > at]
+    detected = next(
+        (e["time"] for e in later if e["event"] == "died" and e.get("target") == target), None
+    )
+    started = next(
+        (e["time"] for e in later if e["event"] == "start" and e["role"] == target), None
+    )
+    replaced = next(
+        (
+            e["time"]
+            for e in later
+            if e["event"] == "score" and e["role"] == target and e["time"] > (started or at)
+        ),
+        None,
+    )
+    before = [row["step_seconds"] for row in rows if row["time"] <= at][-20:]
+    lost = None
+    if before and replaced is not None:
+        usual = statistics.median(before)
+        during = [row["step_seconds"] for row in rows if at < row["time"] <= replaced + usual]
+        lost = round(max(0.0, sum(during) - usual * len(during)), 3)
+    return {
+        "target": target,
+        "pid": kill["pid"],
+        "time": at,
+        "step": kill["step"],
+        "detected_s": _since(at, detected),
+        "started_s": _since(at, started),
+        "replaced_s": _since(at, replaced),
+        "lost_s": lost,
+    }
+
+
+def _since(start: float, end: float | None) -> float | None:
+    return None if end is None else round(end - start, 3)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

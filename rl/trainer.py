@@ -1,0 +1,259 @@
+"""The policy trainer: takes whole batches from the controller, updates, publishes.
+
+Order of things, so that a trainer may die between any two of them: publish version s, take batch s, update, mark batch
+s as consumed, publish s + 1, save. After a restart the restored version is published *before* data is asked for.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_like.checkpoint import Checkpointer
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.layers.base import Params, bind, split
+from axlearn_like.layers.context import GroupContext
+from axlearn_like.learner import Learner
+from axlearn_like.losses import token_logprobs
+from axlearn_like.metrics import MetricsWriter
+from axlearn_like.run_directory import EventLog, RunDirectory
+from axlearn_like.spans import span
+from axlearn_like.train_step import init_state, make_train_step
+from mesh import UserError, make_mesh, shard_batch, to_named_sharding
+from rl.batching import Batch, pack_groups
+from rl.messages import Group
+from rl.objective import Objective
+from rl.weights.encoding import EncodedWeights, decode, encode
+
+
+class BatchSource(Protocol):
+    """What the trainer asks of the controller."""
+
+    def begin(self, step: int, first_version: int) -> None: ...
+    def status(self) -> dict[str, Any]: ...
+    def next_batch(self, step: int, timeout: float = 0.0) -> list[Group] | None: ...
+    def consumed(self, step: int) -> None: ...
+    def published(self, version: int) -> None: ...
+    def missing(self, step: int) -> str: ...
+
+
+class VersionStore(Protocol):
+    """What the trainer asks of the parameter server."""
+
+    def push(self, weights: EncodedWeights) -> None: ...
+    def rewind(self, version: int) -> None: ...
+    def latest(self) -> int: ...
+    def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights: ...
+
+
+class PolicyTrainer(Configurable):
+    """One update a batch, on a named mesh."""
+
+    class Config(ConfigBase["PolicyTrainer"]):
+        model: ConfigBase = REQUIRED
+        objective: Objective.Config = REQUIRED
+        learner: Learner.Config = REQUIRED
+        checkpoint: Checkpointer.Config = Checkpointer.Config()
+        mesh: dict[str, int] = {}
+        microbatches: int = 1
+        num_steps: int = REQUIRED
+        staleness: int = REQUIRED  # versions behind the current one that workers may still ask for
+        max_prompt: int = REQUIRED
+        max_new: int = REQUIRED
+        temperature: float = REQUIRED  # of the behaviour policy; the trainer scores under the same
+        row_multiple: int = 1  # batches are padded to a multiple of this many groups
+        agreement_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        run: RunDirectory,
+        controller: BatchSource,
+        weights: VersionStore,
+        initial: Callable[[Any], Params] | None = None,
+        seed: int = 0,
+    ):
+        """`initial(abstract_params)` gives version 0; without it the model's own initialisation does."""
+        self.cfg, self._controller, self._weights = cfg, controller, weights
+        self._run, self._events = run, EventLog(run.events_path)
+        self._mesh = make_mesh(cfg.mesh)
+        self._objective = cfg.objective.build()
+        if not self._objective.single_update and self._objective.needs_old:
+            raise UserError(
+                "trainer.objective.old_policy='recompute' needs a second scoring pass, which one update a batch "
+                "makes superfluous; use 'current' (the same, exactly) or 'behaviour'"
+            )
+        rows = self._mesh.shape["data"] * self._mesh.shape["fsdp"] * cfg.microbatches
+        if cfg.row_multiple % rows:
+            raise UserError(
+                f"trainer.row_multiple={cfg.row_multiple} is not a multiple of data x fsdp x microbatches = {rows}"
+            )
+        self._checkpointer = cfg.checkpoint.build(directory=run.checkpoints / "rl")
+        self._learner = cfg.learner.build()
+        self._recent: list[EncodedWeights] = []  # the `staleness` versions before the current one
+        with jax.set_mesh(self._mesh):
+            abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
+            self._graphdef, _ = split(abstract)
+            self._step = make_train_step(self._loss, self._learner, cfg.microbatches)
+            self._score = jax.jit(self._logprobs)
+            self.state, self.step = self._restore_or_start(initial, seed)
+        self._wait_began: float | None = None
+        self._metrics = MetricsWriter(run.path, phase="rl", resume_step=self.step)
+
+    # ---- the loop
+
+    def start(self) -> None:
+        """Publish the current version and those that workers may still need; only then ask for data."""
+        self._weights.rewind(self.step)
+        for weights in self._recent:
+            self._weights.push(weights)
+        self._publish()
+        first = self._recent[0].manifest.version if self._recent else self.step
+        self._controller.begin(self.step, first)
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> int:
+        """Update until the last step or until `stop()`; saves at the end. Returns the steps completed."""
+        self.start()
+        while self.step < self.cfg.num_steps and not stop():
+            self.run_once(timeout=1.0)
+        self.close()
+        return self.step
+
+    def run_once(self, timeout: float = 0.0) -> bool:
+        """One update; False if its batch did not become complete within `timeout` seconds."""
+        began = self._wait_began = self._wait_began or time.monotonic()
+        groups = self._controller.next_batch(self.step, timeout)
+        if groups is None:
+            self._heal()
+            return False
+        waited, self._wait_began = time.monotonic() - began, None
+        what = {"for": f"batch {self.step}"}
+        self._events.append("trainer", "wait", seconds=round(waited, 4), step=self.step, **what)
+        began = time.monotonic()
+        with span(self._events, "trainer", "update", step=self.step), jax.set_mesh(self._mesh):
+            metrics = self._update(groups)
+        self._controller.consumed(self.step)
+        self.step += 1
+        self._recent = [*self._recent, self._current][1 if len(self._recent) == self.cfg.staleness else 0 :]
+        self._publish()
+        seconds = time.monotonic() - began
+        times = {"wait_seconds": waited, "step_seconds": waited + seconds, "version": self.step}
+        self._metrics.write(self.step, {**metrics, **times})
+        if self._checkpointer.should_save(self.step):
+            self.save()
+        return True
+
+    def save(self) -> None:
+        """Checkpoint the state, the versions still in use, and the controller's whole state: the step."""
+        recent = [jax.tree.map(jnp.asarray, decode(weights)) for weights in self._recent]
+        versions = [weights.manifest.version for weights in self._recent]
+        missing = self.cfg.staleness - len(recent)  # of a young run; the tree has one form always
+        recent += [self.state["params"]] * missing
+        state = {**self.state, "recent": {str(i): params for i, params in enumerate(recent)}}
+        self._checkpointer.save(self.step, state, {"step": self.step, "versions": versions})
+
+    def close(self) -> None:
+        """Save, and wait until it is on disk."""
+        self.save()
+        self._checkpointer.close()
+        self._metrics.close()
+
+    # ---- parts
+
+    def _restore_or_start(
+        self, initial: Callable[[Any], Params] | None, seed: int
+    ) -> tuple[dict[str, Any], int]:
+        def create(key: jax.Array) -> dict[str, Any]:
+            params = split(self.cfg.model.build(rngs=nnx.Rngs(key)))[1]
+            return init_state(params, self._learner)
+
+        key = jax.random.key(seed)
+        abstract = to_named_sharding(jax.eval_shape(create, key), self._mesh)
+        latest = self._checkpointer.latest_step()
+        if latest is not None:
+            copies = {str(i): abstract["params"] for i in range(self.cfg.staleness)}
+            state, extras = self._checkpointer.restore({**abstract, "recent": copies}, latest)
+            recent = state.pop("recent")
+            versions = enumerate(extras["versions"])
+            self._recent = [encode(recent[str(i)], version) for i, version in versions]
+            return state, extras["step"]
+        state = jax.jit(create)(key)
+        if initial is not None:
+            state["params"] = initial(abstract["params"])
+        return state, 0
+
+    def _update(self, groups: list[Group]) -> dict[str, float]:
+        batch, figures = pack_groups(
+            groups,
+            self._objective,
+            max_prompt=self.cfg.max_prompt,
+            max_new=self.cfg.max_new,
+            row_multiple=self.cfg.row_multiple,
+        )
+        ages = [self.step - int(r.versions.min()) for g in groups for r in g.rollouts]
+        arrays = shard_batch(batch)
+        if self.step % self.cfg.agreement_every == 0:
+            figures |= self._agreement(groups, batch, arrays)
+        self.state, metrics = self._step(self.state, arrays)
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        metrics["drift_mean"] = metrics.pop("logprob_diff_mean")
+        metrics["drift_max"] = metrics.pop("logprob_diff_max")
+        live = batch["action_mask"][batch["weights"].any(axis=(1, 2))]
+        figures["train_tokens"] = float(live.sum() + batch["trunk_lengths"].sum())
+        return {**figures, **metrics, "staleness_mean": np.mean(ages), "staleness_max": max(ages)}
+
+    def _loss(self, params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        logprobs, entropy = self._logprobs(params, batch)
+        return self._objective.loss(logprobs, batch, entropy)
+
+    def _logprobs(
+        self, params: Params, batch: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """log pi of the targets and the entropy at each, float32 [g, n, t], at the behaviour temperature."""
+        model = bind(self._graphdef, params)
+        groups, samples, length = batch["inputs"].shape
+        trunk = batch["trunk"]
+        context = GroupContext(batch["trunk_lengths"], trunk.shape[1], samples, length)
+        tokens = jnp.concatenate([trunk, batch["inputs"].reshape(groups, -1)], axis=1)
+        hidden, _ = model.hidden(tokens, context)
+        logits = model.logits(hidden[:, trunk.shape[1] :]) / self.cfg.temperature
+        chosen = token_logprobs(logits, batch["targets"].reshape(groups, -1))
+        logp = jax.nn.log_softmax(logits, axis=-1)
+        entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+        return chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape)
+
+    def _agreement(
+        self, groups: list[Group], batch: Batch, arrays: dict[str, jax.Array]
+    ) -> dict[str, float]:
+        """|trainer - sampler| log-probabilities of the batch under the *same* version of the weights."""
+        versions = {int(v) for group in groups for r in group.rollouts for v in r.versions}
+        if len(versions) != 1:
+            return {}  # drawn by a mixture of versions: no single forward pass can be compared
+        version = versions.pop()
+        params = self.state["params"]
+        if version != self.step:
+            host = decode(self._weights.pull(version))
+            params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), host, params)
+        logprobs = np.asarray(self._score(params, arrays)[0])
+        mask = batch["action_mask"]
+        if not mask.any():
+            return {}
+        apart = np.abs(logprobs - batch["logprobs_behaviour"])[mask]
+        return {"logprob_diff_mean": float(apart.mean()), "logprob_diff_max": float(apart.max())}
+
+    def _publish(self) -> None:
+        with span(self._events, "trainer", "push", version=self.step) as fields:
+            self._current = encode(self.state["params"], self.step)
+            self._weights.push(self._current)
+            fields["nbytes"] = self._current.manifest.nbytes
+        self._controller.published(self.step)
+
+    def _heal(self) -> None:
+        """A parameter server or controller that restarted is empty: tell it where we are."""
+        if self._weights.latest() < self.step or self._controller.status()["version"] < self.step:
+            self.start()

@@ -1,0 +1,266 @@
+"""A pool of killable processes that score answers, each answer with a wall-clock deadline.
+
+One thread owns all processes: it starts them, hands out chunks, and waits for results, deaths and
+deadlines at once. (The kernel binds the processes to the life of that thread, so nothing survives
+the caller's kill -9.)
+
+A process that is late on an answer is killed: what it had finished counts, the late answer gets
+status "timeout", the rest of its chunk goes to another. A process that dies of itself marks the
+answer that it was on as "crash". If SIGKILL or SIGTERM came from outside (a preemption, the kernel
+short of memory), the answer is tried again, at most three times in all: it may not be its fault.
+"""
+
+import contextlib
+import logging
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rl.messages import Score, ScoreStatus
+from rl.verification.answer_queue import Answer, AnswerQueue
+from rl.verification.board import PENDING, STATUSES
+from rl.verification.worker_process import WorkerProcess
+
+__all__ = ["WorkerPool"]
+
+_log = logging.getLogger(__name__)
+
+_CAPACITY = 512  # answers of the largest chunk
+_CHUNK_SECONDS = 0.02  # how long a chunk is meant to last: little to wait for, long beside a trip
+_REPORT_SECONDS = 30.0
+_ATTEMPTS = 3  # failed starts in a row; processes that may die on an answer by no fault of its own
+_EXTERNAL = (-signal.SIGKILL, -signal.SIGTERM)
+
+
+class WorkerPool:
+    """`processes` processes that build `scorer_config` and score with it. Thread-safe."""
+
+    def __init__(
+        self,
+        scorer_config: Any,
+        *,
+        processes: int,
+        deadline_s: float,
+        start_deadline_s: float,
+        memory_mb: int,
+    ):
+        self._scorer_config = scorer_config
+        self._processes = processes
+        self._deadline_s = deadline_s
+        self._start_deadline_s = start_deadline_s
+        self._memory_mb = memory_mb
+        self._queue = AnswerQueue()
+        self._closing = False
+        # A process stands in exactly one of these three; only the pool's thread moves it.
+        self._starting: set[WorkerProcess] = set()
+        self._idle: set[WorkerProcess] = set()
+        self._busy: dict[WorkerProcess, list[Answer]] = {}
+        self._failed_starts = 0
+        self._answer_seconds = 1e-3  # running mean
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="verification-pool", daemon=True)
+        self._thread.start()
+
+    def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]:
+        """One score per answer, in order. Blocks; each answer ends, whatever the scorer does.
+
+        Raises:
+            RuntimeError: the pool is closed, or its processes cannot be started.
+        """
+        batch = self._queue.put(problem_ids, answers)
+        self._wake()
+        while not batch.done.wait(_REPORT_SECONDS):
+            _log.warning("%d of %d scores: %s", batch.left, len(answers), self.describe_wait())
+        if batch.error is not None:
+            raise RuntimeError(
+                f"{batch.left} of {len(answers)} answers were not scored: {batch.error}"
+            ) from batch.error
+        return [score for score in batch.scores if score is not None]
+
+    def describe_wait(self) -> str:
+        """What callers of `score` are waiting for, in words."""
+        now = time.monotonic()
+        parts = [f"pid {w.pid} starting for {now - w.since:.1f} s" for w in [*self._starting]]
+        for worker in [*self._busy]:
+            parts.append(f"pid {worker.pid} at its chunk for {now - worker.since:.1f} s")
+        return (
+            f"waiting for verification ({self._deadline_s:g} s at most per answer); "
+            f"{len(self._queue)} queued; " + ("; ".join(parts) or "no process is at work")
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start: one per status, "restarts", "scored"; "last_error" is a text."""
+        return self._queue.stats()
+
+    def pids(self) -> list[int]:
+        """The processes alive now."""
+        return sorted(worker.pid for worker in [*self._starting, *self._idle, *self._busy])
+
+    def close(self) -> None:
+        """Kills and reaps every process; callers still waiting get a RuntimeError."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake; closed: it is over
+            self._wake_write.send(b"w")
+
+    # ---- the pool's thread ----
+
+    def _run(self) -> None:
+        error: BaseException = RuntimeError("the verification pool is closed")
+        try:
+            while not self._closing:
+                self._turn()
+        except BaseException as caught:
+            _log.exception("the verification pool failed")
+            error = caught
+        finally:
+            self._end(error)
+
+    def _turn(self) -> None:
+        while len(self._starting) + len(self._idle) + len(self._busy) < self._processes:
+            self._start_worker()
+        self._hand_out()
+        for key, events in self._selector.select(self._seconds_to_deadline()):
+            worker = key.data
+            if worker is None:
+                self._wake_read.recv(4096)
+                continue
+            if events & selectors.EVENT_WRITE:
+                self._flush(worker)
+            if events & selectors.EVENT_READ:
+                self._read(worker)
+        now = time.monotonic()
+        for worker in [w for w in (*self._starting, *self._busy) if self._due(w) <= now]:
+            self._bury(worker, late=True)
+
+    def _start_worker(self) -> None:
+        worker = WorkerProcess(self._scorer_config, capacity=_CAPACITY, memory_mb=self._memory_mb)
+        self._starting.add(worker)
+        self._selector.register(worker.link, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+
+    def _hand_out(self) -> None:
+        while self._idle:
+            fair = -(-len(self._queue) // self._processes)
+            chunk = self._queue.take(
+                max(1, min(_CAPACITY, fair, int(_CHUNK_SECONDS / self._answer_seconds)))
+            )
+            if not chunk:
+                return
+            worker = self._idle.pop()
+            self._busy[worker] = chunk
+            worker.board.clear()
+            worker.since = time.monotonic()
+            worker.send([(answer.problem_id, answer.text) for answer in chunk])
+            self._flush(worker)
+
+    def _flush(self, worker: WorkerProcess) -> None:
+        unsent = worker.flush()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+        self._selector.modify(worker.link, events, worker)
+
+    def _read(self, worker: WorkerProcess) -> None:
+        try:
+            messages = worker.receive()
+        except EOFError:
+            self._bury(worker)
+            return
+        for message in messages:
+            if worker in self._starting:
+                self._starting.remove(worker)
+                self._failed_starts = 0
+            else:
+                self._collect(worker, self._busy.pop(worker), message)
+            self._idle.add(worker)
+
+    def _collect(self, worker: WorkerProcess, chunk: list[Answer], error: str) -> list[Answer]:
+        """Delivers what the board holds; returns the answers that it does not."""
+        rows = worker.board.rows[: len(chunk)]
+        done = int((rows["status"] != PENDING).sum())  # they come in order
+        if done:
+            mean = max(1e-6, float(rows["seconds"][:done].mean()))
+            self._answer_seconds += 0.2 * (mean - self._answer_seconds)
+        columns = (rows[name][:done].tolist() for name in ("reward", "status", "seconds"))
+        scores = [Score(r, STATUSES[code - 1], s) for r, code, s in zip(*columns, strict=True)]
+        self._queue.deliver(list(zip(chunk, scores, strict=False)), error)
+        return chunk[done:]
+
+    def _seconds_to_deadline(self) -> float | None:
+        ends = [self._due(worker) for worker in (*self._starting, *self._busy)]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def _due(self, worker: WorkerProcess) -> float:
+        """When this worker will be late, unless it finishes an answer before."""
+        if worker in self._starting:
+            return worker.since + self._start_deadline_s
+        return max(worker.since, worker.board.started) + self._deadline_s
+
+    def _bury(self, worker: WorkerProcess, *, late: bool = False) -> None:
+        """Ends a worker that is late or dead, and settles the answers that it had."""
+        self._selector.unregister(worker.link)
+        code = worker.kill()
+        self._queue.count_restart()
+        if worker in self._starting:
+            self._starting.remove(worker)
+            self._note_failed_start(worker, code, late)
+        elif worker in self._busy:
+            pending = self._collect(worker, self._busy.pop(worker), "")
+            if pending:
+                self._settle(worker, pending, code, late)
+        else:
+            self._idle.remove(worker)
+        worker.release()
+
+    def _settle(self, worker: WorkerProcess, pending: list[Answer], code: int, late: bool) -> None:
+        """The first pending answer is the one the dead worker was on; the others queue again."""
+        answer = pending[0]
+        begun = worker.board.started >= worker.since
+        seconds = time.monotonic() - max(worker.board.started, worker.since)
+        blame: ScoreStatus | None = "timeout" if late else "crash"
+        if late and seconds < self._deadline_s:
+            blame = None  # the late answer was finished just before the kill, and this one begun
+        elif not begun or (not late and code in _EXTERNAL):
+            answer.attempts += 1
+            if answer.attempts < _ATTEMPTS:
+                blame = None
+        if blame is not None:
+            _log.warning(
+                "problem %d: %s after %.2f s in process %d (exit code %d)",
+                *(answer.problem_id, blame, seconds, worker.pid, code),
+            )
+            self._queue.deliver([(answer, Score(0.0, blame, seconds))])
+            pending = pending[1:]
+        self._queue.put_back(pending)
+
+    def _note_failed_start(self, worker: WorkerProcess, code: int, late: bool) -> None:
+        ended = f"was not ready after {self._start_deadline_s:g} s"
+        if not late:
+            ended = f"ended with exit code {code}"
+        words = worker.last_words() or "no output"
+        why = f"verification process {worker.pid} {ended} while it built its scorer: {words}"
+        self._failed_starts += 1
+        if self._failed_starts >= _ATTEMPTS:
+            raise RuntimeError(f"{why} ({self._failed_starts} failed starts in a row)")
+        _log.warning("%s", why)
+
+    def _end(self, error: BaseException) -> None:
+        for worker in [*self._starting, *self._idle, *self._busy]:
+            worker.kill()
+            worker.release()
+        unfinished = [answer for chunk in self._busy.values() for answer in chunk]
+        for workers in (self._starting, self._idle, self._busy):
+            workers.clear()
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+        self._queue.end(error, unfinished)

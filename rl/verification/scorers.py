@@ -1,0 +1,53 @@
+"""Scorers: what a verification worker calls for each answer. They may raise, hang or crash."""
+
+import abc
+import functools
+from collections.abc import Callable
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from rl.messages import Problem
+from rl.tasks import TaskMixture
+
+__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer"]
+
+
+class Scorer(Configurable, abc.ABC):
+    """Scores one answer to one problem. Built in every worker process, from its config alone."""
+
+    class Config(ConfigBase["Scorer"]):
+        pass
+
+    @abc.abstractmethod
+    def score(self, problem_id: int, answer: str) -> float:
+        """The reward of `answer`; an exception counts as status "error" and reward 0."""
+
+
+class ReasoningGymScorer(Scorer):
+    """reasoning-gym's own `score_answer`; the problem is rebuilt from its id."""
+
+    class Config(Scorer.Config):
+        mixture: TaskMixture.Config = REQUIRED
+        """Equal to the one that drew the problems."""
+
+    def __init__(self, cfg: Config):
+        self._mixture = cfg.mixture.build()
+        # The samples of one problem arrive together, so its item is made once.
+        self._problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(
+            self._mixture.problem
+        )
+
+    def score(self, problem_id: int, answer: str) -> float:
+        return self._mixture.score(self._problem(problem_id), answer)
+
+
+class FunctionScorer(Scorer):
+    """A top-level function `(problem_id, answer) -> float`: for rewards that need no task."""
+
+    class Config(Scorer.Config):
+        function: Callable[[int, str], float] = REQUIRED
+
+    def __init__(self, cfg: Config):
+        self._function = cfg.function
+
+    def score(self, problem_id: int, answer: str) -> float:
+        return self._function(problem_id, answer)

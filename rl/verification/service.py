@@ -1,0 +1,81 @@
+"""The verifier: the role that scores answers. A hang or a crash is a status, never a reward."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from rl.messages import Score
+from rl.verification.pool import WorkerPool
+from rl.verification.scorers import Scorer
+
+__all__ = ["Verifier"]
+
+
+class Verifier(Configurable):
+    """Scores answers in `processes` killable processes; thread-safe. `close` it, or use `with`."""
+
+    class Config(ConfigBase["Verifier"]):
+        scorer: Scorer.Config = REQUIRED
+        processes: int = 2
+        deadline_s: float = 10.0
+        """Wall-clock seconds that one answer may take before its process is killed."""
+        start_deadline_s: float = 120.0
+        """Wall-clock seconds that a process may take to import and build the scorer."""
+        memory_mb: int = 4096
+        """Address space of a process, as an answer may ask for 9**9**9; beyond it the scorer gets a
+        MemoryError. 0: no limit."""
+
+    def __init__(self, cfg: Config):
+        if cfg.processes < 1 or cfg.deadline_s <= 0 or cfg.start_deadline_s <= 0:
+            raise ValueError(
+                "Verifier.Config needs processes >= 1 and deadlines > 0, got "
+                f"processes={cfg.processes}, deadline_s={cfg.deadline_s}, "
+                f"start_deadline_s={cfg.start_deadline_s}"
+            )
+        self._pool = WorkerPool(
+            cfg.scorer,
+            processes=cfg.processes,
+            deadline_s=cfg.deadline_s,
+            start_deadline_s=cfg.start_deadline_s,
+            memory_mb=cfg.memory_mb,
+        )
+
+    def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]:
+        """One score per answer, in order; `answers[i]` answers problem `problem_ids[i]`.
+
+        Raises:
+            ValueError: the two differ in length. RuntimeError: the verifier is closed, or its
+            scorer cannot be built (with what its process said).
+        """
+        return self._pool.score(problem_ids, answers)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start: "scored", "ok", "error", "timeout", "crash", "restarts".
+
+        "last_error" is the text of the last exception of a scorer.
+        """
+        return self._pool.stats()
+
+    def describe_wait(self) -> str:
+        """What callers of `score` are waiting for, in words."""
+        return self._pool.describe_wait()
+
+    def pids(self) -> list[int]:
+        """Process ids of the pool, for the timeline and for tests that kill them."""
+        return self._pool.pids()
+
+    def close(self) -> None:
+        """Kills and reaps all processes; whoever waits in `score` gets a RuntimeError."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,158 @@
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from axlearn_like.input import InputError
+from axlearn_like.metrics import read_rows
+from axlearn_like.run_directory import RunDirectory, RunDirectoryError
+from tests.axlearn_like.tiny import ROOT, Counting, run_in_process, tiny_trainer
+
+
+def losses(run_dir) -> dict[int, float]:
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def events(run_dir) -> list[tuple]:
+    return [(row["event"], row["step"]) for row in read_rows(run_dir / "events.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    tiny_trainer(12).build().run(run_dir, progress=False)
+    return losses(run_dir)
+
+
+def test_it_learns_and_writes_a_run_directory(tmp_path):
+    run_dir = tmp_path / "run"
+    cfg = tiny_trainer(30)
+    last = cfg.build().run(run_dir, progress=False)
+    curve = losses(run_dir)
+    assert last["step"] == 30 and last["loss"] == curve[30]
+    assert curve[1] == pytest.approx(np.log(32), abs=0.5)
+    assert curve[30] < curve[1] - 1
+    wanted = {
+        "phase",
+        "step",
+        "time",
+        "loss",
+        "accuracy",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "step_seconds",
+    }
+    assert wanted <= set(last)
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["28", "30"]
+    assert events(run_dir) == [("start", 0), ("stop", 30)]
+    assert (run_dir / "config.txt").read_text().startswith("axlearn_like.trainer:Trainer\n")
+    # Once more: nothing is left to do, and nothing changes.
+    again = tiny_trainer(30).build().run(run_dir, progress=False)
+    assert again == last
+    assert losses(run_dir) == curve
+
+
+def test_kill_minus_nine_then_resume_equals_the_uninterrupted_run(tmp_path, uninterrupted):
+    run_dir = tmp_path / "run"
+    saved = run_dir / "checkpoints" / "4"
+    killed = run_in_process(run_dir, 12, step=7, signum=signal.SIGKILL, wait_for=saved)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert list(losses(run_dir)) == [1, 2, 3, 4, 5, 6]  # more than the checkpoint holds
+    resumed = run_in_process(run_dir, 12)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert events(run_dir) == [("start", 0), ("start", 4), ("stop", 12)]
+    assert losses(run_dir) == uninterrupted  # to the bit
+
+
+def test_sigterm_saves_exits_zero_and_resumes(tmp_path, uninterrupted):
+    run_dir = tmp_path / "run"
+    stopped = run_in_process(run_dir, 12, step=6, signum=signal.SIGTERM)
+    assert stopped.returncode == 0, stopped.stderr[-3000:]
+    assert '"step": 6' in stopped.stdout
+    assert events(run_dir) == [("start", 0), ("stop", 6)]
+    assert run_in_process(run_dir, 12).returncode == 0
+    assert events(run_dir)[2:] == [("start", 6), ("stop", 12)]
+    assert losses(run_dir) == uninterrupted
+
+
+def test_accumulation_changes_no_loss(tmp_path, uninterrupted):
+    tiny_trainer(12, microbatches=4).build().run(tmp_path / "run", progress=False)
+    accumulated = losses(tmp_path / "run")
+    np.testing.assert_allclose(list(accumulated.values()), list(uninterrupted.values()), rtol=1e-4)
+
+
+def test_rows_between_logged_steps_are_not_written(tmp_path):
+    tiny_trainer(7, log_every=3, evaluators=()).build().run(tmp_path / "run", progress=False)
+    steps = [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == [3, 6, 7]
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_anything_is_made(tmp_path):
+    cfg = tiny_trainer(5, microbatches=3)
+    with pytest.raises(
+        InputError, match="batch_size is 8; expected a multiple of 3: 3 microbatches"
+    ):
+        cfg.build().run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_config_is_refused_and_harms_nothing(tmp_path):
+    run_dir = tmp_path / "run"
+    tiny_trainer(4).build().run(run_dir, progress=False)
+    before = losses(run_dir)
+    with pytest.raises(RunDirectoryError, match="-num_steps: 4"):
+        tiny_trainer(5).build().run(run_dir, progress=False)
+    assert losses(run_dir) == before
+
+
+def test_an_open_run_directory_is_used_as_it_is(tmp_path):
+    with RunDirectory.open(tmp_path / "run", "a larger experiment\n") as run_dir:
+        last = tiny_trainer(2).build().run(run_dir, progress=False)
+        assert last["step"] == 2
+        assert run_dir.config_path.read_text() == "a larger experiment\n"
+
+
+def test_an_example_too_long_is_named(tmp_path):
+    cfg = tiny_trainer(5)
+    cfg.input.set(source=Counting.Config(max_length=40))
+    with pytest.raises(InputError, match=r"example \d+ has \d+ tokens"):
+        cfg.build().run(tmp_path / "run", progress=False)
+
+
+SHARDED = """
+import sys
+from axlearn_like.metrics import read_rows
+from tests.axlearn_like.tiny import tiny_trainer
+cfg = tiny_trainer(5, mesh={"data": 2, "fsdp": 2, "tensor": 2}, microbatches=2)
+cfg.build().run(sys.argv[1], progress=False)
+print(*[row["loss"] for row in read_rows(sys.argv[1] + "/metrics.jsonl")])
+"""
+
+
+def test_eight_devices_train_as_one_does(tmp_path, uninterrupted):
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED, str(tmp_path / "run")],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = list(uninterrupted.values())[:5]
+    np.testing.assert_allclose(list(map(float, done.stdout.split())), expected, rtol=1e-4)
+
+
+def test_importing_the_trainer_loads_neither_orbax_nor_grain():
+    code = "import sys, axlearn_like.trainer; print({'orbax', 'grain'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"

@@ -1,0 +1,25 @@
+"""Messages that point from a wrong name to the right one."""
+
+from mesh.errors import did_you_mean
+
+
+def test_the_nearest_names_are_proposed() -> None:
+    assert did_you_mean("dmeo", ["demo", "bench", "sft"]) == "; did you mean 'demo'?"
+
+
+def test_case_does_not_matter() -> None:
+    assert did_you_mean("QWEN3", ["qwen3", "llama"]) == "; did you mean 'qwen3'?"
+
+
+def test_without_a_near_name_all_are_listed() -> None:
+    assert did_you_mean("xyz", ["b", "a", "a"]) == "; known: a, b"
+
+
+def test_a_long_list_is_cut_and_counted() -> None:
+    assert did_you_mean("?", [f"n{i:02}" for i in range(30)], limit=2) == (
+        "; known: n00, n01, ... (30 in all)"
+    )
+
+
+def test_without_options_there_is_no_hint() -> None:
+    assert did_you_mean("x", []) == ""

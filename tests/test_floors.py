@@ -1,0 +1,141 @@
+"""The plan of the house: imports go only down, and NNX's own transforms are not used.
+
+Both rules are read from the source by `ast`, so that imports inside functions count too.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FLOORS = {"mesh": 0, "axlearn_like": 1, "models": 2, "rl": 3, "experiments": 4, "tools": 5}
+
+# Lifted transforms trace module graphs on every call (6-800 times the host time of a step); `sow`
+# and the stateful optimizer hide state that a plain dict of arrays would show.
+FORBIDDEN_NNX = frozenset(
+    "jit jit_partial grad value_and_grad custom_vjp vjp jvp scan vmap pmap shard_map remat "
+    "checkpoint cond switch while_loop fori_loop Optimizer ModelAndOptimizer List".split()
+)
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [
+    path.relative_to(ROOT).as_posix()
+    for room in FLOORS
+    for path in sorted((ROOT / room).rglob("*.py"))
+]
+
+
+def imported_modules(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of every import in `tree`, the source of `module`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # `from . import x` in a.b.c: one dot is the package a.b.
+            base = module.split(".")[: -node.level] if node.level else []
+            yield node.lineno, ".".join([*base, *([node.module] if node.module else [])])
+
+
+def floor_violations(source: str, module: str) -> list[str]:
+    """Returns one line for each import that goes up, or between rl and models, or to the tests."""
+    room = module.split(".")[0]
+    found = []
+    for line, name in imported_modules(ast.parse(source), module):
+        target = name.split(".")[0]
+        if target == "tests":
+            found.append(f"{module}:{line} imports {name}: tests are below nobody")
+        elif target in FLOORS and FLOORS[target] > FLOORS[room]:
+            found.append(
+                f"{module}:{line} imports {name}: "
+                f"floor {FLOORS[room]} must not know floor {FLOORS[target]}"
+            )
+        elif {room, target} == {"rl", "models"}:
+            found.append(f"{module}:{line} imports {name}: rl and models do not know each other")
+    return found
+
+
+def nnx_violations(source: str, module: str) -> list[str]:
+    """Returns one line for each use of a forbidden name of flax.nnx."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            is_nnx = (isinstance(owner, ast.Name) and owner.id == "nnx") or (
+                isinstance(owner, ast.Attribute) and owner.attr == "nnx"
+            )
+            if is_nnx and node.attr in FORBIDDEN_NNX:
+                found.append(f"{module}:{node.lineno} uses nnx.{node.attr}")
+            elif node.attr == "sow":
+                found.append(f"{module}:{node.lineno} uses sow")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flax.nnx"):
+            names = sorted(FORBIDDEN_NNX.intersection(alias.name for alias in node.names))
+            found += [f"{module}:{node.lineno} imports nnx.{name}" for name in names]
+    return found
+
+
+def module_name(path: str) -> str:
+    """Dotted name by which relative imports in the file resolve: a package keeps its `__init__`."""
+    return path.removesuffix(".py").replace("/", ".")
+
+
+def test_every_room_has_sources() -> None:
+    assert {path.split("/")[0] for path in SOURCES} == set(FLOORS)
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_imports_go_only_down(path: str) -> None:
+    assert not floor_violations((ROOT / path).read_text(), module_name(path))
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_nnx_is_used_functionally(path: str) -> None:
+    assert not nnx_violations((ROOT / path).read_text(), module_name(path))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("mesh.rules", "import axlearn_like.config"),
+        ("axlearn_like.trainer", "def f():\n    from rl.run import RLRun"),
+        ("models.llama", "from rl import objective"),
+        ("rl.controller", "from models.llama import config"),
+        ("experiments.demo", "if TYPE_CHECKING:\n    from tools.cli import main"),
+        ("rl.objective.presets", "from ...models import llama"),
+        ("rl.ledger", "from tests.conftest import checkout"),
+    ],
+)
+def test_a_forbidden_import_is_found(module: str, source: str) -> None:
+    assert len(floor_violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tools.cli", "from mesh.errors import UserError\nimport experiments, rl.run, models"),
+        ("rl.controller", "from .ledger import Ledger\nfrom . import messages"),
+        ("rl.objective.__init__", "from .presets import grpo"),
+        ("mesh.mesh", "import jax\nfrom mesh import rules"),
+    ],
+)
+def test_an_allowed_import_is_not(module: str, source: str) -> None:
+    assert floor_violations(source, module) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@nnx.jit\ndef f(): ...",
+        "g = flax.nnx.value_and_grad(f)",
+        "from flax.nnx import Optimizer as Opt",
+        "self.sow(nnx.Intermediate, 'loss', x)",
+        "layers = nnx.List([])",
+    ],
+)
+def test_a_forbidden_use_of_nnx_is_found(source: str) -> None:
+    assert len(nnx_violations(source, "axlearn_like.x")) == 1
+
+
+def test_functional_use_of_nnx_is_not() -> None:
+    source = "graph, state = nnx.split(model)\njax.lax.scan(f, x)\nnnx.Param(jax.vmap(g)(x))"
+    assert nnx_violations(source, "axlearn_like.x") == []

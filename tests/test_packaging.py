@@ -1,0 +1,141 @@
+"""The wheel: it builds, holds every module, and works outside the checkout."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+PACKAGES = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
+EXTRAS = {"rl", "tpu", "cuda", "hf", "cloud", "dev"}
+
+
+def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command that must succeed, in an environment that does not point at the checkout."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
+    """The wheel, built from a copy so that no build output lands in the checkout."""
+    copy = tmp_path_factory.mktemp("source")
+    for package in PACKAGES:
+        shutil.copytree(
+            checkout / package, copy / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(checkout / name, copy / name)
+    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", str(copy)], copy)
+    (built,) = (copy / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of a fresh virtual environment with the wheel; dependencies come from ours."""
+    root = tmp_path_factory.mktemp("fresh")
+    run([sys.executable, "-m", "venv", "--without-pip", str(root)], root)
+    python = root / "bin" / "python"
+    install = ["-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    run([sys.executable, *install, str(wheel)], root)
+    # Path files inside this folder (our own editable install) are not read, only its packages are.
+    (site,) = root.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return root / "bin"
+
+
+def test_the_wheel_holds_every_module_and_no_test(wheel: Path, checkout: Path) -> None:
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    sources = {
+        path.relative_to(checkout).as_posix()
+        for package in PACKAGES
+        for path in (checkout / package).rglob("*.py")
+    }
+    assert sources <= names
+    assert {name.split("/")[0] for name in names} == set(PACKAGES)
+
+
+def test_every_folder_of_modules_is_a_package(checkout: Path) -> None:
+    folders = {path.parent for package in PACKAGES for path in (checkout / package).rglob("*.py")}
+    assert [str(f) for f in sorted(folders) if not (f / "__init__.py").exists()] == []
+
+
+def test_the_command_line_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    assert "Commands:" in run([str(installed / "axl"), "--help"], tmp_path).stdout
+    assert run([str(installed / "axl"), "config", "list"], tmp_path).stdout.strip()
+
+
+def test_the_installed_packages_are_the_wheels(installed: Path, tmp_path: Path) -> None:
+    code = "import importlib.util as u, sys; [print(u.find_spec(n).origin) for n in sys.argv[1:]]"
+    origins = run([str(installed / "python"), "-c", code, *PACKAGES], tmp_path).stdout.split()
+    assert len(origins) == len(PACKAGES)
+    assert all(origin.startswith(str(installed.parent)) for origin in origins)
+
+
+def canonical(name: str) -> str:
+    """The name of a distribution as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirement_names(checkout: Path) -> dict[str, set[str]]:
+    """Names of required distributions by extra; those of the core under ''."""
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+    return {
+        extra: {canonical(match[0]) for line in lines if (match := name.match(line))}
+        for extra, lines in groups.items()
+    }
+
+
+def test_the_extras_are_there(checkout: Path) -> None:
+    assert set(requirement_names(checkout)) >= EXTRAS
+
+
+def test_constraints_are_names_and_versions_and_pin_what_make_installs(checkout: Path) -> None:
+    lines = (checkout / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    malformed = [p for p in pins if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", p)]
+    assert malformed == []
+    pinned = {canonical(pin.split("==")[0]) for pin in pins}
+    wanted = requirement_names(checkout)
+    assert wanted[""] | wanted["rl-pure"] | wanted["rl"] | wanted["dev"] <= pinned
+
+
+def test_every_imported_distribution_is_declared(checkout: Path) -> None:
+    """What the packages import (the benchmark's peers, in environments of their own, aside)."""
+    declared = set().union(*requirement_names(checkout).values())
+    # Comes with jax, by its own metadata, and has its version chosen by it.
+    declared |= {"jaxlib", "ml-dtypes"}
+    owners = importlib.metadata.packages_distributions()
+    missing = set()
+    for package in PACKAGES:
+        for path in (checkout / package).rglob("*.py"):
+            if "peers" in path.parts:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = (
+                    [alias.name for alias in node.names]
+                    if isinstance(node, ast.Import)
+                    else [node.module or ""]
+                    if isinstance(node, ast.ImportFrom) and not node.level
+                    else []
+                )
+                for top in {name.split(".")[0] for name in names} - set(PACKAGES):
+                    dists = {canonical(d) for d in owners.get(top, [])}
+                    if dists and not dists & declared:
+                        missing.add(f"{path.relative_to(checkout)} imports {top} ({dists})")
+    assert sorted(missing) == []

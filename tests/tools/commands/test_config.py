@@ -1,0 +1,81 @@
+"""What `axl config` prints."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from axlearn_like.config_text import from_text
+from experiments import registry
+from tests.axlearn_like.config_zoo import Block, Model
+from tools.commands import config
+
+ZOO = "tests.axlearn_like.config_zoo"
+HERE = "tests.tools.commands.test_config"
+
+
+def plain() -> Model.Config:
+    return Model.Config(dim=4, note="x" * 200)
+
+
+def exact() -> Model.Config:
+    return plain().set(mode="exact", extra="[bold]not markup[/bold]")
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=60)
+
+
+def test_show_prints_the_text_that_parses_back(console: Console):
+    config.show(f"{HERE}:exact", console=console)
+    assert from_text(printed(console)) == exact()
+
+
+def test_show_applies_edits_in_order(console: Console):
+    config.show(f"{HERE}:plain", ["dim=5", "blocks.0.norm.eps=1e-3", "dim=6"], console=console)
+    expected = plain().set(dim=6)
+    expected.blocks[0].norm.eps = 1e-3
+    assert from_text(printed(console)) == expected
+
+
+def test_show_resolved_holds_no_required(console: Console):
+    config.show(f"{HERE}:plain", ["dim=7"], resolved=True, console=console)
+    text = printed(console)
+    assert "REQUIRED" not in text
+    resolved = from_text(text)
+    assert isinstance(resolved, Model.Config) and resolved.blocks[1].norm.dim == 7
+
+
+def test_diff(console: Console):
+    config.diff(f"{HERE}:plain", f"{HERE}:exact", console=console)
+    extra = "  extra: None -> '[bold]not markup[/bold]'"
+    assert printed(console).splitlines() == [extra, "  mode: 'fast' -> 'exact'"]
+
+
+def test_diff_of_the_same(console: Console):
+    config.diff(f"{HERE}:plain", f"{HERE}:plain", console=console)
+    assert "are the same" in printed(console)
+
+
+def test_an_edit_without_a_value_is_refused():
+    with pytest.raises(ValueError, match="--set 'dim': expected path=value"):
+        config.load(f"{HERE}:plain", ["dim"])
+    with pytest.raises(AttributeError, match=r"^plain\.blocks\.0 has no field 'dimm'"):
+        config.load(f"{HERE}:plain", ["blocks.0.dimm=3"])
+    with pytest.raises(TypeError, match=r"^plain\.blocks\.0: expected Block\.Config"):
+        config.load(f"{HERE}:plain", [f"blocks.0={ZOO}:Norm"])
+    assert config.load(f"{HERE}:plain", [f"blocks.0={ZOO}:Block"]).clone() == plain().set(
+        blocks=(Block.Config(), Block.Config())
+    )
+
+
+def test_list_names_every_experiment(console: Console):
+    config.list_experiments(console=console)
+    text = printed(console)
+    assert all(name in text for name in registry.names())

@@ -1,0 +1,142 @@
+"""Experiments named on the command line: what is refused, how early, and what is not disguised."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from axlearn_like.config_edit import get_path
+from experiments import registry
+from mesh.errors import UserError
+from tests.tools.test_cli import run_and_list_modules
+from tools import cli
+from tools.experiment import config_errors, default_run_dir, experiment_names, load_experiment
+
+SOURCE = """
+from axlearn_like.config import ConfigBase, Configurable
+
+
+class Thing(Configurable):
+    class Config(ConfigBase["Thing"]):
+        size: int = 3
+        seed: int = 0
+
+    def __init__(self, cfg: Config) -> None:
+        pass
+
+
+def thing(*, seed: int = 7) -> Thing.Config:
+    return Thing.Config(seed=seed)
+
+
+def unseeded() -> Thing.Config:
+    seed = 1
+    return Thing.Config(size=seed)
+
+
+def mistaken() -> Thing.Config:
+    return Thing.Config(sise=4)
+
+
+def buggy() -> Thing.Config:
+    return {}["missing"]
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An experiment module of a user, outside the packages."""
+    path = tmp_path_factory.mktemp("own") / "own_experiment_module.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+def test_names_read_from_source_are_those_registered() -> None:
+    assert experiment_names() == registry.names()
+
+
+def test_an_unknown_experiment_is_refused_with_the_nearest() -> None:
+    name = experiment_names()[0]
+    with pytest.raises(UserError, match=f"no experiment '{name}x'; did you mean '{name}'"):
+        load_experiment(name + "x")
+
+
+def test_an_unknown_experiment_is_refused_before_jax_is_imported(checkout: Path) -> None:
+    for arguments in (["train", "nope"], ["rl", "nope"], ["config", "show", "nope"]):
+        code = f"from tools.cli import main\nstatus = main({arguments!r})"
+        status, modules = run_and_list_modules(code, checkout)
+        assert status == 2
+        assert not modules & {"jax", "flax", "ray", "numpy"}
+
+
+def test_edits_and_seed_are_applied(own: str) -> None:
+    cfg = load_experiment(f"{own}:thing", ["size=5"], seed=11)
+    assert (get_path(cfg, "size"), get_path(cfg, "seed")) == (5, 11)
+    assert get_path(load_experiment(f"{own}:thing"), "seed") == 7
+
+
+def test_a_seed_for_an_experiment_without_one_is_refused(own: str) -> None:
+    with pytest.raises(UserError, match="takes no argument 'seed'"):
+        load_experiment(f"{own}:unseeded", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"), [("sise=4", "size"), ("size=x", "expected int, got 'x'"), ("size", "path=")]
+)
+def test_a_wrong_edit_is_a_user_error(own: str, edit: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load_experiment(f"{own}:thing", [edit])
+
+
+def test_a_field_misspelt_in_the_experiment_is_a_user_error(own: str) -> None:
+    with pytest.raises(UserError, match="sise.*size"):
+        load_experiment(f"{own}:mistaken")
+
+
+def test_a_bug_of_the_experiment_keeps_its_traceback(own: str) -> None:
+    with pytest.raises(KeyError, match="missing"):
+        load_experiment(f"{own}:buggy")
+
+
+def raiser(module: str, error: Exception) -> Callable[[], None]:
+    """A function that raises `error` as if its code stood in `module`."""
+    scope = {"__name__": module, "error": error}
+    exec("def fail():\n    raise error", scope)
+    return cast("Callable[[], None]", scope["fail"])
+
+
+def test_a_constructor_refuses_its_config_by_a_value_error() -> None:
+    refuse = raiser("rl.made_up", ValueError("num_steps must be positive"))
+    with pytest.raises(UserError, match="num_steps"), config_errors(building=True):
+        refuse()
+    with pytest.raises(ValueError, match="num_steps") as caught, config_errors():
+        refuse()
+    assert not isinstance(caught.value, UserError)
+
+
+@pytest.mark.parametrize(
+    ("module", "error"), [("rl.made_up", TypeError("bug")), ("numpy.made_up", ValueError("bug"))]
+)
+def test_other_errors_while_building_are_bugs(module: str, error: Exception) -> None:
+    with pytest.raises(type(error), match="bug"), config_errors(building=True):
+        raiser(module, error)()
+
+
+def test_the_command_line_shows_an_own_experiment(
+    own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["config", "show", f"{own}:thing", "--set", "size=8"]) == 0
+    assert "size: 8" in capsys.readouterr().out.splitlines()
+
+
+def test_train_and_rl_name_what_they_expect(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train", "rl"):
+        assert cli.main([name, f"{own}:thing"]) == 2
+        assert "own_experiment_module:Thing" in capsys.readouterr().err
+
+
+def test_runs_are_named_after_their_experiment() -> None:
+    assert default_run_dir("demo", None) == Path("runs/demo")
+    assert default_run_dir("lab/own.py:mine", None) == Path("runs/mine")
+    assert default_run_dir("demo", Path("/x")) == Path("/x")

@@ -1,0 +1,1 @@
+"""Peers that a benchmark compares with, each run by its own packages in its own environment."""

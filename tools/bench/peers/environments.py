@@ -1,0 +1,222 @@
+"""Virtual environments of the peers, made on demand and kept in the user's cache folder.
+
+A peer is never vendored: pip installs pinned versions by name, from wherever the user's pip is
+configured to look, into an environment that only the benchmark uses.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mesh.errors import UserError, did_you_mean
+
+_PROBE = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+_COMPLETE = "complete.json"  # written last: an environment without it is made anew
+
+
+class UnknownPeer(UserError, ValueError):
+    """A name that is no peer's; the message has the nearest one."""
+
+
+class EnvironmentFailed(RuntimeError):
+    """A peer's environment could not be made; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What it takes to run one peer.
+
+    Attributes:
+        name: as on the command line.
+        script: worker script, a file beside this one.
+        pythons: interpreter versions that it works with, the preferred first.
+        requirements: what pip installs, `name==version`.
+        environ: settings without which its figures would not be its best.
+    """
+
+    name: str
+    script: str
+    pythons: tuple[str, ...]
+    requirements: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            name="tunix",
+            script="tunix_grpo.py",
+            pythons=("3.12", "3.13"),
+            # The jax that pip chooses today and that our stack runs on; jax 0.10.2 costs the same.
+            requirements=(
+                "google-tunix==0.1.7",
+                "jax==0.12.0.1",
+                "jaxlib==0.12.0.1",
+                "flax==0.12.12",
+            ),
+        ),
+        Peer(
+            name="trl",
+            script="trl_grpo.py",
+            pythons=("3.11",),
+            requirements=(
+                "trl==1.16.0",
+                "torch==2.13.0",
+                "transformers==5.23.0",
+                "datasets==5.2.0",
+                "accelerate==1.15.0",
+            ),
+            environ={
+                # Threads that spin while they wait inflate a step six to nine times where cores
+                # are shared, in CPU seconds and in wall seconds.
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "GOMP_SPINCOUNT": "0",
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+        ),
+    )
+}
+
+
+def find_peers(names: Iterable[str]) -> list[Peer]:
+    """The peers of these names, in order, each once.
+
+    Raises:
+        UnknownPeer: a name is not known.
+    """
+    found: dict[str, Peer] = {}
+    for name in names:
+        if name not in PEERS:
+            raise UnknownPeer(f"there is no peer {name!r}{did_you_mean(name, PEERS)}")
+        found[name] = PEERS[name]
+    return list(found.values())
+
+
+def cache_folder() -> Path:
+    """Where the environments live: `axlearn-like/peers` under the XDG cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "axlearn-like" / "peers"
+
+
+def find_interpreter(versions: Iterable[str]) -> tuple[Path, str]:
+    """Finds an interpreter that runs and can make virtual environments.
+
+    Looks at this interpreter, on the path and in pyenv's folder of versions. A name that exists
+    proves nothing (pyenv's shims refuse to run a version that is not selected; distributions ship
+    interpreters without ensurepip), so each candidate is asked for its version.
+
+    Args:
+        versions: `major.minor`, the preferred first.
+
+    Returns:
+        The interpreter and its version.
+
+    Raises:
+        EnvironmentFailed: there is none.
+    """
+    wanted = list(versions)
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    for version in wanted:
+        candidates = [Path(getattr(sys, "_base_executable", sys.executable))]
+        candidates += [
+            Path(folder) / f"python{version}"
+            for folder in os.environ.get("PATH", "").split(os.pathsep)
+        ]
+        candidates += sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True)
+        for candidate in candidates:
+            if candidate.is_file() and _version_of(candidate) == version:
+                return candidate, version
+    raise EnvironmentFailed(
+        f"needs Python {' or '.join(wanted)} with the venv and ensurepip modules; found none on "
+        f"the path nor in {pyenv}. Install one (for example `pyenv install {wanted[0]}`)"
+    )
+
+
+def ensure_environment(peer: Peer, say: Callable[[str], None], cache: Path | None = None) -> Path:
+    """Makes the environment of `peer` unless it is there and complete.
+
+    Args:
+        peer: which.
+        say: told in one line what is being done, before it takes long.
+        cache: folder of environments; `cache_folder()` where None.
+
+    Returns:
+        The environment's interpreter.
+
+    Raises:
+        EnvironmentFailed: no interpreter, or pip failed.
+    """
+    root = cache_folder() if cache is None else cache
+    folder = root / peer.name
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = (root / f"{peer.name}.lock").open("w")
+    except OSError as error:
+        raise EnvironmentFailed(f"{peer.name}: cannot write to {root}: {error}") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two benchmarks at once make it once
+        if not _is_complete(peer, folder):
+            try:
+                _make(peer, folder, root / f"{peer.name}-install.log", say)
+            except EnvironmentFailed as error:
+                raise EnvironmentFailed(f"{peer.name}: {error}") from error
+    return folder / "bin" / "python"
+
+
+def _version_of(interpreter: Path) -> str | None:
+    try:
+        probe = subprocess.run(
+            [str(interpreter), "-c", _PROBE], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return probe.stdout.strip() if probe.returncode == 0 else None
+
+
+def _is_complete(peer: Peer, folder: Path) -> bool:
+    try:
+        made = json.loads((folder / _COMPLETE).read_text())
+    except (OSError, ValueError):
+        return False
+    runs = (folder / "bin" / "python").exists()  # False where the base interpreter was removed
+    return runs and made.get("requirements") == list(peer.requirements)
+
+
+def _make(peer: Peer, folder: Path, log: Path, say: Callable[[str], None]) -> None:
+    interpreter, version = find_interpreter(peer.pythons)
+    if folder.exists():
+        shutil.rmtree(folder)
+    say(f"{peer.name}: installing {', '.join(peer.requirements)} for Python {version} in {folder}")
+    python = folder / "bin" / "python"
+    commands = [[str(interpreter), "-m", "venv", str(folder)]]
+    if peer.requirements:
+        commands.append([str(python), "-m", "pip", "install", "--no-input", *peer.requirements])
+    # The caller's own environment must not leak into the new one.
+    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    with log.open("w") as output:
+        for command in commands:
+            done = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environ, check=False
+            )
+            if done.returncode:
+                output.flush()
+                raise EnvironmentFailed(_failure(command, log))
+    facts = {"requirements": list(peer.requirements), "python": version}
+    (folder / _COMPLETE).write_text(json.dumps(facts) + "\n")
+
+
+def _failure(command: list[str], log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("ERROR")] or lines
+    reason = "\n".join(errors[-3:])
+    return f"`{' '.join(command[1:4])}` failed:\n{reason}\n(log: {log})"

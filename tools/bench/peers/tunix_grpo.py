@@ -1,0 +1,171 @@
+"""google-tunix on the small GRPO job: its own GRPOLearner, vanilla rollout engine, one process.
+
+Run by the benchmark with the interpreter of the peer's environment (see `environments.py`).
+"""
+
+# Imports that only the peer's environment can resolve:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from grpo_job import GrpoJob, digit_share
+from step_protocol import StepServer
+from tunix.models.qwen3 import model as qwen3
+from tunix.rl import rl_cluster as rlc
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+ENDLESS = 10**9  # steps; the runner says when to stop
+
+
+class AsciiTokenizer:
+    """One token per ASCII character; 0 is padding and 1 begins a sequence.
+
+    The end-of-sequence id lies outside the vocabulary, so no completion ends early.
+    """
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """Character codes of `text`."""
+        return [min(ord(character), 126) for character in text]
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        """Text of `ids`, one character for each id, `?` for those with no character."""
+        return "".join(chr(int(i)) if 2 <= int(i) < 127 else "?" for i in ids)
+
+    def bos_id(self) -> int:
+        """Id that the sampler puts in front of a prompt."""
+        return 1
+
+    def eos_id(self) -> int:
+        """An id that cannot be sampled."""
+        return 999
+
+    def pad_id(self) -> int:
+        """Id of padding."""
+        return 0
+
+
+def build_model(job: GrpoJob) -> qwen3.Qwen3:
+    """The random policy, float32."""
+    return qwen3.Qwen3(
+        qwen3.ModelConfig(
+            num_layers=job.layers,
+            vocab_size=job.vocab,
+            embed_dim=job.dim,
+            hidden_dim=job.ffn,
+            num_heads=job.heads,
+            head_dim=job.head_dim,
+            num_kv_heads=job.kv_heads,
+            norm_eps=job.norm_eps,
+            rope_theta=int(job.rope_theta),
+            use_tied_embedding=True,
+        ),
+        rngs=nnx.Rngs(job.seed),
+    )
+
+
+def build_cluster(job: GrpoJob, model: qwen3.Qwen3, mesh: jax.sharding.Mesh) -> rlc.RLCluster:
+    """Actor and sampler on one mesh; the whole batch at once, which is fastest here."""
+    roles = (rlc.Role.ACTOR, rlc.Role.REFERENCE, rlc.Role.ROLLOUT)
+    return rlc.RLCluster(
+        actor=model,
+        reference=None,  # beta is 0
+        tokenizer=AsciiTokenizer(),
+        cluster_config=rlc.ClusterConfig(
+            role_to_mesh={role: mesh for role in roles},
+            rollout_engine="vanilla",
+            offload_to_cpu=False,
+            training_config=rlc.RLTrainingConfig(
+                actor_optimizer=optax.adamw(job.learning_rate),
+                eval_every_n_steps=ENDLESS,
+                max_steps=ENDLESS,
+                mini_batch_size=job.prompts,
+                train_micro_batch_size=job.prompts,
+                rollout_micro_batch_size=job.prompts,
+                compute_logps_micro_batch_size=job.prompts,
+            ),
+            rollout_config=RolloutConfig(
+                max_tokens_to_generate=job.new_tokens,
+                max_prompt_length=job.prompt_tokens,
+                kv_cache_size=job.prompt_tokens + job.new_tokens + 8,
+                temperature=job.temperature,
+                top_p=1.0,
+                top_k=None,
+            ),
+        ),
+    )
+
+
+def time_generation(cluster: rlc.RLCluster, server: StepServer) -> dict[str, int]:
+    """Wraps the cluster's `generate` with a clock; the returned dict holds the tokens sampled."""
+    generate = cluster.generate
+    sampled = {"tokens": 0}
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with server.generation():
+            output = generate(*args, **kwargs)
+            jax.block_until_ready(output.tokens)
+        sampled["tokens"] = sum(len(tokens) for tokens in output.tokens)
+        return output
+
+    cluster.generate = timed
+    return sampled
+
+
+def batches(job: GrpoJob, cluster: rlc.RLCluster, server: StepServer) -> Iterator[dict[str, Any]]:
+    """Prompts of one step after another.
+
+    The learner asks for a batch when the step before is over (rollouts are synchronous where actor
+    and sampler share a mesh), so this is where a step ends and the worker waits.
+    """
+    index = 0
+    while True:
+        # One character less: the sampler puts a beginning-of-sequence token in front.
+        yield {"prompts": np.array(job.prompt_texts(index, job.prompt_tokens - 1))}
+        trainer = cluster.actor_trainer
+        jax.block_until_ready([nnx.state(trainer.model), nnx.state(trainer.optimizer)])
+        if not server.step_done():
+            return
+        index += 1
+
+
+def main() -> None:
+    """Trains one step per request until told to stop."""
+    job = GrpoJob()
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mesh)
+        model = build_model(job)
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        server = StepServer(
+            f"google-tunix {version('google-tunix')} (jax {jax.__version__})", parameters
+        )
+        cluster = build_cluster(job, model, mesh)
+        sampled = time_generation(cluster, server)
+
+        def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+            rewards = [digit_share(completion) for completion in completions]
+            server.record(sampled["tokens"], float(np.mean(rewards)))
+            return rewards
+
+        learner = GRPOLearner(
+            rl_cluster=cluster,
+            reward_fns=reward,
+            algo_config=GRPOConfig(
+                num_generations=job.group, num_iterations=1, beta=0.0, epsilon=job.clip
+            ),
+        )
+        server.begin()
+        learner.train(batches(job, cluster, server))
+
+
+if __name__ == "__main__":
+    main()

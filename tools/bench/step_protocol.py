@@ -1,0 +1,124 @@
+"""One optimiser step per line: what a benchmark worker speaks with the runner.
+
+A worker is a process that holds one system, warm. It prints `{"ready": true, ...}` after its first
+step; then, for each line `step` on its standard input, it runs exactly one optimiser step and
+prints the `STEP_FIELDS` of that step; `quit` or a closed input ends it. Between lines it waits
+without using the processor, so several systems can take turns step by step on one machine.
+
+Standard library only, and Python 3.11: peers import this file inside environments of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+STEP_FIELDS = ("cpu_s", "wall_s", "gen_cpu_s", "gen_wall_s", "idle_cpu_s", "new_tokens", "reward")
+
+
+class Clock(NamedTuple):
+    """A reading of both clocks, in seconds."""
+
+    cpu: float
+    wall: float
+
+    def since(self, start: Clock) -> Clock:
+        """Seconds between `start` and this reading."""
+        return Clock(self.cpu - start.cpu, self.wall - start.wall)
+
+
+def now() -> Clock:
+    """Reads the clocks; CPU is of all threads of this process and of its ended children."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = time.process_time() + children.ru_utime + children.ru_stime
+    return Clock(cpu, time.perf_counter())
+
+
+class StepServer:
+    """The worker's end. The training loop may be somebody else's: it only calls `step_done`.
+
+    Takes the process's standard output for itself and sends whatever libraries print there to
+    standard error, so nothing but the protocol reaches the runner.
+
+    Args:
+        version: name and version of what is measured.
+        parameters: size of the model, for the runner to check that all have the same.
+    """
+
+    def __init__(self, version: str, parameters: int):
+        sys.stdout.flush()
+        self._replies = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+        self._version = version
+        self._parameters = parameters
+        self._ready = False
+        self._idle_cpu = 0.0
+        self._reset()
+
+    def begin(self) -> None:
+        """Starts the clock of the first step; call when all is built, before anything compiles."""
+        self._reset()
+
+    @contextlib.contextmanager
+    def generation(self) -> Iterator[None]:
+        """Times what runs inside as generation; the caller waits for the tokens inside it."""
+        start = now()
+        yield
+        spent = now().since(start)
+        self._gen = Clock(self._gen.cpu + spent.cpu, self._gen.wall + spent.wall)
+
+    def record(self, new_tokens: int, reward: float) -> None:
+        """Notes the sampled tokens and the mean reward of the current step."""
+        self._new_tokens += new_tokens
+        self._reward = reward
+
+    def step_done(self) -> bool:
+        """Ends a step, whose work must be finished: reports it and waits to be asked for the next.
+
+        Returns:
+            True to run one more step, False to stop.
+        """
+        spent = now().since(self._start)
+        if self._ready:
+            values = (
+                *spent,
+                *self._gen,
+                self._idle_cpu,
+                self._new_tokens,
+                self._reward,
+            )
+            self._reply(dict(zip(STEP_FIELDS, values, strict=True)))
+        else:
+            self._ready = True
+            self._reply(
+                {
+                    "ready": True,
+                    "first_step_s": spent.wall,
+                    "first_step_cpu_s": spent.cpu,
+                    "version": self._version,
+                    "parameters": self._parameters,
+                }
+            )
+        waiting = now()
+        line = sys.stdin.readline()
+        self._idle_cpu = now().since(waiting).cpu
+        self._reset()
+        if line.strip() not in ("step", "quit", ""):
+            raise ValueError(f"unknown request {line.strip()!r}; expected 'step' or 'quit'")
+        return line.strip() == "step"
+
+    def _reset(self) -> None:
+        self._gen = Clock(0.0, 0.0)
+        self._new_tokens = 0
+        self._reward = 0.0
+        self._start = now()
+
+    def _reply(self, message: dict[str, object]) -> None:
+        self._replies.write(json.dumps(message) + "\n")
+        self._replies.flush()

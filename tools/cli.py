@@ -1,0 +1,104 @@
+"""The command line ``axl``.
+
+Subcommands are imported when used. What a user can cause and mend is printed as one message on
+stderr with exit status 2; ``axl --debug ...`` (or ``AXL_DEBUG=1``) shows the traceback as well.
+Other exceptions are bugs and always show theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+import click
+
+from mesh.errors import UserError, did_you_mean
+from tools.commands import COMMANDS
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """A group that imports the module of a subcommand only when that subcommand is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Returns the names in the order of ``COMMANDS``, then any that were added at run time."""
+        there = [name for name in COMMANDS if find_spec(f"tools.commands.{name}")]
+        return [*there, *(name for name in self.commands if name not in COMMANDS)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports ``tools.commands.<cmd_name>`` and returns its ``command``."""
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        if cmd_name not in self.list_commands(ctx):
+            hint = did_you_mean(cmd_name, self.list_commands(ctx))
+            raise UserError(f"axl has no command {cmd_name!r}{hint}")
+        return import_module(f"tools.commands.{cmd_name}").command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes names and summaries from the table: no module is imported for ``--help``."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="axlearn-like", prog_name="axl")
+@click.option("--debug", is_flag=True, help="Show tracebacks of user errors too.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Train language models and improve them by reinforcement learning, from configs."""
+    if debug:
+        os.environ["AXL_DEBUG"] = "1"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: Arguments after the program's name; those of the process if None.
+
+    Returns:
+        The exit status: 0 done, 2 a user error, 130 interrupted. Other exceptions pass through.
+    """
+    try:
+        result = cli.main(
+            args=None if argv is None else list(argv), prog_name="axl", standalone_mode=False
+        )
+        return result if isinstance(result, int) and not isinstance(result, bool) else 0
+    except UserError as error:
+        return _refuse(str(error))
+    except click.UsageError as error:
+        # Click's message may hold no hint where to look; its usage line does.
+        where = f"\nTry '{error.ctx.command_path} --help'." if error.ctx else ""
+        return _refuse(error.format_message() + where)
+    except click.ClickException as error:
+        return _refuse(error.format_message())
+    except (KeyboardInterrupt, click.Abort):
+        if _debugging():
+            traceback.print_exc()
+        print("axl: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`axl config show demo | head`); flushing at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _refuse(message: str) -> int:
+    if _debugging():
+        traceback.print_exc()
+    print(f"axl: error: {message}", file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+def _debugging() -> bool:
+    return os.environ.get("AXL_DEBUG", "0") not in ("", "0")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

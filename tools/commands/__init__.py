@@ -1,0 +1,15 @@
+"""One module per subcommand of ``axl``; each defines ``command``, a ``click.Command``.
+
+A module is imported only when its subcommand is used, so that ``axl --help`` stays fast;
+``COMMANDS`` is the whole list.
+"""
+
+COMMANDS: dict[str, str] = {
+    "config": "List, show and compare the configs of experiments.",
+    "train": "Train a model by an experiment's trainer.",
+    "rl": "Improve a policy by reinforcement learning.",
+    "demo": "Run the main job end to end: SFT, RL, a killed worker, report.",
+    "eval": "Evaluate a run's checkpoint on held-out problems.",
+    "bench": "Run a benchmark and print its result as JSON.",
+    "report": "Rebuild the report of a run directory.",
+}

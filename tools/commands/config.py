@@ -1,0 +1,121 @@
+"""`axl config`: what experiments there are, what one says, and how two differ."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.config_edit import set_path
+from axlearn_like.config_resolve import resolve
+from axlearn_like.config_text import diff as config_diff
+from axlearn_like.config_text import to_text
+from experiments import registry
+from tools.experiment import check_name, config_errors
+
+Build = Callable[[ConfigBase[Any]], Any]
+
+
+def list_experiments(console: Console | None = None) -> None:
+    """Prints a row for each experiment: its name, its module, the first line of its docstring."""
+    table = Table("experiment", "module", "what it is", box=None, pad_edge=False)
+    for name in registry.names():
+        function = registry.find(name)
+        about = (inspect.getdoc(function) or "").partition("\n")[0]
+        table.add_row(Text(name), Text(function.__module__), Text(about))
+    (console or Console()).print(table)
+
+
+def load(experiment: str, sets: Iterable[str] = (), **arguments: Any) -> ConfigBase[Any]:
+    """An experiment's config with the edits `path=value` applied in order.
+
+    Args:
+        experiment: a name, or `file.py:function`, or `package.module:function`.
+        sets: edits `path=value`.
+        arguments: of the experiment's function.
+
+    Raises:
+        ValueError: for an edit without `=`.
+        LookupError, AttributeError, TypeError: for names, paths or values that do not fit.
+    """
+    cfg = registry.get(experiment, **arguments)
+    for edit in sets:
+        path, equals, value = edit.partition("=")
+        if not equals:
+            raise ValueError(f"--set {edit!r}: expected path=value, like trainer.learner.lr=3e-4")
+        set_path(cfg, path.strip(), value)
+    return cfg
+
+
+def show(
+    experiment: str,
+    sets: Iterable[str] = (),
+    resolved: bool = False,
+    build: Build | None = None,
+    console: Console | None = None,
+) -> None:
+    """Prints an experiment's config as text.
+
+    Args:
+        experiment: a name, or `file.py:function`, or `package.module:function`.
+        sets: edits `path=value`.
+        resolved: build it and show the values that parents filled in.
+        build: how to build it for `resolved`; plain `cfg.build()` by default.
+        console: where to print.
+    """
+    cfg = load(experiment, sets)
+    if resolved:
+        cfg = resolve(cfg, build)
+    _print_lines(to_text(cfg).splitlines(), console)
+
+
+def diff(experiment_a: str, experiment_b: str, console: Console | None = None) -> None:
+    """Prints what differs between two experiments, a line per path."""
+    lines = config_diff(registry.get(experiment_a), registry.get(experiment_b))
+    _print_lines(lines or [f"{experiment_a} and {experiment_b} are the same"], console)
+
+
+def _print_lines(lines: Iterable[str], console: Console | None) -> None:
+    """Plain, unwrapped and without markup: the output can be pasted, compared and parsed back."""
+    styles = {"-": "red", "+": "green"}
+    console = console or Console()
+    for line in lines:
+        style = styles.get(line[:1], "") if line[1:2] == " " else ""
+        console.print(Text(line, style=style), soft_wrap=True)
+
+
+@click.group("config")
+def command() -> None:
+    """List, show and compare the configs of experiments."""
+
+
+@command.command("list")
+def _list() -> None:
+    """List the experiments, one to a line."""
+    list_experiments()
+
+
+@command.command("show")
+@click.argument("experiment")
+@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change one field first.")
+@click.option("--resolved", is_flag=True, help="Build it and show what parents filled in.")
+def _show(experiment: str, sets: tuple[str, ...], resolved: bool) -> None:
+    """Print the config of EXPERIMENT, one `path: value` to a line; the text parses back."""
+    check_name(experiment)
+    with config_errors(building=resolved):
+        show(experiment, sets, resolved)
+
+
+@command.command("diff")
+@click.argument("experiment_a")
+@click.argument("experiment_b")
+def _diff(experiment_a: str, experiment_b: str) -> None:
+    """Print the lines in which two experiments differ."""
+    check_name(experiment_a)
+    check_name(experiment_b)
+    with config_errors():
+        diff(experiment_a, experiment_b)

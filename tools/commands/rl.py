@@ -1,0 +1,65 @@
+"""`axl rl EXPERIMENT`: improves a policy by reinforcement learning, or resumes that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from mesh.errors import UserError
+from tools.experiment import (
+    config_errors,
+    default_run_dir,
+    experiment_options,
+    load_experiment,
+    owner_of,
+)
+
+
+@click.command("rl")
+@experiment_options
+@click.option(
+    "--runtime",
+    type=click.Choice(["inprocess", "ray"]),
+    default="ray",
+    show_default=True,
+    help="Each role in a process of its own, or all in this one.",
+)
+@click.option("--force", is_flag=True, help="Go on in a run directory of another config.")
+def command(
+    experiment: str,
+    sets: tuple[str, ...],
+    seed: int | None,
+    run_dir: Path | None,
+    runtime: Literal["inprocess", "ray"],
+    force: bool,
+) -> None:
+    """Improve the policy of EXPERIMENT by reinforcement learning.
+
+    Ctrl-C or SIGTERM saves and stops all roles; the same command goes on from there.
+    """
+    cfg = load_experiment(experiment, sets, seed)
+    from mesh.compilation import enable_compilation_cache
+    from rl.experiment import RLExperiment
+
+    if not isinstance(cfg, RLExperiment.Config):
+        raise UserError(
+            f"experiment {experiment!r} builds {owner_of(cfg)}, `axl rl` runs "
+            "rl.experiment:RLExperiment; for supervised training see `axl train`"
+        )
+    enable_compilation_cache()
+    with config_errors(building=True):
+        built = cfg.build()
+    from rl.run import RLRun
+
+    directory = default_run_dir(experiment, run_dir)
+    report = RLRun(built).run(directory, runtime=runtime, force=force)
+    if report is not None:
+        from tools.report import load_run, write_report
+        from tools.report.table import print_tables
+
+        run = load_run(directory)
+        page = write_report(run)
+        print_tables(run)
+        click.echo(f"report: {page}")

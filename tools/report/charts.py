@@ -1,0 +1,351 @@
+"""The figures of a run except the timeline: curves over steps, and task scores before and after.
+
+Every figure is drawn twice, for a wide and for a narrow column; the style sheet shows one of
+them. So text keeps its size on a phone instead of shrinking with the picture.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tools.report import svg
+from tools.report.load import Points, Row, Run, number
+from tools.report.words import bounds_of, duration, percent, plain, points, scores
+
+FULL, HALF, NARROW, MINI = 1046, 504, 340, 300
+_MOST_POINTS, _MOST_COLUMNS = 400, 150
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One series over steps.
+
+    ``raw`` shows the points under a smoothed line; ``worst`` thins by maximum instead of mean.
+    """
+
+    label: str
+    values: Points
+    style: str = "c1"
+    raw: bool = True
+    worst: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at a step."""
+
+    step: float
+    style: str
+    tip: str
+    words: str
+
+
+def marks(run: Run) -> list[Mark]:
+    """Kills and replacements by RL step, from the event log or, without one, the report."""
+    found = []
+    for outage in run.outages:
+        step = run.step_at(outage.killed)
+        if step is not None:
+            since = duration(outage.killed - run.start)
+            tip = f"{outage.target} killed at step {step:.0f}, {since} after the start"
+            found.append(Mark(step, "kill", tip, f"{outage.target} killed"))
+        back = run.step_at(outage.back) if outage.back is not None else None
+        if back is not None and outage.back is not None:
+            since = duration(outage.back - outage.killed)
+            tip = f"{outage.target} back at step {back:.0f}, {since} after the kill"
+            found.append(Mark(back, "back", tip, "back"))
+    if not found:
+        steps = [(kill, number(kill.get("step"))) for kill in run.kills]
+        found = [
+            Mark(
+                step,
+                "kill",
+                f"{kill.get('target')} killed at step {step:.0f}",
+                f"{kill.get('target')} killed",
+            )
+            for kill, step in steps
+            if step is not None
+        ]
+    return found
+
+
+def thin(values: Points, most: int, worst: bool = False) -> Points:
+    """At most ``most`` points: neighbours become their mean, or their maximum if ``worst``."""
+    size = -(-len(values) // most)
+    if size <= 1:
+        return values
+    chunks = [values[at : at + size] for at in range(0, len(values), size)]
+    middle = [sum(x for x, _ in chunk) / len(chunk) for chunk in chunks]
+    if worst:
+        return [(x, max(y for _, y in chunk)) for x, chunk in zip(middle, chunks, strict=True)]
+    return [
+        (x, sum(y for _, y in chunk) / len(chunk)) for x, chunk in zip(middle, chunks, strict=True)
+    ]
+
+
+def window(count: int) -> int:
+    """The odd width of the moving mean drawn over so many points; 1 if they are few."""
+    return max(5, count // 16) | 1 if count >= 12 else 1
+
+
+def moving_mean(values: Points, width: int) -> Points:
+    """The centred mean over ``width`` neighbours, fewer at the ends: no lag behind an event."""
+    half, sums = width // 2, [0.0]
+    for _, y in values:
+        sums.append(sums[-1] + y)
+    smooth = []
+    for index, (x, _) in enumerate(values):
+        low, high = max(0, index - half), min(len(values), index + half + 1)
+        smooth.append((x, (sums[high] - sums[low]) / (high - low)))
+    return smooth
+
+
+def figure(
+    heading: str,
+    caption: str,
+    draw: Callable[[int], str],
+    wide: int = HALF,
+    key: Iterable[tuple[str, str]] = (),
+) -> str:
+    """A card with a heading, a key of (label, style), the picture in both widths and a caption."""
+    items = "".join(f"<li>{_swatch(style)}{html.escape(label)}</li>" for label, style in key)
+    listed = f'<ul class="key">{items}</ul>' if items else ""
+    return (
+        f'<figure class="card plot"><div class="head"><h3>{html.escape(heading)}</h3>{listed}</div>'
+        f'<div class="wide">{draw(wide)}</div><div class="narrow">{draw(NARROW)}</div>'
+        f"<figcaption>{html.escape(caption).replace(' %', '&nbsp;%')}</figcaption></figure>"
+    )
+
+
+def _swatch(style: str) -> str:
+    if style.startswith("box "):
+        body = svg.element("rect", x=2, y=0, width=14, height=10, rx=2, class_=f"fill {style[4:]}")
+    elif style.startswith("dot "):
+        body = svg.element("circle", cx=9, cy=5, r=4, class_=style[4:])
+    else:
+        body = svg.element("path", d="M1 5H17", class_=f"line {style}")
+    return svg.element("svg", body, viewBox="0 0 18 10", aria_hidden="true")
+
+
+def curves(
+    run: Run,
+    heading: str,
+    caption: str,
+    series: Sequence[Curve],
+    *,
+    y_label: str,
+    size: int = HALF,
+    log: bool = False,
+    y: tuple[float, float] | None = None,
+    y_format: Callable[[float], str] = svg.number_label,
+    events: bool = True,
+    reference: float | None = None,
+) -> str:
+    """A card with curves over steps, or an empty string if no series has a value.
+
+    Args:
+        run: The run, for its kills.
+        heading: The card's heading.
+        caption: What is drawn and what good looks like.
+        series: The curves.
+        y_label: Name and unit of the vertical axis.
+        size: ``FULL`` or ``HALF``.
+        log: Logarithmic values; zeros are drawn on the floor.
+        y: Fixed limits; else from the data, and from zero unless ``log`` or there is a
+        ``reference``.
+        y_format: Tick labels.
+        events: Whether to mark kills and restarts.
+        reference: The ideal value, drawn as a thin line.
+    """
+    drawn = [curve for curve in series if curve.values]
+    if not drawn:
+        return ""
+    key = [(curve.label, curve.style) for curve in drawn] if len(drawn) > 1 else []
+    ruled = marks(run) if events else []
+
+    def draw(width: int) -> str:
+        height = 330 if width == FULL else 250 if width == HALF else 230
+        name = f"{heading}: {drawn[0].values[0][1]:.3g} first, {drawn[0].values[-1][1]:.3g} last"
+        plot = _curve_plot(drawn, width, height, name, y_label, log, y, y_format, reference)
+        _draw_marks(plot, ruled, words=size == FULL)
+        if width != NARROW:
+            plot.hover(_tips(drawn, y_format if y_format is svg.percent_label else plain))
+        return plot.render()
+
+    return figure(heading, caption, draw, size, key)
+
+
+def _curve_plot(
+    series: Sequence[Curve],
+    width: int,
+    height: int,
+    name: str,
+    y_label: str,
+    log: bool,
+    y: tuple[float, float] | None,
+    y_format: Callable[[float], str],
+    reference: float | None = None,
+) -> svg.Plot:
+    smooth = [
+        moving_mean(curve.values, window(len(curve.values))) if curve.raw else []
+        for curve in series
+    ]
+    steps = [x for curve in series for x, _ in curve.values]
+    values = [value for curve in series for _, value in curve.values]
+    if reference is not None:
+        values.append(reference)
+    span = y or svg.limits(values, zero=not log and reference is None, log=log)
+    plot = svg.Plot(
+        width, height, (min(steps), max(steps)), span,
+        name=name, x_label="step", y_label=y_label, log=log, y_format=y_format,
+    )  # fmt: skip
+    if reference is not None:
+        plot.add(
+            svg.element(
+                "path", d=f"M{plot.left} {plot.y(reference):.1f}H{plot.right}", class_="axis dash"
+            )
+        )
+    for curve, line in zip(series, smooth, strict=True):
+        if curve.raw:
+            plot.dots(thin(curve.values, _MOST_POINTS, curve.worst), f"{curve.style} soft")
+            plot.line(thin(line, _MOST_POINTS), curve.style)
+        else:
+            plot.line(thin(curve.values, _MOST_POINTS, curve.worst), curve.style)
+    return plot
+
+
+def _draw_marks(plot: svg.Plot, ruled: Sequence[Mark], words: bool) -> None:
+    for mark in ruled:
+        # The kill's words go left of its line and the return's right of its own: the two are
+        # often a step apart.
+        before = mark.style == "kill" and plot.x(mark.step) > plot.left + 110
+        shown = mark.words if words and (before or mark.style != "kill") else ""
+        if words and mark.style == "kill" and not before:
+            shown = "\N{MULTIPLICATION X}"
+        plot.rule(mark.step, mark.style, mark.tip, shown, before)
+
+
+def _tips(series: Sequence[Curve], form: Callable[[float], str]) -> list[tuple[float, str]]:
+    longest = max(series, key=lambda curve: len(curve.values))
+    columns = thin(longest.values, _MOST_COLUMNS)
+    others = [thin(curve.values, _MOST_COLUMNS, curve.worst) for curve in series]
+    tips = []
+    for index, (step, _) in enumerate(columns):
+        lines = [f"step {step:.0f}"]
+        for curve, values in zip(series, others, strict=True):
+            near = (
+                values[index]
+                if len(values) == len(columns)
+                else min(values, key=lambda v: abs(v[0] - step))
+            )
+            lines.append(f"{curve.label}: {form(near[1])}")
+        tips.append((step, "\n".join(lines)))
+    return tips
+
+
+def small_multiples(run: Run) -> str:
+    """One small reward plot per family on common axes; empty without family rewards."""
+    cards = []
+    ruled = marks(run)
+    for family in run.families:
+        values = run.series("rl", f"reward/{family}")
+        if values:
+            curve = Curve(family, values, "accent")
+            ends = moving_mean(values, window(len(values)))
+            name = f"Reward of {family}: {ends[0][1]:.2f} at first, {ends[-1][1]:.2f} at last"
+            plot = _curve_plot(
+                [curve], MINI, 168, name, "reward", False, (0.0, 1.0), svg.number_label
+            )
+            _draw_marks(plot, [replace(mark, words="") for mark in ruled], words=False)
+            plot.hover(_tips([curve], plain))
+            cards.append(
+                f'<figure class="card plot"><div class="head"><h3>{html.escape(family)}</h3>'
+                f'<span class="meta">{ends[0][1]:.2f} → {ends[-1][1]:.2f}</span></div>'
+                f"{plot.render()}</figure>"
+            )
+    return f'<div class="minis">{"".join(cards)}</div>' if cards else ""
+
+
+def dumbbells(run: Run, key: str) -> str:
+    """Scores before and after with confidence intervals: the mean, then one row per family."""
+    rows = [
+        row
+        for row in scores(run, key)
+        if number(row[1].get(key)) is not None or row[2].get(key) is not None
+    ]
+    if not rows:
+        return ""
+
+    def draw(width: int) -> str:
+        pitch, top = 54, 8
+        height = top + pitch * len(rows) + 30
+        scale = svg.Scale(0.0, 1.0, 8, width - 14)
+        parts = []
+        for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+            column, anchor = scale(tick), {0.0: "start", 1.0: "end"}.get(tick, "middle")
+            parts.append(
+                svg.element("path", d=f"M{column:.1f} {top + 20}V{height - 26}", class_="grid")
+            )
+            label = f"{100 * tick:.0f} %"
+            parts.append(svg.text(column, height - 8, label, text_anchor=anchor, class_="tick"))
+        for index, (name, before, after) in enumerate(rows):
+            parts.append(
+                _dumbbell(
+                    scale, top + pitch * index, width, key, name, before, after, strong=index == 0
+                )
+            )
+        return svg.picture(width, height, f"{key} before and after RL", "".join(parts))
+
+    caption = (
+        "Bars are 95 % confidence intervals over the held-out problems. Good: every dot moves "
+        "right, and further than its bar is long."
+        if key == "pass@1"
+        else f"Solved by at least one of {key[5:]} samples. Good: not lower than before, so RL "
+        "has not bought pass@1 with variety."
+    )
+    legend = [("before RL", "dot hollow muted"), ("after RL", "dot fill accent")]
+    return figure(f"{key}, held-out problems", caption, draw, HALF, legend)
+
+
+def _dumbbell(
+    scale: svg.Scale,
+    top: float,
+    width: int,
+    key: str,
+    name: str,
+    before: Row,
+    after: Row,
+    strong: bool,
+) -> str:
+    style = "name strong" if strong else "name"
+    change = points(before.get(key), after.get(key))
+    values = f"{percent(before.get(key))} → {percent(after.get(key))}"
+    parts = [
+        svg.text(2, top + 13, name, class_=style),
+        svg.text(width - 52, top + 13, values, text_anchor="end", class_="value"),
+        svg.text(width - 2, top + 13, change, text_anchor="end", class_="name strong"),
+    ]
+    middle = top + 33
+    first, last = number(before.get(key)), number(after.get(key))
+    if first is not None and last is not None:
+        path = f"M{scale(first):.1f} {middle + 6}L{scale(last):.1f} {middle - 6}"
+        parts.append(svg.element("path", d=path, class_="join"))
+    for when, row, value, row_y, color, mark in (
+        ("before", before, first, middle + 6, "muted", "hollow"),
+        ("after", after, last, middle - 6, "accent", "fill"),
+    ):
+        if value is None:
+            continue
+        low, high = bounds_of(row.get(f"{key}_ci"))
+        tip = f"{name}, {when}: {percent(value)} %"
+        drawn = ""
+        if low is not None and high is not None:
+            tip += f", 95 % CI {percent(low)} to {percent(high)} %"
+            drawn = svg.element(
+                "path", d=f"M{scale(low):.1f} {row_y}H{scale(high):.1f}", class_=f"whisk {color}"
+            )
+        dot = svg.element("circle", cx=scale(value), cy=row_y, r=5, class_=f"{mark} {color}")
+        parts.append(svg.element("g", svg.title(tip) + drawn + dot))
+    return "".join(parts)

@@ -1,0 +1,148 @@
+"""The page: sections in reading order, from the headline down to the config."""
+
+from __future__ import annotations
+
+import time
+from html import escape
+from pathlib import Path
+
+from tools.report import sections, timeline
+from tools.report.charts import dumbbells
+from tools.report.headline import headline
+from tools.report.load import Run, mapping
+from tools.report.samples import samples
+from tools.report.words import duration, interval, pass_keys, percent, plain, points, scores
+
+STYLE = Path(__file__).with_name("style.css")
+
+
+def render(run: Run) -> str:
+    """The whole page, self-contained: no script, nothing fetched."""
+    parts = [
+        ("tasks", "Tasks solved", _tasks(run)),
+        ("reward", "Reward during RL", sections.reward(run)),
+        ("sft", "Supervised fine-tuning", sections.sft(run)),
+        (
+            "timeline",
+            "Who did what when",
+            timeline.overview(run) + timeline.close_up(run) + _kills(run),
+        ),
+        ("offpolicy", "Off-policy by how much", sections.off_policy(run)),
+        ("speed", "Speed", sections.speed(run)),
+        ("health", "Health of the policy", sections.health(run)),
+        ("samples", "Answers one can read", samples(run)),
+        ("config", "Versions and config", _config(run)),
+    ]
+    body = "".join(
+        f'<section id="{key}"><h2>{heading}</h2>{content or _nothing(run)}</section>'
+        for key, heading, content in parts
+    )
+    links = "".join(f'<a href="#{key}">{heading}</a>' for key, heading, _ in parts)
+    notes = "".join(f"<p>{escape(note)}</p>" for note in run.notes)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(run.name)}: run report</title><style>{_style()}</style></head><body><main>"
+        f'<header class="top"><h1>{escape(run.name)}</h1><p class="meta">{escape(_meta(run))}</p>'
+        f"</header>{headline(run)}<nav>{links}</nav>{body}<footer>{notes}"
+        f"<p>Read from {escape(run.path.resolve().name)}/ (metrics.jsonl, events.jsonl, "
+        "report.json, rollouts/). Point at a curve or a bar for its values.</p></footer>"
+        "</main></body></html>\n"
+    )
+
+
+def _style() -> str:
+    lines = STYLE.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line.strip() for line in lines)
+
+
+def _meta(run: Run) -> str:
+    parts = []
+    if run.report.get("seed") is not None:
+        parts.append(f"seed {run.report['seed']}")
+    if run.start:
+        parts.append(time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime(run.start)))
+    total = mapping(run.report.get("seconds")).get("total")
+    if total is not None:
+        parts.append(duration(total))
+    return " · ".join(parts)
+
+
+def _nothing(run: Run) -> str:
+    why = "nothing was logged for this." if run.finished else "nothing logged for this yet."
+    return f'<p class="card none">Empty: {why}</p>'
+
+
+def _tasks(run: Run) -> str:
+    keys = pass_keys(run)
+    if not keys:
+        return ""
+    figures = "".join(dumbbells(run, key) for key in keys)
+    heads = "".join(
+        f'<th class="num">{key} before</th><th class="num">after</th><th class="num">points</th>'
+        for key in keys
+    )
+    rows = []
+    for index, (name, _, _) in enumerate(scores(run, keys[0])):
+        cells = ""
+        for key in keys:
+            _, before, after = list(scores(run, key))[index]
+            for part in (before, after):
+                ci = interval(part.get(f"{key}_ci"))
+                cells += (
+                    f'<td class="num">{percent(part.get(key))}<br><span class="ci">{ci}</span></td>'
+                )
+            cells += f'<td class="num">{points(before.get(key), after.get(key))}</td>'
+        _, before, after = list(scores(run, keys[0]))[index]
+        count = plain((after or before).get("problems"))
+        mean = ' class="mean"' if index == 0 else ""
+        rows.append(f'<tr{mean}><td>{escape(name)}</td><td class="num">{count}</td>{cells}</tr>')
+    table = (
+        f'<table><thead><tr><th>Task family</th><th class="num">problems</th>{heads}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+    return (
+        '<p class="lead">Held-out problems that training never saw, answered before and after '
+        "RL, in per cent with 95&nbsp;% confidence intervals.</p>"
+        f'<div class="grid2">{figures}</div><div class="card scroll">{table}</div>'
+    )
+
+
+def _kills(run: Run) -> str:
+    if not run.kills:
+        return ""
+    rows = "".join(
+        f"<tr><td class=id>{escape(str(kill.get('target')))}</td>"
+        f"<td class=num>{plain(kill.get('step'))}</td>"
+        f"<td class=num>{duration(kill.get('detected_s'))}</td>"
+        f"<td class=num>{duration(kill.get('replaced_s'))}</td>"
+        f"<td class=num>{duration(kill.get('lost_s'))}</td></tr>"
+        for kill in run.kills
+    )
+    heads = "".join(
+        f"<th class=num>{name}</th>"
+        for name in ("at RL step", "noticed after", "replaced after", "run lost")
+    )
+    return (
+        f'<div class="card scroll"><h3>Kills</h3><table><thead><tr><th>role</th>{heads}</tr>'
+        f"</thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _config(run: Run) -> str:
+    versions = mapping(run.report.get("versions"))
+    rows = "".join(
+        f"<tr><td>{escape(str(name))}</td><td>{escape(str(version))}</td></tr>"
+        for name, version in versions.items()
+    )
+    parts = ""
+    if rows:
+        parts += _folded(f"Versions ({len(versions)} packages)", f"<table>{rows}</table>")
+    if run.config:
+        lines = len(run.config.splitlines())
+        parts += _folded(f"Config ({lines} lines)", f'<pre class="code">{escape(run.config)}</pre>')
+    return parts
+
+
+def _folded(summary: str, body: str) -> str:
+    return f"<details><summary>{summary}</summary>{body}</details>"

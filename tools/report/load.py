@@ -1,0 +1,247 @@
+"""Reads a run directory, also one that is still being written or was cut short.
+
+A process that is killed leaves at most a torn last line in each ``.jsonl`` file, and one that
+resumes appends after it; so a line that does not parse is skipped and counted, wherever it
+stands, and the count is shown in the report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import UserError, did_you_mean
+
+PARTS = ("config.txt", "metrics.jsonl", "events.jsonl", "report.json")
+
+Row = dict[str, Any]
+Points = list[tuple[float, float]]
+
+
+def number(value: object) -> float | None:
+    """Returns a finite float, or None for anything else (booleans, text, NaN, infinity)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def mapping(value: object) -> Row:
+    """Returns the value if it is a dict, else an empty dict: a part that is not there yet."""
+    return value if isinstance(value, dict) else {}
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A killed role: times in unix seconds; ``back`` is None while it has no replacement."""
+
+    target: str
+    killed: float
+    back: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory held when it was read. Every part may be empty."""
+
+    path: Path
+    config: str = ""
+    metrics: list[Row] = field(default_factory=list)
+    events: list[Row] = field(default_factory=list)
+    rollouts: list[Row] = field(default_factory=list)
+    report: Row = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The run's name: the report's, else the directory's."""
+        return str(self.report.get("name") or self.path.resolve().name)
+
+    @property
+    def before(self) -> Row:
+        """The evaluation before RL, empty if there is none yet."""
+        return mapping(self.report.get("before"))
+
+    @property
+    def after(self) -> Row:
+        """The evaluation after RL, empty if there is none yet."""
+        return mapping(self.report.get("after"))
+
+    @property
+    def finished(self) -> bool:
+        """Whether both evaluations are there."""
+        return bool(self.before) and bool(self.after)
+
+    def rows(self, phase: str) -> list[Row]:
+        """Metric rows of one phase by ascending step; of a step done twice the later row."""
+        by_step = {}
+        for row in self.metrics:
+            step = number(row.get("step"))
+            if row.get("phase") == phase and step is not None:
+                by_step[step] = row
+        return [by_step[step] for step in sorted(by_step)]
+
+    def series(self, phase: str, key: str) -> Points:
+        """Finite values of one metric as (step, value) pairs."""
+        values = ((float(row["step"]), number(row.get(key))) for row in self.rows(phase))
+        return [(step, value) for step, value in values if value is not None]
+
+    @cached_property
+    def families(self) -> list[str]:
+        """Task families: those of the evaluations, then those only metrics or samples know."""
+        names: dict[str, None] = {}
+        for evaluation in (self.before, self.after):
+            names.update(dict.fromkeys(mapping(evaluation.get("families"))))
+        for row in self.metrics:
+            names.update(dict.fromkeys(key[7:] for key in row if key.startswith("reward/")))
+        names.update(
+            dict.fromkeys(str(row["family"]) for row in self.rollouts if row.get("family"))
+        )
+        return list(names)
+
+    @cached_property
+    def start(self) -> float:
+        """Unix time of the earliest thing known, counting spans from their beginning."""
+        times = [float(row["time"]) - (number(row.get("seconds")) or 0.0) for row in self.events]
+        times += [time for row in self.metrics if (time := number(row.get("time"))) is not None]
+        return min(times, default=0.0)
+
+    @cached_property
+    def kills(self) -> list[Row]:
+        """The report's kills, or while there is no report what the event log tells of them."""
+        listed = self.report.get("kills")
+        if isinstance(listed, list):
+            return [mapping(kill) for kill in listed]
+        return [
+            {
+                "target": outage.target,
+                "time": outage.killed,
+                "step": None if (step := self.step_at(outage.killed)) is None else int(step),
+                "replaced_s": None if outage.back is None else outage.back - outage.killed,
+            }
+            for outage in self.outages
+        ]
+
+    @cached_property
+    def outages(self) -> list[Outage]:
+        """Kills of the event log, each with the first restart (or start) of its role after it."""
+        found = []
+        for row in self.events:
+            if row.get("event") == "kill":
+                target, killed = str(row.get("target", row.get("role"))), float(row["time"])
+                backs = [
+                    float(later["time"])
+                    for later in self.events
+                    if later.get("event") in ("restart", "start")
+                    and target in (later.get("target"), later.get("role"))
+                    and float(later["time"]) > killed
+                ]
+                found.append(Outage(target, killed, min(backs, default=None)))
+        return found
+
+    def step_at(self, time: float) -> float | None:
+        """The RL step, with fraction, under way at a unix time; None outside the RL phase."""
+        known = [(number(row.get("time")), float(row["step"])) for row in self.rows("rl")]
+        ends = [(end, step) for end, step in known if end is not None]
+        for (end, step), (next_end, next_step) in zip(ends, ends[1:], strict=False):
+            if end <= time <= next_end:
+                return step + (next_step - step) * (time - end) / max(next_end - end, 1e-9)
+        return None
+
+
+def read_rows(path: Path, notes: list[str]) -> list[Row]:
+    """Reads a ``.jsonl`` file; a missing one is empty, unreadable lines are skipped and noted."""
+    if not path.is_file():
+        return []
+    rows, bad = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            bad += 1
+    if bad:
+        notes.append(f"{path.name}: {bad} unreadable line{'s' * (bad > 1)} skipped")
+    return rows
+
+
+def read_report(path: Path, notes: list[str]) -> Row:
+    """Reads ``report.json``; a missing one is empty, a broken one empty and noted."""
+    if not path.is_file():
+        return {}
+    try:
+        return mapping(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        notes.append(f"{path.name}: not valid JSON ({error}); its numbers are left out")
+        return {}
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory holds at least one of a run's files."""
+    return path.is_dir() and any((path / part).is_file() for part in PARTS)
+
+
+def _runs_in(folder: Path) -> Iterable[str]:
+    try:
+        return sorted(child.name for child in folder.iterdir() if is_run(child))
+    except OSError:
+        return []
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Reads a run directory.
+
+    Raises:
+        UserError: The path does not exist, is not a run directory or cannot be read; the message
+            says what was expected and where the nearest runs are.
+    """
+    folder = Path(path)
+    expected = f"expected a run directory, one that holds {', '.join(PARTS[:-1])} or {PARTS[-1]}"
+    if not folder.exists():
+        hint = did_you_mean(folder.name, _runs_in(folder.resolve().parent))
+        raise UserError(f"{folder}: no such directory; {expected}{hint}")
+    if not is_run(folder):
+        inside = list(_runs_in(folder)) if folder.is_dir() else []
+        if inside:
+            listed = ", ".join(str(folder / name) for name in inside[:8])
+            hint = f"; it holds runs, name one of them: {listed}"
+        else:
+            beside = [name for name in _runs_in(folder.resolve().parent) if name != folder.name]
+            hint = did_you_mean(folder.name, beside)
+        raise UserError(f"{folder}: not a run directory; {expected}{hint}")
+    notes: list[str] = []
+    try:
+        config = folder / "config.txt"
+        events = read_rows(folder / "events.jsonl", notes)
+        rollouts = [
+            row
+            for part in sorted((folder / "rollouts").glob("*.jsonl"))
+            for row in read_rows(part, notes)
+        ]
+        return Run(
+            path=folder,
+            config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+            metrics=read_rows(folder / "metrics.jsonl", notes),
+            events=sorted(
+                (row for row in events if number(row.get("time")) is not None),
+                key=lambda row: row["time"],
+            ),
+            rollouts=rollouts,
+            report=read_report(folder / "report.json", notes),
+            notes=notes,
+        )
+    except OSError as error:
+        where = error.filename or folder
+        raise UserError(
+            f"{where}: cannot read this part of the run: {error.strerror or error}"
+        ) from error

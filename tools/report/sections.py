@@ -1,0 +1,217 @@
+"""The sections of the page that are curves over steps: what is drawn, and what good looks like."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from tools.report import svg
+from tools.report.charts import FULL, Curve, curves, small_multiples
+from tools.report.load import Points, Run, mapping, number
+from tools.report.words import duration, label
+
+
+def reward(run: Run) -> str:
+    """The mean reward over RL steps, then one small plot per task family."""
+    values = run.series("rl", "reward")
+    low, high = svg.limits([value for _, value in values])
+    whole = curves(
+        run,
+        "Mean reward of a batch",
+        "Dots are single steps, the line a moving mean; dashed red is a kill, green its "
+        "replacement. Good: it climbs and flattens, and the kill leaves no dent.",
+        [Curve("reward", values, "accent")],
+        y_label="reward",
+        size=FULL,
+        y=(max(low, 0.0), min(high, 1.0) if high <= 1.1 else high),
+    )
+    minis = small_multiples(run)
+    if minis:
+        minis = (
+            '<h3 class="sub">By task family</h3><p class="lead">Same axes everywhere. Good: none '
+            f"falls while the others rise.</p>{minis}"
+        )
+    return whole + minis
+
+
+def sft(run: Run) -> str:
+    """Loss and token accuracy of supervised fine-tuning."""
+    loss = _one(
+        run,
+        "Loss",
+        "Cross-entropy per target token. Good: falls fast, then slowly, without jumps up.",
+        "loss",
+        "c1",
+        "nats per token",
+        phase="sft",
+    )
+    accuracy = _one(
+        run,
+        "Token accuracy",
+        "Share of target tokens that are the most likely one. Good: rises, and stops short of "
+        "100 % so that RL has work left.",
+        "accuracy",
+        "c2",
+        "share",
+        phase="sft",
+        y_format=svg.percent_label,
+    )
+    return _grid(loss, accuracy)
+
+
+def off_policy(run: Run) -> str:
+    """How far the samples are from the policy that learns from them, and sampler from trainer."""
+    staleness = curves(
+        run,
+        "Staleness",
+        "Updates between the weights that sampled and those that learn; lines are moving means. "
+        "Good: flat, and no dot above the bound that the config sets.",
+        [
+            Curve("mean", run.series("rl", "staleness_mean"), "c1"),
+            Curve("oldest sample", run.series("rl", "staleness_max"), "c6", worst=True),
+        ],
+        y_label="versions",
+    )
+    mismatch = curves(
+        run,
+        "Trainer-sampler log-prob difference",
+        "Absolute difference for the same token and the same weights. Good: at rounding level "
+        "(1e-5 or less in float32, about 1e-2 in bfloat16) and not growing; zeros lie on the "
+        "floor.",
+        [
+            Curve("mean", run.series("rl", "logprob_diff_mean"), "c1"),
+            Curve("largest", run.series("rl", "logprob_diff_max"), "c6", worst=True),
+        ],
+        y_label="nats, log scale",
+        log=True,
+    )
+    ratio = _one(
+        run,
+        "Importance ratio",
+        "Mean probability ratio of the learning to the sampling policy. Good: close to 1.",
+        "ratio_mean",
+        "c5",
+        "ratio",
+        reference=1.0,
+    )
+    clipped = _one(
+        run,
+        "Clipped tokens",
+        "Share of tokens whose ratio was clipped. Good: a few per cent at most.",
+        "clip_fraction",
+        "c3",
+        "share",
+        y_format=svg.percent_label,
+    )
+    return _grid(staleness, mismatch, ratio, clipped)
+
+
+def speed(run: Run) -> str:
+    """Tokens per second, seconds per step and seconds per phase."""
+    tokens = curves(
+        run,
+        "Throughput",
+        "Tokens per second of wall time. Good: level; a kill costs a dip, not a stop.",
+        [
+            Curve("generated", _per_second(run, "gen_tokens"), "c2"),
+            Curve("trained on", _per_second(run, "train_tokens"), "c1"),
+        ],
+        y_label="tokens/s",
+    )
+    waits = curves(
+        run,
+        "Seconds per step",
+        "A whole step and the part of it that the trainer waited for samples. Good: waiting is "
+        "a small part.",
+        [
+            Curve("step", run.series("rl", "step_seconds"), "c1"),
+            Curve("of it waiting", run.series("rl", "wait_seconds"), "muted"),
+        ],
+        y_label="seconds",
+    )
+    return _grid(tokens, waits) + _phases(run)
+
+
+def _per_second(run: Run, key: str) -> Points:
+    rates = []
+    for row in run.rows("rl"):
+        amount, seconds = number(row.get(key)), number(row.get("step_seconds"))
+        if amount is not None and seconds:
+            rates.append((float(row["step"]), amount / seconds))
+    return rates
+
+
+def _phases(run: Run) -> str:
+    seconds = mapping(run.report.get("seconds"))
+    spent = {key: number(value) for key, value in seconds.items() if key != "total"}
+    known = {key: value for key, value in spent.items() if value is not None}
+    order = [key for key in ("setup", "sft", "eval_before", "rl", "eval_after") if key in known]
+    order += [key for key in known if key not in order]
+    if not order:
+        return ""
+    most = max(max(known.values()), 1e-9)
+    bars = "".join(
+        f'<span>{escape(label(key))}</span><i style="width:{100 * known[key] / most:.1f}%"></i>'
+        f"<b>{duration(known[key])}</b>"
+        for key in order
+    )
+    total = seconds.get("total")
+    whole = f'<span class="meta">{duration(total)} in all</span>' if total is not None else ""
+    return (
+        f'<div class="card"><div class="head"><h3>Wall time by phase</h3>{whole}</div>'
+        f'<div class="bar">{bars}</div></div>'
+    )
+
+
+def health(run: Run) -> str:
+    """Whether the policy still explores, learns from its groups and is moved gently."""
+    groups = curves(
+        run,
+        "Groups without signal, answers cut short",
+        "Groups whose samples all got the same reward teach nothing; answers at the length limit "
+        "are cut. Good: both stay well below half.",
+        [
+            Curve("zero variance", run.series("rl", "zero_variance_fraction"), "c5"),
+            Curve("cut short", run.series("rl", "truncation_fraction"), "c3"),
+        ],
+        y_label="share",
+        y_format=svg.percent_label,
+    )
+    entropy = "Of the policy per token. Good: declines gently; a fall to zero is collapse."
+    norm = "Before clipping. Good: steady; lone spikes are clipped."
+    return _grid(
+        _one(run, "Entropy", entropy, "entropy", "c1", "nats"),
+        _one(
+            run, "Completion length", "Mean over the batch. Good: no drift to the limit.",
+            "completion_length", "c2", "tokens",
+        ),
+        groups,
+        _one(run, "Gradient norm", norm, "grad_norm", "c6", "norm"),
+        _one(
+            run, "KL, old to new policy", "Good: small and level.",
+            "kl_old_new", "c3", "nats per token",
+        ),
+        _one(run, "Learning rate", "Good: as scheduled.", "lr", "c8", "rate", raw=False),
+    )  # fmt: skip
+
+
+def _one(
+    run: Run,
+    heading: str,
+    caption: str,
+    key: str,
+    style: str,
+    unit: str,
+    *,
+    phase: str = "rl",
+    raw: bool = True,
+    **options: Any,
+) -> str:
+    """A card with the single curve of one metric; ``options`` as for ``curves``."""
+    curve = Curve(heading.lower(), run.series(phase, key), style, raw=raw)
+    return curves(run, heading, caption, [curve], y_label=unit, events=phase == "rl", **options)
+
+
+def _grid(*figures: str) -> str:
+    kept = "".join(figures)
+    return f'<div class="grid2">{kept}</div>' if kept else ""

@@ -1,0 +1,377 @@
+"""The timeline: what each role did when, over the whole run and close up around a kill.
+
+Over a whole run a step is often narrower than a pixel. So the overview draws, per lane and few
+pixels, which *share* of the time went to what; the close-up draws the spans themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from tools.report import svg
+from tools.report.charts import FULL, NARROW, figure
+from tools.report.load import Outage, Row, Run, number
+from tools.report.words import duration, label
+
+KINDS = {
+    "update": ("update", "c1"),
+    "generate": ("generate", "c2"),
+    "score": ("verify", "c5"),
+    "push": ("push weights", "c6"),
+    "pull": ("pull weights", "c3"),
+    "eval": ("evaluate", "c4"),
+    "sft": ("SFT", "c7"),
+    "other": ("other work", "c8"),
+    "wait": ("waiting", "idle"),
+}
+_ORDER = ("driver", "controller", "trainer", "parameter-server", "worker", "verifier")
+_BIN = 3  # pixels
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work, in unix seconds; ``count`` tells how many log rows were merged into it."""
+
+    kind: str
+    start: float
+    end: float
+    tip: str
+    count: int = 1
+
+
+def lanes(run: Run) -> dict[str, list[Span]]:
+    """Spans by role, roles in the order of the data flow, spans by start."""
+    found: dict[str, list[Span]] = {}
+    for row in run.events:
+        seconds, name = number(row.get("seconds")), str(row.get("event"))
+        if seconds is None or name == "phase":
+            continue
+        kind = name if name in KINDS else "other"
+        end = float(row["time"])
+        details = [
+            f"{key} {row[key]}"
+            for key in ("step", "version", "for", "rollouts", "tokens")
+            if row.get(key) is not None
+        ]
+        tip = ", ".join([name, *details])
+        found.setdefault(str(row.get("role")), []).append(Span(kind, end - seconds, end, tip))
+    ordered = sorted(found, key=lambda role: (_rank(role), role))
+    return {role: sorted(found[role], key=lambda span: span.start) for role in ordered}
+
+
+def _rank(role: str) -> int:
+    return next(
+        (rank for rank, prefix in enumerate(_ORDER) if role.startswith(prefix)), len(_ORDER)
+    )
+
+
+def merged(spans: Iterable[Span], gap: float) -> list[Span]:
+    """Joins spans of one kind that overlap or lie closer than ``gap`` seconds."""
+    done: list[Span] = []
+    last: dict[str, int] = {}
+    for span in spans:
+        at = last.get(span.kind)
+        if at is not None and span.start - done[at].end <= gap:
+            old = done[at]
+            count = old.count + span.count
+            done[at] = Span(old.kind, old.start, max(old.end, span.end), old.tip, count)
+        else:
+            last[span.kind] = len(done)
+            done.append(span)
+    return done
+
+
+def busy(spans: Sequence[Span], start: float, end: float) -> float:
+    """The share of [start, end] in which at least one span other than waiting was under way."""
+    total, reached = 0.0, start
+    for span in spans:
+        low, high = max(span.start, reached), min(span.end, end)
+        if span.kind != "wait" and high > low:
+            total, reached = total + high - low, high
+    return total / (end - start)
+
+
+def phases(run: Run) -> list[tuple[str, float, float]]:
+    """Phases as (name, start, end): from phase events, else from the times of the metrics."""
+    rows = [row for row in run.events if row.get("event") == "phase"]
+    found = []
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
+        name, time, seconds = (
+            str(row.get("phase") or row.get("name")),
+            float(row["time"]),
+            number(row.get("seconds")),
+        )
+        if seconds is not None:
+            found.append((name, time - seconds, time))
+        else:
+            found.append((name, time, float(after["time"]) if after else _end(run)))
+    if found:
+        return found
+    for phase in ("sft", "rl"):
+        times = [time for row in run.rows(phase) if (time := number(row.get("time"))) is not None]
+        if times:
+            found.append((phase, min(times), max(times)))
+    return found
+
+
+def _end(run: Run) -> float:
+    return max([float(row["time"]) for row in run.events], default=run.start)
+
+
+class _Lanes:
+    """A picture with one lane per role over a window of time."""
+
+    def __init__(
+        self, run: Run, roles: dict[str, list[Span]], start: float, end: float, width: int
+    ) -> None:
+        self.run, self.start, self.end = run, start, max(end, start + 1e-3)
+        narrow = width == NARROW
+        self.left, self.pitch, self.bar = (6, 48, 22) if narrow else (138, 40, 26)
+        self.width, self.top = width, 34
+        self.height = self.top + self.pitch * len(roles) + 30
+        self.x = svg.Scale(self.start, self.end, self.left, width - 10)
+        self.rows = {
+            role: self.top + self.pitch * index + (18 if narrow else 4)
+            for index, role in enumerate(roles)
+        }
+        self.parts: list[str] = []
+        for role, spans in roles.items():
+            row = self.rows[role]
+            share = f"{100 * busy(spans, self.start, self.end):.0f} % busy"
+            self.parts.append(self.box(self.start, self.end, row, "lane"))
+            if narrow:
+                self.parts.append(svg.text(self.left, row - 5, f"{role} · {share}", class_="value"))
+            else:
+                self.parts.append(svg.text(2, row + 12, role, class_="name"))
+                self.parts.append(svg.text(2, row + 26, share, class_="tick"))
+        origin = run.start
+        for tick in svg.time_ticks(self.start - origin, self.end - origin, 5 if narrow else 10):
+            column, foot = self.x(tick + origin), self.height - 24
+            self.parts.append(
+                svg.element("path", d=f"M{column:.1f} {self.top}V{foot}", class_="grid")
+            )
+            words = svg.time_label(tick)
+            self.parts.append(
+                svg.text(column, self.height - 8, words, text_anchor="middle", class_="tick")
+            )
+
+    def box(self, start: float, end: float, row: float, style: str, tip: str = "") -> str:
+        """A rectangle of a lane's height from one time to another."""
+        left = self.x(start)
+        size = max(self.x(end) - left, 0.6)
+        body = svg.title(tip) if tip else ""
+        return svg.element("rect", body, x=left, y=row, width=size, height=self.bar, class_=style)
+
+    def outages(self, labels: bool) -> None:
+        """Kills and restarts as lines over all lanes; the time between them on the lane down."""
+        for outage in self.run.outages:
+            self._outage(outage, labels)
+
+    def _outage(self, outage: Outage, labels: bool) -> None:
+        back = outage.back if outage.back is not None else self.end
+        if outage.killed > self.end or back < self.start:
+            return
+        seconds = duration(back - outage.killed)
+        row = self.rows.get(outage.target)
+        if row is not None:
+            self.parts.append(
+                self.box(outage.killed, back, row, "outage", f"{outage.target} down for {seconds}")
+            )
+        foot = self.height - 24
+        for time, style, words in (
+            (outage.killed, "kill", "killed"),
+            (outage.back, "back", "replaced"),
+        ):
+            if time is None or not self.start <= time <= self.end:
+                continue
+            column = self.x(time)
+            tip = f"{outage.target} {words} {duration(time - self.run.start)} after the start"
+            drawn = svg.element(
+                "path", d=f"M{column:.1f} {self.top - 8}V{foot}", class_=f"rule {style}"
+            )
+            if labels:
+                before = style == "kill" and column > 130
+                words = f"{outage.target} {words}" if style == "kill" else words
+                drawn += svg.text(
+                    column + (-5 if before else 5),
+                    self.top - 12 if before or style == "back" else 10,
+                    words,
+                    text_anchor="end" if before else "start",
+                    class_=f"mark {style}",
+                )
+            catch = svg.element("path", d=f"M{column:.1f} {self.top - 8}V{foot}", class_="catch")
+            self.parts.append(svg.element("g", svg.title(tip) + drawn + catch))
+
+    def render(self, name: str) -> str:
+        """The finished ``<svg>``."""
+        return svg.picture(self.width, self.height, name, "".join(self.parts))
+
+
+def _shares(spans: Sequence[Span], start: float, size: float, bins: int) -> dict[str, list[float]]:
+    """Per kind the share of each bin of ``size`` seconds; scaled down where spans overlap."""
+    shares = {kind: [0.0] * bins for kind in KINDS if any(span.kind == kind for span in spans)}
+    for span in spans:
+        first = max(int((span.start - start) / size), 0)
+        for at in range(first, min(int((span.end - start) / size) + 1, bins)):
+            low = max(span.start, start + at * size)
+            shares[span.kind][at] += max(min(span.end, start + (at + 1) * size) - low, 0.0) / size
+    for at in range(bins):
+        total = sum(values[at] for values in shares.values())
+        if total > 1.0:
+            for values in shares.values():
+                values[at] /= total
+    return shares
+
+
+def _stack(
+    shares: dict[str, list[float]], left: float, row: float, bar: float
+) -> list[tuple[str, str]]:
+    """One path per kind, piled from the lane's foot; equal neighbours share a rectangle."""
+    bins = len(next(iter(shares.values()), []))
+    floor = [0.0] * bins
+    paths = []
+    for kind, values in shares.items():
+        boxes = [
+            (round(row + bar * (1 - floor[at] - values[at]), 1), round(bar * values[at], 1))
+            for at in range(bins)
+        ]
+        floor = [low + value for low, value in zip(floor, values, strict=True)]
+        path, at = [], 0
+        while at < bins:
+            end = at + 1
+            while end < bins and boxes[end] == boxes[at]:
+                end += 1
+            top, height = boxes[at]
+            if height > 0:
+                wide = (end - at) * _BIN
+                path.append(f"M{left + at * _BIN:g} {top:g}h{wide}v{height:g}h-{wide}z")
+            at = end
+        paths.append((kind, "".join(path)))
+    return paths
+
+
+def _key(roles: dict[str, list[Span]]) -> list[tuple[str, str]]:
+    kinds = {span.kind for spans in roles.values() for span in spans}
+    return [(words, f"box {style}") for kind, (words, style) in KINDS.items() if kind in kinds]
+
+
+def overview(run: Run) -> str:
+    """The whole run; an empty string if the event log has no spans."""
+    roles = lanes(run)
+    if not roles:
+        return ""
+    end = _end(run)
+
+    def draw(width: int) -> str:
+        view = _Lanes(run, roles, run.start, end, width)
+        bins = max(int((width - 10 - view.left) / _BIN), 1)
+        for role, spans in roles.items():
+            shares = _shares(spans, view.start, (view.end - view.start) / bins, bins)
+            step = (width - 10 - view.left) / (bins * _BIN)
+            for kind, path in _stack(shares, 0, view.rows[role], view.bar):
+                mine = [span.end - span.start for span in spans if span.kind == kind]
+                tip = f"{role}, {KINDS[kind][0]}: {duration(sum(mine))} in {len(mine)} spans"
+                place = f"translate({view.left} 0) scale({step:.5f} 1)"
+                view.parts.append(
+                    svg.element(
+                        "path",
+                        svg.title(tip),
+                        d=path or "M0 0",
+                        transform=place,
+                        class_=f"fill {KINDS[kind][1]}",
+                    )
+                )
+        for name, begin, finish in phases(run):
+            left, right = view.x(begin), view.x(finish)
+            path = f"M{left + 1:.1f} {view.top - 8}H{max(right - 2, left + 1):.1f}"
+            tip = f"{label(name)}: {duration(finish - begin)}"
+            view.parts.append(svg.element("path", svg.title(tip), d=path, class_="whisk muted"))
+            choices = (tip, label(name), name.split("_")[0])
+            words = next((words for words in choices if 7 * len(words) < right - left), "")
+            if words:
+                view.parts.append(svg.text(left, view.top - 14, words, class_="value"))
+        view.outages(labels=False)
+        return view.render("Timeline of all roles over the whole run")
+
+    caption = (
+        "Time since the start. The height of a colour is its share of that moment; red is a "
+        "killed role until its replacement. Good: the trainer's lane is mostly update during RL, "
+        "not waiting, and only the killed lane notices the kill."
+    )
+    return figure("Whole run", caption, draw, FULL, _key(roles))
+
+
+def _window(run: Run) -> tuple[float, float] | None:
+    """About a dozen steps: around the first kill if there is one, else in the middle of RL."""
+    rows = run.rows("rl")
+    times = [time for row in rows if (time := number(row.get("time"))) is not None]
+    if len(times) < 3:
+        return None
+    pace = max(median(b - a for a, b in zip(times, times[1:], strict=False)), 1e-3)
+    if run.outages:
+        outage = run.outages[0]
+        down = min((outage.back or outage.killed) - outage.killed, 40 * pace)
+        return outage.killed - 4 * pace, outage.killed + down + 5 * pace
+    middle = times[len(times) // 2]
+    return middle - 6 * pace, middle + 6 * pace
+
+
+def close_up(run: Run) -> str:
+    """A dozen steps in the middle of RL, or around the kill; empty without spans or steps."""
+    roles, chosen = lanes(run), _window(run)
+    if not roles or chosen is None:
+        return ""
+    start, end = chosen
+    near = {
+        role: [s for s in spans if s.end > start and s.start < end] for role, spans in roles.items()
+    }
+    near = {role: spans for role, spans in near.items() if spans}
+    if not near:
+        return ""
+
+    def draw(width: int) -> str:
+        view = _Lanes(run, near, start, end, width)
+        pixel = (end - start) / (width - view.left)
+        for role, spans in near.items():
+            for span in merged(spans, 0.4 * pixel):
+                tip = f"{role}: {span.tip}\n{duration(span.end - span.start)}"
+                tip += f" in {span.count} spans" if span.count > 1 else ""
+                style = f"fill {KINDS[span.kind][1]}"
+                low, high = max(span.start, start), min(span.end, end)
+                # A hair of daylight between neighbours, so that equal colours still read as
+                # separate spans.
+                view.parts.append(
+                    view.box(low, max(high - 0.9 * pixel, low), view.rows[role], style, tip)
+                )
+            for row in _points(run, role, start, end):
+                column, middle = view.x(float(row["time"])), view.rows[role] + view.bar / 2
+                since = duration(float(row["time"]) - run.start)
+                tip = f"{role}: {row['event']} {since} after the start"
+                path = f"M{column:.1f} {middle - 6}l5 6l-5 6l-5 -6z"
+                view.parts.append(svg.element("path", svg.title(tip), d=path, class_="hollow kill"))
+        view.outages(labels=True)
+        return view.render("Timeline of all roles, close up")
+
+    heading = (
+        "Close up: around the kill"
+        if run.outages
+        else "Close up: a dozen steps in the middle of RL"
+    )
+    caption = (
+        "The spans themselves, time since the start; diamonds are leases that expired. Good: "
+        "workers generate while the trainer updates, and the other worker keeps going while one "
+        "is down."
+    )
+    return figure(heading, caption, draw, FULL, _key(near))
+
+
+def _points(run: Run, role: str, start: float, end: float) -> list[Row]:
+    return [
+        row
+        for row in run.events
+        if row.get("event") == "lease_expired"
+        and role in (row.get("worker"), row.get("target"), row.get("role"))
+        and start <= float(row["time"]) <= end
+    ]
