@@ -4,6 +4,8 @@ Orbax detects a truncated or missing file but loads a flipped bit without a word
 records shape, dtype and a checksum of every array; a restore compares them.
 """
 
+import gc
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,9 +63,7 @@ class Checkpointer(Configurable):
             **{
                 _PARAMS: ocp.args.StandardSave(state["params"]),  # pyright: ignore
                 _REST: ocp.args.StandardSave(rest),  # pyright: ignore
-                _MANIFEST: ocp.args.JsonSave(
-                    {_PARAMS: make_manifest(state["params"]), _REST: make_manifest(rest)}
-                ),  # pyright: ignore
+                _MANIFEST: ocp.args.JsonSave({_PARAMS: make_manifest(state["params"]), _REST: make_manifest(rest)}),  # pyright: ignore
                 _EXTRAS: ocp.args.JsonSave(dict(extras)),  # pyright: ignore
             }
         )
@@ -97,19 +97,15 @@ class Checkpointer(Configurable):
             return self._load(step, abstract_state)
         except _Damaged as error:
             older = [s for s in reversed(steps) if s < step and self._loads(s, abstract_state)]
-            advice = (
-                f"the nearest older good step is {older[0]}" if older else "no older one is good"
-            )
+            advice = f"the nearest older good step is {older[0]}" if older else "no older one is good"
             raise CheckpointError(
                 f"checkpoint {self.directory / str(step)} is damaged ({error}); {advice}. "
                 f"Delete {self.directory / str(step)} to go on from there"
-            ) from error.__cause__
+            ) from None
 
     def steps(self) -> list[int]:
         """Completed checkpoints, oldest first."""
-        return sorted(
-            int(p.name) for p in self.directory.glob("*") if p.is_dir() and p.name.isdigit()
-        )
+        return sorted(int(p.name) for p in self.directory.glob("*") if p.is_dir() and p.name.isdigit())
 
     def latest_step(self) -> int | None:
         """The newest completed checkpoint."""
@@ -148,6 +144,9 @@ class Checkpointer(Configurable):
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self._cfg.keep,
                 enable_async_checkpointing=self._cfg.asynchronous,
+                # Where no directory can be made, fail at once: Orbax's background threads would
+                # wait five minutes for one and keep the process from ending.
+                async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
                 cleanup_tmp_directories=True,
             )
             try:
@@ -160,9 +159,7 @@ class Checkpointer(Configurable):
                 raise self._write_error(error) from error
         return self._manager
 
-    def _load(
-        self, step: int, abstract: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _load(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         rest = {key: value for key, value in abstract.items() if key != "params"}
         path = self.directory / str(step)
         items = _read(path, {_PARAMS: abstract["params"], _REST: rest})
@@ -176,9 +173,7 @@ class Checkpointer(Configurable):
         return True
 
     def _write_error(self, error: BaseException) -> CheckpointError:
-        return CheckpointError(
-            f"could not write a checkpoint to {self.directory}: {_summary(error)}"
-        )
+        return CheckpointError(f"could not write a checkpoint to {self.directory}: {_summary(error)}")
 
 
 def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
@@ -199,7 +194,7 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
             abstract_params = abstract_from(_read_manifest(folder)[_PARAMS])
         return _read(folder, {_PARAMS: abstract_params})[_PARAMS]
     except _Damaged as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from error.__cause__
+        raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
 
 class _Damaged(Exception):
@@ -215,11 +210,15 @@ def _read(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
         check_structure(f"checkpoint {path}", tree, manifest[item])
     args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}  # pyright: ignore
     args[_EXTRAS] = ocp.args.JsonRestore()  # pyright: ignore
+    items, failure = {}, ""
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             items = dict(reader.restore(path, args=ocp.args.Composite(**args)).items())
     except Exception as error:
-        raise _Damaged(_summary(error)) from error
+        failure = _summary(error)
+    if failure:
+        _drop_unfinished_reads()
+        raise _Damaged(failure)
     for item in abstract:
         for name, entry in make_manifest(items[item]).items():
             if entry["checksum"] != manifest[item][name]["checksum"]:
@@ -234,7 +233,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
             manifest = reader.restore(path / _MANIFEST)
     except Exception as error:
-        raise _Damaged(_summary(error)) from error
+        raise _Damaged(_summary(error)) from None
     if not {_PARAMS, _REST} <= set(manifest):
         raise _Damaged(f"{path / _MANIFEST} lists no arrays")
     return manifest
@@ -247,14 +246,26 @@ def _step_directory(path: Path) -> Path:
     steps = sorted(int(p.name) for p in folder.glob("*") if p.is_dir() and p.name.isdigit())
     if not steps:
         raise CheckpointError(
-            f"{path} holds no checkpoint; expected a run directory, its checkpoints directory, "
-            "or one step in it"
+            f"{path} holds no checkpoint; expected a run directory, its checkpoints directory, or one step in it"
         )
     return folder / str(steps[-1])
 
 
 def _listed(steps: list[int]) -> str:
     return "steps " + ", ".join(map(str, steps)) if steps else "none"
+
+
+def _drop_unfinished_reads() -> None:
+    """Collects the reads that Orbax abandons when one fails.
+
+    Python reports each of them when it is collected, on a screen of its own: they would drown the
+    one error that matters.
+    """
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
 
 
 def _summary(error: BaseException) -> str:

@@ -27,8 +27,7 @@ def check_structure(what: str, abstract: Any, manifest: Manifest) -> None:
     for name in wanted:
         if name not in saved:
             raise CheckpointError(
-                f"{what} is of another model or learner: it has no {name!r}"
-                + did_you_mean(name, saved)
+                f"{what} is of another model or learner: it has no {name!r}" + did_you_mean(name, saved)
             )
         if wanted[name] != saved[name]:
             raise CheckpointError(
@@ -37,9 +36,7 @@ def check_structure(what: str, abstract: Any, manifest: Manifest) -> None:
             )
     for name in saved:
         if name not in wanted:
-            raise CheckpointError(
-                f"{what} is of another model or learner: it has {name!r}, which this run does not"
-            )
+            raise CheckpointError(f"{what} is of another model or learner: it has {name!r}, which this run does not")
 
 
 def make_manifest(tree: Any) -> dict[str, dict[str, Any]]:

@@ -60,9 +60,7 @@ class WarmupLinear(Configurable):
     def __init__(self, cfg: Config):
         _check_steps(cfg.warmup_steps, cfg.total_steps, "WarmupLinear")
         up = optax.schedules.linear_schedule(0.0, cfg.peak_lr, cfg.warmup_steps)
-        down = optax.schedules.linear_schedule(
-            cfg.peak_lr, cfg.end_lr, cfg.total_steps - cfg.warmup_steps
-        )
+        down = optax.schedules.linear_schedule(cfg.peak_lr, cfg.end_lr, cfg.total_steps - cfg.warmup_steps)
         self._schedule = optax.schedules.join_schedules([up, down], [cfg.warmup_steps])
 
     def __call__(self, count: jax.Array) -> jax.Array:
@@ -163,15 +161,11 @@ class Learner(Configurable):
         lr = self._schedule(opt_state["applied"])
         direction, new_optax = self._transformation.update(grads, opt_state["optax"], params)
         # Select, never multiply by zero: 0 * nan is nan.
-        updates = jax.tree.map(
-            lambda d, p: jnp.where(finite, -lr * d, 0.0).astype(p.dtype), direction, params
-        )
+        updates = jax.tree.map(lambda d, p: jnp.where(finite, -lr * d, 0.0).astype(p.dtype), direction, params)
         new_state = {
             "applied": opt_state["applied"] + finite.astype(jnp.int32),
             "skipped": opt_state["skipped"] + (~finite).astype(jnp.int32),
-            "optax": jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), new_optax, opt_state["optax"]
-            ),
+            "optax": jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_optax, opt_state["optax"]),
         }
         metrics = {
             "grad_norm": grad_norm,

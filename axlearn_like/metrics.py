@@ -70,9 +70,7 @@ class MetricsWriter:
             return
         rows = read_rows(self.path)
         kept = [
-            row
-            for row in rows
-            if resume_step is None or row.get("phase") != self._phase or row["step"] <= resume_step
+            row for row in rows if resume_step is None or row.get("phase") != self._phase or row["step"] <= resume_step
         ]
         torn = not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size > 0
         if torn or len(kept) < len(rows):
@@ -124,9 +122,7 @@ class Progress:
                 console=Console(file=self._stream),
             )
             self._bar.start()
-            self._task = self._bar.add_task(
-                self._title, total=self._total, completed=self._start, note=""
-            )
+            self._task = self._bar.add_task(self._title, total=self._total, completed=self._start, note="")
         return self
 
     def __exit__(
@@ -138,9 +134,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(
-        self, step: int, *, loss: float | None = None, tokens: float = 0.0, note: str = ""
-    ) -> None:
+    def update(self, step: int, *, loss: float | None = None, tokens: float = 0.0, note: str = "") -> None:
         """Shows `step` of the total. `tokens`: how many were processed since the last call."""
         self._tokens += tokens
         now = time.monotonic()

@@ -26,9 +26,7 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def open(
-        cls, path: str | os.PathLike[str], config_text: str, *, force: bool = False
-    ) -> "RunDirectory":
+    def open(cls, path: str | os.PathLike[str], config_text: str, *, force: bool = False) -> "RunDirectory":
         """Creates the directory, or opens it again to resume.
 
         Args:
@@ -104,9 +102,7 @@ class RunDirectory:
 
     def _make(self) -> None:
         if self.path.exists() and not self.path.is_dir():
-            raise RunDirectoryError(
-                f"run directory {self.path} is a file; expected a directory or a new path"
-            )
+            raise RunDirectoryError(f"run directory {self.path} is a file; expected a directory or a new path")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             foreign = [] if self.config_path.exists() else sorted(os.listdir(self.path))
@@ -129,9 +125,7 @@ class RunDirectory:
             return
         changes = [
             line
-            for line in difflib.unified_diff(
-                recorded.splitlines(), config_text.splitlines(), lineterm="", n=0
-            )
+            for line in difflib.unified_diff(recorded.splitlines(), config_text.splitlines(), lineterm="", n=0)
             if line[:1] in "+-" and line[:3] not in ("+++", "---")
         ]
         shown = "\n".join(f"  {line}" for line in changes[:6])

@@ -21,6 +21,7 @@ def tiny(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, qk_norm=RMSNorm.Config()
     )
     return Decoder.Config(
+        scan_unroll=num_layers,
         vocab_size=vocab_size,
         dim=dim,
         num_layers=num_layers,

@@ -9,16 +9,15 @@ Shape letters: b batch, t length, d model width, k key/value heads, q query head
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.context import Context
+from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.rope import Rope, rotate
 from mesh.errors import UserError
-from mesh.rules import partition
 
 
 class Attention(Layer):
@@ -74,26 +73,16 @@ class Attention(Layer):
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
 
-        def project(weight: nnx.Param, bias: nnx.Param | None, letters: str) -> jax.Array:
-            y = jnp.einsum(
-                f"btd,d{letters}->bt{letters}",
-                x_btd,
-                weight[...].astype(x_btd.dtype),
-                out_sharding=partition("batch", None, "heads", *[None] * (len(letters) - 1)),
-            )
+        def heads(weight: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+            y = project(x_btd, weight[...], out_axis="heads")
             return y if bias is None else y + bias[...].astype(y.dtype)
 
-        q = project(self.q_dkqh, self.q_bias_kqh, "kqh")
-        k = project(self.k_dkh, self.k_bias_kh, "kh")
-        v = project(self.v_dkh, self.v_bias_kh, "kh")
+        q = heads(self.q_dkqh, self.q_bias_kqh)
+        k = heads(self.k_dkh, self.k_bias_kh)
+        v = heads(self.v_dkh, self.v_bias_kh)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = self.rope(context.positions)
         mixed, cache = context.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
-        out = jnp.einsum(
-            "btkqh,kqhd->btd",
-            mixed,
-            self.out_kqhd[...].astype(x_btd.dtype),
-            out_sharding=partition("batch", None, None),
-        )
+        out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads")
         return out, cache

@@ -76,7 +76,7 @@ class TrunkContext:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         del cache
         mixed = _attend(q_btkqh, k_btkh, v_btkh, _causal(q_btkqh.shape[1])[None])
-        return mixed, {"trunk_k": k_btkh, "trunk_v": v_btkh}
+        return mixed, {"trunk_k": _heads_first(k_btkh), "trunk_v": _heads_first(v_btkh)}
 
 
 @jax.tree_util.register_dataclass
@@ -113,7 +113,15 @@ class GroupContext:
         trunk = _attend(trunk_q, trunk_k, trunk_v, _causal(self.trunk_size)[None])
         trunk_mask = jnp.arange(self.trunk_size) < self.trunk_lengths[:, None]
         branch = _attend_branches(
-            branch_q, trunk_k, trunk_v, branch_k, branch_v, trunk_mask, _causal(self.branch_size)
+            branch_q,
+            {
+                "trunk_k": _heads_first(trunk_k),
+                "trunk_v": _heads_first(trunk_v),
+                "k": _branch_heads_first(branch_k),
+                "v": _branch_heads_first(branch_v),
+            },
+            trunk_mask,
+            _causal(self.branch_size),
         )
         flat = branch.reshape(branch.shape[0], -1, *branch.shape[3:])
         return jnp.concatenate([trunk, flat], axis=1), cache
@@ -146,21 +154,28 @@ class BranchContext:
     def attend(
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        k = jax.lax.dynamic_update_slice_in_dim(cache["k"], k_btkh[:, :, None], self.step, axis=2)
-        v = jax.lax.dynamic_update_slice_in_dim(cache["v"], v_btkh[:, :, None], self.step, axis=2)
-        trunk_mask = jnp.arange(cache["trunk_k"].shape[1]) < self.trunk_lengths[:, None]
-        own_mask = (jnp.arange(k.shape[2]) <= self.step)[None]
-        mixed = _attend_branches(
-            q_btkqh[:, :, None], cache["trunk_k"], cache["trunk_v"], k, v, trunk_mask, own_mask
-        )
-        return mixed[:, :, 0], {**cache, "k": k, "v": v}
+        write = jax.lax.dynamic_update_slice_in_dim
+        k = _branch_heads_first(k_btkh[:, :, None])
+        v = _branch_heads_first(v_btkh[:, :, None])
+        cache = {
+            **cache,
+            "k": write(cache["k"], k, self.step, axis=3),
+            "v": write(cache["v"], v, self.step, axis=3),
+        }
+        trunk_mask = jnp.arange(cache["trunk_k"].shape[2]) < self.trunk_lengths[:, None]
+        own_mask = (jnp.arange(cache["k"].shape[3]) <= self.step)[None]
+        mixed = _attend_branches(q_btkqh[:, :, None], cache, trunk_mask, own_mask)
+        return mixed[:, :, 0], cache
 
 
 def branch_cache(trunk: dict[str, jax.Array], branches: int, size: int) -> dict[str, jax.Array]:
-    """The cache of one layer with room for `size` tokens of each branch behind the trunk's keys and values."""
-    groups, _, *rest = trunk["trunk_k"].shape
-    empty = jnp.zeros((groups, branches, size, *rest), trunk["trunk_k"].dtype)
-    empty = constrain(empty, "batch", None, None, "heads", None)
+    """The cache of one layer with room for `size` tokens of each branch behind the trunk's keys and values.
+
+    Heads come first, [g, k, n, t, h], so that decoding reads it as it lies.
+    """
+    groups, heads, _, width = trunk["trunk_k"].shape
+    empty = jnp.zeros((groups, heads, branches, size, width), trunk["trunk_k"].dtype)
+    empty = constrain(empty, "batch", "heads", None, None, None)
     return {**trunk, "k": empty, "v": empty}
 
 
@@ -168,30 +183,57 @@ def _causal(length: int) -> jax.Array:
     return jnp.tril(jnp.ones((length, length), bool))
 
 
+def _heads_first(x_btkh: jax.Array) -> jax.Array:
+    return x_btkh.transpose(0, 2, 1, 3)
+
+
+def _branch_heads_first(x_gntkh: jax.Array) -> jax.Array:
+    return x_gntkh.transpose(0, 3, 1, 2, 4)
+
+
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask_bts: jax.Array) -> jax.Array:
-    scores = jnp.einsum("btkqh,bskh->bkqts", q, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask_bts[:, None, None], scores * q.shape[-1] ** -0.5, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkqts,bskh->btkqh", weights, v)
+    """Plain attention, [b, t, k, q, h]. Query heads join the length, so each product is one batched matmul."""
+    batch, length, heads, per_head, width = q.shape
+    rows = q.transpose(0, 2, 3, 1, 4).reshape(batch, heads, per_head * length, width)
+    scores = _dot(rows, _heads_first(k), contract_last=True)
+    scores = scores.reshape(batch, heads, per_head, length, -1) * width**-0.5
+    weights = jax.nn.softmax(jnp.where(mask_bts[:, None, None], scores, MASKED), axis=-1)
+    weights = weights.astype(v.dtype).reshape(batch, heads, per_head * length, -1)
+    mixed = _dot(weights, _heads_first(v)).astype(v.dtype)
+    return mixed.reshape(batch, heads, per_head, length, width).transpose(0, 3, 1, 2, 4)
 
 
 def _attend_branches(
-    q_gntkqh: jax.Array,
-    trunk_k: jax.Array,
-    trunk_v: jax.Array,
-    k_gnskh: jax.Array,
-    v_gnskh: jax.Array,
-    trunk_mask_gp: jax.Array,
-    own_mask_ts: jax.Array,
+    q: jax.Array, cache: dict[str, jax.Array], trunk_mask_gp: jax.Array, own_mask_ts: jax.Array
 ) -> jax.Array:
-    """Attention over trunk then own branch, with one softmax; [g, n, t, k, q, h]."""
-    scale, trunk_size = q_gntkqh.shape[-1] ** -0.5, trunk_k.shape[1]
-    to_trunk = jnp.einsum("gntkqh,gpkh->gnkqtp", q_gntkqh, trunk_k, preferred_element_type=jnp.float32)
-    to_own = jnp.einsum("gntkqh,gnskh->gnkqts", q_gntkqh, k_gnskh, preferred_element_type=jnp.float32)
+    """Attention over the trunk, then the own branch, with one softmax; [g, n, t, k, q, h]."""
+    groups, branches, length, heads, per_head, width = q.shape
+    q = q.transpose(0, 3, 1, 4, 2, 5)  # g k n q t h
+    split = (groups, heads, branches, per_head, length, -1)
+    all_rows = q.reshape(groups, heads, -1, width)
+    own_rows = q.reshape(groups, heads, branches, -1, width)
+    to_trunk = _dot(all_rows, cache["trunk_k"], contract_last=True).reshape(split)
+    to_own = _dot(own_rows, cache["k"], contract_last=True).reshape(split)
+    scale = width**-0.5
     to_trunk = jnp.where(trunk_mask_gp[:, None, None, None, None], to_trunk * scale, MASKED)
     to_own = jnp.where(own_mask_ts, to_own * scale, MASKED)
     weights = jax.nn.softmax(jnp.concatenate([to_trunk, to_own], axis=-1), axis=-1)
-    weights = weights.astype(v_gnskh.dtype)
-    return jnp.einsum("gnkqtp,gpkh->gntkqh", weights[..., :trunk_size], trunk_v) + jnp.einsum(
-        "gnkqts,gnskh->gntkqh", weights[..., trunk_size:], v_gnskh
+    weights = weights.astype(cache["v"].dtype)
+    trunk_size = to_trunk.shape[-1]
+    from_trunk = _dot(
+        weights[..., :trunk_size].reshape(groups, heads, -1, trunk_size), cache["trunk_v"]
     )
+    from_own = _dot(
+        weights[..., trunk_size:].reshape(groups, heads, branches, per_head * length, -1),
+        cache["v"],
+    )
+    mixed = (from_trunk.reshape(split) + from_own.reshape(split)).astype(cache["v"].dtype)
+    return mixed.transpose(0, 2, 4, 1, 3, 5)
+
+
+def _dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> jax.Array:
+    """Matrix product over the last two axes, accumulated in float32; `contract_last` transposes b."""
+    batch = tuple(range(a.ndim - 2))
+    b_axis = b.ndim - 1 if contract_last else b.ndim - 2
+    dims = (((a.ndim - 1,), (b_axis,)), (batch, batch))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)

@@ -51,6 +51,7 @@ class Decoder(Layer):
         norm: RMSNorm.Config = RMSNorm.Config()
         head: Head.Config | None = None  # None: tied to the embedding
         dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are float32
+        scan_unroll: int = 1  # layers per iteration of the scan: more is faster to run, slower to compile
         remat: Literal["nothing", "everything"] = "nothing"  # recomputed in the backward pass
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -63,7 +64,7 @@ class Decoder(Layer):
         self.head = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
         self.num_layers = cfg.num_layers
         self.dtype = jnp.dtype(cfg.dtype)
-        self.remat = cfg.remat
+        self.remat, self.scan_unroll = cfg.remat, cfg.scan_unroll
 
     def __call__(self, tokens_bt: jax.Array, context: Context) -> jax.Array:
         """float32 logits [batch, length, vocab]."""
@@ -93,7 +94,7 @@ class Decoder(Layer):
                 caches.append(layer_cache)
             cache = tuple(caches)
         else:
-            x, cache = jax.lax.scan(apply, x, (self.layers, cache))
+            x, cache = jax.lax.scan(apply, x, (self.layers, cache), unroll=self.scan_unroll)
         return self.norm(x), cache
 
     def logits(self, x_btd: jax.Array) -> jax.Array:

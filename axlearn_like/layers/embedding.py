@@ -6,6 +6,7 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Layer, fan_in_init, param
+from axlearn_like.layers.linear import project
 from mesh.rules import partition
 
 
@@ -27,7 +28,7 @@ class Embedding(Layer):
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """float32 logits [batch, length, vocab] by the transposed table."""
-        return _project(x_btd, self.weight_vd[...], "btd,vd->btv")
+        return project(x_btd, self.weight_vd[...].T, out_axis="vocab", dtype=jnp.float32)
 
 
 class Head(Layer):
@@ -44,14 +45,4 @@ class Head(Layer):
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """float32 logits [batch, length, vocab]."""
-        return _project(x_btd, self.weight_dv[...], "btd,dv->btv")
-
-
-def _project(x_btd: jax.Array, weight: jax.Array, equation: str) -> jax.Array:
-    return jnp.einsum(
-        equation,
-        x_btd,
-        weight.astype(x_btd.dtype),
-        preferred_element_type=jnp.float32,
-        out_sharding=partition("batch", None, "vocab"),
-    )
+        return project(x_btd, self.weight_dv[...], out_axis="vocab", dtype=jnp.float32)

@@ -1,12 +1,11 @@
 """Gated feed-forward network (SwiGLU, Shazeer 2020, arXiv 2002.05202)."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Layer, fan_in_init, param
-from mesh.rules import partition
+from axlearn_like.layers.linear import project
 
 
 class SwiGLU(Layer):
@@ -23,18 +22,6 @@ class SwiGLU(Layer):
         self.down_fd = param(rngs, (cfg.hidden, cfg.dim), ("hidden", "embed"), narrow)
 
     def __call__(self, x_btd: jax.Array) -> jax.Array:
-        def wide(weight_df: jax.Array) -> jax.Array:
-            return jnp.einsum(
-                "btd,df->btf",
-                x_btd,
-                weight_df.astype(x_btd.dtype),
-                out_sharding=partition("batch", None, "hidden"),
-            )
-
-        inner = jax.nn.silu(wide(self.gate_df[...])) * wide(self.up_df[...])
-        return jnp.einsum(
-            "btf,fd->btd",
-            inner,
-            self.down_fd[...].astype(x_btd.dtype),
-            out_sharding=partition("batch", None, None),
-        )
+        gate = project(x_btd, self.gate_df[...], out_axis="hidden")
+        up = project(x_btd, self.up_df[...], out_axis="hidden")
+        return project(jax.nn.silu(gate) * up, self.down_fd[...], in_axis="hidden")

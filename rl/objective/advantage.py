@@ -103,8 +103,7 @@ class SuccessNormalisedAdvantage(Advantage):
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         if np.any(rewards[live] < 0):
             raise ValueError(
-                "SuccessNormalisedAdvantage needs rewards >= 0 (meant: 0 or 1), got "
-                f"{float(rewards[live].min())}"
+                f"SuccessNormalisedAdvantage needs rewards >= 0 (meant: 0 or 1), got {float(rewards[live].min())}"
             )
         mean = _group_mean(rewards, groups, live)
         return _centre(rewards, groups, live) / np.where(mean > 0, mean, 1.0)

@@ -79,7 +79,6 @@ class MaxLengthMean(Aggregation):
         longest = int(mask.sum(axis=1).max(initial=0))
         if longest > self.max_length:
             raise ValueError(
-                f"a rollout of {longest} sampled tokens exceeds "
-                f"MaxLengthMean.Config.max_length={self.max_length}"
+                f"a rollout of {longest} sampled tokens exceeds MaxLengthMean.Config.max_length={self.max_length}"
             )
         return mask / (max(int(mask.any(axis=1).sum()), 1) * self.max_length)

@@ -55,8 +55,7 @@ class TruncatedImportance(Importance):
         super().__init__(cfg)
         if not 0.0 <= cfg.floor <= 1.0 <= cfg.cap:
             raise ValueError(
-                "TruncatedImportance.Config needs 0 <= floor <= 1 <= cap, got "
-                f"floor={cfg.floor}, cap={cfg.cap}"
+                f"TruncatedImportance.Config needs 0 <= floor <= 1 <= cap, got floor={cfg.floor}, cap={cfg.cap}"
             )
         self.level, self.mode, self.cap, self.floor = cfg.level, cfg.mode, cfg.cap, cfg.floor
 

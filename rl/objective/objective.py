@@ -68,9 +68,7 @@ class Objective(Configurable):
         self.importance: Importance = cfg.importance.build()
         self.surrogate: Surrogate = cfg.surrogate.build()
         self.regulariser: Regulariser = cfg.regulariser.build()
-        self.reward_shaping: RewardShaping | None = (
-            None if cfg.reward_shaping is None else cfg.reward_shaping.build()
-        )
+        self.reward_shaping: RewardShaping | None = None if cfg.reward_shaping is None else cfg.reward_shaping.build()
         self.drop_zero_variance = cfg.zero_variance == "drop"
         self.mask_truncated = cfg.truncated == "mask"
         self.old_policy: OldPolicy = cfg.old_policy
@@ -167,9 +165,7 @@ class Objective(Configurable):
         arrays = {
             "advantages": advantages.astype(np.float32).reshape(shape),
             "weights": weights.astype(np.float32).reshape(action_mask.shape),
-            "metric_weights": (weights / (weights.sum() or 1.0))
-            .astype(np.float32)
-            .reshape(action_mask.shape),
+            "metric_weights": (weights / (weights.sum() or 1.0)).astype(np.float32).reshape(action_mask.shape),
         }
         stats = {
             "zero_variance_fraction": _mean(constant[judged]),
@@ -216,9 +212,7 @@ class Objective(Configurable):
         return loss, jax.lax.stop_gradient(metrics)
 
 
-def combine_metrics(
-    first: Mapping[str, jax.Array], second: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
+def combine_metrics(first: Mapping[str, jax.Array], second: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The metrics of two disjoint parts of a batch, as one: max for "*_max", else the sum."""
     if first.keys() != second.keys():
         raise ValueError(f"metrics differ: {sorted(set(first) ^ set(second))}")
@@ -255,9 +249,7 @@ def _weighted(value: jax.Array, tokens: Tokens) -> jax.Array:
     return jnp.sum(tokens.metric_weights * value)
 
 
-def _flags(
-    flags: np.ndarray | None, default: bool, shape: tuple[int, ...], name: str
-) -> np.ndarray:
+def _flags(flags: np.ndarray | None, default: bool, shape: tuple[int, ...], name: str) -> np.ndarray:
     if flags is None:
         return np.full(int(np.prod(shape)), default)
     if np.shape(flags) != shape:

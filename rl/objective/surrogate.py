@@ -80,9 +80,7 @@ class ClippedSurrogate(Surrogate):
         super().__init__(cfg)
         _check_clip(cfg.low, cfg.high, "ClippedSurrogate")
         if cfg.dual and cfg.dual <= 1.0 + cfg.high:
-            raise ValueError(
-                f"ClippedSurrogate.Config.dual must be 0 or > 1 + high, got {cfg.dual}"
-            )
+            raise ValueError(f"ClippedSurrogate.Config.dual must be 0 or > 1 + high, got {cfg.dual}")
         self.low, self.high, self.dual = cfg.low, cfg.high, cfg.dual
         self.level: Literal["token", "sequence"] = cfg.level
 

@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -106,22 +107,34 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_the_array(tmp_p
         checkpointer.restore(abstract(other))
     wider = make_state()
     wider["params"]["head"] = jnp.zeros((30, 8), jnp.bfloat16)
-    with pytest.raises(
-        CheckpointError, match=r"'head' has shape and dtype \(\[30, 7\], 'bfloat16'"
-    ):
+    with pytest.raises(CheckpointError, match=r"'head' has shape and dtype \(\[30, 7\], 'bfloat16'"):
         checkpointer.restore(abstract(wider))
     with pytest.raises(CheckpointError, match="no checkpoint of step 3; there are steps 2"):
         checkpointer.restore(abstract(make_state()), step=3)
 
 
-def test_a_save_that_fails_in_the_background_fails_the_run(tmp_path):
+def test_a_save_that_cannot_begin_is_an_error(tmp_path):
     checkpointer = save_steps(tmp_path / "checkpoints", [2])
-    # A file where the next save's directory has to go.
     os.rename(tmp_path / "checkpoints", tmp_path / "moved")
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointError, match=f"could not write .* to {tmp_path / 'checkpoints'}"):
         checkpointer.save(4, make_state(4), {})
-        checkpointer.wait()
+
+
+def test_a_save_that_fails_in_the_background_fails_the_next_call(tmp_path):
+    """Files may not grow beyond 3000 bytes for a while: like a full disk."""
+    checkpointer = save_steps(tmp_path, [2])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"could not write a checkpoint to {tmp_path}"):
+            checkpointer.save(4, make_state(4), {})
+            checkpointer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpointer.latest_step() == 2
+    state, _ = checkpointer.restore(abstract(make_state()))
+    assert_equal(state, make_state(2))
 
 
 RESHARD = """

@@ -27,9 +27,7 @@ def params_like() -> dict:
 
 def test_adamw_equals_the_formula_written_out():
     cfg = AdamW.Config(b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.1)
-    learner = Learner.Config(
-        optimizer=cfg, schedule=Constant.Config(lr=0.05), clip_norm=2.0
-    ).build()
+    learner = Learner.Config(optimizer=cfg, schedule=Constant.Config(lr=0.05), clip_norm=2.0).build()
     params = jax.tree.map(jnp.asarray, params_like())
     opt_state = learner.init(params)
     expected = jax.tree.map(np.float64, params_like())
@@ -52,14 +50,10 @@ def test_adamw_equals_the_formula_written_out():
             return p - 0.05 * (direction + (0.1 * p if path[-1].key in decayed else 0.0))
 
         expected = jax.tree_util.tree_map_with_path(update, expected, mean, square)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), params, expected
-        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), params, expected)
         moved = jax.tree.map(lambda a, b: np.sum((a - b) ** 2), expected, before)
         np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-        np.testing.assert_allclose(
-            metrics["update_norm"], np.sqrt(sum(jax.tree.leaves(moved))), rtol=1e-4
-        )
+        np.testing.assert_allclose(metrics["update_norm"], np.sqrt(sum(jax.tree.leaves(moved))), rtol=1e-4)
         assert metrics["lr"] == np.float32(0.05)
 
 
@@ -77,9 +71,7 @@ def test_decay_spares_scales_and_biases_of_stacked_layers():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing_but_is_counted(bad):
-    learner = Learner.Config(
-        schedule=WarmupLinear.Config(peak_lr=0.1, warmup_steps=2, total_steps=10)
-    ).build()
+    learner = Learner.Config(schedule=WarmupLinear.Config(peak_lr=0.1, warmup_steps=2, total_steps=10)).build()
     params = jax.tree.map(jnp.asarray, params_like())
     good = jax.tree.map(jnp.ones_like, params)
     update = jax.jit(learner.update)

@@ -12,18 +12,14 @@ def test_token_logprobs_are_log_softmax_in_float32():
     exact = logits.astype(np.float64)
     exact = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
     expected = np.take_along_axis(exact, targets[..., None], -1)[..., 0]
-    np.testing.assert_allclose(
-        token_logprobs(jnp.asarray(logits), jnp.asarray(targets)), expected, rtol=1e-5
-    )
+    np.testing.assert_allclose(token_logprobs(jnp.asarray(logits), jnp.asarray(targets)), expected, rtol=1e-5)
     low = token_logprobs(jnp.asarray(logits, jnp.bfloat16), jnp.asarray(targets))
     assert low.dtype == jnp.float32
 
 
 def test_token_logprobs_survive_large_logits():
     logits = jnp.asarray([[[1e4, 0.0, -1e4]]])
-    value, gradient = jax.value_and_grad(lambda x: token_logprobs(x, jnp.asarray([[0]])).sum())(
-        logits
-    )
+    value, gradient = jax.value_and_grad(lambda x: token_logprobs(x, jnp.asarray([[0]])).sum())(logits)
     assert value == 0.0
     assert np.isfinite(gradient).all()
 

@@ -18,9 +18,7 @@ def linear_loss(params, batch):
 
 
 def learner() -> Learner:
-    return Learner.Config(
-        optimizer=AdamW.Config(), schedule=Constant.Config(lr=0.1), clip_norm=None
-    ).build()
+    return Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=0.1), clip_norm=None).build()
 
 
 def make_batch(rows: int, mask: np.ndarray, seed: int = 0) -> dict:
@@ -53,9 +51,7 @@ def test_any_split_has_the_gradient_of_the_whole_batch(microbatches, live):
     for name in ("loss", "tokens", "grad_norm"):
         np.testing.assert_allclose(whole_metrics[name], split_metrics[name], rtol=1e-5)
     # Adam's first moment is (1 - b1) times the gradient itself.
-    for a, b in zip(
-        jax.tree.leaves(whole["opt_state"]), jax.tree.leaves(split["opt_state"]), strict=True
-    ):
+    for a, b in zip(jax.tree.leaves(whole["opt_state"]), jax.tree.leaves(split["opt_state"]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
 

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.input import InputError
 from axlearn_like.metrics import read_rows
 from axlearn_like.run_directory import RunDirectory, RunDirectoryError
@@ -95,9 +96,7 @@ def test_rows_between_logged_steps_are_not_written(tmp_path):
 
 def test_a_batch_that_does_not_divide_is_refused_before_anything_is_made(tmp_path):
     cfg = tiny_trainer(5, microbatches=3)
-    with pytest.raises(
-        InputError, match="batch_size is 8; expected a multiple of 3: 3 microbatches"
-    ):
+    with pytest.raises(InputError, match="batch_size is 8; expected a multiple of 3: 3 microbatches"):
         cfg.build().run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -116,6 +115,33 @@ def test_an_open_run_directory_is_used_as_it_is(tmp_path):
         last = tiny_trainer(2).build().run(run_dir, progress=False)
         assert last["step"] == 2
         assert run_dir.config_path.read_text() == "a larger experiment\n"
+
+
+class Failing(Counting):
+    """A source that breaks down at its 60th example."""
+
+    class Config(Counting.Config):
+        pass
+
+    def __init__(self, cfg: Counting.Config):
+        super().__init__(cfg)
+        self._left = 60
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        self._left -= 1
+        if self._left < 0:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index)
+
+
+def test_every_step_in_the_last_checkpoint_has_its_row(tmp_path):
+    cfg = tiny_trainer(12, checkpoint=Checkpointer.Config(save_every=1))
+    cfg.input.set(source=Failing.Config())
+    with pytest.raises(OSError, match="the disk is gone"):
+        cfg.build().run(tmp_path / "run", progress=False)
+    saved = max(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert 0 < saved < 12
+    assert list(losses(tmp_path / "run")) == list(range(1, saved + 1))
 
 
 def test_an_example_too_long_is_named(tmp_path):
@@ -152,7 +178,5 @@ def test_eight_devices_train_as_one_does(tmp_path, uninterrupted):
 
 def test_importing_the_trainer_loads_neither_orbax_nor_grain():
     code = "import sys, axlearn_like.trainer; print({'orbax', 'grain'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

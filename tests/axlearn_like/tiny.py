@@ -67,9 +67,7 @@ class Preemption(Configurable):
 
 
 def tiny_model() -> Decoder.Config:
-    block = Block.Config(
-        attention=Attention.Config(num_heads=2), feed_forward=SwiGLU.Config(hidden=24)
-    )
+    block = Block.Config(attention=Attention.Config(num_heads=2), feed_forward=SwiGLU.Config(hidden=24))
     return Decoder.Config(vocab_size=VOCAB, dim=16, num_layers=2, block=block)
 
 

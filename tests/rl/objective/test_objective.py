@@ -174,6 +174,16 @@ def test_padding_changes_nothing_whatever_it_holds(name):
     assert_same(got_metrics, metrics)
 
 
+def test_nan_outside_the_mask_is_selected_away_not_multiplied():
+    """Without jit: XLA may rewrite mask * x to a selection, which would hide the mistake."""
+    objective = VARIANTS["rich"].build()
+    rollouts = random_rollouts(1)
+    batch, _ = make_batch(objective, rollouts)
+    holes = np.where(rollouts["action_mask"], rollouts["new"], np.nan)
+    loss, gradient = jax.value_and_grad(lambda x: objective.loss(x, batch, -x)[0])(jnp.asarray(holes, jnp.float32))
+    assert np.isfinite(loss) and np.isfinite(gradient).all() and gradient.any()
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_order_changes_nothing(name):
     """Rollouts as one shuffled list with group ids instead of [groups, samples]."""
@@ -186,9 +196,7 @@ def test_order_changes_nothing(name):
     ids = (np.repeat(np.arange(GROUPS), SAMPLES) * 17 + 1000)[order]
     got_loss, got_gradient, got_metrics = run(objective, shuffled, groups=ids)
     assert got_loss == pytest.approx(loss, rel=1e-5)
-    np.testing.assert_allclose(
-        got_gradient, gradient.reshape(rows, LENGTH)[order], rtol=1e-5, atol=1e-8
-    )
+    np.testing.assert_allclose(got_gradient, gradient.reshape(rows, LENGTH)[order], rtol=1e-5, atol=1e-8)
     assert_same(got_metrics, metrics)
 
 
@@ -252,9 +260,7 @@ def test_a_nan_reward_is_an_error_unless_unscored():
     rewards, lengths = [[np.nan, 1.0, 0.0]], [[1, 1, 1]]
     with pytest.raises(ValueError, match="reward that is not finite"):
         tokens_weight(Objective.Config(), rewards, lengths)
-    advantages, _, _ = tokens_weight(
-        Objective.Config(), rewards, lengths, scored=[[False, True, True]]
-    )
+    advantages, _, _ = tokens_weight(Objective.Config(), rewards, lengths, scored=[[False, True, True]])
     np.testing.assert_allclose(advantages, [[0, 1, -1]], atol=1e-5)
 
 
@@ -353,9 +359,7 @@ def test_clip_acts_on_pi_over_old_and_importance_on_old_over_mu():
 def test_importance_multiplies_the_regulariser_too():
     rollouts = random_rollouts(9)
     rollouts["logprobs_behaviour"] = rollouts["logprobs_old"] - 3.0
-    kl = Objective.Config(
-        regulariser=ReferenceKL.Config(coef=1.0), advantage=BatchAdvantage.Config()
-    )
+    kl = Objective.Config(regulariser=ReferenceKL.Config(coef=1.0), advantage=BatchAdvantage.Config())
     rollouts["rewards"][:] = 1.0  # no advantage left: only the regulariser speaks
     loss, _, _ = run(kl.build(), rollouts)
     capped, _, _ = run(kl.clone(importance=TruncatedImportance.Config(cap=1.5)).build(), rollouts)
@@ -400,8 +404,7 @@ def test_metrics_are_weighted_means_over_the_tokens_of_the_loss(aggregation):
         "advantage_abs_mean": np.abs(advantages).mean(),
         "entropy": rollouts["entropy"][live].mean(),
         "clip_fraction": (
-            ((advantages > 0) & (np.exp(new - old) > 1.28))
-            | ((advantages < 0) & (np.exp(new - old) < 0.8))
+            ((advantages > 0) & (np.exp(new - old) > 1.28)) | ((advantages < 0) & (np.exp(new - old) < 0.8))
         ).mean(),
     }
     for name, value in expected.items():
@@ -426,9 +429,7 @@ def test_everything_is_float32_whatever_comes_in():
     objective = RICH.build()
     batch, _ = make_batch(objective, rollouts)
     half = {k: v.astype(jnp.bfloat16) if v.dtype == jnp.float32 else v for k, v in batch.items()}
-    loss, metrics = objective.loss(
-        jnp.asarray(rollouts["new"], jnp.bfloat16), half, jnp.asarray(rollouts["entropy"])
-    )
+    loss, metrics = objective.loss(jnp.asarray(rollouts["new"], jnp.bfloat16), half, jnp.asarray(rollouts["entropy"]))
     assert {loss.dtype, *(m.dtype for m in metrics.values())} == {jnp.dtype("float32")}
 
 

@@ -65,10 +65,7 @@ def grpo(new, at, kl_coef=0.0):
         kl = math.exp(d) - d - 1
         return ppo(ratio(new, g, i, t), grpo_advantage(g, i)) - kl_coef * kl
 
-    return mean(
-        mean(mean(token(g, i, t) for t in steps(g, i)) for i in range(SAMPLES))
-        for g in range(GROUPS)
-    )
+    return mean(mean(mean(token(g, i, t) for t in steps(g, i)) for i in range(SAMPLES)) for g in range(GROUPS))
 
 
 def grpo_kl(new, at):
@@ -77,18 +74,13 @@ def grpo_kl(new, at):
 
 def dr_grpo(new, at):
     return mean(
-        sum(ppo(ratio(new, g, i, t), REWARDS[g, i] - mean(REWARDS[g])) for t in steps(g, i)) / 16
-        for g, i in ROLLOUTS
+        sum(ppo(ratio(new, g, i, t), REWARDS[g, i] - mean(REWARDS[g])) for t in steps(g, i)) / 16 for g, i in ROLLOUTS
     )
 
 
 def dapo(new, at):
     live = [(g, i) for g, i in ROLLOUTS if 0 < REWARDS[g].sum() < SAMPLES]
-    return mean(
-        ppo(ratio(new, g, i, t), grpo_advantage(g, i), 0.2, 0.28)
-        for g, i in live
-        for t in steps(g, i)
-    )
+    return mean(ppo(ratio(new, g, i, t), grpo_advantage(g, i), 0.2, 0.28) for g, i in live for t in steps(g, i))
 
 
 def gspo(new, at):
@@ -101,9 +93,7 @@ def gspo(new, at):
 
 def cispo(new, at):
     tokens = [(g, i, t) for g, i in ROLLOUTS for t in steps(g, i)]
-    return mean(
-        min(ratio(at, g, i, t), 1.28) * grpo_advantage(g, i) * new[g, i, t] for g, i, t in tokens
-    )
+    return mean(min(ratio(at, g, i, t), 1.28) * grpo_advantage(g, i) * new[g, i, t] for g, i, t in tokens)
 
 
 def scale_rl(new, at):
@@ -112,7 +102,7 @@ def scale_rl(new, at):
     spread = std(centred.values())
 
     def token(g, i, t):
-        weight = min(math.exp(at[g, i, t] - MU[g, i, t]), 4.0)
+        weight = min(math.exp(at[g, i, t] - MU[g, i, t]), 1.5)
         return weight * centred[g, i] / spread * new[g, i, t]
 
     return mean(mean(token(g, i, t) for i in range(SAMPLES) for t in steps(g, i)) for g in live)
@@ -154,9 +144,7 @@ def reinforce_pp_baseline(new, at):
 def maxrl(new, at):
     """Algorithm 1: sum_j (r_j - r) score_j / (N r) per prompt, nothing where r = 0."""
     return mean(
-        sum(
-            (REWARDS[g, i] - mean(REWARDS[g])) * sequence_logprob(new, g, i) for i in range(SAMPLES)
-        )
+        sum((REWARDS[g, i] - mean(REWARDS[g])) * sequence_logprob(new, g, i) for i in range(SAMPLES))
         / (SAMPLES * mean(REWARDS[g]))
         for g in range(GROUPS)
     )
@@ -169,7 +157,7 @@ CASES: dict[str, tuple[Objective.Config, Paper]] = {
     "dapo": (PRESETS["dapo"](), dapo),
     "gspo": (PRESETS["gspo"](), gspo),
     "cispo": (PRESETS["cispo"](), cispo),
-    "scale_rl": (PRESETS["scale_rl"](), scale_rl),
+    "scale_rl": (PRESETS["scale_rl"](cap=1.5), scale_rl),
     "rloo": (PRESETS["rloo"](), rloo),
     "reinforce": (PRESETS["reinforce"](baseline=0.5), reinforce),
     "reinforce_pp": (PRESETS["reinforce_pp"](), reinforce_pp),

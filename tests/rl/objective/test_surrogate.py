@@ -80,9 +80,7 @@ def test_token_clip_is_that_of_ppo(low, high, dual):
 def test_clipped_flag_marks_exactly_the_tokens_without_gradient():
     new, batch = random_inputs()
     cfg = ClippedSurrogate.Config(low=0.2, high=0.28, dual=1.5)
-    tokens = gather_tokens(
-        jnp.asarray(new), {k: jnp.asarray(v) for k, v in batch.items()}, old_policy="recompute"
-    )
+    tokens = gather_tokens(jnp.asarray(new), {k: jnp.asarray(v) for k, v in batch.items()}, old_policy="recompute")
     _, clipped = cfg.build()(tokens)
     _, gradient = total(cfg, new, batch)
     np.testing.assert_array_equal(clipped, (np.asarray(gradient) == 0) & batch["action_mask"])
@@ -110,18 +108,14 @@ def test_sequence_clip_is_that_of_gspo(low, high):
         up, down = new.copy(), new.copy()
         up[index] += step
         down[index] -= step
-        slope = sequence_objective(up, batch, low, high) - sequence_objective(
-            down, batch, low, high
-        )
+        slope = sequence_objective(up, batch, low, high) - sequence_objective(down, batch, low, high)
         assert float(gradient[index]) == pytest.approx(slope / (2 * step), rel=1e-4, abs=1e-5)
 
 
 def test_unclipped_ratio_is_a_clip_that_never_binds():
     new, batch = random_inputs()
     got, gradient = total(Ratio.Config(), new, batch)
-    expected, expected_gradient = token_loops(
-        new, batch, lambda r, a, x: r * a, lambda r, a, x: r * a
-    )
+    expected, expected_gradient = token_loops(new, batch, lambda r, a, x: r * a, lambda r, a, x: r * a)
     assert float(got) == pytest.approx(expected, rel=1e-5)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
     _, wide = total(ClippedSurrogate.Config(low=1.0, high=1e6), new, batch)
