@@ -6,9 +6,13 @@ records shape, dtype and a checksum of every array; a restore compares them.
 
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 from axlearn_like.checkpoint_manifest import (
     CheckpointError,
@@ -96,16 +100,12 @@ class Checkpointer(Configurable):
         try:
             return self._load(step, abstract_state)
         except _Damaged as error:
-            older = [s for s in reversed(steps) if s < step and self._loads(s, abstract_state)]
-            advice = f"the nearest older good step is {older[0]}" if older else "no older one is good"
-            raise CheckpointError(
-                f"checkpoint {self.directory / str(step)} is damaged ({error}); {advice}. "
-                f"Delete {self.directory / str(step)} to go on from there"
-            ) from None
+            load = partial(self._load, abstract=abstract_state)
+            raise _damage(self.directory, step, error, load) from None
 
     def steps(self) -> list[int]:
         """Completed checkpoints, oldest first."""
-        return sorted(int(p.name) for p in self.directory.glob("*") if p.is_dir() and p.name.isdigit())
+        return _steps(self.directory)
 
     def latest_step(self) -> int | None:
         """The newest completed checkpoint."""
@@ -165,13 +165,6 @@ class Checkpointer(Configurable):
         items = _read(path, {_PARAMS: abstract["params"], _REST: rest})
         return {"params": items[_PARAMS], **items[_REST]}, items[_EXTRAS]
 
-    def _loads(self, step: int, abstract: Mapping[str, Any]) -> bool:
-        try:
-            self._load(step, abstract)
-        except (CheckpointError, _Damaged):
-            return False
-        return True
-
     def _write_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(f"could not write a checkpoint to {self.directory}: {_summary(error)}")
 
@@ -197,8 +190,52 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
         raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
 
+def verify_latest(directory: str | Path) -> None:
+    """Reads the newest checkpoint in a `checkpoints` directory, if there is one, and compares it with its manifest.
+
+    Raises:
+        CheckpointError: it is damaged; names the newest older one that is not.
+    """
+    directory = Path(directory).absolute()
+    for step in _steps(directory)[-1:]:
+        try:
+            _verify(directory / str(step))
+        except _Damaged as error:
+            raise _damage(directory, step, error, lambda s: _verify(directory / str(s))) from None
+
+
 class _Damaged(Exception):
     """What was on disk is not what was written."""
+
+
+def _damage(directory: Path, step: int, error: _Damaged, load: Callable[[int], Any]) -> CheckpointError:
+    """What to do about a damaged checkpoint: the newest of the older ones that `load` accepts."""
+    path = directory / str(step)
+    advice = f"no older one is good. Delete {path} to begin again"
+    for older in reversed([s for s in _steps(directory) if s < step]):
+        try:
+            load(older)
+        except (CheckpointError, _Damaged):
+            continue
+        advice = f"the nearest older good step is {older}. Delete {path} to go on from there"
+        break
+    return CheckpointError(f"checkpoint {path} is damaged ({error}); {advice}")
+
+
+def _verify(path: Path) -> None:
+    """Reads every array to host memory, in the tree that Orbax has recorded."""
+    import orbax.checkpoint as ocp
+
+    manifest = _read_manifest(path)
+    try:
+        arrays = {item: ocp.StandardCheckpointHandler() for item in (_PARAMS, _REST)}
+        texts = {item: ocp.JsonCheckpointHandler() for item in (_MANIFEST, _EXTRAS)}
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**arrays, **texts)) as reader:  # pyright: ignore
+            recorded = reader.metadata(path).item_metadata[_REST]
+        rest = jax.tree.map(lambda array: np.empty(array.shape, array.dtype), getattr(recorded, "tree", recorded))
+    except Exception as error:
+        raise _Damaged(_summary(error)) from None
+    _read(path, {_PARAMS: abstract_from(manifest[_PARAMS]), _REST: rest})
 
 
 def _read(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,12 +280,17 @@ def _step_directory(path: Path) -> Path:
     if (path / _PARAMS).is_dir():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = sorted(int(p.name) for p in folder.glob("*") if p.is_dir() and p.name.isdigit())
+    steps = _steps(folder)
     if not steps:
         raise CheckpointError(
             f"{path} holds no checkpoint; expected a run directory, its checkpoints directory, or one step in it"
         )
     return folder / str(steps[-1])
+
+
+def _steps(directory: Path) -> list[int]:
+    """Completed checkpoints, oldest first."""
+    return sorted(int(p.name) for p in directory.glob("*") if p.is_dir() and p.name.isdigit())
 
 
 def _listed(steps: list[int]) -> str:

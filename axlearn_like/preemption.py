@@ -28,6 +28,9 @@ class Stop:
         self._signal = signum
 
 
+_active: list[Stop] = []  # of the main thread, outermost first
+
+
 @contextmanager
 def graceful_stop() -> Iterator[Stop]:
     """Turns SIGTERM and SIGINT into a flag that a loop reads; afterwards the old handlers return.
@@ -35,6 +38,8 @@ def graceful_stop() -> Iterator[Stop]:
     A second Ctrl-C raises KeyboardInterrupt at once. Further SIGTERMs change nothing: schedulers
     repeat them, and the save they would interrupt is what they ask for. Outside the main thread
     Python allows no handlers, so there the flag is set only by `stop.request()`.
+
+    Blocks may be nested, as a phase within a run: the signal is for all of them.
     """
     stop = Stop()
 
@@ -42,15 +47,21 @@ def graceful_stop() -> Iterator[Stop]:
         del frame
         if stop.requested and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        stop.request(signum)
+        for active in _active:
+            active.request(signum)
 
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
+        if _active:
+            stop._signal = _active[-1]._signal
+        _active.append(stop)
         for signum in (signal.SIGTERM, signal.SIGINT):
             previous[signum] = signal.signal(signum, handle)
     try:
         yield stop
     finally:
+        if previous:
+            _active.remove(stop)
         for signum, handler in previous.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 

@@ -1,16 +1,19 @@
-"""Reinforcement learning on reasoning-gym tasks, from nothing, on two CPU cores."""
+"""Reinforcement learning on reasoning-gym tasks: from random weights to a better policy, on two CPU cores.
+
+Expected of `axl rl demo` (two cores, no accelerator): pass@1 about 0.35 after supervised fine-tuning and 0.6 after RL.
+"""
 
 from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.input import SupervisedInput
-from axlearn_like.learner import AdamW, Constant, Learner, WarmupCosine
+from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.phrase_tokenizer import PhraseTokenizer
 from axlearn_like.trainer import Trainer
 from experiments.registry import experiment
 from models.tiny import tiny
 from rl.evaluation import Evaluation
 from rl.experiment import RLExperiment
+from rl.objective import TruncatedImportance
 from rl.objective.presets import grpo
-from rl.parameter_server import ParameterServer
 from rl.rollout.engine import RolloutEngine
 from rl.task_family import TaskFamily
 from rl.tasks import SupervisedSource, TaskMixture
@@ -18,75 +21,100 @@ from rl.trainer import PolicyTrainer
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.service import Verifier
 
+# What `learn_phrases` finds in the questions of these families; one token each. Digits and letters stay bytes.
 PHRASES = (
-    "How many 1 bits are there in the binary representation of the number ",
-    "State the final answer to the following arithmetic problem: ",
-    "Find the Greatest Common Divisor (GCD) of these numbers: ",
+    "Given a square matrix, your job is to rotate it clockwise.\n\nYour output should be a matrix in the same "
+    "format as the input.\n\nRotate the matrix below by ",
     "Spell this word backward (example: sun -> nus): ",
-    "Give only the GCD as your final answer.",
+    "the complex numbers: ",
+    "degrees clockwise:\n",
+    "Subtract ",
+    "Add ",
 )
+# Supervised fine-tuning reads training problems from here on, RL those before: no problem is seen in both.
+SUPERVISED_START = 1_000_000
 
 
-@experiment
-def demo(*, seed: int = 0) -> RLExperiment.Config:
-    """A 0.8 M-parameter decoder learns four task families by supervision, then gets better at them by RL."""
-    tasks = TaskMixture.Config(
+def task_mixture(seed: int) -> TaskMixture.Config:
+    """Three families that a small decoder can learn to compute; a quarter of all questions is held out."""
+    one_to_nine = {"min_real": 1, "max_real": 9, "min_imag": 1, "max_imag": 9}
+    add_or_subtract = {"operations": ["+", "-"], "operations_weights": [0.5, 0.5]}
+    return TaskMixture.Config(
         families=(
             TaskFamily.Config(
-                name="chain_sum",
-                params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+                name="spell_backward", params={"min_word_len": 3, "max_word_len": 8}
             ),
-            TaskFamily.Config(name="spell_backward", params={"min_word_len": 3, "max_word_len": 5}),
-            TaskFamily.Config(name="count_bits", params={"min_n": 1, "max_n": 1023}),
-            TaskFamily.Config(name="gcd", params={"min_value": 1, "max_value": 60}),
+            TaskFamily.Config(
+                name="rotate_matrix", params={"min_n": 2, "max_n": 2, "max_rotations": 4}
+            ),
+            TaskFamily.Config(name="complex_arithmetic", params={**one_to_nine, **add_or_subtract}),
         ),
         seed=seed,
         heldout_every=4,
     )
+
+
+@experiment
+def demo_sft(*, seed: int = 0, steps: int = 300) -> Trainer.Config:
+    """Supervised fine-tuning until the decoder solves some of the tasks, not most.
+
+    The learning rate is left high: annealing it would settle the policy in a place that RL then has to leave.
+    """
     tokenizer = PhraseTokenizer.Config(phrases=PHRASES)
-    policy = tiny(vocab_size=tokenizer.vocab_size)
-    sft_steps = 600
-    return RLExperiment.Config(
-        policy=policy,
+    source = SupervisedSource.Config(
+        mixture=task_mixture(seed),
         tokenizer=tokenizer,
+        num_examples=1_000_000,
+        start=SUPERVISED_START,
+    )
+    return Trainer.Config(
+        model=tiny(vocab_size=tokenizer.vocab_size),
+        input=SupervisedInput.Config(source=source, seq_len=64, batch_size=32, seed=seed),
+        learner=Learner.Config(
+            optimizer=AdamW.Config(b2=0.98, weight_decay=0.1),
+            schedule=WarmupLinear.Config(
+                peak_lr=3e-3, warmup_steps=50, total_steps=steps, end_lr=2.5e-3
+            ),
+        ),
+        checkpoint=Checkpointer.Config(save_every=100, keep=1),
+        num_steps=steps,
+        seed=seed,
+    )
+
+
+@experiment
+def demo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
+    """A 0.8 M-parameter decoder learns three task families by supervision, then gets better at them by RL."""
+    tasks, supervised = task_mixture(seed), demo_sft(seed=seed)
+    return RLExperiment.Config(
+        policy=supervised.model,
+        tokenizer=PhraseTokenizer.Config(phrases=PHRASES),
         tasks=tasks,
-        max_prompt=17,
-        max_new=8,
-        num_steps=100,
-        groups=32,
+        max_prompt=34,
+        max_new=14,
+        num_steps=steps,
+        groups=16,
         samples=16,
         staleness=1,
         seed=seed,
-        warm_start=Trainer.Config(
-            model=policy,
-            input=SupervisedInput.Config(
-                source=SupervisedSource.Config(
-                    mixture=tasks, tokenizer=tokenizer, num_examples=1_000_000, start=1_000_000
-                ),
-                seq_len=128,
-                batch_size=16,
-                seed=seed,
-            ),
-            learner=Learner.Config(
-                optimizer=AdamW.Config(b2=0.98, weight_decay=0.1),
-                schedule=WarmupCosine.Config(
-                    peak_lr=3e-3, warmup_steps=50, total_steps=sft_steps, end_lr=1e-4
-                ),
-            ),
-            checkpoint=Checkpointer.Config(save_every=100_000, keep=1),
-            num_steps=sft_steps,
-            seed=seed,
+        warm_start=supervised,
+        objective=grpo().set(
+            old_policy="current",
+            importance=TruncatedImportance.Config(cap=2.0),  # rollouts are one update old
+            zero_variance="drop",
         ),
-        objective=grpo().set(old_policy="current", zero_variance="drop"),
         learner=Learner.Config(
-            optimizer=AdamW.Config(b2=0.98), schedule=Constant.Config(lr=1e-4), clip_norm=1.0
+            optimizer=AdamW.Config(b2=0.98),
+            schedule=WarmupLinear.Config(
+                peak_lr=1.5e-4, warmup_steps=20, total_steps=steps, end_lr=5e-5
+            ),
+            clip_norm=0.5,
         ),
-        trainer=PolicyTrainer.Config(
-            checkpoint=Checkpointer.Config(save_every=50, keep=2), row_multiple=8
+        trainer=PolicyTrainer.Config(row_multiple=4),
+        engine=RolloutEngine.Config(groups=8),
+        verifier=Verifier.Config(
+            scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0 - 1e-6), processes=1
         ),
-        engine=RolloutEngine.Config(groups=16),
-        parameter_server=ParameterServer.Config(keep=4),
-        verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks), processes=1),
-        evaluation=Evaluation.Config(problems_per_family=72),
+        evaluation=Evaluation.Config(problems_per_family=96),
         kill_worker_after=0.5,
     )

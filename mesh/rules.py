@@ -5,10 +5,13 @@ spread. Parameters and activations use different names where they are spread dif
 parameter ("embed") is cut by fsdp, that of an activation (None) is not.
 """
 
+import math
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mesh.errors import UserError
 
 LOGICAL_AXES: dict[str, tuple[str, ...] | str | None] = {
     "batch": ("data", "fsdp"),
@@ -31,6 +34,13 @@ def partition(*axes: str | None) -> PartitionSpec | None:
     return PartitionSpec(*(None if axis is None else LOGICAL_AXES[axis] for axis in axes))
 
 
+def axis_sizes(axis: str) -> dict[str, int]:
+    """The mesh axes (and their sizes) over which a logical axis is spread; empty without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = LOGICAL_AXES[axis] or ()
+    return {name: mesh.shape[name] for name in ((names,) if isinstance(names, str) else names) if not mesh.empty}
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Give a traced array the partition of these logical axes (what is newly made is born unsharded)."""
     spec = partition(*axes)
@@ -38,12 +48,24 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def shard_batch(tree: Any) -> Any:
-    """Put host arrays on the devices of the mesh in force, spread along their first axis (scalars: copied)."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """Put host arrays on the devices of the mesh in force, spread along their first axis (scalars: copied).
+
+    Raises:
+        UserError: an array has a number of rows that does not divide over the mesh.
+    """
+    sizes = axis_sizes("batch")
+    if not sizes:
         return jax.device_put(tree)
-    return jax.tree.map(
-        lambda x: jax.device_put(x, partition(*(["batch"] + [None] * (x.ndim - 1))[: x.ndim])), tree
-    )
+    ways = math.prod(sizes.values())
+
+    def put(path: Any, x: Any) -> jax.Array:
+        if x.ndim and x.shape[0] % ways:
+            over = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            name = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
+            raise UserError(f"batch: {name} has {x.shape[0]} rows, which do not divide evenly over the mesh ({over})")
+        return jax.device_put(x, partition(*["batch"] * min(x.ndim, 1), *[None] * (x.ndim - 1)))
+
+    return jax.tree_util.tree_map_with_path(put, tree)
 
 
 def to_named_sharding(abstract: Any, mesh: Mesh) -> Any:

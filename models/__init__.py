@@ -1,1 +1,1 @@
-"""Model families: configs of shared layers, no code of their own."""
+"""Model families as configs of shared layers, and their weights from and to Hugging Face."""

@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.run_directory import EventLog
-from axlearn_like.tokenizer import ByteTokenizer
 from mesh import UserError
 from rl.ledger import Ledger, Parcel
 from rl.messages import Group, Lease, Prompt
-from rl.tasks import TaskMixture, encode_prompt
+from rl.tasks import encode_prompt
 
 
 class Controller(Configurable):
@@ -28,8 +27,8 @@ class Controller(Configurable):
     """
 
     class Config(ConfigBase["Controller"]):
-        tasks: TaskMixture.Config = REQUIRED
-        tokenizer: ByteTokenizer.Config = REQUIRED
+        tasks: ConfigBase = REQUIRED
+        tokenizer: ConfigBase = REQUIRED
         num_steps: int = REQUIRED
         groups: int = REQUIRED  # prompts in a batch
         samples: int = REQUIRED  # rollouts of each prompt
@@ -44,7 +43,9 @@ class Controller(Configurable):
         *,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
+        first_lease: int = 0,
     ):
+        """`first_lease` is beyond all that a controller of the same run, if it died, can have granted."""
         if cfg.groups % cfg.groups_per_lease:
             raise UserError(
                 f"controller.groups={cfg.groups} does not divide into leases of "
@@ -55,7 +56,7 @@ class Controller(Configurable):
         self.cfg = cfg
         self._tasks = cfg.tasks.build()
         self._tokenizer = cfg.tokenizer.build()
-        self._ledger = Ledger(cfg.groups // cfg.groups_per_lease)
+        self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
         self._version = self._first_version = -1
         self._stopped = False
         self._events, self._clock = events, clock
@@ -126,12 +127,14 @@ class Controller(Configurable):
     def consumed(self, step: int) -> None:
         """The update of this step is done; its rollouts can never be used again."""
         with self._changed:
-            self._ledger.consume(step)
+            if self._begun:  # a controller that restarted meanwhile learns the step from `begin`
+                self._ledger.consume(step)
 
     def published(self, version: int) -> None:
         """This version can be pulled."""
         with self._changed:
-            self._version = max(self._version, version)
+            if self._begun:
+                self._version = max(self._version, version)
             self._changed.notify_all()
 
     # ---- everyone
@@ -160,9 +163,13 @@ class Controller(Configurable):
             Prompt(p.id, p.family, encode_prompt(p.question, self._tokenizer)) for p in problems
         )
 
+    @property
+    def _begun(self) -> bool:
+        return self._version >= 0
+
     def _leasable(self) -> range:
         last = min(self.cfg.num_steps - 1, self._version + self.cfg.staleness)
-        return range(self._ledger.consumed_steps, (last if self._version >= 0 else -1) + 1)
+        return range(self._ledger.consumed_steps, (last if self._begun else -1) + 1)
 
     def _grant(self, parcel: Parcel) -> Lease:
         pinned = max(parcel.step - self.cfg.staleness, self._first_version)

@@ -13,6 +13,7 @@ from axlearn_like.checkpoint import restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import Params, split
 from axlearn_like.learner import Learner
+from axlearn_like.metrics import read_rows
 from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.tokenizer import ByteTokenizer
 from axlearn_like.trainer import Trainer
@@ -28,6 +29,8 @@ from rl.sampling import Sampler
 from rl.tasks import encode_prompt
 from rl.trainer import BatchSource, PolicyTrainer, VersionStore
 from rl.verification.service import Verifier
+
+LEASES_PER_LIFE = 1_000_000_000  # of a controller's process: its leases are never taken for those of its successor
 
 
 class RLExperiment(Configurable):
@@ -55,7 +58,7 @@ class RLExperiment(Configurable):
         controller: Controller.Config = Controller.Config()
         engine: RolloutEngine.Config = RolloutEngine.Config()
         parameter_server: ParameterServer.Config = ParameterServer.Config()
-        verifier: Verifier.Config = REQUIRED
+        verifier: ConfigBase = REQUIRED  # Verifier, or InlineVerifier for trusted functions
         evaluation: Evaluation.Config | None = Evaluation.Config()
 
         workers: int = 2  # rollout workers, where the runtime has processes
@@ -138,7 +141,9 @@ class RLExperiment(Configurable):
     # ---- roles
 
     def make_controller(self, run: RunDirectory) -> Controller:
-        return self.controller_cfg.build(events=EventLog(run.events_path))
+        events = read_rows(run.events_path)
+        lives = sum(row["role"] == "controller" and row["event"] == "start" for row in events)
+        return self.controller_cfg.build(events=EventLog(run.events_path), first_lease=lives * LEASES_PER_LIFE)
 
     def make_parameter_server(self) -> ParameterServer:
         return self.cfg.parameter_server.build()

@@ -40,6 +40,8 @@ class ParameterServer(Configurable):
                     f"version {version} was published before with checksum {known}; "
                     f"refusing other weights under the same number ({checksum})"
                 )
+            if len(self._versions) >= self.cfg.keep and version < min(self._versions):
+                raise WeightsError(f"version {version} is older than all that are kept (held: {self._held()})")
             self._versions[version] = weights
             while len(self._versions) > self.cfg.keep:
                 del self._versions[min(self._versions)]
@@ -70,9 +72,8 @@ class ParameterServer(Configurable):
         """
         with self._changed:
             if not self._changed.wait_for(lambda: version in self._versions, timeout):
-                held = ", ".join(map(str, sorted(self._versions))) or "none"
                 raise WeightsError(
-                    f"parameter server: version {version} not published within {timeout:g} s (held: {held})"
+                    f"parameter server: version {version} not published within {timeout:g} s (held: {self._held()})"
                 )
             return self._versions[version]
 
@@ -80,3 +81,6 @@ class ParameterServer(Configurable):
         """What is held, oldest first."""
         with self._changed:
             return [self._versions[version].manifest for version in sorted(self._versions)]
+
+    def _held(self) -> str:
+        return ", ".join(map(str, sorted(self._versions))) or "none"

@@ -7,18 +7,21 @@ What is done is told by what lies in the run directory: checkpoints of the warm 
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from axlearn_like.checkpoint import Checkpointer, restore_params
+from axlearn_like.checkpoint import Checkpointer, restore_params, verify_latest
 from axlearn_like.config_text import to_text
 from axlearn_like.layers.base import Params
-from axlearn_like.metrics import Progress, read_rows
+from axlearn_like.metrics import Progress
 from axlearn_like.preemption import Stop, graceful_stop
+from axlearn_like.row_tail import RowTail
 from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.trainer import Trainer
 from mesh import make_mesh
@@ -34,6 +37,25 @@ class RLRun:
 
     def __init__(self, experiment: RLExperiment, *, say: Say = print):
         self._experiment, self._cfg, self._say = experiment, experiment.cfg, say
+        self._checked: Runtime | None = None
+        self._said_stopping = False
+
+    def check(self, runtime: Runtime = "ray") -> None:
+        """Refuse, before anything expensive and with nothing written, what would fail later. `run` does so too.
+
+        Raises:
+            UserError, ValueError: naming the field to change.
+        """
+        self._experiment.check()
+        if self._cfg.warm_start is not None:
+            self._cfg.warm_start.build()  # its mesh and batch
+        if not os.environ.get("RAY_ADDRESS"):  # there the devices are other machines'
+            self._experiment.trainer_cfg.check_sizes()
+        if runtime == "ray":
+            from rl.runtime.preflight import check_machine
+
+            check_machine(self._cfg)
+        self._checked = runtime
 
     def run(
         self, run_dir: str | Path, *, runtime: Runtime = "ray", force: bool = False
@@ -43,7 +65,8 @@ class RLRun:
         Raises:
             UserError: bad tasks, sizes or run directory; before anything expensive.
         """
-        self._experiment.check()
+        if self._checked != runtime:
+            self.check(runtime)
         text = to_text(self._cfg)
         with RunDirectory.open(run_dir, text, force=force) as run, graceful_stop() as stop:
             events = EventLog(run.events_path)
@@ -66,9 +89,9 @@ class RLRun:
 
     def _check_checkpoints(self, run: RunDirectory) -> None:
         """A damaged checkpoint is found now, not after processes have been started."""
-        latest = self._policy_checkpoints(run)
-        if latest is not None:
-            restore_params(latest)
+        for folder in (run.checkpoints / "rl", warm_start_directory(run) / "checkpoints"):
+            if folder.is_dir():
+                verify_latest(folder)
 
     def _warm_start(self, run: RunDirectory, events: EventLog, stop: Stop) -> bool:
         cfg = self._cfg.warm_start
@@ -91,18 +114,22 @@ class RLRun:
         if start >= steps:
             return True
         if runtime == "ray":
-            from rl.runtime.ray_runtime import run_ray as run_roles
+            from rl.runtime.ray_runtime import run_ray
+
+            run_roles = partial(run_ray, say=self._say)
         else:
             from rl.runtime.inprocess import run_inprocess as run_roles
         self._say(f"reinforcement learning: {steps} updates of {self._cfg.groups * self._cfg.samples} rollouts")
         with _phase(events, "rl"), Progress(steps, start=start, title="rl") as progress:
-            done = run_roles(
-                self._experiment,
-                run,
-                lambda: stop.requested,
-                lambda step: _show(progress, run, step),
-            )
+            shown = _Shown(progress, run)
+            done = run_roles(self._experiment, run, lambda: self._stopping(stop), shown.update)
         return done >= steps
+
+    def _stopping(self, stop: Stop) -> bool:
+        if stop.requested and not self._said_stopping:
+            self._said_stopping = True
+            self._say("stopping after the update in hand (Ctrl-C again: at once)")
+        return stop.requested
 
     def _evaluate(self, run: RunDirectory, events: EventLog, stop: Stop, *, when: str) -> bool:
         path = run.path / f"eval_{when}.json"
@@ -142,12 +169,6 @@ class RLRun:
         )
         return restore_params(run.checkpoints / "rl", abstract)
 
-    def _policy_checkpoints(self, run: RunDirectory) -> Path | None:
-        for folder in (run.checkpoints / "rl", warm_start_directory(run) / "checkpoints"):
-            if _latest_step(folder) is not None:
-                return folder
-        return None
-
     def _summarise(self, run: RunDirectory) -> dict[str, Any]:
         report = summarise_run(run, name=run.path.name, seed=self._cfg.seed)
         _write_json(run.path / "report.json", report)
@@ -176,11 +197,19 @@ def _latest_step(checkpoints: Path) -> int | None:
         checkpointer.close()
 
 
-def _show(progress: Progress, run: RunDirectory, step: int) -> None:
-    rows = [row for row in read_rows(run.metrics_path) if row["phase"] == "rl"] if step else []
-    recent = [row["reward"] for row in rows[-10:]]
-    if recent:
-        progress.update(step, note=f"reward {sum(recent) / len(recent):.3f}")
+class _Shown:
+    """Step and recent reward on the terminal, each time the step has advanced."""
+
+    def __init__(self, progress: Progress, run: RunDirectory):
+        self._progress, self._rows = progress, RowTail(run.metrics_path)
+        self._recent: deque[float] = deque(maxlen=10)
+        self._step = 0
+
+    def update(self, step: int) -> None:
+        self._recent += [row["reward"] for row in self._rows.new_rows() if row["phase"] == "rl"]
+        if step != self._step and self._recent:
+            self._step = step
+            self._progress.update(step, note=f"reward {sum(self._recent) / len(self._recent):.3f}")
 
 
 def _write_json(path: Path, value: Any) -> None:

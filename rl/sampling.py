@@ -67,6 +67,7 @@ class Sampler(Configurable):
             tokens int32 [groups, samples] and their log-probabilities, float32.
         """
         logits = self.distribution(constrain(logits, "batch", None, None))
+        keys = constrain(keys, "batch", None)
         tokens = jax.vmap(jax.vmap(jax.random.categorical))(keys, logits).astype(jnp.int32)
         return tokens, token_logprobs(logits, tokens)
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
@@ -47,6 +48,7 @@ class VersionStore(Protocol):
     def push(self, weights: EncodedWeights) -> None: ...
     def rewind(self, version: int) -> None: ...
     def latest(self) -> int: ...
+    def oldest(self) -> int: ...
     def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights: ...
 
 
@@ -68,6 +70,21 @@ class PolicyTrainer(Configurable):
         row_multiple: int = 1  # batches are padded to a multiple of this many groups
         agreement_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
 
+        def check_sizes(self) -> Mesh:
+            """The mesh, if it fits the devices and batches fit it.
+
+            Raises:
+                UserError: naming the field that does not fit.
+            """
+            mesh = make_mesh(self.mesh)
+            rows = mesh.shape["data"] * mesh.shape["fsdp"] * self.microbatches
+            if self.row_multiple % rows:
+                raise UserError(
+                    f"trainer.row_multiple={self.row_multiple} is not a multiple of "
+                    f"data x fsdp x microbatches = {rows}"
+                )
+            return mesh
+
     def __init__(
         self,
         cfg: Config,
@@ -81,17 +98,12 @@ class PolicyTrainer(Configurable):
         """`initial(abstract_params)` gives version 0; without it the model's own initialisation does."""
         self.cfg, self._controller, self._weights = cfg, controller, weights
         self._run, self._events = run, EventLog(run.events_path)
-        self._mesh = make_mesh(cfg.mesh)
+        self._mesh = cfg.check_sizes()
         self._objective = cfg.objective.build()
         if not self._objective.single_update and self._objective.needs_old:
             raise UserError(
                 "trainer.objective.old_policy='recompute' needs a second scoring pass, which one update a batch "
                 "makes superfluous; use 'current' (the same, exactly) or 'behaviour'"
-            )
-        rows = self._mesh.shape["data"] * self._mesh.shape["fsdp"] * cfg.microbatches
-        if cfg.row_multiple % rows:
-            raise UserError(
-                f"trainer.row_multiple={cfg.row_multiple} is not a multiple of data x fsdp x microbatches = {rows}"
             )
         self._checkpointer = cfg.checkpoint.build(directory=run.checkpoints / "rl")
         self._learner = cfg.learner.build()
@@ -113,8 +125,7 @@ class PolicyTrainer(Configurable):
         for weights in self._recent:
             self._weights.push(weights)
         self._publish()
-        first = self._recent[0].manifest.version if self._recent else self.step
-        self._controller.begin(self.step, first)
+        self._controller.begin(self.step, self._first_version())
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> int:
         """Update until the last step or until `stop()`; saves at the end. Returns the steps completed."""
@@ -237,7 +248,7 @@ class PolicyTrainer(Configurable):
         version = versions.pop()
         params = self.state["params"]
         if version != self.step:
-            host = decode(self._weights.pull(version))
+            host = decode(next(w for w in self._recent if w.manifest.version == version))
             params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), host, params)
         logprobs = np.asarray(self._score(params, arrays)[0])
         mask = batch["action_mask"]
@@ -255,5 +266,10 @@ class PolicyTrainer(Configurable):
 
     def _heal(self) -> None:
         """A parameter server or controller that restarted is empty: tell it where we are."""
-        if self._weights.latest() < self.step or self._controller.status()["version"] < self.step:
+        lacking = self._weights.latest() < self.step or self._weights.oldest() > self._first_version()
+        if lacking or self._controller.status()["version"] < self.step:
+            self._events.append("trainer", "heal", step=self.step)
             self.start()
+
+    def _first_version(self) -> int:
+        return self._recent[0].manifest.version if self._recent else self.step

@@ -6,6 +6,7 @@ context's business (see context.py). So training, scoring, prefill and decoding 
 Shape letters: b batch, t length, d model width, k key/value heads, q query heads per key/value head, h head width.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.rope import Rope, rotate
 from mesh.errors import UserError
+from mesh.rules import axis_sizes
 
 
 class Attention(Layer):
@@ -40,6 +42,7 @@ class Attention(Layer):
             )
         if cfg.head_dim is None and cfg.dim % cfg.num_heads:
             raise UserError(f"Attention: dim={cfg.dim} is not a multiple of num_heads={cfg.num_heads}")
+        _check_spread(kv_heads)
         head_dim = cfg.head_dim or cfg.dim // cfg.num_heads
         per_kv = cfg.num_heads // kv_heads
         init, kv_shape = fan_in_init(cfg.dim), (cfg.dim, kv_heads, head_dim)
@@ -86,3 +89,11 @@ class Attention(Layer):
         mixed, cache = context.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads")
         return out, cache
+
+
+def _check_spread(kv_heads: int) -> None:
+    """A key/value head is never cut, nor separated from its query heads."""
+    sizes = axis_sizes("heads")
+    if kv_heads % math.prod(sizes.values()):
+        over = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise UserError(f"Attention: num_kv_heads={kv_heads} do not divide evenly over the mesh ({over})")

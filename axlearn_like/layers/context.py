@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from mesh.rules import constrain
+from mesh.rules import constrain, partition
 
 MASKED = -1e30  # finite, so that a fully masked (padding) row gives garbage instead of NaN
 
@@ -194,13 +194,13 @@ def _branch_heads_first(x_gntkh: jax.Array) -> jax.Array:
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask_bts: jax.Array) -> jax.Array:
     """Plain attention, [b, t, k, q, h]. Query heads join the length, so each product is one batched matmul."""
     batch, length, heads, per_head, width = q.shape
-    rows = q.transpose(0, 2, 3, 1, 4).reshape(batch, heads, per_head * length, width)
+    rows = _reshape(q.transpose(0, 2, 3, 1, 4), batch, heads, per_head * length, width)
     scores = _dot(rows, _heads_first(k), contract_last=True)
-    scores = scores.reshape(batch, heads, per_head, length, -1) * width**-0.5
+    scores = _reshape(scores, batch, heads, per_head, length, -1) * width**-0.5
     weights = jax.nn.softmax(jnp.where(mask_bts[:, None, None], scores, MASKED), axis=-1)
-    weights = weights.astype(v.dtype).reshape(batch, heads, per_head * length, -1)
+    weights = _reshape(weights.astype(v.dtype), batch, heads, per_head * length, -1)
     mixed = _dot(weights, _heads_first(v)).astype(v.dtype)
-    return mixed.reshape(batch, heads, per_head, length, width).transpose(0, 3, 1, 2, 4)
+    return _reshape(mixed, batch, heads, per_head, length, width).transpose(0, 3, 1, 2, 4)
 
 
 def _attend_branches(
@@ -210,25 +210,25 @@ def _attend_branches(
     groups, branches, length, heads, per_head, width = q.shape
     q = q.transpose(0, 3, 1, 4, 2, 5)  # g k n q t h
     split = (groups, heads, branches, per_head, length, -1)
-    all_rows = q.reshape(groups, heads, -1, width)
-    own_rows = q.reshape(groups, heads, branches, -1, width)
-    to_trunk = _dot(all_rows, cache["trunk_k"], contract_last=True).reshape(split)
-    to_own = _dot(own_rows, cache["k"], contract_last=True).reshape(split)
+    all_rows = _reshape(q, groups, heads, -1, width)
+    own_rows = _reshape(q, groups, heads, branches, -1, width)
+    to_trunk = _reshape(_dot(all_rows, cache["trunk_k"], contract_last=True), *split)
+    to_own = _reshape(_dot(own_rows, cache["k"], contract_last=True), *split)
     scale = width**-0.5
     to_trunk = jnp.where(trunk_mask_gp[:, None, None, None, None], to_trunk * scale, MASKED)
     to_own = jnp.where(own_mask_ts, to_own * scale, MASKED)
     weights = jax.nn.softmax(jnp.concatenate([to_trunk, to_own], axis=-1), axis=-1)
     weights = weights.astype(cache["v"].dtype)
     trunk_size = to_trunk.shape[-1]
-    from_trunk = _dot(
-        weights[..., :trunk_size].reshape(groups, heads, -1, trunk_size), cache["trunk_v"]
-    )
-    from_own = _dot(
-        weights[..., trunk_size:].reshape(groups, heads, branches, per_head * length, -1),
-        cache["v"],
-    )
-    mixed = (from_trunk.reshape(split) + from_own.reshape(split)).astype(cache["v"].dtype)
+    from_trunk = _dot(_reshape(weights[..., :trunk_size], groups, heads, -1, trunk_size), cache["trunk_v"])
+    from_own = _dot(_reshape(weights[..., trunk_size:], groups, heads, branches, per_head * length, -1), cache["v"])
+    mixed = (_reshape(from_trunk, *split) + _reshape(from_own, *split)).astype(cache["v"].dtype)
     return mixed.transpose(0, 2, 4, 1, 3, 5)
+
+
+def _reshape(x: jax.Array, *shape: int) -> jax.Array:
+    """Batch and heads stay in front and spread as they were: a plain reshape forgets that where their size is 1."""
+    return jnp.reshape(x, shape, out_sharding=partition("batch", "heads", *[None] * (len(shape) - 2)))
 
 
 def _dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> jax.Array:

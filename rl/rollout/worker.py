@@ -12,7 +12,9 @@ from axlearn_like.spans import span
 from axlearn_like.tokenizer import ByteTokenizer
 from rl.messages import Group, Lease, Rollout, Score
 from rl.rollout.engine import Request, RolloutEngine
-from rl.weights.encoding import EncodedWeights, decode
+from rl.weights.encoding import EncodedWeights, WeightsError, decode
+
+_PULL_ATTEMPTS = 5  # in a row that may fail before the run does
 
 
 class LeaseSource(Protocol):
@@ -55,6 +57,7 @@ class RolloutWorker:
         self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
         self._controller, self._weights, self._verifier = controller, weights, verifier
         self._events, self._pull_timeout = events, pull_timeout
+        self._failed_pulls = 0  # in a row
 
     def run(self) -> None:
         """Work until the controller says that the run is over."""
@@ -68,7 +71,8 @@ class RolloutWorker:
         lease = self._controller.lease(self.name, timeout)
         if lease is None:
             return False
-        self._load(lease.version)
+        if not self._load(lease.version):
+            return True
         with self._span("generate", step=lease.step, lease=lease.id, version=lease.version) as span:
             requests = [Request(prompt, lease.samples, self._seed) for prompt in lease.prompts]
             rollouts = self._engine.generate(requests)
@@ -77,12 +81,24 @@ class RolloutWorker:
             self._controller.submit(lease.id, self._score(lease, rollouts))
         return True
 
-    def _load(self, version: int) -> None:
-        if version != self._engine.version:
-            with self._span("pull", version=version) as span:
+    def _load(self, version: int) -> bool:
+        """False if the version is not to be had for now: its trainer died, and makes it again when it is back."""
+        if version == self._engine.version:
+            return True
+        with self._span("pull", version=version) as span:
+            try:
                 weights = self._weights.pull(version, self._pull_timeout)
-                self._engine.set_weights(decode(weights), version)
-                span["nbytes"] = weights.manifest.nbytes
+            except WeightsError as error:
+                self._failed_pulls += 1
+                if self._failed_pulls >= _PULL_ATTEMPTS:
+                    raise
+                span["error"] = str(error)
+                self._controller.join(self.name)  # frees the lease
+                return False
+            self._failed_pulls = 0
+            self._engine.set_weights(decode(weights), version)
+            span["nbytes"] = weights.manifest.nbytes
+        return True
 
     def _score(self, lease: Lease, rollouts: list[Rollout]) -> tuple[Group, ...]:
         with self._span("score", step=lease.step):

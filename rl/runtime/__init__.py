@@ -1,1 +1,15 @@
-"""Runtimes: where the roles of an experiment live. The roles themselves do not know."""
+"""Runtimes: where the roles of an experiment live. The roles themselves do not know.
+
+What Ray reads from the environment when it is imported is set here, which comes before any of our imports of it.
+"""
+
+import os
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# The death of a process is told in a paragraph of Ray's; the runtime tells it in a line of ours.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker died or was killed")
+if "RAY_ADDRESS" not in os.environ:
+    # Unless it is off, Ray replaces 127.0.0.1 by an address of the network and listens there; the switch is named after
+    # the systems on which off is the default.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

@@ -1,6 +1,6 @@
 """The Ray side of the runtime: one generic actor that hosts a role, and a proxy that looks like the role.
 
-An actor builds its role from the experiment's config text, in its own process. Roles call each other through proxies
+An actor builds its role from the config in the run directory, in its own process. Roles call each other through proxies
 with plain method calls; bulk weights do not take this way (see weights/transport.py).
 """
 
@@ -20,52 +20,70 @@ from mesh import UserError, enable_compilation_cache, make_mesh
 from rl.experiment import RLExperiment
 from rl.weights.transport import Endpoint, WeightClient, WeightServer
 
-CALL_SECONDS = 120.0  # beyond the caller's own `timeout`, a call that takes longer names what it waits for
+
+def result(reference: Any, timeout: float | None = None) -> Any:
+    """`ray.get`, with a user's mistake as it was raised in the actor, without Ray's wrapping of it."""
+    try:
+        return ray.get(reference, timeout=timeout)
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, UserError) else error.as_instanceof_cause()
+        raise cause from None
 
 
 class RemoteRole:
     """A role that lives in an actor: its methods, called synchronously.
 
-    An actor that is being restarted is waited for, up to `patience` seconds; then the error names the role.
+    An actor that is being restarted is waited for, up to `patience` seconds; then the error names the role. A call may
+    take `limit` seconds beyond its own `timeout`.
     """
 
-    def __init__(self, name: str, actor: Any, patience: float = 90.0):
-        self._name, self._actor, self._patience = name, actor, patience
+    def __init__(self, name: str, actor: Any, *, patience: float = 90.0, limit: float | None = 120.0):
+        self._name, self._actor, self._patience, self._limit = name, actor, patience, limit
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            limit = CALL_SECONDS + kwargs.get("timeout", 0.0)
-            give_up = time.monotonic() + self._patience
-            while True:
-                try:
-                    return ray.get(self._actor.call.remote(method, args, kwargs), timeout=limit)
-                except GetTimeoutError as error:
-                    raise UserError(
-                        f"{self._name}.{method} has not answered for {limit:.0f} s"
-                    ) from error
-                except RayTaskError as error:
-                    raise error.as_instanceof_cause() from None
-                except RayActorError as error:
-                    if time.monotonic() > give_up:
-                        raise UserError(f"{self._name} is gone: {error}") from error
-                    time.sleep(0.2)
+            wait = kwargs.get("timeout", 0.0)
+            return self._patiently(method, lambda: self._actor.call.remote(method, args, kwargs), wait)
 
         return call
+
+    def _patiently(self, method: str, start: Callable[[], Any], wait: float = 0.0) -> Any:
+        limit = None if self._limit is None else self._limit + wait
+        give_up: float | None = None
+        while True:
+            try:
+                return result(start(), limit)
+            except GetTimeoutError as error:
+                raise UserError(f"{self._name}.{method} has not answered for {limit:.0f} s") from error
+            except RayActorError as error:
+                give_up = give_up or time.monotonic() + self._patience
+                if time.monotonic() > give_up:
+                    raise UserError(f"{self._name} is gone: {error}") from error
+                time.sleep(0.2)
+
+
+class RemoteServer(RemoteRole):
+    """The parameter server's actor, of which others ask only where its bytes are served."""
+
+    def locate(self) -> Endpoint:
+        """Of the process that is alive now."""
+        return self._patiently("endpoint", self._actor.endpoint.remote)
 
 
 class RoleHost:
     """The actor's class. `kind` names the `make_` method of the experiment that builds the role.
 
-    The role is built at the first call, so that what is wrong with it is raised to the caller as it is, and anew after a
-    restart.
+    The role is built at the first call, so that what is wrong with it is raised to the caller as it is, and anew after
+    a restart.
     """
 
-    def __init__(self, kind: str, name: str, config_text: str, run_path: str, peers: dict[str, Any]):
-        self._kind, self._name, self._peers = kind, name, peers
-        self._config_text, self._run = config_text, RunDirectory.attach(run_path)
+    def __init__(self, kind: str, name: str, run_path: str, token: str):
+        self._kind, self._name, self._token = kind, name, token
+        self._run = RunDirectory.attach(run_path)
+        self._peers: dict[str, Any] = {}
         self._building = threading.Lock()
         self._role: Any = None
         self._server: WeightServer | None = None
@@ -81,14 +99,16 @@ class RoleHost:
         assert self._server is not None
         return self._server.endpoint
 
-    def run_worker(self) -> None:
-        """The rollout worker's loop, until the controller stops the run."""
+    def run_worker(self, peers: dict[str, Any]) -> None:
+        """The rollout worker's loop, until the controller stops the run. `peers`: actors of the roles it calls."""
+        self._peers = peers
         worker = self._built()
         with jax.set_mesh(make_mesh()):
             worker.run()
 
-    def run_trainer(self) -> int:
+    def run_trainer(self, peers: dict[str, Any]) -> int:
         """The trainer's loop; returns the updates completed."""
+        self._peers = peers
         return self._built().run(stop=lambda: self._stopping)
 
     def stop(self) -> None:
@@ -103,22 +123,22 @@ class RoleHost:
         with self._building:
             if self._role is None:
                 enable_compilation_cache()
-                self._role = self._build(from_text(self._config_text).build())
+                self._role = self._build(from_text(self._run.config_path.read_text()).build())
                 EventLog(self._run.events_path).append(self._name, "start", pid=os.getpid())
             return self._role
 
     def _build(self, experiment: RLExperiment) -> Any:
         if self._kind == "parameter_server":
             store = experiment.make_parameter_server()
-            self._server = WeightServer(store, self._peers["token"])
+            self._server = WeightServer(store, self._token)
             return store
         if self._kind == "verifier":
             return experiment.make_verifier()
         if self._kind == "controller":
             return experiment.make_controller(self._run)
-        controller = RemoteRole("controller", self._peers["controller"])
-        weights = WeightClient(self._peers["endpoint"])
+        controller: Any = RemoteRole("controller", self._peers["controller"])
+        weights = WeightClient(RemoteServer("parameter-server", self._peers["server"]).locate)
         if self._kind == "trainer":
             return experiment.make_trainer(self._run, controller, weights)
-        verifier = RemoteRole("verifier", self._peers["verifier"])
+        verifier: Any = RemoteRole("verifier", self._peers["verifier"], limit=None)  # it has deadlines of its own
         return experiment.make_worker(self._name, self._run, controller, weights, verifier)

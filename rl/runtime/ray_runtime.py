@@ -1,35 +1,30 @@
 """Every role in a process of its own, as Ray actors; Ray is started inside the command unless a cluster is named.
 
-Placement, restarts and logs are Ray's. This file starts the roles in order, watches the workers' loops, kills one when
-the experiment asks for it, and takes everything down at the end.
+Placement, restarts and logs are Ray's. This file starts the roles, watches the loops of trainer and workers and begins
+them again when their process died, kills a worker when the experiment asks for it, and takes all down at the end.
 """
 
-import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, Literal
 
 import psutil
+import ray
+from ray.exceptions import RayActorError
 
-if "RAY_ADDRESS" not in os.environ:
-    # Ray reads this when it is imported. Unless it is off, Ray replaces 127.0.0.1 by an address of the network and
-    # listens there; the switch is named after the systems on which off is the default.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+from axlearn_like.row_tail import RowTail
+from axlearn_like.run_directory import EventLog, RunDirectory
+from mesh import UserError
+from rl.experiment import RLExperiment
+from rl.runtime.ray_actors import RemoteRole, RoleHost, result
+from rl.runtime.ray_session import ray_session
 
-import ray  # noqa: E402
-from ray.exceptions import RayActorError, RayTaskError  # noqa: E402
+DEATHS = 5  # of one role, without an update in between: then it is not bad luck
 
-from axlearn_like.config_text import to_text  # noqa: E402
-from axlearn_like.metrics import read_rows  # noqa: E402
-from axlearn_like.run_directory import EventLog, RunDirectory  # noqa: E402
-from mesh import UserError  # noqa: E402
-from rl.experiment import RLExperiment  # noqa: E402
-from rl.runtime.ray_actors import RemoteRole, RoleHost  # noqa: E402
-
-NEEDED_BYTES = 2 << 30  # Ray itself and one small JAX process a role
+Say = Callable[[str], None]
 
 
 def run_ray(
@@ -37,145 +32,189 @@ def run_ray(
     run: RunDirectory,
     stop: Callable[[], bool],
     on_step: Callable[[int], None],
+    say: Say = print,
 ) -> int:
     """Update until the last step or until `stop()`; returns the steps completed."""
+    if not os.environ.get("RAY_ADDRESS"):
+        end_leftovers(run)
     with ray_session():
-        fleet = Fleet(experiment, run)
+        fleet = Fleet(experiment.cfg, run, say)
         try:
             return fleet.run(stop, on_step)
         finally:
             fleet.close()
 
 
-@contextmanager
-def ray_session() -> Iterator[None]:
-    """Ray for the length of the block: `RAY_ADDRESS`'s cluster, or one of our own on loopback."""
-    free = psutil.virtual_memory().available
-    if free < NEEDED_BYTES and not os.environ.get("RAY_ADDRESS"):
-        raise UserError(
-            f"not enough free memory to start Ray: {free / 2**30:.1f} GiB available, "
-            f"{NEEDED_BYTES / 2**30:.0f} GiB needed; close something, or use --runtime inprocess"
-        )
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-    else:
-        ray.init(
-            num_cpus=64,  # roles are processes, not cores: placement on one machine is not Ray's to limit
-            include_dashboard=False,
-            object_store_memory=256 << 20,
-            _node_ip_address="127.0.0.1",
-            **quiet,
-        )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 class Fleet:
     """The actors of one run."""
 
-    def __init__(self, experiment: RLExperiment, run: RunDirectory):
-        self._cfg, self._run = experiment.cfg, run
-        self._events = EventLog(run.events_path)
-        self._text = to_text(experiment.cfg)
-        self.server = self._start("parameter_server", "parameter-server", token=secrets.token_hex(16))
-        self.controller = self._start("controller", "controller")
-        self.verifier = self._start("verifier", "verifier")
+    def __init__(self, cfg: RLExperiment.Config, run: RunDirectory, say: Say):
+        self._cfg, self._run, self._say = cfg, run, say
+        self._log = EventLog(run.events_path)
+        self._events = RowTail(run.events_path, from_end=True)
+        self._metrics = RowTail(run.metrics_path)
+        self._step = 0
+        self._pids: dict[str, int] = {}  # of the roles that have started
+        self._deaths: dict[str, int] = {}  # since the last update
+        self._kill = _Kill(cfg, run)
+        self._token = secrets.token_hex(16)
         self._peers = {
-            "controller": self.controller,
-            "verifier": self.verifier,
-            "endpoint": result(self.server.endpoint.remote()),
+            "server": self._start("parameter_server", "parameter-server"),
+            "controller": self._start("controller", "controller"),
+            "verifier": self._start("verifier", "verifier"),
         }
-        self.trainer = self._start("trainer", "trainer", **self._peers)
-        self.workers = {
-            name: self._start("worker", name, **self._peers)
-            for name in (f"worker-{i}" for i in range(experiment.cfg.workers))
-        }
+        self._loopers = {"trainer": self._start("trainer", "trainer")}
+        for name in (f"worker-{i}" for i in range(cfg.workers)):
+            self._loopers[name] = self._start("worker", name)
+        self._controller = RemoteRole("controller", self._peers["controller"])
+        self._waiting: dict[Any, tuple[str, Literal["loop", "restart"]]] = {}
 
     def run(self, stop: Callable[[], bool], on_step: Callable[[int], None]) -> int:
         """Watch until the trainer's loop returns."""
-        loops: dict[Any, str] = {a.run_worker.remote(): n for n, a in self.workers.items()}
-        training = self.trainer.run_trainer.remote()
-        loops[training] = "trainer"
-        kill_at = self._kill_step()
-        step, asked = -1, False
+        for name in self._loopers:
+            self._begin(name)
+        asked = False
         while True:
-            done, _ = ray.wait(list(loops), timeout=0.25)
-            for loop in done:
-                name = loops.pop(loop)
-                again = self._ended(name, loop)
-                if again is not None:
-                    loops[again] = name
-                    training = again if name == "trainer" else training
-                elif name == "trainer":
-                    return result(loop)
-            rows = read_rows(self._run.metrics_path) if self._run.metrics_path.exists() else []
-            step = max((row["step"] for row in rows if row["phase"] == "rl"), default=0)
-            on_step(step)
-            if kill_at is not None and step >= kill_at:
-                self._kill(f"worker-{self._cfg.workers - 1}", step)
-                kill_at = None
             if stop() and not asked:
                 asked = True
-                self.trainer.stop.remote()
+                self._loopers["trainer"].stop.remote()
+            done, _ = ray.wait(list(self._waiting), timeout=0.25)
+            self._look()
+            on_step(self._step)
+            for reference in done:
+                name, what = self._waiting.pop(reference)
+                outcome = self._outcome(name, what, reference)
+                if outcome is None and asked and name == "trainer":
+                    return self._step  # it died before it could save: what was saved last is resumed
+                if name == "trainer" and what == "loop" and outcome is not None:
+                    return outcome[0]
 
     def close(self) -> None:
         """Stop the workers, then end all actors; nothing is left running."""
-        actors = [*self.workers.values(), self.trainer, self.verifier, self.controller, self.server]
         try:
-            RemoteRole("controller", self.controller, patience=2.0).stop()
-            RemoteRole("verifier", self.verifier, patience=2.0).close()
+            RemoteRole("controller", self._peers["controller"], patience=2.0, limit=5.0).stop()
+            RemoteRole("verifier", self._peers["verifier"], patience=2.0, limit=5.0).close()
         except (UserError, RayActorError):
             pass  # already gone
-        for actor in actors:
+        for actor in [*self._loopers.values(), *self._peers.values()]:
             ray.kill(actor)
+        self._look()
+        self._kill.end(self._say)
 
-    def _start(self, kind: str, name: str, **peers: Any) -> Any:
+    def _start(self, kind: str, name: str) -> Any:
         actor = ray.remote(RoleHost).options(
-            name=f"{name}-{self._run.path.name}",
+            name=f"{name}-{self._run.path.name}-{self._token[:8]}",
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=32,
             runtime_env={"env_vars": _environment(kind)},
         )
-        return actor.remote(kind, name, self._text, str(self._run.path), peers)
+        return actor.remote(kind, name, str(self._run.path), self._token)
 
-    def _ended(self, name: str, loop: Any) -> Any | None:
-        """A loop returned or its actor died: the new loop of a restarted actor, or None if it ended well."""
+    def _begin(self, name: str) -> None:
+        actor = self._loopers[name]
+        loop = actor.run_trainer if name == "trainer" else actor.run_worker
+        self._waiting[loop.remote(self._peers)] = (name, "loop")
+
+    def _outcome(self, name: str, what: str, reference: Any) -> tuple[Any] | None:
+        """What a loop returned, or None if its actor died: then its restart is waited for, and the loop begun again."""
         try:
-            result(loop)
+            value = result(reference)
+        except RayActorError as error:
+            if what == "loop":
+                self._note_death(name, error)
+            else:
+                time.sleep(0.1)
+            self._waiting[self._loopers[name].pid.remote()] = (name, "restart")
             return None
-        except RayActorError:
-            self._events.append("driver", "died", target=name)
-        if name == "trainer":
-            return self.trainer.run_trainer.remote()
-        RemoteRole("controller", self.controller).release(name, "worker died")
-        return self.workers[name].run_worker.remote()
+        if what == "restart":
+            self._begin(name)
+        return (value,)
 
-    def _kill_step(self) -> int | None:
-        share = self._cfg.kill_worker_after
-        if share is None or self._cfg.workers == 0:
-            return None
-        killed = [r for r in read_rows(self._run.events_path) if r.get("event") == "kill"]
-        return None if killed else max(1, round(share * self._cfg.num_steps))
+    def _note_death(self, name: str, error: RayActorError) -> None:
+        self._log.append("driver", "died", target=name)
+        self._deaths[name] = self._deaths.get(name, 0) + 1
+        if self._deaths[name] >= DEATHS:
+            raise UserError(
+                f"{name} died {DEATHS} times without an update in between, at update {self._step}; "
+                f"its output is in the logs of Ray's session. {error}"
+            )
+        if name != self._kill.target:
+            self._say(f"{name} (pid {self._pids.get(name, 'unknown')}) died at update {self._step}; starting it again")
+        if name != "trainer":
+            self._controller.release(name, "worker died")
 
-    def _kill(self, name: str, step: int) -> None:
-        pid = ray.get(self.workers[name].pid.remote())
-        self._events.append("driver", "kill", target=name, pid=pid, step=step)
-        os.kill(pid, signal.SIGKILL)
+    def _look(self) -> None:
+        """Take note of what the roles have written down."""
+        for row in self._metrics.new_rows():
+            if row["phase"] == "rl":
+                self._deaths, self._step = {}, row["step"]
+        for row in self._events.new_rows():
+            if row["event"] == "start" and "pid" in row:
+                self._pids[row["role"]] = row["pid"]
+            self._kill.see(row, self._say)
+        if self._kill.due(self._step) and self._kill.name in self._pids:
+            self._kill.do(self._pids[self._kill.name], self._loopers[self._kill.name], self._step, self._log)
 
 
-def result(reference: Any) -> Any:
-    """`ray.get`, with the error that the role itself raised instead of Ray's wrapping of it."""
-    try:
-        return ray.get(reference)
-    except RayTaskError as error:
-        raise error.as_instanceof_cause() from None
+class _Kill:
+    """The killed worker that the experiment asks for: once in a run, and how long until it is replaced."""
+
+    def __init__(self, cfg: RLExperiment.Config, run: RunDirectory):
+        self.name = f"worker-{cfg.workers - 1}"
+        self.target: str | None = None  # its name while it is killed and not yet replaced
+        share = cfg.kill_worker_after if cfg.workers else None
+        self._at = None if share is None else max(1, round(share * cfg.num_steps))
+        if any(row["event"] == "kill" for row in RowTail(run.events_path).new_rows()):
+            self._at = None
+        self._words, self._time, self._started = "", 0.0, False
+
+    def due(self, step: int) -> bool:
+        return self._at is not None and step >= self._at
+
+    def do(self, pid: int, actor: Any, step: int, log: EventLog) -> None:
+        self._at, self.target = None, self.name
+        self._words, self._time = f"killed {self.name} (pid {pid}) at update {step}", time.time()
+        log.append("driver", "kill", target=self.name, pid=pid, step=step)
+        if os.environ.get("RAY_ADDRESS"):
+            ray.kill(actor, no_restart=False)  # its process may be on another machine
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+    def see(self, row: dict[str, Any], say: Say) -> None:
+        """Replaced means: its successor has handed in rollouts."""
+        if self.target is None or row["role"] != self.target or row["time"] < self._time:
+            return
+        self._started = self._started or row["event"] == "start"
+        if self._started and row["event"] == "score":
+            say(f"{self._words}; replaced after {row['time'] - self._time:.1f} s")
+            self.target = None
+
+    def end(self, say: Say) -> None:
+        if self.target is not None:
+            say(f"{self._words}; the updates were done before it was replaced")
+            self.target = None
+
+
+def end_leftovers(run: RunDirectory) -> None:
+    """End what a driver that was killed has left: its actors would write into the same run.
+
+    They end by themselves when Ray sees that the driver is gone; this is for the moment before that.
+    """
+    left = []
+    for row in RowTail(run.events_path).new_rows():
+        if row["event"] == "start" and "pid" in row:
+            try:
+                process = psutil.Process(row["pid"])
+                if process.create_time() < row["time"] and "ray::" in " ".join(process.cmdline()):
+                    left.append(process)
+            except psutil.Error:
+                continue
+    _, alive = psutil.wait_procs(left, timeout=5.0)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=5.0)
 
 
 def _environment(kind: str) -> dict[str, str]:

@@ -28,16 +28,21 @@ class ReasoningGymScorer(Scorer):
     class Config(Scorer.Config):
         mixture: TaskMixture.Config = REQUIRED
         """Equal to the one that drew the problems."""
+        pass_mark: float | None = None
+        """If given, the reward is 1 for scores of at least this and 0 below: many of the package's scorers give some
+        credit for an answer that merely resembles the right one."""
 
     def __init__(self, cfg: Config):
         self._mixture = cfg.mixture.build()
+        self._pass_mark = cfg.pass_mark
         # The samples of one problem arrive together, so its item is made once.
         self._problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(
             self._mixture.problem
         )
 
     def score(self, problem_id: int, answer: str) -> float:
-        return self._mixture.score(self._problem(problem_id), answer)
+        score = self._mixture.score(self._problem(problem_id), answer)
+        return score if self._pass_mark is None else float(score >= self._pass_mark)
 
 
 class FunctionScorer(Scorer):

@@ -60,7 +60,7 @@ def encode(params: Params, version: int) -> EncodedWeights:
     arrays = jax.device_get([leaf for _, leaf in leaves])
     entries, chunks, offset = [], [], 0
     for (path, _), array in zip(leaves, arrays, strict=True):
-        data = np.ascontiguousarray(array)
+        data = np.asarray(array, order="C")  # ascontiguousarray would give a scalar an axis
         name = "/".join(str(key.key) for key in path)
         entries.append(ArrayEntry(name, data.shape, data.dtype.name, offset, data.nbytes))
         chunks.append(data.reshape(-1).view(np.uint8))

@@ -11,6 +11,8 @@ import secrets
 import socket
 import socketserver
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from mesh import UserError
@@ -49,11 +51,19 @@ class WeightServer:
 
 
 class WeightClient:
-    """The parameter server's interface (`push`, `pull`, `latest`) over TCP."""
+    """The parameter server's interface (`push`, `pull`, `latest`) over TCP.
 
-    def __init__(self, endpoint: Endpoint, connect_timeout: float = 10.0):
-        self.endpoint = endpoint
+    A server that was restarted listens elsewhere. Given a function instead of an endpoint, a client asks it where to
+    find the server, and asks again and repeats what failed for up to `patience` seconds: each operation is repeatable.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint | Callable[[], Endpoint], connect_timeout: float = 10.0, patience: float = 90.0
+    ):
+        self._locate = None if isinstance(endpoint, Endpoint) else endpoint
+        self._endpoint = endpoint if isinstance(endpoint, Endpoint) else None
         self._connect_timeout = connect_timeout
+        self._patience = patience
 
     def push(self, weights: EncodedWeights) -> None:
         self._call("push", weights.buffer, manifest=weights.manifest.to_json())
@@ -74,21 +84,38 @@ class WeightClient:
     def _call(
         self, operation: str, body: bytes | bytearray | memoryview = b"", **arguments: Any
     ) -> tuple[dict[str, Any], bytearray]:
-        where = f"parameter server at {self.endpoint.host}:{self.endpoint.port}"
+        give_up: float | None = None
+        while True:
+            if self._endpoint is None:
+                assert self._locate is not None
+                self._endpoint = self._locate()
+            endpoint = self._endpoint
+            try:
+                return self._exchange(endpoint, operation, body, arguments)
+            except OSError as error:
+                give_up = give_up or time.monotonic() + self._patience
+                if self._locate is None or time.monotonic() > give_up:
+                    where = f"parameter server at {endpoint.host}:{endpoint.port}"
+                    raise WeightsError(f"{where}: {operation} failed: {error}") from error
+            self._endpoint = None
+            time.sleep(0.2)
+
+    def _exchange(
+        self, endpoint: Endpoint, operation: str, body: bytes | bytearray | memoryview, arguments: dict[str, Any]
+    ) -> tuple[dict[str, Any], bytearray]:
         wait = self._connect_timeout + arguments.get("timeout", 0.0)
-        try:
-            address = (self.endpoint.host, self.endpoint.port)
-            with socket.create_connection(address, timeout=wait) as connection:
-                request = {"token": self.endpoint.token, "operation": operation, **arguments}
-                connection.sendall(json.dumps({**request, "nbytes": len(body)}).encode() + b"\n")
-                connection.sendall(body)
-                with connection.makefile("rb") as stream:
-                    reply = json.loads(stream.readline() or b"{}")
-                    data = _read(stream, reply.get("nbytes", 0))
-        except OSError as error:
-            raise WeightsError(f"{where}: {operation} failed: {error}") from error
-        if "error" in reply or not reply:
-            raise WeightsError(reply.get("error", f"{where}: {operation}: connection closed"))
+        with socket.create_connection((endpoint.host, endpoint.port), timeout=wait) as connection:
+            request = {"token": endpoint.token, "operation": operation, **arguments}
+            connection.sendall(json.dumps({**request, "nbytes": len(body)}).encode() + b"\n")
+            connection.sendall(body)
+            with connection.makefile("rb") as stream:
+                line = stream.readline()
+                if not line.endswith(b"\n"):
+                    raise ConnectionError("connection closed")
+                reply = json.loads(line)
+                data = _read(stream, reply.get("nbytes", 0))
+        if "error" in reply:
+            raise WeightsError(reply["error"])
         return reply, data
 
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
+import jax
+
+from axlearn_like.config_text import to_text
+from axlearn_like.metrics import read_rows
+from axlearn_like.run_directory import RunDirectory
+from experiments.grpo_bench import grpo_bench
+from mesh import make_mesh
 from tools.bench.grpo_job import GrpoJob
 from tools.bench.step_protocol import StepServer
 
@@ -17,7 +24,36 @@ def build_step(job: GrpoJob) -> tuple[Callable[[StepServer, int], None], int]:
         `server.generation()` around sampling and one `server.record(tokens, reward)`), and the
         number of parameters.
     """
-    raise NotImplementedError(f"experiment 'grpo_bench' is not wired to the benchmark yet: {job}")
+    cfg = grpo_bench(
+        prompts=job.prompts,
+        group=job.group,
+        prompt_tokens=job.prompt_tokens,
+        new_tokens=job.new_tokens,
+        layers=job.layers,
+        dim=job.dim,
+        ffn=job.ffn,
+        heads=job.heads,
+        kv_heads=job.kv_heads,
+        head_dim=job.head_dim,
+        vocab=job.vocab,
+        learning_rate=job.learning_rate,
+    )
+    experiment = cfg.build()
+    run = RunDirectory.open("run", to_text(cfg))
+    controller, weights = experiment.make_controller(run), experiment.make_parameter_server()
+    trainer = experiment.make_trainer(run, controller, weights)
+    worker = experiment.make_worker("worker-0", run, controller, weights, experiment.make_verifier())
+    trainer.start()
+    mesh = make_mesh()
+
+    def step(server: StepServer, index: int) -> None:
+        with server.generation(), jax.set_mesh(mesh):
+            worker.run_once()
+        trainer.run_once()
+        row = read_rows(run.metrics_path)[index]
+        server.record(int(row["gen_tokens"]), row["reward"])
+
+    return step, sum(leaf.size for leaf in jax.tree.leaves(trainer.state["params"]))
 
 
 def _version() -> str:

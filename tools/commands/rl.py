@@ -48,13 +48,14 @@ def command(
             f"experiment {experiment!r} builds {owner_of(cfg)}, `axl rl` runs "
             "rl.experiment:RLExperiment; for supervised training see `axl train`"
         )
-    enable_compilation_cache()
-    with config_errors(building=True):
-        built = cfg.build()
     from rl.run import RLRun
 
+    enable_compilation_cache()
+    with config_errors(building=True):
+        job = RLRun(cfg.build())
+        job.check(runtime)
     directory = default_run_dir(experiment, run_dir)
-    report = RLRun(built).run(directory, runtime=runtime, force=force)
+    report = job.run(directory, runtime=runtime, force=force)
     if report is not None:
         from tools.report import load_run, write_report
         from tools.report.table import print_tables

@@ -1,6 +1,10 @@
-"""A small decoder for layer tests."""
+"""A small decoder for layer tests, and random parameters for any layer."""
+
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.attention import Attention
@@ -17,8 +21,18 @@ def small_decoder(**changes) -> Decoder.Config:
     return cfg.set(**changes)
 
 
-def initialise(cfg: Decoder.Config, seed: int = 0):
-    """(graph definition, parameters) with embeddings large enough that logits are not flat."""
-    cfg = cfg.clone()
-    cfg.embedding.init_std = 0.5
-    return split(cfg.build(rngs=nnx.Rngs(jax.random.key(seed))))
+def initialise(cfg: Any, seed: int = 0):
+    """(graph definition, parameters) with every parameter random, biases and scales too.
+
+    Not as the layers begin: embeddings are so large that logits are not flat. Drawn by numpy, which compiles nothing.
+    """
+    graphdef, abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(jax.random.key(0)))))
+    rng = np.random.default_rng(seed)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        noise = rng.normal(size=leaf.shape)
+        values = 1 + 0.2 * noise if name == "scale" else noise * (0.5 if name == "weight_vd" else 0.18)
+        return jnp.asarray(values, leaf.dtype)
+
+    return graphdef, jax.tree_util.tree_map_with_path(draw, abstract)

@@ -17,11 +17,20 @@ from tests.axlearn_like.layers.small import initialise, small_decoder
 
 PROMPTS = [[3, 5, 7, 11, 2], [4, 1], [9, 9, 8, 7, 6, 5]]
 BRANCHES, SIZE, TRUNK = 3, 4, 7
+GRAPHDEF, PARAMS = initialise(small_decoder())
 
 
-@pytest.fixture(scope="module")
-def model():
-    return bind(*initialise(small_decoder()))
+@jax.jit
+def logits_of(tokens, context):
+    return bind(GRAPHDEF, PARAMS)(tokens, context)
+
+
+@jax.jit
+def hidden_of(tokens, context, cache=None):
+    """Logits and caches, as the sampler asks for them."""
+    model = bind(GRAPHDEF, PARAMS)
+    hidden, cache = model.hidden(tokens, context, cache)
+    return model.logits(hidden), cache
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +38,18 @@ def branches():
     return np.random.default_rng(0).integers(0, 40, (len(PROMPTS), BRANCHES, SIZE)).astype(np.int32)
 
 
-def full_logits(model, prompt, branch) -> np.ndarray:
-    """Logits of one branch from a plain forward pass over the whole sequence: the reference."""
-    row = jnp.asarray([prompt + branch[:-1].tolist()])
-    length = row.shape[1]
-    context = PackedContext(jnp.arange(length)[None], jnp.ones((1, length), jnp.int32))
-    return np.asarray(model(row, context))[0, len(prompt) - 1 :]
+@pytest.fixture(scope="module")
+def expected(branches) -> np.ndarray:
+    """Logits [group, branch, step, vocab] from a plain forward pass over each whole sequence: the reference."""
+    length = max(map(len, PROMPTS)) + SIZE - 1
+    rows = np.zeros((len(PROMPTS) * BRANCHES, length), np.int32)
+    for row, (prompt, branch) in enumerate((p, b) for p, group in zip(PROMPTS, branches, strict=True) for b in group):
+        rows[row, : len(prompt) + SIZE - 1] = [*prompt, *branch[:-1]]
+    # What follows a row is padding behind its end: causal attention does not see it.
+    positions = np.broadcast_to(np.arange(length), rows.shape)
+    logits = np.asarray(logits_of(rows, PackedContext(jnp.asarray(positions), jnp.ones(rows.shape, jnp.int32))))
+    logits = logits.reshape(len(PROMPTS), BRANCHES, length, -1)
+    return np.stack([group[:, len(p) - 1 : len(p) + SIZE - 1] for p, group in zip(PROMPTS, logits, strict=True)])
 
 
 def trunks():
@@ -51,58 +66,49 @@ def branch_inputs(last, branches):
     return np.concatenate([first, branches[:, :, :-1]], axis=2)
 
 
-def test_group_equals_unshared_forward(model, branches):
-    trunk, lengths, last = trunks()
+def group_logits(trunk, lengths, last, branches) -> np.ndarray:
+    """[group, branch, step, vocab] from one pass over trunk and branches."""
     inputs = branch_inputs(last, branches).reshape(len(PROMPTS), -1)
-    context = GroupContext(lengths, TRUNK, BRANCHES, SIZE)
-    logits = model(jnp.concatenate([trunk, inputs], axis=1), context)[:, TRUNK:]
-    logits = np.asarray(logits).reshape(len(PROMPTS), BRANCHES, SIZE, -1)
-    for g, prompt in enumerate(PROMPTS):
-        for n in range(BRANCHES):
-            expected = full_logits(model, prompt, branches[g, n])
-            np.testing.assert_allclose(logits[g, n], expected, atol=2e-5)
+    logits = logits_of(jnp.concatenate([trunk, inputs], axis=1), GroupContext(lengths, TRUNK, BRANCHES, SIZE))
+    return np.asarray(logits)[:, TRUNK:].reshape(len(PROMPTS), BRANCHES, SIZE, -1)
+
+
+def test_group_equals_unshared_forward(branches, expected):
+    np.testing.assert_allclose(group_logits(*trunks(), branches), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_decode_equals_full_forward(model, branches, stacked):
+def test_decode_equals_full_forward(branches, expected, stacked):
     trunk, lengths, last = trunks()
     positions = jnp.broadcast_to(jnp.arange(TRUNK), trunk.shape)
-    _, prefilled = model.hidden(trunk, TrunkContext(positions))
+    _, prefilled = hidden_of(trunk, TrunkContext(positions))
     if stacked:
         cache = jax.vmap(lambda layer: branch_cache(layer, BRANCHES, SIZE))(prefilled)
     else:
-        layers = [jax.tree.map(lambda x, i=i: x[i], prefilled) for i in range(model.num_layers)]
+        layers = [jax.tree.map(lambda x, i=i: x[i], prefilled) for i in range(3)]
         cache = tuple(branch_cache(layer, BRANCHES, SIZE) for layer in layers)
     inputs = branch_inputs(last, branches)
     steps = []
     for t in range(SIZE):
         context = BranchContext(lengths, jnp.int32(t), BRANCHES)
-        hidden, cache = model.hidden(jnp.asarray(inputs[:, :, t]), context, cache)
-        steps.append(np.asarray(model.logits(hidden)))
-    for g, prompt in enumerate(PROMPTS):
-        for n in range(BRANCHES):
-            expected = full_logits(model, prompt, branches[g, n])
-            got = np.stack([step[g, n] for step in steps])
-            np.testing.assert_allclose(got, expected, atol=2e-5)
+        logits, cache = hidden_of(jnp.asarray(inputs[:, :, t]), context, cache)
+        steps.append(np.asarray(logits))
+    np.testing.assert_allclose(np.stack(steps, axis=2), expected, atol=2e-5)
 
 
-def test_packed_segments_do_not_see_each_other(model):
+def test_packed_segments_do_not_see_each_other():
     rows = [[1, 2, 3, 4], [5, 6, 7]]
-    packed = jnp.asarray([rows[0] + rows[1] + [0]])
-    positions = jnp.asarray([[0, 1, 2, 3, 0, 1, 2, 0]])
-    segments = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 0]])
-    together = np.asarray(model(packed, PackedContext(positions, segments)))[0]
-    for row, start in zip(rows, (0, 4), strict=True):
-        n = len(row)
-        alone = PackedContext(jnp.arange(n)[None], jnp.ones((1, n), jnp.int32))
-        expected = np.asarray(model(jnp.asarray([row]), alone))[0]
-        np.testing.assert_allclose(together[start : start + n], expected, atol=2e-5)
+    packed = np.array([[*rows[0], *rows[1], 0], [*rows[0], 0, 0, 0, 0], [*rows[1], 0, 0, 0, 0, 0]])
+    positions = np.array([[0, 1, 2, 3, 0, 1, 2, 0], range(8), range(8)])
+    segments = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]])
+    context = PackedContext(jnp.asarray(positions), jnp.asarray(segments))
+    together, first, second = np.asarray(logits_of(packed, context))
+    np.testing.assert_allclose(together[:4], first[:4], atol=2e-5)
+    np.testing.assert_allclose(together[4:7], second[:3], atol=2e-5)
 
 
-def test_padding_of_the_trunk_changes_nothing(model, branches):
+def test_padding_of_the_trunk_changes_nothing(branches):
     trunk, lengths, last = trunks()
-    inputs = branch_inputs(last, branches).reshape(len(PROMPTS), -1)
-    context = GroupContext(lengths, TRUNK, BRANCHES, SIZE)
     other = jnp.where(jnp.arange(TRUNK) < lengths[:, None], trunk, 39)
-    outs = [model(jnp.concatenate([t, inputs], axis=1), context)[:, TRUNK:] for t in (trunk, other)]
-    np.testing.assert_array_equal(*map(np.asarray, outs))
+    outs = [group_logits(t, lengths, last, branches) for t in (trunk, other)]
+    np.testing.assert_array_equal(*outs)

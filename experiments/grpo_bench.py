@@ -1,0 +1,97 @@
+"""The small GRPO job by which stacks are compared: 1.6 M parameters learn to write digits (see docs/benchmarks.md)."""
+
+import random
+from collections.abc import Iterable
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.learner import AdamW, Constant, Learner
+from axlearn_like.tokenizer import ByteTokenizer
+from experiments.registry import experiment
+from models.tiny import tiny
+from rl.experiment import RLExperiment
+from rl.messages import Problem
+from rl.objective.presets import grpo
+from rl.rollout.engine import RolloutEngine
+from rl.verification.inline import InlineVerifier
+from rl.verification.scorers import FunctionScorer
+
+
+class RandomLetters(Configurable):
+    """Problem i asks with `length` random lower-case letters; there is nothing to know."""
+
+    class Config(ConfigBase["RandomLetters"]):
+        length: int = 30
+
+    def __init__(self, cfg: Config):
+        self._length = cfg.length
+
+    def train(self, index: int) -> Problem:
+        letters = random.Random(index)
+        text = "".join(chr(letters.randrange(97, 123)) for _ in range(self._length))
+        return Problem(index, "letters", text, "", {})
+
+
+class AsciiTokenizer(ByteTokenizer):
+    """One token for each of the 128 ASCII characters; no character is special but 1, which begins a prompt."""
+
+    class Config(ByteTokenizer.Config):
+        vocab_size: int = 259
+
+    bos = 1
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def digit_share(problem_id: int, answer: str) -> float:
+    """The share of ASCII digits among the characters of an answer."""
+    del problem_id
+    return sum("0" <= character <= "9" for character in answer) / max(len(answer), 1)
+
+
+@experiment
+def grpo_bench(
+    *,
+    prompts: int = 8,
+    group: int = 8,
+    prompt_tokens: int = 32,
+    new_tokens: int = 64,
+    layers: int = 4,
+    dim: int = 192,
+    ffn: int = 512,
+    heads: int = 6,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocab: int = 128,
+    learning_rate: float = 1e-3,
+    num_steps: int = 1000,
+) -> RLExperiment.Config:
+    """GRPO on forced lengths: every step does the same work, whatever has been learnt."""
+    policy = tiny(
+        vocab_size=vocab,
+        dim=dim,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=ffn,
+    )
+    return RLExperiment.Config(
+        policy=policy,
+        tokenizer=AsciiTokenizer.Config(),
+        tasks=RandomLetters.Config(length=prompt_tokens - 2),  # with a beginning and a newline
+        max_prompt=prompt_tokens,
+        max_new=new_tokens,
+        stop_at_eos=False,
+        num_steps=num_steps,
+        groups=prompts,
+        samples=group,
+        objective=grpo().set(old_policy="current"),
+        learner=Learner.Config(
+            optimizer=AdamW.Config(b2=0.999, weight_decay=1e-4),
+            schedule=Constant.Config(lr=learning_rate),
+        ),
+        engine=RolloutEngine.Config(groups=prompts),
+        verifier=InlineVerifier.Config(scorer=FunctionScorer.Config(function=digit_share)),
+        evaluation=None,
+    )

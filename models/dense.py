@@ -1,0 +1,60 @@
+"""The dense decoder that Llama and Qwen share; the families differ only in the arguments."""
+
+from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.embedding import Head
+from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.norm import RMSNorm
+from axlearn_like.layers.rope import Llama3Scaling, Rope
+
+
+def dense(
+    *,
+    vocab_size: int,
+    dim: int,
+    hidden: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tied: bool,
+    theta: float,
+    eps: float,
+    scaling: Llama3Scaling.Config | None = None,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+) -> Decoder.Config:
+    """Pre-norm blocks of grouped-query attention and SwiGLU.
+
+    Args:
+        vocab_size: rows of the embedding, with those that no token uses.
+        dim: model width.
+        hidden: width of the feed-forward network.
+        num_layers: blocks.
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: width of one head; need not be dim / num_heads.
+        tied: whether the embedding is the output head too.
+        theta: base of the rotary wavelengths.
+        eps: of every norm.
+        scaling: of the rotary frequencies.
+        qkv_bias: biases of the query, key and value projections.
+        qk_norm: norms of queries and keys, head by head.
+    """
+    attention = Attention.Config(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        qkv_bias=qkv_bias,
+        qk_norm=RMSNorm.Config(eps=eps) if qk_norm else None,
+        rope=Rope.Config(theta=theta, scaling=scaling),
+    )
+    feed_forward = SwiGLU.Config(hidden=hidden)
+    return Decoder.Config(
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=num_layers,
+        block=Block.Config(norm=RMSNorm.Config(eps=eps), attention=attention, feed_forward=feed_forward),
+        norm=RMSNorm.Config(eps=eps),
+        head=None if tied else Head.Config(),
+    )

@@ -1,0 +1,43 @@
+"""Llama 3, 3.1, 3.2 and 3.3 (Grattafiori et al. 2024, arXiv 2407.21783), as their `config.json` files say."""
+
+from typing import Any
+
+from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.rope import Llama3Scaling
+from mesh.errors import UserError, did_you_mean
+from models.dense import dense
+
+_SIZES: dict[str, dict[str, Any]] = {
+    "1B": dict(dim=2048, hidden=8192, num_layers=16, num_heads=32, head_dim=64, tied=True),
+    "3B": dict(dim=3072, hidden=8192, num_layers=28, num_heads=24, head_dim=128, tied=True),
+    "8B": dict(dim=4096, hidden=14336, num_layers=32, num_heads=32, head_dim=128, tied=False),
+    "70B": dict(dim=8192, hidden=28672, num_layers=80, num_heads=64, head_dim=128, tied=False),
+    "405B": dict(dim=16384, hidden=53248, num_layers=126, num_heads=128, head_dim=128, tied=False),
+}
+
+# Name -> by how much the rotary frequencies are scaled down; None: the context is the 8192 tokens of training.
+LLAMA: dict[str, float | None] = {
+    "Llama-3-8B": None,
+    "Llama-3-70B": None,
+    "Llama-3.1-8B": 8.0,
+    "Llama-3.1-70B": 8.0,
+    "Llama-3.1-405B": 8.0,
+    "Llama-3.2-1B": 32.0,
+    "Llama-3.2-3B": 32.0,
+    "Llama-3.3-70B": 8.0,
+}
+
+
+def llama(name: str) -> Decoder.Config:
+    """The model of that name, e.g. "Llama-3.2-1B"; activations are bfloat16, parameters float32.
+
+    Raises:
+        UserError: there is no such model; the nearest names are given.
+    """
+    if name not in LLAMA:
+        raise UserError(f"no Llama model {name!r}{did_you_mean(name, LLAMA, limit=len(LLAMA))}")
+    factor = LLAMA[name]
+    scaling = None if factor is None else Llama3Scaling.Config(factor=factor, original_length=8192)
+    return dense(
+        vocab_size=128_256, num_kv_heads=8, theta=500_000.0, eps=1e-5, scaling=scaling, **_SIZES[name.split("-")[-1]]
+    ).set(dtype="bfloat16")

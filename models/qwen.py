@@ -1,0 +1,67 @@
+"""Qwen 2, 2.5 and 3 and QwQ, as their `config.json` files say.
+
+Technical reports: Qwen 2 arXiv 2407.10671, Qwen 2.5 arXiv 2412.15115, Qwen 3 arXiv 2505.09388. Generations 2 and 2.5
+have biases on queries, keys and values; generation 3 has norms of queries and keys instead.
+"""
+
+from typing import Any
+
+from axlearn_like.layers.decoder import Decoder
+from mesh.errors import UserError, did_you_mean
+from models.dense import dense
+
+_QWEN2: dict[str, dict[str, Any]] = {
+    "0.5B": dict(dim=896, hidden=4864, num_layers=24, num_heads=14, num_kv_heads=2, head_dim=64, tied=True),
+    "1.5B": dict(dim=1536, hidden=8960, num_layers=28, num_heads=12, num_kv_heads=2, head_dim=128, tied=True),
+    "3B": dict(dim=2048, hidden=11008, num_layers=36, num_heads=16, num_kv_heads=2, head_dim=128, tied=True),
+    "7B": dict(dim=3584, hidden=18944, num_layers=28, num_heads=28, num_kv_heads=4, head_dim=128, tied=False),
+    "14B": dict(dim=5120, hidden=13824, num_layers=48, num_heads=40, num_kv_heads=8, head_dim=128, tied=False),
+    "32B": dict(dim=5120, hidden=27648, num_layers=64, num_heads=40, num_kv_heads=8, head_dim=128, tied=False),
+}
+_QWEN3: dict[str, dict[str, Any]] = {
+    "0.6B": dict(dim=1024, hidden=3072, num_layers=28, num_heads=16, tied=True),
+    "1.7B": dict(dim=2048, hidden=6144, num_layers=28, num_heads=16, tied=True),
+    "4B": dict(dim=2560, hidden=9728, num_layers=36, num_heads=32, tied=True),
+    "8B": dict(dim=4096, hidden=12288, num_layers=36, num_heads=32, tied=False),
+    "14B": dict(dim=5120, hidden=17408, num_layers=40, num_heads=40, tied=False),
+    "32B": dict(dim=5120, hidden=25600, num_layers=64, num_heads=64, tied=False),
+}
+
+
+def _qwen2(size: str, *, eps: float = 1e-6) -> Decoder.Config:
+    shape = _QWEN2[size]
+    # The larger tables are padded to a multiple of 512.
+    vocab = 151_936 if shape["tied"] else 152_064
+    return dense(vocab_size=vocab, theta=1_000_000.0, eps=eps, qkv_bias=True, **shape)
+
+
+def _qwen3(size: str) -> Decoder.Config:
+    return dense(
+        vocab_size=151_936, num_kv_heads=8, head_dim=128, theta=1_000_000.0, eps=1e-6, qk_norm=True, **_QWEN3[size]
+    )
+
+
+def _models() -> dict[str, Decoder.Config]:
+    # The base models of 14B and 32B, and QwQ, have a larger epsilon; the Instruct models of all sizes have 1e-6.
+    base = {size: 1e-5 if size in ("14B", "32B") else 1e-6 for size in _QWEN2}
+    return {
+        **{f"Qwen2-{size}": _qwen2(size) for size in ("0.5B", "1.5B", "7B")},
+        **{f"Qwen2.5-{size}": _qwen2(size, eps=eps) for size, eps in base.items()},
+        **{f"Qwen2.5-{size}-Instruct": _qwen2(size) for size in _QWEN2},
+        "QwQ-32B": _qwen2("32B", eps=1e-5),
+        **{f"Qwen3-{size}": _qwen3(size) for size in _QWEN3},
+    }
+
+
+QWEN = _models()
+
+
+def qwen(name: str) -> Decoder.Config:
+    """The model of that name, e.g. "Qwen3-0.6B"; activations are bfloat16, parameters float32.
+
+    Raises:
+        UserError: there is no such model; the nearest names are given.
+    """
+    if name not in QWEN:
+        raise UserError(f"no Qwen model {name!r}{did_you_mean(name, QWEN, limit=len(QWEN))}")
+    return QWEN[name].clone(dtype="bfloat16")

@@ -1,0 +1,76 @@
+"""What a machine must have before the processes of a run are started on it: memory, and a free port.
+
+Looked at before anything else is done, so that a run which could not go on past its warm start does not begin.
+"""
+
+import os
+import socket
+
+import psutil
+
+from mesh import UserError
+from rl.experiment import RLExperiment
+
+MEMORY_VARIABLE = "AXL_RAY_MEMORY_GIB"
+
+
+def check_machine(cfg: RLExperiment.Config) -> None:
+    """Refuse to start Ray here for want of memory or of the parameter server's port.
+
+    Nothing is looked at where the roles will live on the machines of a cluster.
+
+    Raises:
+        UserError: names what is lacking.
+    """
+    if not os.environ.get("RAY_ADDRESS"):
+        check_memory(cfg.workers, psutil.virtual_memory().available)
+        check_port(cfg.parameter_server.host, cfg.parameter_server.port)
+
+
+def check_memory(workers: int, available: int) -> None:
+    """Compare the bytes available with what Ray and a small JAX process for each role take.
+
+    `AXL_RAY_MEMORY_GIB` overrides the estimate, which knows nothing of the policy's size.
+
+    Raises:
+        UserError: too little.
+    """
+    needed = needed_memory(workers)
+    if available < needed:
+        raise UserError(
+            f"not enough free memory to start Ray with {workers} rollout workers: {available / 2**30:.1f} GiB "
+            f"available, {needed / 2**30:.1f} GiB needed; close something, or use fewer workers or "
+            f"--runtime inprocess ({MEMORY_VARIABLE} sets another estimate)"
+        )
+
+
+def needed_memory(workers: int) -> int:
+    """Bytes, by estimate or by `AXL_RAY_MEMORY_GIB`."""
+    text = os.environ.get(MEMORY_VARIABLE)
+    if text is None:
+        return (5 << 28) + (workers + 1) * (3 << 27)
+    try:
+        return int(float(text) * 2**30)
+    except ValueError:
+        raise UserError(f"{MEMORY_VARIABLE}={text!r}: expected a number of GiB, such as 2.5") from None
+
+
+def check_port(host: str, port: int) -> None:
+    """Try whether the parameter server could listen there; port 0 is always free.
+
+    Raises:
+        UserError: it could not.
+    """
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"parameter server cannot listen on {host}:{port} "
+                f"(parameter_server.host, parameter_server.port): {why}; set parameter_server.port=0 for any free port"
+            ) from error

@@ -1,0 +1,43 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.embedding import Embedding, Head
+
+RNG = np.random.default_rng(0)
+
+
+def test_rows_are_looked_up_in_the_type_of_the_activations():
+    graphdef, params = split(Embedding.Config(dim=8, vocab_size=10).build(rngs=nnx.Rngs(0)))
+    tokens = np.array([[3, 3, 9], [0, 1, 2]], np.int32)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x = bind(graphdef, params)(jnp.asarray(tokens), jnp.dtype(dtype))
+        np.testing.assert_array_equal(x, np.asarray(params["weight_vd"].astype(dtype))[tokens])
+
+
+def test_tied_logits_use_the_same_table():
+    graphdef, params = split(Embedding.Config(dim=8, vocab_size=10, init_std=1.0).build(rngs=nnx.Rngs(0)))
+    x = RNG.normal(size=(1, 2, 8)).astype(np.float32)
+    logits = bind(graphdef, params).logits(jnp.asarray(x))
+    expected = x.astype(np.float64) @ np.asarray(params["weight_vd"], np.float64).T
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_logits_are_float32_whatever_the_activations_are():
+    x = jnp.asarray(RNG.normal(size=(1, 2, 8)), jnp.bfloat16)
+    for cfg in (Embedding.Config(dim=8, vocab_size=10), Head.Config(dim=8, vocab_size=10)):
+        graphdef, params = split(cfg.build(rngs=nnx.Rngs(0)))
+        logits = bind(graphdef, params).logits(x)
+        (weight,) = jax.tree.leaves(params)
+        matrix = np.asarray(weight.astype(jnp.bfloat16), np.float64)
+        exact = np.asarray(x, np.float64) @ (matrix.T if "weight_vd" in params else matrix)
+        assert logits.dtype == jnp.float32
+        np.testing.assert_allclose(logits, exact, atol=1e-6)
+
+
+def test_the_table_begins_with_the_given_spread():
+    _, params = split(Embedding.Config(dim=64, vocab_size=200, init_std=0.3).build(rngs=nnx.Rngs(0)))
+    # Cut at two standard deviations, a normal distribution has 0.880 of its spread left.
+    assert abs(float(params["weight_vd"].std()) / 0.3 - 0.880) < 0.02

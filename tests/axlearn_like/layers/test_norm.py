@@ -1,0 +1,39 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.norm import RMSNorm
+from tests.axlearn_like.layers import reference
+
+RNG = np.random.default_rng(0)
+
+
+def run(x, scale, eps):
+    graphdef, _ = split(RMSNorm.Config(dim=scale.shape[0], eps=eps).build(rngs=nnx.Rngs(0)))
+    return jax.jit(lambda p, x: bind(graphdef, p)(x))({"scale": jnp.asarray(scale)}, x)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_it_is_the_equation(eps):
+    x = RNG.normal(size=(2, 3, 16)).astype(np.float32)
+    scale = RNG.normal(size=16).astype(np.float32)
+    expected = reference.norm(x.astype(np.float64), scale.astype(np.float64), eps)
+    np.testing.assert_allclose(run(x, scale, eps), expected, rtol=2e-6, atol=1e-6)
+
+
+def test_bfloat16_is_normalised_in_float32():
+    x = jnp.asarray(RNG.normal(size=(4, 512)) * 30, jnp.bfloat16)
+    scale = RNG.normal(size=512).astype(np.float32)
+    y = run(x, scale, 1e-6)
+    assert y.dtype == jnp.bfloat16
+    exact = reference.norm(np.asarray(x, np.float64), scale.astype(np.float64), 1e-6)
+    # One rounding at the end: half a unit in the last of 8 bits.
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8)
+
+
+def test_the_scale_begins_at_one():
+    _, params = split(RMSNorm.Config(dim=5).build(rngs=nnx.Rngs(0)))
+    np.testing.assert_array_equal(params["scale"], np.ones(5))

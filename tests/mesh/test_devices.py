@@ -1,0 +1,39 @@
+"""Names of devices as mesh rules match them."""
+
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from mesh.devices import device_name
+
+
+class Described(NamedTuple):
+    """What a device says of itself: all that its name depends on, for machines that are not at hand."""
+
+    platform: str
+    device_kind: str
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "count", "name"),
+    [
+        ("tpu", "TPU v4", 8, "tpu-v4-8"),
+        ("tpu", "TPU v5 lite", 4, "tpu-v5e-4"),
+        ("tpu", "TPU v5", 256, "tpu-v5p-256"),
+        ("tpu", "TPU v5p", 256, "tpu-v5p-256"),
+        ("tpu", "TPU v6 lite", 16, "tpu-v6e-16"),
+        ("tpu", "TPU7x", 2, "tpu7x-2"),
+        ("gpu", "NVIDIA H200", 8, "gpu-nvidia-h200-8"),
+        ("cpu", "cpu", 3, "cpu-3"),
+    ],
+)
+def test_kind_and_count(platform, kind, count, name):
+    assert device_name([Described(platform, kind)] * count) == name  # pyright: ignore[reportArgumentType]
+
+
+def test_the_devices_of_this_process():
+    devices = jax.devices()
+    assert device_name() == device_name(devices)
+    assert device_name(devices).startswith(devices[0].platform)
+    assert device_name(devices).endswith(f"-{len(devices)}")

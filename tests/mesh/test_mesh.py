@@ -1,0 +1,68 @@
+"""A mesh that fits is made; one that does not is explained."""
+
+import jax
+import numpy as np
+import pytest
+
+from mesh import MESH_AXES, MeshError, UserError, make_mesh
+
+# More devices than there are, for shapes that are refused before any device is used.
+EIGHT = jax.devices()[:1] * 8
+
+
+def test_all_axes_are_there_and_explicit():
+    mesh = make_mesh({"fsdp": 1}, jax.devices()[:1])
+    assert mesh.axis_names == MESH_AXES
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+    assert set(mesh.shape.values()) == {1}
+
+
+def test_minus_one_takes_what_is_left():
+    assert make_mesh({"fsdp": -1}, jax.devices()[:1]).shape["fsdp"] == 1
+    mesh = make_mesh({"data": 2, "fsdp": -1, "tensor": 2}, EIGHT)
+    assert (mesh.shape["data"], mesh.shape["fsdp"], mesh.shape["tensor"]) == (2, 2, 2)
+
+
+def test_the_last_axis_holds_neighbours():
+    mesh = make_mesh({"fsdp": 4, "tensor": 2}, EIGHT)
+    assert mesh.devices.shape == (1, 1, 4, 1, 1, 2)
+    assert np.all(mesh.devices == jax.devices()[0])
+
+
+def test_an_unknown_axis_is_answered_with_the_right_one():
+    with pytest.raises(MeshError, match=r"no axis 'tensors'; did you mean 'tensor'\?"):
+        make_mesh({"tensors": 8}, EIGHT)
+    with pytest.raises(MeshError, match=r"no axis 'xyz'; known: data, expert, fsdp, pipeline, sequence, tensor"):
+        make_mesh({"xyz": 8}, EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"fsdp": 4}, "fsdp 4 needs 4 devices but there are 8 (cpu); fsdp 8 would fit"),
+        ({"fsdp": 8, "tensor": 2}, "fsdp 8 x tensor 2 needs 16 devices but there are 8 (cpu); fsdp 4 x tensor 2 would"),
+        ({"tensor": 2, "data": 8}, "there are 8 (cpu); data 4 x tensor 2 would fit"),
+        ({"fsdp": -1, "tensor": 3}, "fsdp 2 x tensor 3 needs 6 devices but there are 8 (cpu); fsdp 8 would fit"),
+        ({"fsdp": -1, "tensor": 16}, "needs 16 devices but there are 8 (cpu); fsdp 8 would fit"),
+        ({}, "of one device needs 1 devices but there are 8 (cpu); fsdp 8 would fit"),
+    ],
+)
+def test_a_product_that_does_not_fit_comes_with_one_that_does(shape, words):
+    with pytest.raises(MeshError) as error:
+        make_mesh(shape, EIGHT)
+    assert words in str(error.value)
+
+
+def test_two_free_axes_are_refused():
+    with pytest.raises(MeshError, match=r"only one mesh axis may be -1, got data, fsdp"):
+        make_mesh({"data": -1, "fsdp": -1}, EIGHT)
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_size_below_one_is_refused(size):
+    with pytest.raises(MeshError, match=rf"'tensor' has size {size}; expected 1 or more, or -1"):
+        make_mesh({"tensor": size}, EIGHT)
+
+
+def test_the_error_is_one_that_the_user_can_mend():
+    assert issubclass(MeshError, UserError)

@@ -1,0 +1,76 @@
+"""The table from logical axes to mesh axes, with a mesh and without."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from mesh import MESH_AXES, UserError, constrain, make_mesh, partition, shard_batch, to_named_sharding
+from mesh.rules import LOGICAL_AXES, axis_sizes
+
+ONE = make_mesh({"fsdp": 1}, jax.devices()[:1])
+# No array is ever put on it: there is one device.
+EIGHT = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices()[:1] * 8).abstract_mesh
+
+
+def test_every_rule_names_axes_of_the_mesh():
+    for rule in LOGICAL_AXES.values():
+        assert {rule} if isinstance(rule, str) else set(rule or ()) <= set(MESH_AXES)
+
+
+def test_without_a_mesh_nothing_is_spread():
+    x = jnp.ones((3, 2))
+    assert partition("batch", None) is None
+    assert axis_sizes("batch") == {}
+    assert constrain(x, "batch", None) is x
+    np.testing.assert_array_equal(shard_batch({"x": np.ones((3, 2))})["x"], x)
+
+
+def test_names_become_mesh_axes():
+    with jax.sharding.use_abstract_mesh(EIGHT):
+        assert partition("batch", None, "heads") == PartitionSpec(("data", "fsdp"), None, "tensor")
+        assert partition("layers", "embed") == PartitionSpec(None, "fsdp")
+        assert axis_sizes("batch") == {"data": 2, "fsdp": 2}
+        assert axis_sizes("heads") == {"tensor": 2}
+        assert axis_sizes("layers") == {}
+
+
+def test_an_unknown_name_is_an_error():
+    with jax.sharding.use_abstract_mesh(EIGHT), pytest.raises(KeyError, match="head"):
+        partition("head")
+
+
+def test_what_is_newly_made_can_be_spread():
+    with jax.sharding.use_abstract_mesh(EIGHT):
+        made = jax.eval_shape(lambda: constrain(jnp.zeros((8, 3)), "batch", None))
+    assert made.sharding.spec == PartitionSpec(("data", "fsdp"), None)
+
+
+def test_a_batch_is_spread_along_its_rows_and_scalars_are_copied():
+    batch = {"tokens": np.arange(12).reshape(4, 3), "weights": np.ones(4, np.float32), "scale": np.float32(2)}
+    with jax.set_mesh(ONE):
+        put = shard_batch(batch)
+    specs = {name: x.sharding.spec for name, x in put.items()}
+    rows = ("data", "fsdp")
+    assert specs == {"tokens": PartitionSpec(rows, None), "weights": PartitionSpec(rows), "scale": PartitionSpec()}
+    for name, x in batch.items():
+        np.testing.assert_array_equal(put[name], x)
+
+
+def test_rows_that_do_not_divide_are_refused_by_name():
+    batch = {"tokens": np.zeros((8, 3)), "extra": {"weights": np.zeros((6, 3))}}
+    with (
+        jax.sharding.use_abstract_mesh(EIGHT),
+        pytest.raises(UserError, match=r"extra\.weights has 6 rows, which do not divide .* \(data 2 x fsdp 2\)"),
+    ):
+        shard_batch(batch)
+
+
+def test_abstract_shardings_get_devices():
+    with jax.set_mesh(ONE):
+        abstract = jax.eval_shape(lambda: {"w": constrain(jnp.zeros((4, 2)), "embed", None), "n": jnp.zeros(())})
+    named = to_named_sharding(abstract, ONE)
+    assert named["w"].sharding == jax.sharding.NamedSharding(ONE, PartitionSpec("fsdp", None))
+    assert named["n"].sharding.is_fully_replicated
+    assert (named["w"].shape, named["w"].dtype) == ((4, 2), jnp.float32)

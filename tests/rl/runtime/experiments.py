@@ -1,0 +1,84 @@
+"""Experiments for the runtimes' tests, and what a run leaves behind in a form to compare."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_like.checkpoint import Checkpointer, restore_params
+from axlearn_like.config_text import to_text
+from axlearn_like.input import SupervisedInput
+from axlearn_like.learner import AdamW, Constant, Learner
+from axlearn_like.metrics import read_rows
+from axlearn_like.run_directory import RunDirectory
+from axlearn_like.trainer import Trainer
+from rl.experiment import RLExperiment
+from rl.runtime.inprocess import run_inprocess
+from rl.tasks import SupervisedSource
+from rl.verification.scorers import FunctionScorer
+from tests.rl.tiny import ascii_share, tiny_experiment, tiny_tasks
+
+CLOCK = ("time", "wait_seconds", "step_seconds")
+
+
+def slow_share(problem_id: int, answer: str) -> float:
+    """The tiny experiment's reward, later: an update takes a third of a second and no CPU."""
+    time.sleep(0.02)
+    return ascii_share(problem_id, answer)
+
+
+def slow(**changes: Any) -> RLExperiment.Config:
+    """The tiny experiment, slow enough for something to happen in the middle; no evaluation."""
+    cfg = tiny_experiment(num_steps=12, evaluation=None)
+    cfg.verifier.set(scorer=FunctionScorer.Config(function=slow_share))
+    return cfg.set(**changes)
+
+
+def warmed() -> RLExperiment.Config:
+    """With a supervised phase of more steps than a test has time for before it interrupts them."""
+    cfg = tiny_experiment(num_steps=2, evaluation=None)
+    source = SupervisedSource.Config(mixture=tiny_tasks(), tokenizer=cfg.tokenizer, num_examples=512, start=1000)
+    learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3))
+    cfg.warm_start = Trainer.Config(
+        model=cfg.policy,
+        input=SupervisedInput.Config(source=source, seq_len=32, batch_size=4),
+        learner=learner,
+        checkpoint=Checkpointer.Config(save_every=100_000, keep=1),
+        num_steps=200,
+        log_every=1,
+    )
+    return cfg
+
+
+def run_here(path: Path, cfg: RLExperiment.Config) -> Path:
+    """The run without trouble, in this process."""
+    with RunDirectory.open(path, to_text(cfg)) as run:
+        assert run_inprocess(cfg.build(), run, lambda: False, lambda step: None) == cfg.num_steps
+    return path
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    """The RL rows without what the clock says."""
+    rows = [row for row in read_rows(path / "metrics.jsonl") if row["phase"] == "rl"]
+    return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
+
+
+def parameters(path: Path) -> dict[str, bytes]:
+    """The bytes of the last checkpoint's parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(restore_params(path / "checkpoints" / "rl"))
+    return {jax.tree_util.keystr(name): np.asarray(array).tobytes() for name, array in leaves}
+
+
+def events(path: Path, event: str, role: str | None = None) -> list[dict[str, Any]]:
+    """Rows of the event log, of one kind."""
+    rows = read_rows(path / "events.jsonl")
+    return [row for row in rows if row["event"] == event and role in (None, row["role"])]
+
+
+def assert_same_outcome(path: Path, expected: Path) -> None:
+    """Every update once and in order, with the same figures; the same parameters to the bit."""
+    assert metrics(path) == metrics(expected)
+    assert [row["step"] for row in metrics(path)] == list(range(1, len(metrics(path)) + 1))
+    assert parameters(path) == parameters(expected)
