@@ -63,6 +63,11 @@ class RunDirectory:
         return self.path / "config.txt"
 
     @property
+    def resolved_config_path(self) -> Path:
+        """The config with the values that parents handed down at build; for people to read."""
+        return self.path / "config_resolved.txt"
+
+    @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 

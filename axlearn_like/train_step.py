@@ -32,7 +32,7 @@ def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1) ->
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`, with the loss and every metric additive over
-            slices of the batch. Then gradient and metrics do not depend on `microbatches`, however
+            slices of the batch (metrics called `*_max`: combined by maximum). Then gradient and metrics do not depend on `microbatches`, however
             uneven the masks are.
         learner: turns gradients into updates.
         microbatches: slices computed one after another; divides the first axis of every array in
@@ -62,7 +62,7 @@ def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1) ->
         # parameters are.
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
         grads, metrics = jax.lax.scan(accumulate, zeros, sliced)
-        return grads, jax.tree.map(lambda m: jnp.sum(m, axis=0, dtype=m.dtype), metrics)
+        return grads, {name: _combined(name, values) for name, values in metrics.items()}
 
     def step(state: State, batch: Any) -> tuple[State, Metrics]:
         grads, metrics = gradients(state["params"], batch)
@@ -71,6 +71,11 @@ def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1) ->
         return new_state, {**metrics, **learned}
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _combined(name: str, values: jax.Array) -> jax.Array:
+    """One metric over the microbatches: the largest for names that end in `_max`, else the sum."""
+    return jnp.max(values, axis=0) if name.endswith("_max") else jnp.sum(values, axis=0, dtype=values.dtype)
 
 
 def _split(x: jax.Array, count: int) -> jax.Array:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config_resolve import resolve
 from axlearn_like.config_text import to_text
 from axlearn_like.input import InputError, SupervisedInput
 from axlearn_like.layers.base import split
@@ -66,6 +67,10 @@ class Trainer(Configurable):
         self._check_batch()
         self._learner: Learner = cfg.learner.build()
 
+    def resolved(self) -> Config:
+        """The config with every value that a parent hands down filled in; nothing is allocated."""
+        return self._cfg.clone(model=resolve_model(self._cfg.model))
+
     def run(self, run_dir: str | Path | RunDirectory, *, progress: bool = True) -> dict[str, Any]:
         """Trains until `num_steps`, or until SIGTERM or Ctrl-C; then saves and returns.
 
@@ -82,6 +87,7 @@ class Trainer(Configurable):
         with contextlib.ExitStack() as stack:
             if not isinstance(run_dir, RunDirectory):
                 run_dir = stack.enter_context(RunDirectory.open(run_dir, to_text(self._cfg)))
+            run_dir.resolved_config_path.write_text(to_text(self.resolved()))
             stop = stack.enter_context(graceful_stop())
             stack.enter_context(jax.set_mesh(self._mesh))
             checkpointer = self._cfg.checkpoint.build(directory=run_dir.checkpoints)
@@ -165,6 +171,11 @@ class Trainer(Configurable):
                 f"{ways * cfg.microbatches}: {cfg.microbatches} microbatches, each spread over "
                 f"{ways} parts of the mesh ({' x '.join(axes)})"
             )
+
+
+def resolve_model(model: ConfigBase) -> ConfigBase:
+    """A model's config as its layers get it (`dim`, `vocab_size` ...), from an abstract build."""
+    return resolve(model, lambda cfg: jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))))
 
 
 class _Log:

@@ -77,6 +77,7 @@ def demo_sft(*, seed: int = 0, steps: int = 300) -> Trainer.Config:
             ),
         ),
         checkpoint=Checkpointer.Config(save_every=100, keep=1),
+        mesh={"data": -1},
         num_steps=steps,
         seed=seed,
     )

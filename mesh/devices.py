@@ -1,5 +1,7 @@
 """What the devices are called in mesh rules."""
 
+import os
+
 import jax
 
 # TPUs report their generation and variant; everybody else, cloud consoles included, says v5p and v5e.
@@ -14,3 +16,14 @@ def device_name(devices: list[jax.Device] | None = None) -> str:
     if not kind.startswith(first.platform):
         kind = f"{first.platform}-{kind}"
     return f"{_SOLD_AS.get(kind, kind)}-{len(devices)}"
+
+
+def one_device_per_core(limit: int = 8) -> None:
+    """Let JAX's CPU backend show one device for each core, before it is first used; accelerators are not touched.
+
+    XLA runs the small operations of a small model on one core. Data parallelism over "devices" that are cores uses the
+    others too. The number is a power of two, so that batches divide.
+    """
+    cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, limit)
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", 1 << (cores.bit_length() - 1))

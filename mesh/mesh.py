@@ -22,7 +22,8 @@ def make_mesh(
     """Lay the devices out on the six named axes, all of them in explicit-sharding mode.
 
     Args:
-        shape: axis name -> size. Absent axes have size 1; one axis may be -1 and takes what is left.
+        shape: axis name -> size. Absent axes have size 1; one axis may be -1 and takes what is left. Without any
+            axis: the first device alone.
         devices: the devices to use; all of them by default.
 
     Raises:
@@ -30,6 +31,8 @@ def make_mesh(
     """
     shape = dict(shape or {})
     devices = list(jax.devices() if devices is None else devices)
+    if not shape:
+        devices = devices[:1]
     for name, size in shape.items():
         if name not in MESH_AXES:
             raise MeshError(f"mesh has no axis {name!r}{did_you_mean(name, MESH_AXES)}")

@@ -84,7 +84,7 @@ def from_huggingface(state: Mapping[str, np.ndarray], cfg: Decoder.Config) -> Pa
 
     def read(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         row = _row(path)
-        out = np.empty(leaf.shape, np.float32)
+        out: np.ndarray = np.empty(leaf.shape, np.float32)
         # The stack is filled tensor by tensor: at no time are there two copies of it.
         parts = out if "{}" in row.name else out[None]
         for part, (name, shape) in zip(parts, _tensors(row, leaf.shape), strict=True):

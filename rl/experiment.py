@@ -16,7 +16,7 @@ from axlearn_like.learner import Learner
 from axlearn_like.metrics import read_rows
 from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.tokenizer import ByteTokenizer
-from axlearn_like.trainer import Trainer
+from axlearn_like.trainer import Trainer, resolve_model
 from mesh import UserError, to_named_sharding
 from rl.controller import Controller
 from rl.evaluation import Evaluation
@@ -104,6 +104,18 @@ class RLExperiment(Configurable):
             max_prompt=cfg.max_prompt,
             max_new=cfg.max_new,
             temperature=cfg.sampler.temperature,
+        )
+
+    def resolved(self) -> Config:
+        """The config with every value that a parent hands down filled in; nothing is allocated."""
+        policy = resolve_model(self.cfg.policy)
+        warm = self.cfg.warm_start
+        return self.cfg.clone(
+            policy=policy,
+            controller=self.controller_cfg,
+            engine=self.engine_cfg.clone(model=policy),
+            trainer=self.trainer_cfg.clone(model=policy),
+            warm_start=None if warm is None else warm.build().resolved(),
         )
 
     def check(self, run_steps: int = 8) -> None:

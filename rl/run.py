@@ -5,6 +5,7 @@ What is done is told by what lies in the run directory: checkpoints of the warm 
 """
 
 import json
+import math
 import os
 import time
 from collections import deque
@@ -69,6 +70,7 @@ class RLRun:
             self.check(runtime)
         text = to_text(self._cfg)
         with RunDirectory.open(run_dir, text, force=force) as run, graceful_stop() as stop:
+            run.resolved_config_path.write_text(to_text(self._experiment.resolved()))
             events = EventLog(run.events_path)
             self._check_checkpoints(run)
             finished = all(
@@ -139,7 +141,8 @@ class RLRun:
             version = self._cfg.num_steps if when == "after" else 0
             problems = self._cfg.tasks.build().heldout(self._cfg.evaluation.problems_per_family)
             self._say(f"evaluation {when} RL: {len(problems)} held-out problems x {self._cfg.samples}")
-            mesh = make_mesh()
+            devices = math.gcd(len(jax.devices()), self._cfg.engine.groups)
+            mesh = make_mesh({"data": devices}, jax.devices()[:devices])
             engine = self._experiment.make_engine()
             engine.set_weights(self._params(run, mesh, version), version)
             with jax.set_mesh(mesh), self._experiment.make_verifier() as verifier:

@@ -76,10 +76,14 @@ class RolloutEngine(Configurable):
         self._queue.append(request)
 
     def step(self) -> list[Rollout]:
-        """Run the oldest batch of requests to its end; empty when nothing is queued."""
+        """Run the oldest requests, as many as fit and share a seed, to their end; empty when nothing is queued."""
         if self._params is None:
             raise UserError("the engine has no weights yet; call set_weights first")
-        requests = [self._queue.popleft() for _ in range(min(self.cfg.groups, len(self._queue)))]
+        requests: list[Request] = []
+        while self._queue and len(requests) < self.cfg.groups:
+            if requests and self._queue[0].seed != requests[0].seed:
+                break  # a batch has one seed
+            requests.append(self._queue.popleft())
         if not requests:
             return []
         out = jax.device_get(self._run(self._params, shard_batch(self._pack(requests))))

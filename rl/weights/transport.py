@@ -4,6 +4,7 @@ One request a connection: a JSON line with the run's token, the operation and it
 followed by raw bytes. Nothing is unpickled. Binds to loopback unless told otherwise.
 """
 
+import contextlib
 import dataclasses
 import hmac
 import json
@@ -13,7 +14,8 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 
 from mesh import UserError
 from rl.parameter_server import ParameterServer
@@ -128,9 +130,14 @@ class _Server(socketserver.ThreadingTCPServer):
 def _handler(store: ParameterServer, token: str) -> type[socketserver.StreamRequestHandler]:
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
+            with contextlib.suppress(OSError):  # the other side is gone, killed in the middle: nobody to tell
+                self._serve()
+
+        def _serve(self) -> None:
             try:
                 request = json.loads(self.rfile.readline(1 << 24))
-                if not hmac.compare_digest(str(request.get("token")), token):
+                known = isinstance(request, dict) and str(request.get("token")).encode()
+                if not known or not hmac.compare_digest(known, token.encode()):
                     raise WeightsError("parameter server: wrong token")
                 reply, data = self._answer(request)
             except (UserError, ValueError, KeyError, TypeError) as error:
@@ -161,11 +168,11 @@ def _handler(store: ParameterServer, token: str) -> type[socketserver.StreamRequ
     return Handler
 
 
-def _read(stream: BinaryIO, nbytes: int) -> bytearray:
+def _read(stream: BufferedIOBase, nbytes: int) -> bytearray:
     buffer = bytearray(nbytes)
     view, filled = memoryview(buffer), 0
     while filled < nbytes:
-        count = stream.readinto(view[filled:])  # type: ignore[attr-defined]
+        count = stream.readinto(view[filled:])
         if not count:
             raise OSError(f"connection closed after {filled} of {nbytes} bytes")
         filled += count

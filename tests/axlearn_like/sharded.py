@@ -69,11 +69,12 @@ def train_step(shape: dict[str, int] | None) -> dict[str, Any]:
         program = step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
         text = program.as_text()
         state, metrics = program(state, batch)
+    moment = state["opt_state"]["optax"][0][0].mu
     return {
         "loss": metrics["loss"],
         "born": born,
         # Adam's first moment after one step is (1 - b1) times the gradient.
-        "gradient": jax.tree.map(lambda m: np.asarray(m) / (1 - AdamW.Config().b1), state["opt_state"]["optax"][0][0].mu),
+        "gradient": jax.tree.map(lambda m: np.asarray(m) / (1 - AdamW.Config().b1), moment),
         "shards": shards,
         "collectives": {name: text.count(f" {name}(") + text.count(f" {name}-start(") for name in COLLECTIVES},
     }

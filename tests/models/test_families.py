@@ -62,12 +62,8 @@ def test_every_model_is_counted():
     assert {*LLAMA, *QWEN} - instruct == set(PUBLISHED)
     for name in instruct:  # the same shape, and all with the small epsilon
         assert qwen(name).norm.eps == 1e-6
-        base = qwen(name.removesuffix("-Instruct"))
-        assert (base.dim, base.num_layers, base.vocab_size) == (
-            qwen(name).dim,
-            qwen(name).num_layers,
-            qwen(name).vocab_size,
-        )
+        tuned, base = qwen(name), qwen(name.removesuffix("-Instruct"))
+        assert (tuned.dim, tuned.num_layers, tuned.vocab_size) == (base.dim, base.num_layers, base.vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +81,9 @@ def test_every_model_is_counted():
 )
 def test_what_the_count_does_not_show(name, theta, eps, factor):
     cfg = config(name)
-    rope = attention(cfg).rope
-    assert (rope.theta, cfg.norm.eps, cfg.block.norm.eps) == (theta, eps, eps)
+    rope, block = attention(cfg).rope, cfg.block
+    assert isinstance(block, Block.Config)
+    assert (rope.theta, cfg.norm.eps, block.norm.eps) == (theta, eps, eps)
     if factor is None:
         assert rope.scaling is None
     else:

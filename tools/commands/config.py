@@ -68,7 +68,9 @@ def show(
         console: where to print.
     """
     cfg = load(experiment, sets)
-    if resolved:
+    if resolved and build is None and hasattr(cfg._owner, "resolved"):
+        cfg = cfg.build().resolved()  # what runs says itself how its roles are built
+    elif resolved:
         cfg = resolve(cfg, build)
     _print_lines(to_text(cfg).splitlines(), console)
 

@@ -41,6 +41,7 @@ def command(
     """
     cfg = load_experiment(experiment, sets, seed)
     from mesh.compilation import enable_compilation_cache
+    from mesh.devices import one_device_per_core
     from rl.experiment import RLExperiment
 
     if not isinstance(cfg, RLExperiment.Config):
@@ -50,6 +51,7 @@ def command(
         )
     from rl.run import RLRun
 
+    one_device_per_core()
     enable_compilation_cache()
     with config_errors(building=True):
         job = RLRun(cfg.build())

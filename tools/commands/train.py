@@ -29,12 +29,14 @@ def command(
     cfg = load_experiment(experiment, sets, seed)
     from axlearn_like.trainer import Trainer
     from mesh.compilation import enable_compilation_cache
+    from mesh.devices import one_device_per_core
 
     if not isinstance(cfg, Trainer.Config):
         raise UserError(
             f"experiment {experiment!r} builds {owner_of(cfg)}, `axl train` runs "
             "axlearn_like.trainer:Trainer; for reinforcement learning see `axl rl`"
         )
+    one_device_per_core()
     enable_compilation_cache()
     where = default_run_dir(experiment, run_dir)
     with config_errors(building=True):

@@ -77,7 +77,7 @@ def make_batch(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
     """Packed rows of random documents and the logits of each document alone (zeros on padding)."""
     rng = np.random.default_rng(seed)
     shape = (len(ROWS), LENGTH)
-    batch = {key: np.zeros(shape, np.int32) for key in ("tokens", "positions", "segment_ids")}
+    batch: dict[str, np.ndarray] = {key: np.zeros(shape, np.int32) for key in ("tokens", "positions", "segment_ids")}
     batch["logits"] = np.zeros((*shape, COMMON["vocab_size"]), np.float32)
     for row, lengths in enumerate(ROWS):
         start = 0
@@ -93,7 +93,7 @@ def make_batch(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)

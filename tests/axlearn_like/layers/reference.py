@@ -9,9 +9,8 @@ import numpy as np
 
 
 def norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
-    return np.stack([row / np.sqrt(np.sum(row**2) / len(row) + eps) * scale for row in x.reshape(-1, x.shape[-1])]).reshape(
-        x.shape
-    )
+    rows = [row / np.sqrt(np.sum(row**2) / len(row) + eps) * scale for row in x.reshape(-1, x.shape[-1])]
+    return np.stack(rows).reshape(x.shape)
 
 
 def rotate(vector: np.ndarray, position: int, frequencies: np.ndarray) -> np.ndarray:
@@ -92,4 +91,6 @@ def pick(tree: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def float64(tree: Any) -> Any:
-    return {key: float64(value) for key, value in tree.items()} if isinstance(tree, dict) else np.asarray(tree, np.float64)
+    if isinstance(tree, dict):
+        return {key: float64(value) for key, value in tree.items()}
+    return np.asarray(tree, np.float64)

@@ -111,4 +111,4 @@ def test_padding_of_the_trunk_changes_nothing(branches):
     trunk, lengths, last = trunks()
     other = jnp.where(jnp.arange(TRUNK) < lengths[:, None], trunk, 39)
     outs = [group_logits(t, lengths, last, branches) for t in (trunk, other)]
-    np.testing.assert_array_equal(*outs)
+    np.testing.assert_array_equal(outs[0], outs[1])

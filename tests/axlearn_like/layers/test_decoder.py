@@ -37,9 +37,9 @@ def logits(cfg: Decoder.Config) -> np.ndarray:
 
 
 @functools.cache
-def gradient(remat: str = "nothing", scan_unroll: int = 1):
+def value_and_gradient(remat: str = "nothing", scan_unroll: int = 1):
     graphdef, params = initialise(small_decoder(remat=remat, scan_unroll=scan_unroll))
-    return jax.jit(jax.grad(loss), static_argnums=1)(params, graphdef)
+    return jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, graphdef)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -55,7 +55,9 @@ def test_logits_are_those_of_the_reference(tied):
 def test_the_gradient_is_the_slope_of_the_reference():
     params = reference.float64(initialise(small_decoder())[1])
     leaves, treedef = jax.tree.flatten(params)
-    grads = jax.tree.leaves(gradient())
+    value, grads = value_and_gradient()
+    np.testing.assert_allclose(value, reference_loss(params), rtol=1e-5)
+    grads = jax.tree.leaves(grads)
     rng = np.random.default_rng(1)
     for index, leaf in enumerate(leaves):
         # Along its own gradient, so that the slope is large, and a little to the side.
@@ -63,29 +65,26 @@ def test_the_gradient_is_the_slope_of_the_reference():
         size = np.linalg.norm(direction)
         side = rng.normal(size=leaf.shape)
         direction = direction / size + 0.3 * side / np.linalg.norm(side)
-        ahead, behind = (
-            reference_loss(jax.tree.unflatten(treedef, [*leaves[:index], leaf + step * direction, *leaves[index + 1 :]]))
-            for step in (1e-4, -1e-4)
-        )
+        moved = ([*leaves[:index], leaf + step * direction, *leaves[index + 1 :]] for step in (1e-4, -1e-4))
+        ahead, behind = (reference_loss(jax.tree.unflatten(treedef, new)) for new in moved)
         slope = float(np.sum(np.asarray(grads[index], np.float64) * direction))
         np.testing.assert_allclose(slope, (ahead - behind) / 2e-4, rtol=1e-4, err_msg=str(index))
 
 
-@pytest.mark.parametrize(("remat", "scan_unroll"), [("everything", 1), ("nothing", 3), ("everything", 2)])
+@pytest.mark.parametrize(("remat", "scan_unroll"), [("everything", 1), ("nothing", 3)])
 def test_remat_and_unrolling_change_no_value(remat, scan_unroll):
-    changed = gradient(remat, scan_unroll)
-    for a, b in zip(jax.tree.leaves(gradient()), jax.tree.leaves(changed), strict=True):
+    both = value_and_gradient(), value_and_gradient(remat, scan_unroll)
+    for a, b in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(
-        logits(small_decoder(remat=remat, scan_unroll=scan_unroll)), logits(small_decoder()), atol=1e-5
-    )
 
 
 def test_remat_keeps_less_for_the_backward_pass():
     def temporary_bytes(remat: str) -> int:
         graphdef, params = initialise(small_decoder(num_layers=8, remat=remat))
         compiled = jax.jit(jax.grad(loss), static_argnums=1).lower(params, graphdef).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     assert temporary_bytes("everything") < 0.7 * temporary_bytes("nothing")
 
