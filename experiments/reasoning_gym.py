@@ -84,7 +84,7 @@ def demo_sft(*, seed: int = 0, steps: int = 300) -> Trainer.Config:
 
 
 @experiment
-def demo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
+def demo(*, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
     """A 0.8 M-parameter decoder learns three task families by supervision, then gets better at them by RL."""
     tasks, supervised = task_mixture(seed), demo_sft(seed=seed)
     return RLExperiment.Config(
@@ -107,7 +107,7 @@ def demo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
         learner=Learner.Config(
             optimizer=AdamW.Config(b2=0.98),
             schedule=WarmupLinear.Config(
-                peak_lr=1.5e-4, warmup_steps=20, total_steps=steps, end_lr=5e-5
+                peak_lr=2e-4, warmup_steps=20, total_steps=steps, end_lr=5e-5
             ),
             clip_norm=0.5,
         ),

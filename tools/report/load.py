@@ -186,6 +186,13 @@ def read_report(path: Path, notes: list[str]) -> Row:
         return {}
 
 
+def _metrics(folder: Path, notes: list[str]) -> list[Row]:
+    """The run's rows, and before them those of its warm start, which is a run of its own inside it."""
+    warm = folder / "warm_start" / "metrics.jsonl"
+    before = read_rows(warm, notes) if warm.is_file() else []
+    return before + read_rows(folder / "metrics.jsonl", notes)
+
+
 def is_run(path: Path) -> bool:
     """Whether a directory holds at least one of a run's files."""
     return path.is_dir() and any((path / part).is_file() for part in PARTS)
@@ -231,7 +238,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         return Run(
             path=folder,
             config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
-            metrics=read_rows(folder / "metrics.jsonl", notes),
+            metrics=_metrics(folder, notes),
             events=sorted(
                 (row for row in events if number(row.get("time")) is not None),
                 key=lambda row: row["time"],
