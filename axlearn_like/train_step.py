@@ -32,8 +32,8 @@ def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1) ->
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`, with the loss and every metric additive over
-            slices of the batch (metrics called `*_max`: combined by maximum). Then gradient and metrics do not depend on `microbatches`, however
-            uneven the masks are.
+            slices of the batch (metrics called `*_max`: combined by maximum). Then gradient and
+            metrics do not depend on `microbatches`, however uneven the masks are.
         learner: turns gradients into updates.
         microbatches: slices computed one after another; divides the first axis of every array in
             the batch. Arrays without axes (scalars) are shared by all slices.

@@ -1,6 +1,8 @@
 """What the devices are called in mesh rules."""
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -8,7 +10,7 @@ import jax
 _SOLD_AS = {"tpu-v5": "tpu-v5p", "tpu-v5-lite": "tpu-v5e", "tpu-v6-lite": "tpu-v6e"}
 
 
-def device_name(devices: list[jax.Device] | None = None) -> str:
+def device_name(devices: Sequence[Any] | None = None) -> str:
     """`<kind>-<count>`, lower case without blanks: "cpu-1", "tpu-v5p-256", "gpu-nvidia-h200-8"."""
     devices = jax.devices() if devices is None else devices
     first = devices[0]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ class MeshError(UserError):
 
 
 def make_mesh(
-    shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None
+    shape: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """Lay the devices out on the six named axes, all of them in explicit-sharding mode.
 

@@ -127,7 +127,7 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Open parcels by state, steps consumed, leases expired, reports turned away."""
-        counts = dict.fromkeys(("pending", "leased", "generated", "verified"), 0)
+        counts: dict[str, int] = dict.fromkeys(("pending", "leased", "generated", "verified"), 0)
         for parcels in self._steps.values():
             for parcel in parcels:
                 counts[parcel.state] += 1

@@ -5,7 +5,7 @@ s as consumed, publish s + 1, save. After a restart the restored version is publ
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -218,12 +218,12 @@ class PolicyTrainer(Configurable):
         figures["train_tokens"] = float(live.sum() + batch["trunk_lengths"].sum())
         return {**figures, **metrics, "staleness_mean": np.mean(ages), "staleness_max": max(ages)}
 
-    def _loss(self, params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+    def _loss(self, params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
         logprobs, entropy = self._logprobs(params, batch)
         return self._objective.loss(logprobs, batch, entropy)
 
     def _logprobs(
-        self, params: Params, batch: dict[str, jax.Array]
+        self, params: Params, batch: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         """log pi of the targets and the entropy at each, float32 [g, n, t], at the behaviour temperature."""
         model = bind(self._graphdef, params)

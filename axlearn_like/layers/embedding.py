@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Layer, fan_in_init, param
@@ -22,7 +23,7 @@ class Embedding(Layer):
         init = jax.nn.initializers.truncated_normal(stddev=cfg.init_std)
         self.weight_vd = param(rngs, (cfg.vocab_size, cfg.dim), ("vocab", "embed"), init)
 
-    def __call__(self, tokens_bt: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
         table = self.weight_vd[...].astype(dtype)
         return table.at[tokens_bt].get(out_sharding=partition("batch", None, None))
 

@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from mesh.rules import partition
 
@@ -19,7 +20,7 @@ def project(
     inputs: int = 1,
     in_axis: str | None = None,
     out_axis: str | None = None,
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Contract the last `inputs` axes of x [batch, length, *in] with weight [*in, *out].
 

@@ -45,7 +45,7 @@ def make_batch() -> dict[str, np.ndarray]:
     }
 
 
-def train_step(shape: dict[str, int] | None) -> dict[str, Any]:
+def train_step(shape: dict[str, int] | None, microbatches: int) -> dict[str, Any]:
     """Loss, gradients and new parameters of one step, and how the program communicates."""
     mesh = None if shape is None else make_mesh(shape, jax.devices() if shape else jax.devices()[:1])
     cfg = small_decoder(num_layers=2, head=Head.Config())
@@ -64,7 +64,7 @@ def train_step(shape: dict[str, int] | None) -> dict[str, Any]:
         state = jax.jit(init, out_shardings=where)(jax.random.key(3))
         born = jax.device_get(state["params"])
         shards = max(len({s.index for s in leaf.addressable_shards}) for leaf in jax.tree.leaves(state["params"]))
-        step = make_train_step(make_supervised_loss(graphdefs[0]), learner, microbatches=2)
+        step = make_train_step(make_supervised_loss(graphdefs[0]), learner, microbatches)
         batch = shard_batch(make_batch())
         program = step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
         text = program.as_text()
@@ -84,7 +84,9 @@ def main(path: str) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     arrays = {}
     for name, shape in MESHES.items():
-        for key, leaf in jax.tree_util.tree_leaves_with_path(train_step(shape)):
+        # Accumulation once, where all kinds of axes meet.
+        found = train_step(shape, microbatches=2 if name == "data_fsdp_tensor" else 1)
+        for key, leaf in jax.tree_util.tree_leaves_with_path(found):
             arrays[f"{name}/{jax.tree_util.keystr(key, simple=True, separator='.')}"] = np.asarray(leaf)
     np.savez(path, **arrays)
 

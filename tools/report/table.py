@@ -78,8 +78,8 @@ def score_table(run: Run) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    table.add_column("task family", no_wrap=True, min_width=20)
-    table.add_column("of", justify="right")
+    table.add_column("task family", no_wrap=True, min_width=18)
+    table.add_column("of", justify="right", no_wrap=True, min_width=3)
     for name in ("before RL", "after RL", "points"):
         table.add_column(name, justify="right", no_wrap=True)
     for key in pass_keys(run):

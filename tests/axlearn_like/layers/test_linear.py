@@ -32,7 +32,7 @@ def test_the_weight_takes_the_type_of_the_activations():
 def test_a_wider_result_keeps_the_bits_of_the_accumulation():
     x = jnp.asarray(RNG.normal(size=(1, 2, 64)), jnp.bfloat16)
     weight = jnp.asarray(RNG.normal(size=(64, 4)), jnp.float32)
-    y = project(x, weight, dtype=jnp.dtype("float32"))
+    y = project(x, weight, dtype=jnp.float32)
     assert y.dtype == jnp.float32
     exact = np.asarray(x, np.float64) @ np.asarray(weight.astype(jnp.bfloat16), np.float64)
     np.testing.assert_allclose(y, exact, atol=1e-5)

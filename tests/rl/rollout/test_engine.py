@@ -45,8 +45,9 @@ class CountingDecoder(Decoder):
 
 def policy() -> Decoder.Config:
     plain = tiny_policy(num_layers=2)
-    sizes = {"vocab_size": plain.vocab_size, "dim": plain.dim, "num_layers": plain.num_layers}
-    return CountingDecoder.Config(**sizes, block=plain.block)
+    return CountingDecoder.Config(
+        vocab_size=plain.vocab_size, dim=plain.dim, num_layers=plain.num_layers, block=plain.block
+    )
 
 
 def params(seed: int = 0) -> Params:
