@@ -1,6 +1,6 @@
 """Reinforcement learning on reasoning-gym tasks: from random weights to a better policy, on two CPU cores.
 
-Expected of `axl rl demo` (two cores, no accelerator): pass@1 about 0.35 after supervised fine-tuning and 0.6 after RL.
+Expected of `axl rl demo` (two cores, no accelerator): pass@1 about 0.3 after supervised fine-tuning and 0.6 after RL.
 """
 
 from axlearn_like.checkpoint import Checkpointer
@@ -23,12 +23,15 @@ from rl.verification.service import Verifier
 
 # What `learn_phrases` finds in the questions of these families; one token each. Digits and letters stay bytes.
 PHRASES = (
-    "Given a square matrix, your job is to rotate it clockwise.\n\nYour output should be a matrix in the same "
-    "format as the input.\n\nRotate the matrix below by ",
     "Spell this word backward (example: sun -> nus): ",
     "the complex numbers: ",
-    "degrees clockwise:\n",
+    "in the equation: ",
+    "that satisfies: ",
+    "the value of ",
+    "Solve for ",
+    "Determine ",
     "Subtract ",
+    "Find ",
     "Add ",
 )
 # Supervised fine-tuning reads training problems from here on, RL those before: no problem is seen in both.
@@ -38,16 +41,24 @@ SUPERVISED_START = 1_000_000
 def task_mixture(seed: int) -> TaskMixture.Config:
     """Three families that a small decoder can learn to compute; a quarter of all questions is held out."""
     one_to_nine = {"min_real": 1, "max_real": 9, "min_imag": 1, "max_imag": 9}
-    add_or_subtract = {"operations": ["+", "-"], "operations_weights": [0.5, 0.5]}
+    halves = [0.5, 0.5]
     return TaskMixture.Config(
         families=(
             TaskFamily.Config(
                 name="spell_backward", params={"min_word_len": 3, "max_word_len": 8}
             ),
+            TaskFamily.Config(name="complex_arithmetic", params={**one_to_nine, "operations": ["+", "-"], "operations_weights": halves}),
             TaskFamily.Config(
-                name="rotate_matrix", params={"min_n": 2, "max_n": 2, "max_rotations": 4}
+                name="simple_equations",
+                params={
+                    "min_terms": 2,
+                    "max_terms": 2,
+                    "min_value": 1,
+                    "max_value": 9,
+                    "operators": ["+", "-"],
+                    "operators_weights": halves,
+                },
             ),
-            TaskFamily.Config(name="complex_arithmetic", params={**one_to_nine, **add_or_subtract}),
         ),
         seed=seed,
         heldout_every=4,
@@ -55,7 +66,7 @@ def task_mixture(seed: int) -> TaskMixture.Config:
 
 
 @experiment
-def demo_sft(*, seed: int = 0, steps: int = 300) -> Trainer.Config:
+def demo_sft(*, seed: int = 0, steps: int = 450) -> Trainer.Config:
     """Supervised fine-tuning until the decoder solves some of the tasks, not most.
 
     The learning rate is left high: annealing it would settle the policy in a place that RL then has to leave.
@@ -67,8 +78,11 @@ def demo_sft(*, seed: int = 0, steps: int = 300) -> Trainer.Config:
         num_examples=1_000_000,
         start=SUPERVISED_START,
     )
+    policy = tiny(
+        vocab_size=tokenizer.vocab_size, dim=96, num_heads=3, num_kv_heads=1, hidden=256
+    )
     return Trainer.Config(
-        model=tiny(vocab_size=tokenizer.vocab_size),
+        model=policy,
         input=SupervisedInput.Config(source=source, seq_len=64, batch_size=32, seed=seed),
         learner=Learner.Config(
             optimizer=AdamW.Config(b2=0.98, weight_decay=0.1),
@@ -84,8 +98,8 @@ def demo_sft(*, seed: int = 0, steps: int = 300) -> Trainer.Config:
 
 
 @experiment
-def demo(*, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
-    """A 0.8 M-parameter decoder learns three task families by supervision, then gets better at them by RL."""
+def demo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
+    """A 0.4 M-parameter decoder learns three task families by supervision, then gets better at them by RL."""
     tasks, supervised = task_mixture(seed), demo_sft(seed=seed)
     return RLExperiment.Config(
         policy=supervised.model,
@@ -114,7 +128,7 @@ def demo(*, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
         trainer=PolicyTrainer.Config(row_multiple=4),
         engine=RolloutEngine.Config(groups=8),
         verifier=Verifier.Config(
-            scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0 - 1e-6), processes=1
+            scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=1
         ),
         evaluation=Evaluation.Config(problems_per_family=96),
         kill_worker_after=0.5,

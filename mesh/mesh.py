@@ -17,9 +17,7 @@ class MeshError(UserError):
     """A mesh shape that does not exist or does not fit the devices."""
 
 
-def make_mesh(
-    shape: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None
-) -> Mesh:
+def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """Lay the devices out on the six named axes, all of them in explicit-sharding mode.
 
     Args:
@@ -57,7 +55,7 @@ def make_mesh(
 
 
 def _describe(shape: Mapping[str, int]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in shape.items()) or "of one device"
+    return " x ".join(f"{name} {size}" for name, size in shape.items())
 
 
 def _nearest(shape: Mapping[str, int], count: int) -> str:

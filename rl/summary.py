@@ -79,7 +79,7 @@ def _kill(
         (
             e["time"]
             for e in later
-            if e["event"] == "score" and e["role"] == target and e["time"] > (started or at)
+            if started is not None and e["event"] == "score" and e["role"] == target and e["time"] > started
         ),
         None,
     )

@@ -123,12 +123,15 @@ class GroupContext:
             trunk_mask,
             _causal(self.branch_size),
         )
-        flat = branch.reshape(branch.shape[0], -1, *branch.shape[3:])
+        spread = partition("batch", None, "heads", None, None)
+        flat = jnp.reshape(branch, (branch.shape[0], -1, *branch.shape[3:]), out_sharding=spread)
         return jnp.concatenate([trunk, flat], axis=1), cache
 
     def _split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         trunk, rest = x[:, : self.trunk_size], x[:, self.trunk_size :]
-        return trunk, rest.reshape(x.shape[0], self.branches, self.branch_size, *x.shape[2:])
+        shape = (x.shape[0], self.branches, self.branch_size, *x.shape[2:])
+        spread = partition("batch", None, None, "heads", *[None] * (x.ndim - 3))
+        return trunk, jnp.reshape(rest, shape, out_sharding=spread)
 
 
 @jax.tree_util.register_dataclass

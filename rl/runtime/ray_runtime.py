@@ -37,6 +37,7 @@ def run_ray(
     """Update until the last step or until `stop()`; returns the steps completed."""
     if not os.environ.get("RAY_ADDRESS"):
         end_leftovers(run)
+        EventLog(run.events_path).append("driver", "session", pid=os.getpid(), group=os.getpgid(0))
     with ray_session():
         fleet = Fleet(experiment.cfg, run, say)
         try:
@@ -200,21 +201,30 @@ class _Kill:
 def end_leftovers(run: RunDirectory) -> None:
     """End what a driver that was killed has left: its actors would write into the same run.
 
-    They end by themselves when Ray sees that the driver is gone; this is for the moment before that.
+    Actors end by themselves within seconds of the driver, Ray's agents within a minute; this is for the time before.
     """
-    left = []
+    actors, groups = set(), set()
     for row in RowTail(run.events_path).new_rows():
         if row["event"] == "start" and "pid" in row:
-            try:
-                process = psutil.Process(row["pid"])
-                if process.create_time() < row["time"] and "ray::" in " ".join(process.cmdline()):
-                    left.append(process)
-            except psutil.Error:
-                continue
-    _, alive = psutil.wait_procs(left, timeout=5.0)
+            actors.add(row["pid"])
+        elif row["event"] == "session":
+            groups.add(row["group"])
+    left = [process for process in psutil.process_iter() if _is_left(process, actors, groups)]
+    _, alive = psutil.wait_procs(left, timeout=3.0)
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout=5.0)
+
+
+def _is_left(process: psutil.Process, actors: set[int], groups: set[int]) -> bool:
+    """A process of Ray's that was this run's, by its number or process group, and has lost its parent."""
+    try:
+        named = " ".join(process.cmdline()).startswith("ray::")
+        mine = named and (process.pid in actors or os.getpgid(process.pid) in groups)
+        parent = process.parent() if mine else None
+        return mine and (parent is None or parent.name() != "raylet")
+    except (psutil.Error, ProcessLookupError):
+        return False
 
 
 def _environment(kind: str) -> dict[str, str]:

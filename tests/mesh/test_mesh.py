@@ -23,6 +23,11 @@ def test_minus_one_takes_what_is_left():
     assert (mesh.shape["data"], mesh.shape["fsdp"], mesh.shape["tensor"]) == (2, 2, 2)
 
 
+def test_without_any_axis_it_is_the_first_device_alone():
+    for shape in (None, {}):
+        assert make_mesh(shape, EIGHT).devices.size == 1
+
+
 def test_the_last_axis_holds_neighbours():
     mesh = make_mesh({"fsdp": 4, "tensor": 2}, EIGHT)
     assert mesh.devices.shape == (1, 1, 4, 1, 1, 2)
@@ -44,7 +49,6 @@ def test_an_unknown_axis_is_answered_with_the_right_one():
         ({"tensor": 2, "data": 8}, "there are 8 (cpu); data 4 x tensor 2 would fit"),
         ({"fsdp": -1, "tensor": 3}, "fsdp 2 x tensor 3 needs 6 devices but there are 8 (cpu); fsdp 8 would fit"),
         ({"fsdp": -1, "tensor": 16}, "needs 16 devices but there are 8 (cpu); fsdp 8 would fit"),
-        ({}, "of one device needs 1 devices but there are 8 (cpu); fsdp 8 would fit"),
     ],
 )
 def test_a_product_that_does_not_fit_comes_with_one_that_does(shape, words):

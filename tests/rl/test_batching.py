@@ -85,9 +85,7 @@ def test_tokens_that_are_no_actions_carry_no_weight():
 
 @pytest.mark.parametrize("aggregation", [TokenMean, SequenceMean, PromptMean])
 def test_dropped_groups_leave_the_denominator(aggregation: type):
-    objective = Objective.Config(
-        old_policy="current", zero_variance="drop", aggregation=aggregation.Config()
-    ).build()
+    objective = Objective.Config(old_policy="current", zero_variance="drop", aggregation=aggregation.Config()).build()
     with_constant, without = pack(GROUPS, objective), pack([GROUPS[0], GROUPS[2]], objective)
     for name in without:
         np.testing.assert_array_equal(with_constant[name], without[name])
@@ -136,9 +134,7 @@ def test_padding_to_a_row_multiple_changes_nothing_in_loss_metrics_or_gradient()
 
 def test_a_batch_without_any_live_group_is_one_of_padding():
     objective = Objective.Config(old_policy="current", zero_variance="drop").build()
-    batch, figures = pack_groups(
-        [GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=2
-    )
+    batch, figures = pack_groups([GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=2)
     assert batch["trunk"].shape[0] == 2
     assert not any(array.any() for array in batch.values())
     assert figures["zero_variance_fraction"] == 1.0
@@ -151,9 +147,7 @@ def test_figures_count_the_whole_batch_dropped_groups_included():
     cut = make_rollout(GROUPS[1].prompt, 0, [1, 2, 3, 4, 5], stopped=False)
     second = dataclasses.replace(GROUPS[1], rollouts=(cut, GROUPS[1].rollouts[1]))
     objective = Objective.Config(old_policy="current", zero_variance="drop").build()
-    _, figures = pack_groups(
-        [timed_out, second, GROUPS[2]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW
-    )
+    _, figures = pack_groups([timed_out, second, GROUPS[2]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
     assert figures["reward"] == pytest.approx((1 + 0 + 0 + 0 + 0.5 + 1) / 6)
     assert figures["reward/even"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)
     assert figures["reward/odd"] == 0.0

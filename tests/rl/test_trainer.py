@@ -11,7 +11,7 @@ import pytest
 from axlearn_like.layers.base import Params
 from axlearn_like.metrics import read_rows
 from axlearn_like.run_directory import RunDirectory
-from mesh import UserError, make_mesh
+from mesh import UserError, make_mesh, shard_batch
 from rl.batching import pack_groups
 from rl.controller import Controller
 from rl.experiment import RLExperiment
@@ -91,9 +91,9 @@ class Roles:
         return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
     def submit(self, rewards: list[float], lengths: list[int]) -> list[Group]:
-        """All groups of a batch, written by hand: sample i of each prompt is `lengths[i]` tokens of its own range."""
+        """The groups of the next batch, by hand: sample i of each prompt is `lengths[i]` tokens of its own range."""
         groups: list[Group] = []
-        while (lease := self.controller.lease("hand")) is not None:
+        while (lease := self.controller.lease("hand")) is not None and lease.step == self.trainer.step:
             groups += (mine := hand_made(lease, rewards, lengths))
             assert self.controller.submit(lease.id, tuple(mine))
         return groups
@@ -115,7 +115,7 @@ def score(roles: Roles, groups: list[Group]) -> tuple[np.ndarray, dict[str, np.n
         groups, roles.trainer._objective, max_prompt=cfg.max_prompt, max_new=cfg.max_new, row_multiple=cfg.row_multiple
     )
     with jax.set_mesh(roles.trainer._mesh):
-        return np.asarray(roles.trainer._score(roles.trainer.state["params"], batch)[0]), batch
+        return np.asarray(roles.trainer._score(roles.trainer.state["params"], shard_batch(batch))[0]), batch
 
 
 def host(params: Params) -> dict[str, bytes]:
@@ -220,7 +220,7 @@ def test_without_a_difference_in_rewards_nothing_moves(fresh: Roles):
 
 
 def test_engine_and_trainer_score_the_same_tokens_alike(fresh: Roles):
-    """Sharp distributions, log-probabilities down to -20: at most 4e-6 apart (measured 2e-6), 4e-7 on average."""
+    """Logits of tens, float32: at most 8e-6 apart on any token (measured 4e-6), 2e-6 on average (measured 8e-7)."""
     engine = fresh.experiment.make_engine()
     engine.set_weights(decode(fresh.store.pull(0)), 0)
     leases = [fresh.controller.lease("w") for _ in range(2)]
@@ -236,8 +236,8 @@ def test_engine_and_trainer_score_the_same_tokens_alike(fresh: Roles):
     logprobs, batch = score(fresh, groups)
     apart = np.abs(logprobs - batch["logprobs_behaviour"])[batch["action_mask"]]
     assert len(apart) == sum(len(r.tokens) for r in rollouts)
-    assert apart.max() < 4e-6 and apart.mean() < 4e-7
-    assert np.exp(logprobs[batch["action_mask"]]).max() > 0.1 > 0.001 > np.exp(logprobs[batch["action_mask"]]).min()
+    assert apart.max() < 8e-6 and apart.mean() < 2e-6
+    assert logprobs[batch["action_mask"]].max() > -1 and logprobs[batch["action_mask"]].min() < -6  # far from uniform
 
 
 # ---- when others die
@@ -254,14 +254,18 @@ def test_an_incomplete_batch_is_waited_for(fresh: Roles):
     assert fresh.trainer.step == 1
 
 
-def test_a_parameter_server_that_restarted_is_filled_again(fresh: Roles):
-    fresh.submit(rewards=[1.0, 0.0, 0.0, 0.0], lengths=[2, 2, 2, 2])
-    assert fresh.trainer.run_once()
-    manifest = fresh.store.pull(1).manifest
-    fresh.store.rewind(-1)
-    assert fresh.store.latest() == -1
-    assert not fresh.trainer.run_once()
-    assert fresh.store.manifests() == [manifest]
+@pytest.mark.parametrize("left", [[], [1]], ids=["empty", "newest only"])
+def test_a_parameter_server_that_restarted_is_filled_again(tmp_path: Path, left: list[int]):
+    """With the newest version and with those before it that workers may still ask for."""
+    roles = Roles.make(tmp_path / "r", config(staleness=1))
+    roles.submit(rewards=[1.0, 0.0, 0.0, 0.0], lengths=[2, 2, 2, 2])
+    assert roles.trainer.run_once()
+    versions = {version: roles.store.pull(version) for version in (0, 1)}
+    roles.store.rewind(-1)
+    for version in left:
+        roles.store.push(versions[version])
+    assert not roles.trainer.run_once()
+    assert roles.store.manifests() == [versions[0].manifest, versions[1].manifest]
 
 
 def test_a_controller_that_restarted_is_told_where_the_run_is(fresh: Roles):

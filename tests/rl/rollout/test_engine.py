@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axlearn_like.config_edit import set_path
 from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.layers.context import PackedContext
 from axlearn_like.layers.decoder import Decoder
-from mesh import UserError, make_mesh, to_named_sharding
+from mesh import UserError, make_mesh, shard_batch, to_named_sharding
 from rl.messages import Rollout
 from rl.rollout.engine import Request, RolloutEngine
 from rl.sampling import Sampler, at_position, sample_keys
@@ -164,9 +165,7 @@ def test_tokens_and_logprobs_are_those_of_a_plain_forward_pass_and_the_documente
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [7, 2, 5, 0, 3], [4, 4, 1, 4], [6, 0]], ids=str)
-def test_neither_batch_nor_slot_changes_a_bit(
-    engine: RolloutEngine, alone: dict[int, list[Rollout]], order: list[int]
-):
+def test_neither_batch_nor_slot_changes_a_bit(engine: RolloutEngine, alone: dict[int, list[Rollout]], order: list[int]):
     engine.set_weights(params(), 5)
     chosen = [REQUESTS[i] for i in order]
     assert_same(engine.generate(chosen), [r for q in chosen for r in alone[q.prompt.id]])
@@ -191,9 +190,7 @@ def test_seed_prompt_sample_and_weights_all_matter(engine: RolloutEngine, alone:
     assert all(np.all(r.versions == 6) for r in changed)
 
 
-def test_requests_of_different_seeds_may_be_queued_together(
-    engine: RolloutEngine, alone: dict[int, list[Rollout]]
-):
+def test_requests_of_different_seeds_may_be_queued_together(engine: RolloutEngine, alone: dict[int, list[Rollout]]):
     engine.set_weights(params(), 5)
     other = engine.generate([request(2, seed=99)])
     mixed = engine.generate([REQUESTS[1], request(2, seed=99), REQUESTS[3]])
@@ -248,6 +245,22 @@ def test_without_weights_it_says_so():
 
 
 # ---- meshes
+
+
+@pytest.mark.parametrize("one", ["groups", "samples", "max_new", "num_kv_heads", "num_layers"])
+def test_on_a_mesh_every_size_may_be_one(one: str):
+    """Where a size is one, a plain reshape forgets how an axis is spread, and explicit sharding objects."""
+    sizes = {"groups": 2, "samples": 2, "max_new": 3, "num_kv_heads": 2, "num_layers": 2, one: 1}
+    model = tiny_policy(num_layers=sizes.pop("num_layers"))
+    set_path(model, "block.attention.num_kv_heads", sizes.pop("num_kv_heads"))
+    groups, samples, steps = sizes["groups"], sizes["samples"], sizes["max_new"]
+    engine = RolloutEngine.Config(
+        model=model, stop_tokens=(1,), max_prompt=4, max_new=steps, samples=samples, groups=groups
+    ).build()
+    with jax.set_mesh(make_mesh()):
+        batch = shard_batch(engine._pack([Request(make_prompt(1, 4), samples, SEED)]))
+        out = jax.eval_shape(engine._run, tiny_params(model), batch)
+    assert out["tokens"].shape == out["logprobs"].shape == (groups, samples, steps)
 
 
 def print_rollouts_on_a_mesh() -> None:

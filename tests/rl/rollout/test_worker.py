@@ -1,0 +1,244 @@
+"""A worker delivers what was leased, scored in the right places, and can be lost at any moment."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from axlearn_like.metrics import read_rows
+from axlearn_like.run_directory import EventLog, RunDirectory
+from rl.controller import Controller
+from rl.experiment import RLExperiment
+from rl.messages import Group, Score
+from rl.parameter_server import ParameterServer
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.worker import RolloutWorker
+from rl.verification.inline import InlineVerifier
+from rl.verification.scorers import FunctionScorer
+from rl.weights.encoding import EncodedWeights, WeightsError, encode
+from tests.rl.tiny import ascii_share, tiny_experiment, tiny_params
+
+CFG = tiny_experiment(staleness=1)
+EXPERIMENT: RLExperiment = CFG.build()
+WEIGHTS = [encode(tiny_params(CFG.policy, seed), seed) for seed in range(2)]  # pyright: ignore
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def engine() -> RolloutEngine:
+    return EXPERIMENT.make_engine()
+
+
+class Place:
+    """A controller and a parameter server with version 0 in a run directory, and workers to come."""
+
+    def __init__(self, path: Path, engine: RolloutEngine):
+        self.run = RunDirectory.attach(path)
+        self.clock = Clock()
+        self.controller: Controller = EXPERIMENT.controller_cfg.build(
+            clock=self.clock, events=EventLog(self.run.events_path)
+        )
+        self.store = EXPERIMENT.make_parameter_server()
+        self.store.push(WEIGHTS[0])
+        self.controller.begin(0, 0)
+        self._engine = engine
+
+    def worker(self, name: str, store: Any = None, verifier: Any = None) -> RolloutWorker:
+        self._engine.version = -1  # as that of a new process
+        return RolloutWorker(
+            name=name,
+            engine=self._engine,
+            tokenizer=EXPERIMENT.tokenizer,
+            seed=CFG.seed,
+            controller=self.controller,
+            weights=store or self.store,
+            verifier=verifier or EXPERIMENT.make_verifier(),
+            events=EventLog(self.run.events_path),
+            pull_timeout=0.0,
+        )
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        return [row for row in read_rows(self.run.events_path) if row["event"] == event]
+
+    def batch(self, step: int = 0) -> list[Group]:
+        batch = self.controller.next_batch(step)
+        assert batch is not None
+        return batch
+
+
+@pytest.fixture
+def place(tmp_path: Path, engine: RolloutEngine) -> Place:
+    return Place(tmp_path, engine)
+
+
+def same(one: list[Group], other: list[Group]) -> bool:
+    """Prompts, tokens, log-probabilities, versions and scores, to the bit."""
+
+    def plain(groups: list[Group]) -> list[Any]:
+        return [
+            (g.prompt.id, r.sample_id, [a.tobytes() for a in (r.tokens, r.logprobs, r.versions)], s.reward, s.status)
+            for g in groups
+            for r, s in zip(g.rollouts, g.scores, strict=True)
+        ]
+
+    return plain(one) == plain(other)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine: RolloutEngine, tmp_path_factory: pytest.TempPathFactory) -> list[Group]:
+    """Batch 0 as one worker makes it that nothing happens to."""
+    place = Place(tmp_path_factory.mktemp("undisturbed"), engine)
+    worker = place.worker("w")
+    while worker.run_once():
+        pass
+    return place.batch()
+
+
+def test_groups_hold_the_samples_of_their_prompt_with_their_own_scores(place: Place):
+    worker = place.worker("w")
+    assert [worker.run_once() for _ in range(5)] == [True] * 4 + [False]  # two steps of two leases
+    for step in range(2):
+        if step:
+            place.controller.consumed(0)
+        batch = place.batch(step)
+        assert [g.prompt.id for g in batch] == [p.id for i in range(2) for p in place.controller.prompts(step, i)]
+        for group in batch:
+            assert [r.prompt_id for r in group.rollouts] == [group.prompt.id] * CFG.samples
+            assert [r.sample_id for r in group.rollouts] == list(range(CFG.samples))
+            for rollout, score in zip(group.rollouts, group.scores, strict=True):
+                answer = EXPERIMENT.tokenizer.decode(rollout.tokens)
+                assert score.reward == ascii_share(group.prompt.id, answer)
+                assert np.all(rollout.versions == 0)
+        assert len({score.reward for group in batch for score in group.scores}) > 3
+
+
+def test_a_worker_pulls_a_version_once_and_logs_its_spans(place: Place):
+    worker = place.worker("w")
+    while worker.run_once():
+        pass
+    (pull,) = place.events("pull")
+    assert (pull["role"], pull["version"], pull["nbytes"]) == ("w", 0, WEIGHTS[0].manifest.nbytes)
+    place.batch()
+    place.controller.consumed(0)
+    place.store.push(WEIGHTS[1])
+    place.controller.published(1)
+    while worker.run_once():
+        pass
+    assert [row["version"] for row in place.events("pull")] == [0, 1]
+    spans = place.events("generate")
+    assert [(row["step"], row["version"]) for row in spans] == [(0, 0), (0, 0), (1, 0), (1, 0), (2, 1), (2, 1)]
+    made = sum(len(r.tokens) for group in place.batch(1) for r in group.rollouts)
+    assert sum(row["tokens"] for row in spans if row["step"] == 1) == made
+    assert [row["step"] for row in place.events("score")] == [0, 0, 1, 1, 2, 2]
+
+
+def test_what_a_dead_worker_had_leased_is_made_again_to_the_bit(place: Place, undisturbed: list[Group]):
+    lost = place.controller.lease("victim")
+    assert lost is not None
+    survivor = place.worker("survivor")
+    assert survivor.run_once()
+    place.controller.release("victim", "worker died")
+    while survivor.run_once():
+        pass
+    assert same(place.batch(), undisturbed)
+
+
+class Slow(ParameterServer):
+    """Takes so long over the first pull that the lease for which it was made goes to another worker."""
+
+    def __init__(self, store: ParameterServer, meanwhile: Callable[[], None]):
+        super().__init__(store.cfg)
+        self._meanwhile: Callable[[], None] | None = meanwhile
+
+    def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights:
+        if self._meanwhile is not None:
+            self._meanwhile, meanwhile = None, self._meanwhile
+            meanwhile()
+        return WEIGHTS[version]
+
+
+def test_a_lease_that_expired_during_generation_is_dropped_before_scoring(place: Place, undisturbed: list[Group]):
+    taken = []
+
+    def meanwhile() -> None:
+        place.clock.now += CFG.controller.lease_seconds
+        taken.append(place.controller.lease("faster"))
+
+    worker = place.worker("slow", store=Slow(place.store, meanwhile))
+    assert worker.run_once()
+    assert (len(place.events("generate")), len(place.events("score"))) == (1, 0)
+    assert place.controller.status()["turned_away"] == 1
+    place.controller.release("faster", "worker died")
+    while worker.run_once():
+        pass
+    assert same(place.batch(), undisturbed)
+
+
+class Hesitant(InlineVerifier):
+    """Scores so slowly, once, that the lease goes to another worker."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]:
+        if self.meanwhile is not None:
+            self.meanwhile, meanwhile = None, self.meanwhile
+            meanwhile()
+        return super().score(problem_ids, answers)
+
+
+def test_a_lease_that_expired_during_scoring_is_counted_once(place: Place, undisturbed: list[Group]):
+    """Both workers deliver the same parcel; the first report counts."""
+    other = place.worker("faster")
+
+    def meanwhile() -> None:
+        place.clock.now += CFG.controller.lease_seconds
+        while other.run_once():
+            pass
+
+    verifier = Hesitant(InlineVerifier.Config(scorer=FunctionScorer.Config(function=ascii_share)))
+    verifier.meanwhile = meanwhile
+    assert place.worker("slow", verifier=verifier).run_once()
+    status = place.controller.status()
+    assert (status["turned_away"], status["expired"], status["verified"]) == (1, 1, 4)
+    assert same(place.batch(), undisturbed)
+
+
+def test_a_version_that_is_not_to_be_had_frees_the_lease_and_ends_the_worker_in_the_end(place: Place):
+    place.store.rewind(-1)
+    worker = place.worker("w")
+    for _ in range(4):
+        assert worker.run_once()
+        assert place.controller.status()["leased"] == 0
+    assert "version 0 not published" in place.events("pull")[0]["error"]
+    place.store.push(WEIGHTS[0])
+    assert worker.run_once() and place.controller.status()["verified"] == 1  # the trainer is back
+    place.store.rewind(-1)
+    again = place.worker("w")
+    attempts = []
+    with pytest.raises(WeightsError, match="version 0 not published"):
+        while len(attempts) < 10:
+            attempts.append(again.run_once())
+    assert attempts == [True] * 4
+
+
+def test_run_joins_works_and_ends_with_the_run(place: Place, undisturbed: list[Group]):
+    lost = place.controller.lease("w")
+    assert lost is not None
+    thread = threading.Thread(target=place.worker("w").run)
+    thread.start()
+    batch = place.controller.next_batch(0, timeout=1e6)
+    place.controller.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert batch is not None and same(batch, undisturbed)
+    assert [row["lease"] for row in place.events("lease_expired")] == [lost.id]

@@ -1,0 +1,160 @@
+"""One config becomes all roles, consistently; what cannot work is refused before anything expensive."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from axlearn_like.checkpoint import Checkpointer
+from axlearn_like.config_text import from_text, to_text
+from axlearn_like.layers.base import Params
+from axlearn_like.run_directory import EventLog
+from axlearn_like.trainer import Trainer
+from mesh import UserError, make_mesh
+from rl.evaluation import Evaluation
+from rl.experiment import RLExperiment, warm_start_directory
+from rl.sampling import Sampler
+from rl.tasks import TaskFamily, TaskMixture, encode_prompt
+from rl.weights.encoding import decode
+from tests.axlearn_like.tiny import tiny_trainer
+from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
+
+
+def build(**changes: Any) -> RLExperiment:
+    return tiny_experiment(**changes).build()
+
+
+def host(params: Params) -> dict[str, bytes]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+
+
+# ---- what children are handed
+
+
+def test_children_get_the_sizes_of_their_parent():
+    experiment = build(staleness=2, sampler=Sampler.Config(temperature=0.6), num_steps=9)
+    engine, controller, trainer = experiment.engine_cfg, experiment.controller_cfg, experiment.trainer_cfg
+    assert (engine.max_prompt, engine.max_new, engine.samples) == (12, 6, 4)
+    assert (trainer.max_prompt, trainer.max_new, trainer.num_steps, trainer.staleness) == (12, 6, 9, 2)
+    assert (controller.groups, controller.samples, controller.num_steps, controller.staleness) == (4, 4, 9, 2)
+    assert engine.sampler.temperature == trainer.temperature == 0.6
+    assert engine.model == trainer.model == experiment.cfg.policy
+    assert controller.groups_per_lease == engine.groups == 2
+
+
+def test_an_engine_larger_than_the_batch_takes_it_in_one_lease():
+    experiment = build()
+    experiment.cfg.engine.groups = 16
+    assert RLExperiment(experiment.cfg).controller_cfg.groups_per_lease == 4
+
+
+def test_the_stop_token_is_the_tokenizers_end_of_sequence_or_none():
+    assert build().engine_cfg.stop_tokens == (257,)
+    assert build(stop_at_eos=False).engine_cfg.stop_tokens == ()
+
+
+def test_the_config_of_the_user_is_left_as_it_was():
+    cfg = tiny_experiment()
+    before = to_text(cfg)
+    cfg.build()
+    assert to_text(cfg) == before
+    assert from_text(before) == cfg
+
+
+def test_leases_of_a_controllers_next_life_are_others(tmp_path: Path):
+    cfg = tiny_experiment()
+    experiment = cfg.build()
+    with tiny_run(tmp_path / "r", cfg) as run:
+        leases = []
+        for _ in range(3):
+            EventLog(run.events_path).append("controller", "start", pid=1)
+            EventLog(run.events_path).append("trainer", "start", pid=2)
+            controller = experiment.make_controller(run)
+            controller.begin(0, 0)
+            lease = controller.lease("w")
+            assert lease is not None
+            leases.append(lease.id)
+    assert leases[0] < leases[1] < leases[2] and leases[2] - leases[1] > 1_000_000
+
+
+# ---- version 0
+
+
+def test_the_first_version_is_the_same_for_trainer_evaluation_and_workers(tmp_path: Path):
+    cfg = tiny_experiment()
+    experiment = cfg.build()
+    with tiny_run(tmp_path / "r", cfg) as run:
+        store = experiment.make_parameter_server()
+        trainer = experiment.make_trainer(run, experiment.make_controller(run), store)
+        trainer.start()
+        expected = host(experiment.initial_params(run, make_mesh()))
+        assert host(trainer.state["params"]) == expected
+        assert host(decode(store.pull(0))) == expected
+        assert any(np.any(np.frombuffer(x, np.float32) != 0) for x in expected.values())
+
+
+def test_after_a_warm_start_the_first_version_is_its_result(tmp_path: Path):
+    """What the supervised phase leaves is a run of its own; here its checkpoint is written directly."""
+    warm: Trainer.Config = tiny_trainer(3)
+    cfg = tiny_experiment(warm_start=warm)
+    experiment = cfg.build()
+    learned = tiny_params(cfg.policy, seed=9)  # pyright: ignore
+    with tiny_run(tmp_path / "r", cfg) as run:
+        checkpointer = Checkpointer.Config().build(directory=warm_start_directory(run) / "checkpoints")
+        params = jax.tree.map(jax.numpy.asarray, learned)
+        checkpointer.save(3, {"params": params, "step": jax.numpy.int32(3)}, {})
+        checkpointer.close()
+        store = experiment.make_parameter_server()
+        trainer = experiment.make_trainer(run, experiment.make_controller(run), store)
+        assert host(trainer.state["params"]) == host(learned)
+        assert host(experiment.initial_params(run, make_mesh())) == host(learned)
+        assert (trainer.step, int(trainer.state["step"])) == (0, 0)
+
+
+# ---- what cannot work
+
+
+@pytest.mark.parametrize("sampler", [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
+def test_a_truncating_sampler_is_refused_for_training(sampler: dict[str, Any]):
+    with pytest.raises(UserError, match="sampler: training needs the whole distribution"):
+        build(sampler=Sampler.Config(**sampler))
+
+
+def test_too_few_kept_versions_are_refused_with_the_number_needed():
+    cfg = tiny_experiment(staleness=3)
+    with pytest.raises(UserError, match="keep=4 is too few for staleness=3: .* expected 5 or more"):
+        cfg.build()
+    cfg.parameter_server.keep = 5
+    cfg.build()
+
+
+def test_check_accepts_the_tiny_experiment():
+    build().check()
+    build(evaluation=None, samples=1).check()
+
+
+def test_check_refuses_a_training_prompt_that_is_too_long():
+    expected = r"training problem 0 of family 'spell_backward' has \d+ prompt tokens; max_prompt is 5"
+    with pytest.raises(UserError, match=expected):
+        build(max_prompt=5).check()
+
+
+def test_check_refuses_a_held_out_prompt_that_is_too_long():
+    """The one training problem that is looked at just fits; some held-out question is longer."""
+    family = TaskFamily.Config(name="chain_sum", params={"min_digits": 1, "max_digits": 3})
+    mixtures = [TaskMixture.Config(families=(family,), seed=seed, heldout_every=4) for seed in range(8)]
+    tasks = min(mixtures, key=lambda cfg: len(cfg.build().train(0).question))
+    first = len(encode_prompt(tasks.build().train(0).question, build().tokenizer))
+    expected = rf"held-out problem \d+ of family 'chain_sum' has \d+ prompt tokens; max_prompt is {first}"
+    evaluation = Evaluation.Config(problems_per_family=40, ks=(1,))
+    with pytest.raises(UserError, match=expected):
+        build(tasks=tasks, groups=1, max_prompt=first, evaluation=evaluation).check(run_steps=1)
+    build(tasks=tasks, groups=1, max_prompt=first, evaluation=None).check(run_steps=1)
+
+
+def test_check_refuses_more_tries_than_samples():
+    with pytest.raises(UserError, match="pass@4 needs as many samples of a problem; samples=2"):
+        build(samples=2).check()

@@ -1,0 +1,117 @@
+"""A run from the command line that is stopped in each of the ways a user or a machine can stop it, and resumed."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from axlearn_like.metrics import read_rows
+from axlearn_like.row_tail import RowTail
+from rl.run import RLRun
+from tests.rl.runtime.command import Command
+from tests.rl.runtime.experiments import assert_same_outcome, parameters, run_here, warmed
+from tests.rl.tiny import tiny_experiment
+
+
+def finish(path: Path, experiment: str, *arguments: str) -> str:
+    """The same command again, to its end; what it printed."""
+    with Command(path, experiment, *arguments) as command:
+        assert command.wait() == 0, command.output()
+        assert command.left() == []
+        return command.output()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted run of the experiment `slow`."""
+    return run_here(tmp_path_factory.mktemp("whole"), tiny_experiment(num_steps=12, evaluation=None))
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [
+        (Command.interrupt, "SIGINT"),
+        pytest.param(lambda command: command.send(signal.SIGTERM), "SIGTERM", marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_in_the_rl_phase_stops_cleanly_and_the_same_command_resumes(
+    stop: Callable[[Command], None], reason: str, tmp_path: Path, whole: Path
+) -> None:
+    path = tmp_path / "run"
+    with Command(path, "slow") as command:
+        command.wait_for_updates(3)
+        stop(command)
+        assert command.wait(60) == 0
+        lines = command.output().splitlines()
+        assert command.left() == []
+    assert lines[-2:] == [
+        "stopping after the update in hand (Ctrl-C again: at once)",
+        f"stopped by {reason}; the same command goes on from here: {path}",
+    ]
+    done = len(read_rows(path / "metrics.jsonl"))
+    assert 3 <= done < 12
+    output = finish(path, "slow")
+    assert_same_outcome(path, whole)
+    assert f"\nreport: {path / 'report.html'}\n" in output
+
+
+@pytest.mark.full
+def test_a_second_ctrl_c_ends_at_once_and_the_same_command_resumes(tmp_path: Path, whole: Path) -> None:
+    path = tmp_path / "run"
+    with Command(path, "slow") as command:
+        command.wait_for_updates(3)
+        command.interrupt()
+        command.interrupt()
+        assert command.wait(60) in (0, 130)
+        assert command.left() == []
+    finish(path, "slow")
+    assert_same_outcome(path, whole)
+
+
+@pytest.mark.full
+def test_the_command_killed_in_the_rl_phase_leaves_nothing_behind_and_is_resumed(tmp_path: Path, whole: Path) -> None:
+    path = tmp_path / "run"
+    with Command(path, "slow") as command:
+        command.wait_for_updates(3)
+        command.send(signal.SIGKILL)
+        assert command.wait() == -signal.SIGKILL
+        finish(path, "slow")
+        assert command.left() == []
+    assert_same_outcome(path, whole)
+
+
+def test_ctrl_c_in_the_warm_start_is_resumed_to_the_same_policy(tmp_path: Path) -> None:
+    path, expected = tmp_path / "run", tmp_path / "expected"
+    with Command(path, "warmed", "--runtime", "inprocess") as command:
+        command.wait_for_updates(5, phase="sft")
+        command.interrupt()
+        assert command.wait(60) == 0
+        assert command.output().endswith(f"stopped by SIGINT; the same command goes on from here: {path}\n")
+        assert command.left() == []
+    stopped_at = max(int(folder.name) for folder in (path / "warm_start" / "checkpoints").iterdir())
+    assert 5 <= stopped_at < 200
+    assert not (path / "metrics.jsonl").exists()
+    said: list[str] = []
+    for folder in (path, expected):
+        assert RLRun(warmed().build(), say=said.append).run(folder, runtime="inprocess") is not None
+    assert_same_outcome(path, expected)
+    assert parameters(path)
+
+
+def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = RLRun(tiny_experiment(num_steps=2).build(), say=said.append)
+    first = run.run(tmp_path, runtime="inprocess")
+    assert first is not None and first == json.loads((tmp_path / "report.json").read_text())
+    assert [line.split(":")[0] for line in said] == [
+        "evaluation before RL",
+        "reinforcement learning",
+        "evaluation after RL",
+    ]
+    said.clear()
+    log = RowTail(tmp_path / "events.jsonl", from_end=True)
+    again = run.run(tmp_path, runtime="inprocess")
+    assert said == [] and log.new_rows() == []
+    assert again == first
