@@ -16,7 +16,7 @@ def tiny(
     head_dim: int = 32,
     hidden: int = 384,
 ) -> Decoder.Config:
-    """Pre-norm, grouped-query attention with qk-norm, SwiGLU, tied head; 0.8 M parameters as it stands."""
+    """Pre-norm, grouped-query attention with qk-norm, SwiGLU, tied head; 0.8 M parameters with 272 tokens."""
     attention = Attention.Config(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, qk_norm=RMSNorm.Config()
     )
