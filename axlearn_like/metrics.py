@@ -87,7 +87,10 @@ def _plain(value: Any) -> int | float | bool | str | None:
 
 
 class Progress:
-    """Step, loss, speed and time left: a bar on a terminal, a line every few seconds elsewhere."""
+    """Step, loss, speed and time left: a bar on a terminal, a line now and then elsewhere.
+
+    Now and then: after some seconds, and after a tenth of the time so far; a day's run makes a hundred lines.
+    """
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class Progress:
         notes += [f"{self._tokens / elapsed:,.0f} tok/s"] if self._tokens else []
         if self._bar is not None:
             self._bar.update(self._task, completed=step, note=", ".join(notes))
-        elif now - self._spoke >= self._every_seconds or step >= self._total:
+        elif now - self._spoke >= max(self._every_seconds, elapsed / 10) or step >= self._total:
             self._spoke = now
             left = elapsed / max(step - self._start, 1) * (self._total - step)
             eta = [f"{left:,.0f} s left"] if step < self._total else []

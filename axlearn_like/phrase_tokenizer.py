@@ -56,7 +56,8 @@ def learn_phrases(
 ) -> tuple[str, ...]:
     """The runs of whole words that save most tokens, greedily, each in at least `min_share` of the texts.
 
-    A run ends with the blank behind it, if there is one, so that what follows starts at a token of its own.
+    A run ends with the blank behind it, if there is one, so that what follows starts at a token of its own. Runs with
+    digits are left alone: "(7.0 + " may recur, but a model computes with digits it sees one by one.
     """
     pieces: list[list[str]] = [[text] for text in texts]
     found: list[str] = []
@@ -78,11 +79,7 @@ def learn_phrases(
 
 
 def _runs(text: str) -> set[str]:
-    """Every run of one or more whole words of a text, at least three characters long."""
+    """Every run of whole words of a text that is at least three characters long and holds no digit."""
     words = re.findall(r"\S+\s*", text)
-    return {
-        run
-        for i in range(len(words))
-        for j in range(i + 1, len(words) + 1)
-        if len(run := "".join(words[i:j])) >= 3
-    }
+    runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    return {run for run in runs if len(run) >= 3 and not re.search(r"\d", run)}

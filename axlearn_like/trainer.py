@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +37,26 @@ class Evaluator(Protocol):
         ...
 
 
+class StopWhen(Configurable):
+    """Ends training early: when the mean of a metric over the last logged rows reaches a value.
+
+    It looks at training metrics only, so what is measured on held-out data stays held out.
+    """
+
+    class Config(ConfigBase["StopWhen"]):
+        metric: str = "accuracy"
+        at_least: float = REQUIRED
+        rows: int = 5  # logged rows averaged
+
+    def __init__(self, cfg: Config):
+        self._cfg = cfg
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        values = [row[self._cfg.metric] for row in rows if self._cfg.metric in row]
+        last = values[-self._cfg.rows :]
+        return len(last) == self._cfg.rows and sum(last) / len(last) >= self._cfg.at_least
+
+
 class Trainer(Configurable):
     """Trains a decoder on packed rows.
 
@@ -52,6 +73,7 @@ class Trainer(Configurable):
         mesh: dict[str, int] = {}  # axis -> size; absent axes have size 1, one may be -1
         microbatches: int = 1
         num_steps: int = REQUIRED
+        stop_when: StopWhen.Config | None = None  # None: all steps
         log_every: int = 10
         evaluators: tuple[ConfigBase, ...] = ()
         seed: int = 0  # of the initial parameters
@@ -79,7 +101,7 @@ class Trainer(Configurable):
             progress: whether to show a bar or lines on stderr.
 
         Returns:
-            The last metrics row; `row["step"] < num_steps` if the run was asked to stop.
+            The last metrics row, with `finished`: False if the run was asked to stop.
 
         Raises:
             RunDirectoryError, CheckpointError, InputError: see there.
@@ -112,11 +134,16 @@ class Trainer(Configurable):
         if progress:
             stack.enter_context(progress)
         evaluators: list[Evaluator] = [e.build(graphdef=graphdef) for e in cfg.evaluators]
-        log = _Log(writer, progress, start)
+        log = _Log(writer, progress, start, _rows(run_dir))
         step_fn = make_train_step(make_supervised_loss(graphdef), self._learner, cfg.microbatches)
 
-        step = start
-        while step < cfg.num_steps and not stop.requested:
+        step, reached = start, cfg.stop_when.build() if cfg.stop_when else lambda rows: False
+
+        def finished() -> bool:
+            # Rows of earlier steps only: a resumed run then ends where an uninterrupted one does.
+            return step >= cfg.num_steps or reached([r for r in log.rows if r["step"] < step])
+
+        while not finished() and not stop.requested:
             state, metrics = step_fn(state, shard_batch(next(data)))
             step += 1
             checkpointer.check()
@@ -128,12 +155,12 @@ class Trainer(Configurable):
                 # The row first: a resume from this checkpoint would never write it again.
                 log.flush()
                 checkpointer.save(step, state, {"input": data.state()})
+        done = finished()
         log.flush()
         checkpointer.save(step, state, {"input": data.state()})
         checkpointer.wait()
-        events.append("trainer", "stop", step=step, reason=stop.reason or "done")
-        rows = [row for row in read_rows(run_dir.metrics_path) if row["phase"] == "sft"]
-        return (rows[-1] if rows else {}) | {"step": step}
+        events.append("trainer", "stop", step=step, reason="done" if done else stop.reason)
+        return (log.rows[-1] if log.rows else {}) | {"step": step, "finished": done}
 
     def _start(self, checkpointer: Checkpointer, data: SupervisedInput) -> tuple[Any, State, int]:
         """Graph definition, state and step, from the newest checkpoint (the input too) or new."""
@@ -178,11 +205,24 @@ def resolve_model(model: ConfigBase) -> ConfigBase:
     return resolve(model, lambda cfg: jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))))
 
 
+def _rows(run_dir: RunDirectory) -> list[dict[str, Any]]:
+    """The rows that earlier sessions of this run wrote."""
+    if not run_dir.metrics_path.exists():
+        return []
+    return [row for row in read_rows(run_dir.metrics_path) if row["phase"] == "sft"]
+
+
 class _Log:
     """Holds metrics back by one step: reading them at once would make the devices wait."""
 
-    def __init__(self, writer: MetricsWriter, progress: Progress | None, start: int):
-        self._writer, self._progress = writer, progress
+    def __init__(
+        self,
+        writer: MetricsWriter,
+        progress: Progress | None,
+        start: int,
+        rows: list[dict[str, Any]],
+    ):
+        self._writer, self._progress, self.rows = writer, progress, rows
         self._pending: tuple[int, dict[str, Any], bool] | None = None
         self._now = self._written = (start, time.monotonic())
 
@@ -206,7 +246,8 @@ class _Log:
             (now_step, now), (last_step, last) = self._now, self._written
             self._written = self._now
             seconds = (now - last) / (now_step - last_step)
-            self._writer.write(step, {**values, "step_seconds": round(seconds, 6)})
+            row = self._writer.write(step, {**values, "step_seconds": round(seconds, 6)})
+            self.rows.append(row)
         if self._progress:
             tokens = float(np.asarray(values["tokens"]))
             self._progress.update(step, loss=float(values["loss"]), tokens=tokens)

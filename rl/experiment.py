@@ -65,6 +65,8 @@ class RLExperiment(Configurable):
         kill_worker_after: float | None = None  # share of the updates after which one worker is killed -9
 
     def __init__(self, cfg: Config):
+        if not 0 <= cfg.seed < 2**32:
+            raise UserError(f"seed={cfg.seed}: expected 0 to {2**32 - 1}")
         self.cfg = cfg
         self.tokenizer: ByteTokenizer = cfg.tokenizer.build()
         self.engine_cfg = cfg.engine.clone(

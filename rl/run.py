@@ -25,7 +25,7 @@ from axlearn_like.preemption import Stop, graceful_stop
 from axlearn_like.row_tail import RowTail
 from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.trainer import Trainer
-from mesh import make_mesh
+from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment, warm_start_directory
 from rl.summary import summarise_run
 
@@ -47,15 +47,21 @@ class RLRun:
         Raises:
             UserError, ValueError: naming the field to change.
         """
-        self._experiment.check()
-        if self._cfg.warm_start is not None:
-            self._cfg.warm_start.build()  # its mesh and batch
+        cfg, experiment = self._cfg, self._experiment
+        _check_sizes(cfg, runtime)
+        experiment.check()
+        roles = (experiment.controller_cfg, experiment.engine_cfg, cfg.parameter_server)
+        for part in (*roles, cfg.objective, cfg.learner):
+            part.build()
+        experiment.make_verifier().close()
+        if cfg.warm_start is not None:
+            cfg.warm_start.build()  # its mesh and batch
         if not os.environ.get("RAY_ADDRESS"):  # there the devices are other machines'
-            self._experiment.trainer_cfg.check_sizes()
+            experiment.trainer_cfg.check_sizes()
         if runtime == "ray":
             from rl.runtime.preflight import check_machine
 
-            check_machine(self._cfg)
+            check_machine(cfg)
         self._checked = runtime
 
     def run(
@@ -99,14 +105,14 @@ class RLRun:
         cfg = self._cfg.warm_start
         if cfg is None:
             return True
+        if (run.path / "eval_before.json").exists() or _latest_step(run.checkpoints / "rl") is not None:
+            return True  # a later phase has begun
         with RunDirectory.open(warm_start_directory(run), to_text(cfg)) as inner:
-            done = _latest_step(inner.checkpoints)
-            if done is not None and done >= cfg.num_steps:
-                return True
             with _phase(events, "sft"):
-                self._say(f"supervised fine-tuning: {cfg.num_steps} steps")
+                early = "" if cfg.stop_when is None else ", or fewer if it learns faster"
+                self._say(f"supervised fine-tuning: {cfg.num_steps} steps{early}")
                 last = Trainer(cfg).run(inner)
-            return last["step"] >= cfg.num_steps
+            return last["finished"]
 
     def _improve(
         self, run: RunDirectory, events: EventLog, stop: Stop, *, runtime: Runtime
@@ -176,6 +182,16 @@ class RLRun:
         report = summarise_run(run, name=run.path.name, seed=self._cfg.seed)
         _write_json(run.path / "report.json", report)
         return report
+
+
+def _check_sizes(cfg: RLExperiment.Config, runtime: Runtime) -> None:
+    least = dict.fromkeys(("num_steps", "groups", "samples", "max_prompt", "max_new"), 1)
+    least |= {"staleness": 0, "workers": 1 if runtime == "ray" else 0}
+    for name, bound in least.items():
+        if getattr(cfg, name) < bound:
+            raise UserError(f"{name}={getattr(cfg, name)}; expected {bound} or more")
+    if cfg.kill_worker_after is not None and not 0 <= cfg.kill_worker_after <= 1:
+        raise UserError(f"kill_worker_after={cfg.kill_worker_after}; expected None or a share of the updates in [0, 1]")
 
 
 @contextmanager

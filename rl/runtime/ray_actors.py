@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from axlearn_like.config_text import from_text
 from axlearn_like.run_directory import EventLog, RunDirectory
 from mesh import UserError, enable_compilation_cache, make_mesh
+from mesh.devices import one_device_per_core
 from rl.experiment import RLExperiment
 from rl.weights.transport import Endpoint, WeightClient, WeightServer
 
@@ -139,6 +140,8 @@ class RoleHost:
         controller: Any = RemoteRole("controller", self._peers["controller"])
         weights = WeightClient(RemoteServer("parameter-server", self._peers["server"]).locate)
         if self._kind == "trainer":
+            if experiment.trainer_cfg.mesh:
+                one_device_per_core()  # as in the command, which has seen that the mesh fits
             return experiment.make_trainer(self._run, controller, weights)
         verifier: Any = RemoteRole("verifier", self._peers["verifier"], limit=None)  # it has deadlines of its own
         return experiment.make_worker(self._name, self._run, controller, weights, verifier)

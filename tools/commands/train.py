@@ -42,7 +42,7 @@ def command(
     with config_errors(building=True):
         trainer = cfg.build()
     row = trainer.run(where, progress=not quiet)
-    if row["step"] < cfg.num_steps:
+    if not row["finished"]:
         click.echo(f"stopped at step {row['step']} of {cfg.num_steps}; the same command goes on")
     else:
         loss = f", loss {row['loss']:.4f}" if "loss" in row else ""

@@ -12,13 +12,15 @@ from axlearn_like.config_text import to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.metrics import read_rows
+from axlearn_like.phrase_tokenizer import PhraseTokenizer
 from axlearn_like.run_directory import RunDirectory
 from axlearn_like.trainer import Trainer
 from rl.experiment import RLExperiment
 from rl.runtime.inprocess import run_inprocess
 from rl.tasks import SupervisedSource
 from rl.verification.scorers import FunctionScorer
-from tests.rl.tiny import ascii_share, tiny_experiment, tiny_tasks
+from rl.verification.service import Verifier
+from tests.rl.tiny import PHRASES, ascii_share, tiny_experiment, tiny_tasks
 
 CLOCK = ("time", "wait_seconds", "step_seconds")
 
@@ -31,15 +33,22 @@ def slow_share(problem_id: int, answer: str) -> float:
 
 def slow(**changes: Any) -> RLExperiment.Config:
     """The tiny experiment, slow enough for something to happen in the middle; no evaluation."""
-    cfg = tiny_experiment(num_steps=12, evaluation=None)
-    cfg.verifier.set(scorer=FunctionScorer.Config(function=slow_share))
-    return cfg.set(**changes)
+    verifier = Verifier.Config(scorer=FunctionScorer.Config(function=slow_share), processes=1)
+    return tiny_experiment(num_steps=12, evaluation=None, verifier=verifier).set(**changes)
+
+
+def short() -> RLExperiment.Config:
+    """Two updates with a checkpoint after each; no evaluation."""
+    cfg = tiny_experiment(num_steps=2, evaluation=None)
+    cfg.trainer.checkpoint.set(save_every=1)
+    return cfg
 
 
 def warmed() -> RLExperiment.Config:
     """With a supervised phase of more steps than a test has time for before it interrupts them."""
-    cfg = tiny_experiment(num_steps=2, evaluation=None)
-    source = SupervisedSource.Config(mixture=tiny_tasks(), tokenizer=cfg.tokenizer, num_examples=512, start=1000)
+    cfg = short()
+    tokenizer = PhraseTokenizer.Config(phrases=PHRASES)
+    source = SupervisedSource.Config(mixture=tiny_tasks(), tokenizer=tokenizer, num_examples=512, start=1000)
     learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3))
     cfg.warm_start = Trainer.Config(
         model=cfg.policy,

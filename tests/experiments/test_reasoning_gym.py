@@ -1,0 +1,21 @@
+"""The demo's constants are what the code that they stand for computes, and its sizes fit its tasks."""
+
+from axlearn_like.phrase_tokenizer import learn_phrases
+from experiments.reasoning_gym import PHRASES, SUPERVISED_START, demo, task_mixture
+
+
+def test_phrases_are_those_learned_from_the_training_questions():
+    tasks = task_mixture(0).build()
+    questions = [tasks.train(index).question for index in range(1200)]
+    assert set(learn_phrases(questions, max_phrases=16)) == set(PHRASES)
+
+
+def test_every_seed_fits_and_held_out_questions_are_apart():
+    for seed in range(3):
+        demo(seed=seed).build().check()
+
+
+def test_rl_and_supervision_use_other_problems():
+    cfg = demo()
+    assert cfg.num_steps * cfg.groups < SUPERVISED_START
+    assert cfg.warm_start is not None and cfg.warm_start.input.source.start == SUPERVISED_START
