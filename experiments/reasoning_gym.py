@@ -47,7 +47,10 @@ def task_mixture(seed: int) -> TaskMixture.Config:
             TaskFamily.Config(
                 name="spell_backward", params={"min_word_len": 3, "max_word_len": 8}
             ),
-            TaskFamily.Config(name="complex_arithmetic", params={**one_to_nine, "operations": ["+", "-"], "operations_weights": halves}),
+            TaskFamily.Config(
+                name="complex_arithmetic",
+                params={**one_to_nine, "operations": ["+", "-"], "operations_weights": halves},
+            ),
             TaskFamily.Config(
                 name="simple_equations",
                 params={
@@ -69,7 +72,7 @@ def task_mixture(seed: int) -> TaskMixture.Config:
 def demo_sft(*, seed: int = 0, steps: int = 700) -> Trainer.Config:
     """Supervised fine-tuning until the decoder solves some of the tasks, not most.
 
-    It ends at 89 % of the answers' tokens (350 to 450 steps; seeds differ), which is about a quarter of the answers. The
+    It ends at 89 % of the answers' tokens (350 to 450 steps; seeds differ), about a quarter of the answers. The
     learning rate is left high: annealing it would settle the policy in a place that RL then has to leave.
     """
     tokenizer = PhraseTokenizer.Config(phrases=PHRASES)

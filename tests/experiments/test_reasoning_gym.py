@@ -1,5 +1,6 @@
 """The demo's constants are what the code that they stand for computes, and its sizes fit its tasks."""
 
+from axlearn_like.config_edit import get_path
 from axlearn_like.phrase_tokenizer import learn_phrases
 from experiments.reasoning_gym import PHRASES, SUPERVISED_START, demo, task_mixture
 
@@ -18,4 +19,5 @@ def test_every_seed_fits_and_held_out_questions_are_apart():
 def test_rl_and_supervision_use_other_problems():
     cfg = demo()
     assert cfg.num_steps * cfg.groups < SUPERVISED_START
-    assert cfg.warm_start is not None and cfg.warm_start.input.source.start == SUPERVISED_START
+    assert cfg.warm_start is not None
+    assert get_path(cfg.warm_start, "input.source.start") == SUPERVISED_START
