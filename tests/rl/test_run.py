@@ -15,6 +15,8 @@ from tests.rl.runtime.command import Command
 from tests.rl.runtime.experiments import assert_same_outcome, parameters, run_here, warmed
 from tests.rl.tiny import tiny_experiment
 
+pytestmark = pytest.mark.timeout(900)  # processes that start processes: a busy machine takes long
+
 
 def finish(path: Path, experiment: str, *arguments: str) -> str:
     """The same command again, to its end; what it printed."""
@@ -27,13 +29,12 @@ def finish(path: Path, experiment: str, *arguments: str) -> str:
 OURS = (
     r"reinforcement learning: 12 updates of 16 rollouts",
     r"rl: step \d+ of 12, reward \d\.\d+(, [\d,]+ s left)?",
-    r"killed worker-1 \(pid \d+\) at update \d+; (replaced after \d+\.\d s|the updates were done before it .*)",
+    r"killed worker-0 \(pid \d+\) at update \d+; replaced after \d+\.\d s",
 )
 
 
-def assert_only_our_words(output: str) -> None:
-    """No word of Ray's, JAX's or the kernel's."""
-    lines = output.splitlines()
+def assert_only_our_words(lines: list[str]) -> None:
+    """No word of Ray's, JAX's or the kernel's; one about the worker that was killed."""
     assert [line for line in lines if not any(re.fullmatch(ours, line) for ours in OURS)] == []
     assert sum(line.startswith("killed") for line in lines) == 1
 
@@ -45,32 +46,30 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("stop", "reason"),
+    ("stop", "reason", "runtime"),
     [
-        (Command.interrupt, "SIGINT"),
-        pytest.param(lambda command: command.send(signal.SIGTERM), "SIGTERM", marks=pytest.mark.full),
+        (Command.interrupt, "SIGINT", "inprocess"),
+        pytest.param(Command.interrupt, "SIGINT", "ray", marks=pytest.mark.full),
+        pytest.param(lambda command: command.send(signal.SIGTERM), "SIGTERM", "ray", marks=pytest.mark.full),
     ],
 )
-def test_a_signal_in_the_rl_phase_stops_cleanly_and_the_same_command_resumes(
-    stop: Callable[[Command], None], reason: str, tmp_path: Path, whole: Path
+def test_a_signal_in_the_rl_phase_stops_cleanly_and_the_command_resumes(
+    stop: Callable[[Command], None], reason: str, runtime: str, tmp_path: Path, whole: Path
 ) -> None:
-    path, arguments = tmp_path / "run", ("slow", "--set", "kill_worker_after=0.75")
+    path, arguments = tmp_path / "run", ("slow", "--set", "workers=1", "--set", "kill_worker_after=0.25")
     with Command(path, *arguments) as command:
-        command.wait_for_updates(3)
+        command.wait_for_updates(5)
         stop(command)
         assert command.wait(60) == 0
-        lines = command.output().splitlines()
+        *before, stopping, stopped = command.output().splitlines()
         assert command.left() == []
-    assert lines[-2:] == [
-        "stopping after the update in hand (Ctrl-C again: at once)",
-        f"stopped by {reason}; the same command goes on from here: {path}",
-    ]
-    done = len(read_rows(path / "metrics.jsonl"))
-    assert 3 <= done < 12
-    before, table = finish(path, *arguments).split("run: no evaluation yet; ")
-    assert_same_outcome(path, whole)
     assert_only_our_words(before)
-    assert table.endswith(f"\nreport: {path / 'report.html'}\n")
+    assert stopping == "stopping after the update in hand (Ctrl-C again: at once)"
+    assert stopped == f"stopped by {reason}; the same command goes on from here: {path}"
+    assert 5 <= len(read_rows(path / "metrics.jsonl")) < 12
+    output = finish(path, *arguments, "--runtime", runtime)
+    assert_same_outcome(path, whole)
+    assert output.endswith(f"\nreport: {path / 'report.html'}\n")
 
 
 @pytest.mark.full

@@ -19,6 +19,8 @@ from rl.runtime.ray_session import ray_session
 from tests.rl.runtime.experiments import assert_same_outcome, events, metrics, run_here, slow
 from tests.rl.tiny import tiny_experiment
 
+pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine takes long
+
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
@@ -133,7 +135,7 @@ def test_server_controller_verifier_and_trainer_are_killed_one_after_the_other(
 ) -> None:
     roles = ["parameter-server", "controller", "verifier", "trainer"]
     assassin = Assassin(tmp_path, roles)
-    path, said = run_with_ray(tmp_path, slow(num_steps=16, staleness=staleness), assassin)
+    path, said = run_with_ray(tmp_path, slow(num_steps=16, staleness=staleness, workers=1), assassin)
     assert list(assassin.killed) == roles
     assert [assassin.lives(role) for role in roles] == [2, 2, 2, 2]
     assert_same_outcome(path, baseline(16, staleness))
@@ -144,7 +146,7 @@ def test_server_controller_verifier_and_trainer_are_killed_one_after_the_other(
 
 @pytest.mark.usefixtures("session")
 def test_an_error_in_an_actor_is_the_message_itself(tmp_path) -> None:
-    cfg = tiny_experiment()
+    cfg = tiny_experiment(workers=0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         cfg.parameter_server.set(port=taken.getsockname()[1])
         with RunDirectory.open(tmp_path, to_text(cfg)) as run, pytest.raises(UserError) as error:
