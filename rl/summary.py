@@ -18,7 +18,7 @@ def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
     rows = [row for row in read_rows(run.metrics_path) if row["phase"] == "rl"]
     seconds = {phase: _phase_seconds(events, phase) for phase in PHASES}
     report: dict[str, Any] = {"name": name, "seed": seed}
-    report["seconds"] = {"total": round(sum(seconds.values()), 3), **seconds}
+    report["seconds"], report["phase_seconds"] = round(sum(seconds.values()), 3), seconds
     for when in ("before", "after"):
         path = run.path / f"eval_{when}.json"
         if path.exists():

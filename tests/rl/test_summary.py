@@ -62,7 +62,8 @@ EVENTS = [
 def test_seconds_add_up_over_sessions(tmp_path: Path):
     report = summarise_run(write(tmp_path, ROWS, EVENTS), name="demo", seed=3)
     assert (report["name"], report["seed"]) == ("demo", 3)
-    assert report["seconds"] == {"total": 13.5, "sft": 3.0, "eval_before": 0.5, "rl": 10.0, "eval_after": 0}
+    assert report["seconds"] == 13.5
+    assert report["phase_seconds"] == {"sft": 3.0, "eval_before": 0.5, "rl": 10.0, "eval_after": 0}
 
 
 def test_means_are_over_updates_and_comparisons_over_those_that_were_compared(tmp_path: Path):

@@ -138,8 +138,8 @@ def write_run(run: Path, *, steps: int = 320, kill: bool = True, finished: bool 
         report = {
             "name": "demo", "seed": 0, "before": evaluation(0), "after": evaluation(1),
             "kills": kills if kill else [],
-            "seconds": {"total": now - start, "setup": 9.0, "sft": 60.0, "eval_before": 11.0,
-                        "rl": 131.5, "eval_after": 11.0},
+            "seconds": now - start,
+            "phase_seconds": {"setup": 9.0, "sft": 60.0, "eval_before": 11.0, "rl": 131.5, "eval_after": 11.0},
             "throughput": {"gen_tokens_per_second": 7012.4, "train_tokens_per_second": 6911.0},
             "staleness": {"mean": 1.02, "max": 2}, "logprob_diff": {"mean": 2.4e-7, "max": 9.1e-6},
             "versions": {"jax": "0.12.0", "flax": "0.12.12", "ray": "2.60.0"},

@@ -9,7 +9,7 @@ from pathlib import Path
 from tools.report import sections, timeline
 from tools.report.charts import dumbbells
 from tools.report.headline import headline
-from tools.report.load import Run, mapping
+from tools.report.load import Run, mapping, number
 from tools.report.samples import samples
 from tools.report.words import duration, interval, pass_keys, percent, plain, points, scores
 
@@ -62,7 +62,7 @@ def _meta(run: Run) -> str:
         parts.append(f"seed {run.report['seed']}")
     if run.start:
         parts.append(time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime(run.start)))
-    total = mapping(run.report.get("seconds")).get("total")
+    total = number(run.report.get("seconds"))
     if total is not None:
         parts.append(duration(total))
     return " · ".join(parts)

@@ -142,8 +142,8 @@ def _per_second(run: Run, key: str) -> Points:
 
 
 def _phases(run: Run) -> str:
-    seconds = mapping(run.report.get("seconds"))
-    spent = {key: number(value) for key, value in seconds.items() if key != "total"}
+    seconds = mapping(run.report.get("phase_seconds"))
+    spent = {key: number(value) for key, value in seconds.items()}
     known = {key: value for key, value in spent.items() if value is not None}
     order = [key for key in ("setup", "sft", "eval_before", "rl", "eval_after") if key in known]
     order += [key for key in known if key not in order]
@@ -155,7 +155,7 @@ def _phases(run: Run) -> str:
         f"<b>{duration(known[key])}</b>"
         for key in order
     )
-    total = seconds.get("total")
+    total = number(run.report.get("seconds"))
     whole = f'<span class="meta">{duration(total)} in all</span>' if total is not None else ""
     return (
         f'<div class="card"><div class="head"><h3>Wall time by phase</h3>{whole}</div>'

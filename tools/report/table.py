@@ -112,7 +112,7 @@ def run_table(run: Run) -> Table:
         if mean is not None or high is not None:
             table.add_row(words, f"{plain(mean)}, {plain(high)}")
     table.add_section()
-    for key, value in mapping(run.report.get("seconds")).items():
+    for key, value in {"total": run.report.get("seconds"), **mapping(run.report.get("phase_seconds"))}.items():
         table.add_row(Text(label(key)), duration(value))
     return table
 
