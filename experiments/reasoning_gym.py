@@ -4,6 +4,7 @@ Expected of `axl rl demo` (two cores, no accelerator): pass@1 about 0.3 after su
 """
 
 from axlearn_like.checkpoint import Checkpointer
+from axlearn_like.evaluation import LossEvaluator
 from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.phrase_tokenizer import PhraseTokenizer
@@ -34,8 +35,10 @@ PHRASES = (
     "Find ",
     "Add ",
 )
-# Supervised fine-tuning reads training problems from here on, RL those before: no problem is seen in both.
+# Training problems by index: RL reads those before, supervised fine-tuning from here on, validation behind. (The
+# held-out questions of the evaluation are apart by their text.)
 SUPERVISED_START = 1_000_000
+VALIDATION_START = 2_000_000
 
 
 def task_mixture(seed: int) -> TaskMixture.Config:
@@ -82,12 +85,14 @@ def demo_sft(*, seed: int = 0, steps: int = 700) -> Trainer.Config:
         num_examples=1_000_000,
         start=SUPERVISED_START,
     )
+    rows = SupervisedInput.Config(source=source, seq_len=64, batch_size=32, seed=seed)
+    unseen = rows.clone(source=source.clone(start=VALIDATION_START, num_examples=2_000))
     policy = tiny(
         vocab_size=tokenizer.vocab_size, dim=96, num_heads=3, num_kv_heads=1, hidden=256
     )
     return Trainer.Config(
         model=policy,
-        input=SupervisedInput.Config(source=source, seq_len=64, batch_size=32, seed=seed),
+        input=rows,
         learner=Learner.Config(
             optimizer=AdamW.Config(b2=0.98, weight_decay=0.1),
             schedule=WarmupLinear.Config(
@@ -97,6 +102,7 @@ def demo_sft(*, seed: int = 0, steps: int = 700) -> Trainer.Config:
         checkpoint=Checkpointer.Config(save_every=100, keep=1),
         mesh={"data": -1},
         num_steps=steps,
+        evaluators=(LossEvaluator.Config(input=unseen),),
         stop_when=StopWhen.Config(metric="accuracy", at_least=0.89),
         seed=seed,
     )

@@ -1,0 +1,36 @@
+"""Evaluators: what a trainer measures of its parameters now and then."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.input import SupervisedInput
+from axlearn_like.layers.base import Params
+from axlearn_like.losses import make_supervised_loss
+from mesh import shard_batch
+
+
+class LossEvaluator(Configurable):
+    """Loss and token accuracy on the first batches of an input that is not trained on."""
+
+    class Config(ConfigBase["LossEvaluator"]):
+        input: SupervisedInput.Config = REQUIRED
+        batches: int = 4
+        every: int = 100  # steps
+
+    def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any]):
+        self.every = cfg.every
+        data = cfg.input.build()
+        self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
+        self._loss = jax.jit(make_supervised_loss(graphdef))
+
+    def run(self, params: Params, step: int) -> dict[str, float]:
+        """`eval_loss` and `eval_accuracy`: means over the batches, each of which counts alike."""
+        del step
+        results = jax.device_get([self._loss(params, shard_batch(batch))[1] for batch in self._batches])
+        return {
+            f"eval_{name}": float(sum(result[name] for result in results) / len(results))
+            for name in ("loss", "accuracy")
+        }
