@@ -64,9 +64,3 @@ def graceful_stop() -> Iterator[Stop]:
             _active.remove(stop)
         for signum, handler in previous.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-
-
-def ignore_interrupt() -> None:
-    """For child processes: Ctrl-C in a terminal reaches them too, but the parent decides when they end."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
