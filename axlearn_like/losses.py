@@ -1,14 +1,16 @@
 """Cross entropy of next-token targets, in the additive form that gradient accumulation needs."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.context import PackedContext
+from axlearn_like.layers.reduction import apart, exponentials
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -26,6 +28,32 @@ def token_logprobs(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:
     is_target = targets_bt[..., None] == jnp.arange(logits.shape[-1], dtype=targets_bt.dtype)
     picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return picked - jax.nn.logsumexp(logits, axis=-1)
+
+
+class Chosen(NamedTuple):
+    """A token's log-probability in parts, float32 arrays of one shape."""
+
+    logit: Any
+    peak: Any  # the largest logit
+    total: Any  # sum of exp(logit - peak)
+
+    def logprobs(self) -> np.ndarray:
+        """float32, put together on the host: XLA's CPU code rounds logarithms by where they stand in a program."""
+        logit, peak, total = (np.asarray(part, np.float64) for part in self)
+        with np.errstate(invalid="ignore"):
+            return (logit - peak - np.log(total)).astype(np.float32)
+
+
+def chosen_tokens(logits_btv: jax.Array, targets_bt: jax.Array) -> Chosen:
+    """What the log-probabilities of the targets are made of, the same to the bit in every batch.
+
+    For what is drawn and scored; unlike `token_logprobs` it stores the softmax, and has no gradient.
+    """
+    logits = logits_btv.astype(jnp.float32)
+    is_target = targets_bt[..., None] == jnp.arange(logits.shape[-1], dtype=targets_bt.dtype)
+    logit = jnp.max(jnp.where(is_target, logits, -jnp.inf), axis=-1)
+    _, total = exponentials(logits)
+    return Chosen(logit, apart(jnp.max(logits, axis=-1)), total[..., 0])
 
 
 def supervised_loss(logits_btv: jax.Array, batch: Batch) -> tuple[jax.Array, Metrics]:

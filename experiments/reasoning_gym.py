@@ -121,6 +121,7 @@ def demo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
         num_steps=steps,
         groups=16,
         samples=16,
+        groups_per_lease=8,
         staleness=1,
         seed=seed,
         warm_start=supervised,
@@ -137,7 +138,7 @@ def demo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
             clip_norm=0.5,
         ),
         trainer=PolicyTrainer.Config(row_multiple=4),
-        engine=RolloutEngine.Config(groups=8),
+        engine=RolloutEngine.Config(slots=128, keep_completions=False),
         verifier=Verifier.Config(
             scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=1
         ),

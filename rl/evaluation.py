@@ -7,13 +7,14 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizer import ByteTokenizer
 from rl.messages import Problem, Prompt, Rollout, Score
 from rl.pass_at_k import ProblemResult, summarise
-from rl.rollout.engine import Request, RolloutEngine
-from rl.rollout.worker import Verifier
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.requests import Request
+from rl.rollout.worker import Verifier, check_whole
 from rl.tasks import encode_prompt
 
 
 class Evaluation(Configurable):
-    """Samples every held-out problem as often as the engine samples a prompt, and scores the answers.
+    """Samples every held-out problem `samples` times, and scores the answers.
 
     Sampling keys depend on (seed, problem, sample, position) only: evaluating the same weights twice gives the same
     figures to the last digit.
@@ -34,18 +35,20 @@ class Evaluation(Configurable):
         tokenizer: ByteTokenizer,
         verifier: Verifier,
         seed: int,
+        samples: int,
         stop: Callable[[], bool] = lambda: False,
     ) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
         """(summary as `summarise` makes it, rows with sample answers); None if asked to stop."""
         results: list[ProblemResult] = []
         shown: list[dict[str, Any]] = []
-        samples, batch = engine.cfg.samples, engine.cfg.groups
+        batch = max(1, 2 * engine.cfg.slots // samples)  # between which it can be stopped
         for first in range(0, len(problems), batch):
             if stop():
                 return None
             part = problems[first : first + batch]
             prompts = [Prompt(p.id, p.family, encode_prompt(p.question, tokenizer)) for p in part]
             rollouts = engine.generate([Request(prompt, samples, seed) for prompt in prompts])
+            check_whole(rollouts)
             answers = [tokenizer.decode(rollout.tokens) for rollout in rollouts]
             scores = verifier.score([rollout.prompt_id for rollout in rollouts], answers)
             for i, problem in enumerate(part):

@@ -4,7 +4,7 @@ The parent hands every child what only the parent knows (sizes, seeds, the task 
 runtime calls the `make_*` functions where a role shall live: in this process, or in an actor's.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -25,7 +25,7 @@ from rl.parameter_server import ParameterServer
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.worker import LeaseSource, RolloutWorker, WeightSource
 from rl.rollout.worker import Verifier as VerifierRole
-from rl.sampling import Sampler
+from rl.sampling import Sampler, plain
 from rl.tasks import encode_prompt
 from rl.trainer import BatchSource, PolicyTrainer, VersionStore
 from rl.verification.service import Verifier
@@ -47,6 +47,7 @@ class RLExperiment(Configurable):
         num_steps: int = REQUIRED  # updates
         groups: int = REQUIRED  # prompts in a batch
         samples: int = REQUIRED  # rollouts of each prompt
+        groups_per_lease: int | None = None  # prompts that a worker takes at a time; None: a whole batch
         staleness: int = 0  # updates that a rollout may be behind
         seed: int = 0
 
@@ -56,11 +57,12 @@ class RLExperiment(Configurable):
         sampler: Sampler.Config = Sampler.Config()
         trainer: PolicyTrainer.Config = PolicyTrainer.Config()
         controller: Controller.Config = Controller.Config()
-        engine: RolloutEngine.Config = RolloutEngine.Config()
+        engine: RolloutEngine.Config = RolloutEngine.Config(keep_completions=False)
         parameter_server: ParameterServer.Config = ParameterServer.Config()
         verifier: ConfigBase = REQUIRED  # Verifier, or InlineVerifier for trusted functions
         evaluation: Evaluation.Config | None = Evaluation.Config()
 
+        swap: Literal["go_on", "recompute"] = "go_on"  # of sequences under way, if controller.weights="in_flight"
         workers: int = 2  # rollout workers, where the runtime has processes
         kill_worker_after: float | None = None  # share of the updates after which one worker is killed -9
 
@@ -74,13 +76,13 @@ class RLExperiment(Configurable):
             stop_tokens=(self.tokenizer.eos,) if cfg.stop_at_eos else (),
             max_prompt=cfg.max_prompt,
             max_new=cfg.max_new,
-            samples=cfg.samples,
             sampler=cfg.sampler,
         )
-        if cfg.sampler.build().truncates:
+        if not plain(cfg.sampler.build().cfg):
             raise UserError(
-                "sampler: training needs the whole distribution (temperature > 0, top_k=None, top_p=1): the trainer "
-                "scores tokens under it, and a truncated support would bias every importance ratio"
+                "sampler: training needs the whole distribution (temperature > 0, top_k=None, top_p=1, min_p=0, "
+                "repetition_penalty=1, logit_bias=()): the trainer scores tokens under it, and a truncated support "
+                "would bias every importance ratio"
             )
         if cfg.parameter_server.keep < cfg.staleness + 2:
             raise UserError(
@@ -94,7 +96,7 @@ class RLExperiment(Configurable):
             num_steps=cfg.num_steps,
             groups=cfg.groups,
             samples=cfg.samples,
-            groups_per_lease=min(cfg.engine.groups, cfg.groups),
+            groups_per_lease=cfg.groups_per_lease or cfg.groups,
             staleness=cfg.staleness,
         )
         self.trainer_cfg = cfg.trainer.clone(
@@ -165,8 +167,9 @@ class RLExperiment(Configurable):
     def make_verifier(self) -> Verifier:
         return self.cfg.verifier.build()
 
-    def make_engine(self) -> RolloutEngine:
-        return self.engine_cfg.build()
+    def make_engine(self, **changes: Any) -> RolloutEngine:
+        """`changes` are fields of its config."""
+        return self.engine_cfg.clone(**changes).build(decode=self.tokenizer.decode)
 
     def make_worker(
         self,
@@ -185,6 +188,7 @@ class RLExperiment(Configurable):
             weights=weights,
             verifier=verifier,
             events=EventLog(run.events_path),
+            swap=self.cfg.swap,
         )
 
     def make_trainer(

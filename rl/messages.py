@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # of the last three training never sees one
 ScoreStatus = Literal["ok", "timeout", "crash", "error"]
 
 
@@ -42,7 +42,10 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion of a prompt. All arrays have the completion's length; a sampled stop token is included."""
+    """One completion of a prompt. All arrays have the completion's length; a sampled stop token is included.
+
+    Tokens that were given and not drawn (a tool's answer) have action_mask False and log-probability 0.
+    """
 
     prompt_id: int
     sample_id: int
@@ -79,6 +82,7 @@ class Lease:
     Attributes:
         step: the update that will consume the rollouts.
         version: the weights to generate with.
+        follow: newer weights are to be taken up while drawing.
     """
 
     id: int
@@ -87,3 +91,4 @@ class Lease:
     samples: int
     version: int
     seconds: float
+    follow: bool = False

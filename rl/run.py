@@ -5,7 +5,6 @@ What is done is told by what lies in the run directory: checkpoints of the warm 
 """
 
 import json
-import math
 import os
 import time
 from collections import deque
@@ -147,17 +146,16 @@ class RLRun:
             version = self._cfg.num_steps if when == "after" else 0
             problems = self._cfg.tasks.build().heldout(self._cfg.evaluation.problems_per_family)
             self._say(f"evaluation {when} RL: {len(problems)} held-out problems x {self._cfg.samples}")
-            devices = math.gcd(len(jax.devices()), self._cfg.engine.groups)
-            mesh = make_mesh({"data": devices}, jax.devices()[:devices])
             engine = self._experiment.make_engine()
-            engine.set_weights(self._params(run, mesh, version), version)
-            with jax.set_mesh(mesh), self._experiment.make_verifier() as verifier:
+            engine.set_weights(self._params(run, make_mesh(), version), version)
+            with self._experiment.make_verifier() as verifier:
                 outcome = self._cfg.evaluation.build().run(
                     engine,
                     problems,
                     self._experiment.tokenizer,
                     verifier,
                     self._cfg.seed,
+                    self._cfg.samples,
                     lambda: stop.requested,
                 )
         if outcome is None:

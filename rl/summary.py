@@ -29,12 +29,12 @@ def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
         "mean": statistics.fmean(row["staleness_mean"] for row in rows),
         "max": max(row["staleness_max"] for row in rows),
     }
-    compared = [row for row in rows if "logprob_diff_mean" in row]
-    if compared:
-        report["logprob_diff"] = {
-            "mean": statistics.fmean(row["logprob_diff_mean"] for row in compared),
-            "max": max(row["logprob_diff_max"] for row in compared),
-        }
+    for name in ("logprob_diff", "scoring_diff"):
+        if compared := [row for row in rows if f"{name}_mean" in row]:
+            report[name] = {
+                "mean": statistics.fmean(row[f"{name}_mean"] for row in compared),
+                "max": max(row[f"{name}_max"] for row in compared),
+            }
     report["versions"] = {package: _version(package) for package in PACKAGES}
     return report
 

@@ -28,6 +28,7 @@ from mesh import UserError, make_mesh, shard_batch, to_named_sharding
 from rl.batching import Batch, pack_groups
 from rl.messages import Group
 from rl.objective import Objective
+from rl.scoring import pack_rows, score_rows
 from rl.weights.encoding import EncodedWeights, decode, encode
 
 
@@ -113,6 +114,7 @@ class PolicyTrainer(Configurable):
             self._graphdef, _ = split(abstract)
             self._step = make_train_step(self._loss, self._learner, cfg.microbatches)
             self._score = jax.jit(self._logprobs)
+            self._score_rows = jax.jit(lambda params, **rows: score_rows(bind(self._graphdef, params), **rows))
             self.state, self.step = self._restore_or_start(initial, seed)
         self._wait_began: float | None = None
         self._metrics = MetricsWriter(run.path, phase="rl", resume_step=self.step)
@@ -241,7 +243,11 @@ class PolicyTrainer(Configurable):
     def _agreement(
         self, groups: list[Group], batch: Batch, arrays: dict[str, jax.Array]
     ) -> dict[str, float]:
-        """|trainer - sampler| log-probabilities of the batch under the *same* version of the weights."""
+        """|trainer - sampler| log-probabilities of the batch under the *same* version of the weights.
+
+        `logprob_diff`: by the forward pass of the update; `scoring_diff`: by that of `rl.scoring`, which sums in the
+        engine's order.
+        """
         versions = {int(v) for group in groups for r in group.rollouts for v in r.versions}
         if len(versions) != 1:
             return {}  # drawn by a mixture of versions: no single forward pass can be compared
@@ -250,12 +256,25 @@ class PolicyTrainer(Configurable):
         if version != self.step:
             host = decode(next(w for w in self._recent if w.manifest.version == version))
             params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), host, params)
-        logprobs = np.asarray(self._score(params, arrays)[0])
-        mask = batch["action_mask"]
-        if not mask.any():
-            return {}
-        apart = np.abs(logprobs - batch["logprobs_behaviour"])[mask]
-        return {"logprob_diff_mean": float(apart.mean()), "logprob_diff_max": float(apart.max())}
+        figures: dict[str, float] = {}
+        if batch["action_mask"].any():
+            apart = np.abs(np.asarray(self._score(params, arrays)[0]) - batch["logprobs_behaviour"])
+            apart = apart[batch["action_mask"]]
+            figures |= {"logprob_diff_mean": float(apart.mean()), "logprob_diff_max": float(apart.max())}
+        apart = np.abs(np.concatenate(self._scoring_differences(groups, params)))
+        return {**figures, "scoring_diff_mean": float(apart.mean()), "scoring_diff_max": float(apart.max())}
+
+    def _scoring_differences(self, groups: list[Group], params: Params) -> list[np.ndarray]:
+        sizes = {"max_prompt": self.cfg.max_prompt, "max_new": self.cfg.max_new}
+        rows = pack_rows(groups, **sizes, row_multiple=self.cfg.row_multiple)
+        arrays = shard_batch({name: rows[name] for name in ("tokens", "targets")})
+        temperature = jnp.full(1, self.cfg.temperature, jnp.float32)
+        scored = self._score_rows(params, **arrays, temperature=temperature).logprobs()
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return [
+            (scored[row, first : first + len(r.tokens)] - r.logprobs)[r.action_mask]
+            for row, (first, r) in enumerate(zip(rows["first"], rollouts, strict=True))
+        ]
 
     def _publish(self) -> None:
         with span(self._events, "trainer", "push", version=self.step) as fields:

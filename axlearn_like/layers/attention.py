@@ -21,6 +21,10 @@ from axlearn_like.layers.rope import Rope, rotate
 from mesh.errors import UserError
 from mesh.rules import axis_sizes
 
+# Weights that may come with their head axes merged into one, [d, k * q * h], as the TPU compiler multiplies them: it
+# would have to copy the others, whose last two axes lie in tiles.
+MERGEABLE = ("q_dkqh", "k_dkh", "v_dkh")
+
 
 class Attention(Layer):
     """Multi-head attention with `num_heads` query heads sharing `num_kv_heads` key/value heads."""
@@ -44,7 +48,9 @@ class Attention(Layer):
             raise UserError(f"Attention: dim={cfg.dim} is not a multiple of num_heads={cfg.num_heads}")
         _check_spread(kv_heads)
         head_dim = cfg.head_dim or cfg.dim // cfg.num_heads
+        self.cache_shape = (kv_heads, head_dim)  # of one token's keys, and of its values
         per_kv = cfg.num_heads // kv_heads
+        self.query_shape = (kv_heads, per_kv, head_dim)
         init, kv_shape = fan_in_init(cfg.dim), (cfg.dim, kv_heads, head_dim)
         kv_axes = ("embed", "heads", None)
         self.q_dkqh = param(
@@ -76,13 +82,13 @@ class Attention(Layer):
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
 
-        def heads(weight: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-            y = project(x_btd, weight[...], out_axis="heads")
+        def heads(weight: nnx.Param, bias: nnx.Param | None, shape: tuple[int, ...]) -> jax.Array:
+            y = project(x_btd, weight[...], out_axis="heads", out=shape)
             return y if bias is None else y + bias[...].astype(y.dtype)
 
-        q = heads(self.q_dkqh, self.q_bias_kqh)
-        k = heads(self.k_dkh, self.k_bias_kh)
-        v = heads(self.v_dkh, self.v_bias_kh)
+        q = heads(self.q_dkqh, self.q_bias_kqh, self.query_shape)
+        k = heads(self.k_dkh, self.k_bias_kh, self.cache_shape)
+        v = heads(self.v_dkh, self.v_bias_kh, self.cache_shape)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = self.rope(context.positions)

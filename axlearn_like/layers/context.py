@@ -4,11 +4,10 @@ One attention layer serves training, scoring, prefill and decoding; these small 
 
 * `PackedContext`: rows of packed documents (supervised training).
 * `GroupContext`: a prompt (*trunk*) computed once, and the n completions (*branches*) that continue it (RL training).
-* `TrunkContext`, `BranchContext`: the same two halves apart, with a cache: prefill and decoding.
+* in paged_context.py: `PagedContext` and `WindowContext`, with a cache (prefill, decoding), and `RowContext` (scoring).
 
 A group's trunk is the prompt without its last token; each branch starts with that last token. So every branch of T
-inputs has exactly T targets, prefill never samples, and the trainer scores a completion by the very structure in
-which the sampler drew it: the same keys in the same order.
+inputs has exactly T targets.
 
 Shape letters: g groups, n branches of a group, p trunk length, s/t branch length; k, q, h as in attention.py.
 """
@@ -58,25 +57,6 @@ class PackedContext:
         same = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]
         mask = same & _causal(q_btkqh.shape[1])
         return _attend(q_btkqh, k_btkh, v_btkh, mask), cache
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrunkContext:
-    """Plain causal attention over left-aligned rows; the layer's cache becomes its keys and values.
-
-    Attributes:
-        positions: int32 [groups, trunk length].
-    """
-
-    positions: jax.Array
-
-    def attend(
-        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        del cache
-        mixed = _attend(q_btkqh, k_btkh, v_btkh, _causal(q_btkqh.shape[1])[None])
-        return mixed, {"trunk_k": _heads_first(k_btkh), "trunk_v": _heads_first(v_btkh)}
 
 
 @jax.tree_util.register_dataclass
@@ -132,54 +112,6 @@ class GroupContext:
         shape = (x.shape[0], self.branches, self.branch_size, *x.shape[2:])
         spread = partition("batch", None, None, "heads", *[None] * (x.ndim - 3))
         return trunk, jnp.reshape(rest, shape, out_sharding=spread)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BranchContext:
-    """One decoding step of every branch: rows [g, n], the cache holds trunk and branch keys and values.
-
-    Attributes:
-        trunk_lengths: int32 [groups].
-        step: int32 scalar, the index in the branch of the token now fed.
-        branches: n.
-    """
-
-    trunk_lengths: jax.Array
-    step: jax.Array
-    branches: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def positions(self) -> jax.Array:
-        now = self.trunk_lengths[:, None] + self.step
-        return jnp.broadcast_to(now, (now.shape[0], self.branches))
-
-    def attend(
-        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: dict[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        write = jax.lax.dynamic_update_slice_in_dim
-        k = _branch_heads_first(k_btkh[:, :, None])
-        v = _branch_heads_first(v_btkh[:, :, None])
-        cache = {
-            **cache,
-            "k": write(cache["k"], k, self.step, axis=3),
-            "v": write(cache["v"], v, self.step, axis=3),
-        }
-        trunk_mask = jnp.arange(cache["trunk_k"].shape[2]) < self.trunk_lengths[:, None]
-        own_mask = (jnp.arange(cache["k"].shape[3]) <= self.step)[None]
-        mixed = _attend_branches(q_btkqh[:, :, None], cache, trunk_mask, own_mask)
-        return mixed[:, :, 0], cache
-
-
-def branch_cache(trunk: dict[str, jax.Array], branches: int, size: int) -> dict[str, jax.Array]:
-    """The cache of one layer with room for `size` tokens of each branch behind the trunk's keys and values.
-
-    Heads come first, [g, k, n, t, h], so that decoding reads it as it lies.
-    """
-    groups, heads, _, width = trunk["trunk_k"].shape
-    empty = jnp.zeros((groups, heads, branches, size, width), trunk["trunk_k"].dtype)
-    empty = constrain(empty, "batch", "heads", None, None, None)
-    return {**trunk, "k": empty, "v": empty}
 
 
 def _causal(length: int) -> jax.Array:

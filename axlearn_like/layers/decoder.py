@@ -32,6 +32,7 @@ class Block(Layer):
         self.attention = cfg.attention.clone(dim=cfg.dim).build(rngs=rngs)
         self.feed_forward_norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         self.feed_forward = cfg.feed_forward.clone(dim=cfg.dim).build(rngs=rngs)
+        self.cache_shape: tuple[int, int] = self.attention.cache_shape
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
@@ -59,10 +60,11 @@ class Decoder(Layer):
         self.embedding = cfg.embedding.clone(**sizes).build(rngs=rngs)
         block = cfg.block.clone(dim=cfg.dim)
         keys = jax.random.split(rngs.params(), cfg.num_layers)
-        self.layers = jax.vmap(lambda key: block.build(rngs=nnx.Rngs(key)))(keys)
+        self.layers: Any = jax.vmap(lambda key: block.build(rngs=nnx.Rngs(key)))(keys)
         self.norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         self.head = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
-        self.num_layers = cfg.num_layers
+        self.num_layers, self.vocab_size = cfg.num_layers, cfg.vocab_size
+        self.cache_shape: tuple[int, int] = self.layers.cache_shape  # key/value heads and their width
         self.dtype = jnp.dtype(cfg.dtype)
         self.remat, self.scan_unroll = cfg.remat, cfg.scan_unroll
 
@@ -73,29 +75,45 @@ class Decoder(Layer):
     def hidden(
         self, tokens_bt: jax.Array, context: Context, cache: Any = None
     ) -> tuple[jax.Array, Any]:
-        """Final hidden states [batch, length, dim] and the caches as the context left them.
+        """Final hidden states [batch, length, dim] and the cache as the context left it.
 
-        `cache` is None, or one pytree with a leading layer axis on every leaf (then layers are scanned), or a tuple
-        with one pytree per layer (then the loop is unrolled: decoding of small models, no copy of a stacked cache).
+        `cache` is None; or a tuple with one pytree per layer (then the loop is unrolled); or one pytree for all layers,
+        which goes from layer to layer, each being given (cache, its index): a large pool is updated in place.
         """
         x = self.embedding(tokens_bt, self.dtype)
 
-        def apply(x: jax.Array, layer_and_cache: tuple[Block, Any]) -> tuple[jax.Array, Any]:
-            layer, layer_cache = layer_and_cache
-            return layer(x, context, layer_cache)
+        def apply(carry: tuple[jax.Array, Any], layer_and_index: tuple[Block, Any]) -> tuple[Any, None]:
+            (x, cache), (layer, index) = carry, layer_and_index
+            if cache is None:
+                return (layer(x, context, None)[0], None), None
+            x, (cache, _) = layer(x, context, (cache, index))
+            return (x, cache), None
 
-        if self.remat == "everything":
-            apply = jax.checkpoint(apply)
         if isinstance(cache, tuple):
             caches = []
-            for index, layer_cache in enumerate(cache):
-                layer = jax.tree.map(lambda leaf, i=index: leaf[i], self.layers)
-                x, layer_cache = apply(x, (layer, layer_cache))
+            for layer, layer_cache in zip(self._unstacked(), cache, strict=True):
+                x, layer_cache = layer(x, context, layer_cache)
                 caches.append(layer_cache)
-            cache = tuple(caches)
-        else:
-            x, cache = jax.lax.scan(apply, x, (self.layers, cache), unroll=self.scan_unroll)
+            return self.norm(x), tuple(caches)
+        if isinstance(self.layers, tuple):
+            for index, layer in enumerate(self.layers):
+                (x, cache), _ = apply((x, cache), (layer, jnp.int32(index)))
+            return self.norm(x), cache
+        if self.remat == "everything":
+            apply = jax.checkpoint(apply)
+        stack = (self.layers, jnp.arange(self.num_layers))
+        (x, cache), _ = jax.lax.scan(apply, (x, cache), stack, unroll=self.scan_unroll)
         return self.norm(x), cache
+
+    def unstack(self) -> "Decoder":
+        """The same model with its layers in a list: XLA's CPU backend copies each weight that it cuts from a stack."""
+        self.layers = nnx.data(tuple(self._unstacked()))
+        return self
+
+    def _unstacked(self) -> list[Block]:
+        if isinstance(self.layers, tuple):
+            return list(self.layers)
+        return [jax.tree.map(lambda leaf, i=index: leaf[i], self.layers) for index in range(self.num_layers)]
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """float32 logits of hidden states, so that callers compute them only where they need them."""

@@ -5,12 +5,15 @@ the compilers of accelerators see no difference.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mesh.rules import partition
+from mesh.rules import axis_sizes, partition
+
+_WHOLE_SUM = 32768  # entries of a matrix over whose depth XLA's CPU matmul sums in one go, however few the rows
 
 
 def project(
@@ -20,6 +23,7 @@ def project(
     inputs: int = 1,
     in_axis: str | None = None,
     out_axis: str | None = None,
+    out: Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Contract the last `inputs` axes of x [batch, length, *in] with weight [*in, *out].
@@ -30,23 +34,48 @@ def project(
         inputs: how many axes are contracted.
         in_axis: logical name of the first contracted axis *of the activations*, None if it is whole.
         out_axis: logical name of the first output axis, None if it is whole.
+        out: output axes, for a weight that has them merged into one; by default the weight's.
         dtype: of the result, and of the accumulation; by default that of x.
 
     Returns:
         [batch, length, *out].
     """
     batch, length = x.shape[:2]
-    out = weight.shape[inputs:]
+    out = out or weight.shape[inputs:]
     width = math.prod(weight.shape[:inputs])
     flat = jnp.reshape(x, (batch * length, width), out_sharding=partition("batch", in_axis))
     matrix = _as_matrix(weight.astype(x.dtype), inputs)
-    y = jnp.dot(
-        flat, matrix, preferred_element_type=dtype, out_sharding=partition("batch", out_axis)
-    )
+    y = _matmul(flat, matrix, dtype, out_axis)
     whole = [None] * (len(out) - 1)
     return jnp.reshape(
         y, (batch, length, *out), out_sharding=partition("batch", None, out_axis, *whole)
     )
+
+
+def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: str | None) -> jax.Array:
+    """x [rows, in] x matrix [in, out], each row the same to the bit however many rows there are (on CPUs).
+
+    With 64 rows or more (128 for a very narrow matrix) XLA's CPU matmul sums over `in` in one order; with fewer it may
+    cut the sum in two, depending on the size of the matrix. So few rows are filled up, or, where that is cheaper, the
+    matrix is cut into columns, so narrow that the sum stays whole. On accelerators nothing is changed.
+    """
+    spread = partition("batch", out_axis)
+    enough = 128 if matrix.shape[1] < 16 else 64
+    whole = out_axis is None or math.prod(axis_sizes(out_axis).values()) == 1
+
+    def dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        return jnp.dot(x, matrix, preferred_element_type=dtype, out_sharding=spread)
+
+    def few_rows(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        depth, width = matrix.shape
+        columns = _WHOLE_SUM // depth // 64 * 64
+        if whole and width % 64 == 0 and 0 < columns and width <= 16 * columns:
+            return jnp.concatenate([dot(x, matrix[:, i : i + columns]) for i in range(0, width, columns)], axis=1)
+        return dot(jnp.pad(x, [(0, enough - x.shape[0]), (0, 0)]), matrix)[: x.shape[0]]
+
+    if x.shape[0] >= enough:
+        return dot(x, matrix)
+    return jax.lax.platform_dependent(x, matrix, cpu=few_rows, default=dot)
 
 
 def _as_matrix(weight: jax.Array, inputs: int) -> jax.Array:

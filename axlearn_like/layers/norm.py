@@ -6,6 +6,7 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Layer, param
+from axlearn_like.layers.reduction import apart, sum_of_squares
 
 
 class RMSNorm(Layer):
@@ -21,5 +22,7 @@ class RMSNorm(Layer):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        rms = jnp.sqrt(sum_of_squares(x32) / x.shape[-1] + self.eps)
+        # Apart from it this stays a division. As rsqrt, XLA's CPU code rounds vectors and remainders differently.
+        normed = x32 * (1.0 / apart(rms))
         return (normed * self.scale[...]).astype(x.dtype)

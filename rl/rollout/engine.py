@@ -1,202 +1,338 @@
 """The rollout engine: requests in, rollouts out, with the trainer's own layers.
 
-This first engine batches statically: up to `groups` requests run together, prompt (trunk) computed once for all its
-samples, then one token a step for every sample until all have stopped. Shapes are fixed, so nothing is compiled after
-the first batch, and a request's tokens and log-probabilities do not depend on what else is in the batch.
+Continuous batching over a paged cache. A turn (`step`) prefills chunks of new prompts, then draws up to
+`steps_per_dispatch` tokens of every running sequence in one dispatch; while the device works, the host hands out what
+the turn before has finished. Shapes come in few sizes, so after a warm-up nothing is compiled.
+
+A request's tokens and log-probabilities depend on the request and the weights alone (float32, CPU: to the bit), however
+it was batched, chunked, preempted and resumed.
 """
 
-import dataclasses
-from collections import deque
-from typing import Any
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.layers.base import Params, bind, split
-from axlearn_like.layers.context import BranchContext, TrunkContext, branch_cache
-from mesh import UserError, constrain, shard_batch
-from rl.messages import Prompt, Rollout
-from rl.sampling import Sampler, at_position, sample_keys
+from axlearn_like.layers.base import Params
+from mesh import UserError
+from rl.messages import Rollout
+from rl.rollout.admission import check_sizes, resolve
+from rl.rollout.device import Device
+from rl.rollout.execution import Execution
+from rl.rollout.memory import Memory
+from rl.rollout.requests import Finished, OnTokens, Request
+from rl.rollout.scheduler import Scheduler
+from rl.rollout.sequence import Sequence, Task
+from rl.sampling import Sampler
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """Generate `samples` completions of a prompt; `seed` is the run's."""
-
-    prompt: Prompt
-    samples: int
-    seed: int
+Swap = Literal["go_on", "recompute", "drain"]
 
 
 class RolloutEngine(Configurable):
-    """Static batches over a key/value cache. `set_weights`, then `submit` and `step`, or simply `generate`."""
+    """`set_weights`, then `submit` and `step`, or simply `generate`. One thread at a time."""
 
     class Config(ConfigBase["RolloutEngine"]):
         model: ConfigBase = REQUIRED
         stop_tokens: tuple[int, ...] = REQUIRED  # empty: every completion has full length
         max_prompt: int = REQUIRED  # tokens
         max_new: int = REQUIRED  # tokens, the stop token included
-        samples: int = REQUIRED  # completions of each prompt
-        groups: int = 16  # prompts in a batch
+        slots: int = 64  # sequences that draw tokens at the same time
+        page_size: int = 16  # tokens; divides 64
+        pages: int | None = None  # None: enough for `slots` sequences of full length
+        steps_per_dispatch: int = 32  # tokens that each sequence draws before the host looks
+        prefill_tokens: int = 512  # of all rows of a prefill dispatch
+        prefills_per_turn: int = 4  # dispatches, while others are drawing
+        keep_prefixes: bool = True  # of prompts, for requests that begin alike, as long as the weights stay
+        keep_completions: bool = True  # with their completions, for conversations that go on
+        max_queue: int | None = None  # requests under way; more are refused
+        mesh: dict[str, int] = {}  # {}: one device; {"tensor": n}: n devices
         sampler: Sampler.Config = Sampler.Config()
 
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
+    def __init__(self, cfg: Config, *, decode: Callable[[Any], str] | None = None):
+        """`decode` gives the text of tokens; without it requests cannot have stop strings."""
+        self.cfg, self._has_text = cfg, decode is not None
         self.version = -1
-        self._params: Params | None = None
-        self._queue: deque[Request] = deque()
-        sampler = cfg.sampler.build()
-        graphdef, _ = split(jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0))))
+        self.paused = False
+        check_sizes(cfg)
+        longest = cfg.max_prompt + cfg.max_new
+        pages = 1 + cfg.slots * -(-longest // cfg.page_size) if cfg.pages is None else cfg.pages
+        memory = Memory(pages, cfg.page_size, cfg.keep_prefixes)
+        self._scheduler = Scheduler(memory, cfg.slots, cfg.keep_completions)
+        self._device = Device(cfg, pages=pages, longest=longest)
+        Sampler.check(cfg.sampler, self._device.vocab, "RolloutEngine.sampler")
+        self._execution = Execution(self._scheduler, self._device.vocab, decode)
+        self._submitted = 0
+        self._kept: list[Finished] = []  # of others, that finished during `generate`
+        self._in_step = False
+        self._next_weights: tuple[Params, int] | None = None  # to be put in when all have ended
+        self._counts = dict.fromkeys(("prefill_tokens", "tokens", "dispatches", "requests", "aborted"), 0)
+        self._seconds = dict.fromkeys(("host", "device", "swap"), 0.0)
 
-        def run(params: Params, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            return generate(bind(graphdef, params), sampler, cfg, batch)
+    # ---- weights
 
-        self._run = jax.jit(run)
+    def set_weights(self, params: Params, version: int, *, swap: Swap = "go_on", rewind: bool = False) -> None:
+        """Put in a policy, between two dispatches.
 
-    def set_weights(self, params: Params, version: int) -> None:
-        """Swap the policy between batches."""
-        self._params, self.version = params, version
+        Args:
+            params: arrays as the trainer has them.
+            version: must not be lower than the one in place, unless `rewind`.
+            swap: what becomes of sequences under way. "go_on": the next token is drawn by the new policy, over keys and
+                values of the old (rollouts are tagged "mixed-cache"). "recompute": the same, but keys and values are
+                computed anew. "drain": they are finished first, and nothing new is begun until then.
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; refused if it can never fit."""
-        length = len(request.prompt.tokens)
-        if not 1 <= length <= self.cfg.max_prompt:
-            raise UserError(
-                f"prompt {request.prompt.id} ({request.prompt.family}) has {length} tokens; "
-                f"the engine takes 1 to {self.cfg.max_prompt} (RolloutEngine.max_prompt)"
-            )
-        if request.samples != self.cfg.samples:
-            raise UserError(
-                f"prompt {request.prompt.id} asks for {request.samples} samples; this engine is "
-                f"built for {self.cfg.samples} (RolloutEngine.samples)"
-            )
-        self._queue.append(request)
+        Raises:
+            UserError: other arrays than the model has, or a lower version. The policy in place stays. Or it is called
+                by a callback or program of a request, while a dispatch may be under way.
+        """
+        if self._in_step:
+            raise UserError("set_weights was called within a step, by a request's own code; call it between steps")
+        coming = self.version if self._next_weights is None else self._next_weights[1]
+        if version < coming and not rewind:
+            where = "which is in place" if coming == self.version else "which is to come next"
+            raise UserError(f"weights of version {version} are older than version {coming}, {where}")
+        began = time.monotonic()
+        placed = self._device.place(params)
+        if swap == "drain" and self._begun():
+            self._next_weights, self._scheduler.only_begun = (placed, version), True
+        else:
+            self._put_in(placed, version, recompute=swap == "recompute")
+        self._seconds["swap"] += time.monotonic() - began
 
-    def step(self) -> list[Rollout]:
-        """Run the oldest requests, as many as fit and share a seed, to their end; empty when nothing is queued."""
-        if self._params is None:
+    def _put_in(self, params: Params, version: int, *, recompute: bool) -> None:
+        scheduler = self._scheduler
+        self._device.params, self._next_weights = params, None
+        self.version = scheduler.version = version
+        scheduler.only_begun = False
+        scheduler.memory.forget()
+        for sequence in [one for task in self._execution.tasks.values() for one in task.sequences if one.cached]:
+            if recompute:
+                scheduler.drop_pages(sequence)
+            else:
+                sequence.cache_key = None  # on a mixture
+                sequence.tags.add("mixed-cache")
+
+    # ---- requests
+
+    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> int:
+        """Queue a request; returns its number. `on_tokens` is told what each sample has drawn, dispatch by dispatch.
+
+        Raises:
+            UserError: it can never be carried out, or the queue is full.
+        """
+        cfg, under_way = self.cfg, len(self._execution.tasks)
+        if cfg.max_queue is not None and under_way >= cfg.max_queue:
+            raise UserError(f"{request.name}: {under_way} requests are under way (RolloutEngine.max_queue={under_way})")
+        stop = resolve(
+            request,
+            cfg,
+            vocab=self._device.vocab,
+            cache_tokens=self._scheduler.memory.pool.total * cfg.page_size,
+            has_text=self._has_text,
+        )
+        due = None if request.deadline is None else time.monotonic() + request.deadline
+        task = Task(self._submitted, request, request.sampler or cfg.sampler, stop, due, on_tokens)
+        self._submitted += 1
+        self._counts["requests"] += 1
+        self._execution.begin(task)
+        return task.number
+
+    def abort(self, number: int) -> None:
+        """End a request; its unfinished rollouts come out with finish reason "abort", to be gone on from if wanted."""
+        if (task := self._execution.tasks.get(number)) is not None:
+            self._counts["aborted"] += 1
+            self._execution.cut(task, "abort")
+
+    def abort_all(self) -> list[Finished]:
+        """End all requests and return what they have: what a worker hands back when it must go."""
+        for number in list(self._execution.tasks):
+            self.abort(number)
+        return self._take_kept() + self._execution.hand_out()
+
+    def pause(self) -> None:
+        """No dispatch until `resume`; requests may be submitted and aborted."""
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way or not handed out yet."""
+        return bool(self._kept) or not self._execution.idle
+
+    def generate(self, requests: Items[Request], between: Callable[[], None] = lambda: None) -> list[Rollout]:
+        """All rollouts of all requests, in order of (request, sample); `between` is called between dispatches.
+
+        What else is under way goes on meanwhile; what of it finishes, the next `step` returns. If `between` raises, the
+        requests stay under way.
+
+        Raises:
+            UserError: a request that cannot be carried out (then none is), or the engine has no weights.
+        """
+        self._check_weights()
+        numbers = self._submit_all(requests)
+        wanted = set(numbers)
+        finished: dict[int, Finished] = {}
+        while len(finished) < len(numbers):
+            for one in self._step():
+                if one.number in wanted:
+                    finished[one.number] = one
+                else:
+                    self._kept.append(one)
+            between()
+        return [rollout for number in numbers for rollout in finished[number].rollouts]
+
+    def _submit_all(self, requests: Items[Request]) -> list[int]:
+        numbers: list[int] = []
+        try:
+            for request in requests:
+                numbers.append(self.submit(request))
+        except UserError:
+            for number in numbers:
+                self.abort(number)
+            self._kept += [one for one in self._execution.hand_out() if one.number not in numbers]
+            raise
+        return numbers
+
+    def _take_kept(self) -> list[Finished]:
+        kept, self._kept = self._kept, []
+        return kept
+
+    # ---- a turn
+
+    def step(self) -> list[Finished]:
+        """One turn; what has finished. Waits a few milliseconds if there is nothing to do but wait."""
+        return self._take_kept() + self._step()
+
+    def _step(self) -> list[Finished]:
+        if self._execution.tasks:
+            self._check_weights()
+        if self._in_step:
+            raise UserError("step was called within a step, by a request's own code")
+        self._in_step = True
+        try:
+            return self._turn()
+        finally:
+            self._in_step = False
+
+    def _check_weights(self) -> None:
+        if self._device.params is None:
             raise UserError("the engine has no weights yet; call set_weights first")
-        requests: list[Request] = []
-        while self._queue and len(requests) < self.cfg.groups:
-            if requests and self._queue[0].seed != requests[0].seed:
-                break  # a batch has one seed
-            requests.append(self._queue.popleft())
-        if not requests:
-            return []
-        out = jax.device_get(self._run(self._params, shard_batch(self._pack(requests))))
-        return self._unpack(requests, out)
 
-    def generate(self, requests: list[Request]) -> list[Rollout]:
-        """All completions of all requests, in order of (request, sample)."""
-        for request in requests:
-            self.submit(request)
-        rollouts: list[Rollout] = []
-        while self._queue:
-            rollouts += self.step()
-        return rollouts
+    def _turn(self) -> list[Finished]:
+        began = time.monotonic()
+        self._execution.poll()
+        out = [] if self.paused else self._dispatch()
+        launched = time.monotonic()
+        finished = self._execution.hand_out()
+        handed = time.monotonic()
+        if out:
+            results = jax.device_get([drawn for _, drawn in out])
+            ready = time.monotonic()
+            self._absorb([(rows, drawn) for (rows, _), drawn in zip(out, results, strict=True)])
+            self._seconds["device"] += ready - handed
+            self._seconds["host"] += launched - began + time.monotonic() - ready
+        elif not finished and not self._execution.idle:
+            time.sleep(0.002)
+        return finished
 
-    def _pack(self, requests: list[Request]) -> dict[str, Any]:
-        groups, size = self.cfg.groups, self.cfg.max_prompt - 1
-        batch = {
-            "trunk": np.zeros((groups, size), np.int32),
-            "trunk_lengths": np.zeros(groups, np.int32),
-            "last": np.zeros(groups, np.int32),
-            "prompt_ids": np.zeros((groups, 2), np.uint32),
-            "seed": np.uint32(requests[0].seed),
-            "live": np.arange(groups) < len(requests),
-        }
-        for row, request in enumerate(requests):
-            tokens, number = request.prompt.tokens, request.prompt.id
-            batch["trunk"][row, : len(tokens) - 1] = tokens[:-1]
-            batch["trunk_lengths"][row] = len(tokens) - 1
-            batch["last"][row] = tokens[-1]
-            batch["prompt_ids"][row] = number >> 32, number & 0xFFFFFFFF
-        return batch
+    def _dispatch(self) -> list[tuple[list[Sequence], dict[str, Any]]]:
+        """Prefill what can be, then start drawing."""
+        if self._next_weights is not None and not self._begun():
+            self._put_in(*self._next_weights, recompute=False)
+        scheduler, prefills = self._scheduler, 0
+        while (prefills < self.cfg.prefills_per_turn or not scheduler.running) and self._prefill():
+            prefills += 1
+        rows, copies = scheduler.to_decode(self.cfg.steps_per_dispatch)
+        self._device.copy(copies)
+        groups = self._device.groups(rows)
+        self._counts["dispatches"] += len(groups)
+        return [(group, self._device.decode(group, waiting=scheduler.waiting > 0)) for group in groups]
 
-    def _unpack(self, requests: list[Request], out: dict[str, np.ndarray]) -> list[Rollout]:
-        rollouts = []
-        for row, request in enumerate(requests):
-            for sample in range(request.samples):
-                length = int(out["lengths"][row, sample])
-                rollouts.append(
-                    Rollout(
-                        prompt_id=request.prompt.id,
-                        sample_id=sample,
-                        tokens=out["tokens"][row, sample, :length],
-                        logprobs=out["logprobs"][row, sample, :length],
-                        versions=np.full(length, self.version, np.int32),
-                        action_mask=np.ones(length, bool),
-                        finish_reason="stop" if out["stopped"][row, sample] else "length",
-                    )
-                )
-        return rollouts
+    def _prefill(self) -> bool:
+        """One dispatch; False if there is nothing to prefill, or no room for it."""
+        chosen, copies = self._scheduler.to_prefill(self._device.prefill_shape)
+        self._device.copy(copies)
+        if work := [(sequence, count) for sequence, count in chosen if count]:
+            self._counts["dispatches"] += 1
+            self._device.prefill(work)
+        for sequence, count in chosen:
+            if sequence.ended:
+                continue  # cut by another's program, just now
+            sequence.cached += count
+            self._counts["prefill_tokens"] += count
+            if not sequence.unfilled:
+                self._scheduler.memory.remember(sequence)
+                if sequence.is_trunk:
+                    self._execution.fan_out(sequence)
+        return bool(chosen)
 
+    def _begun(self) -> bool:
+        return any(task.begun for task in self._execution.tasks.values())
 
-def generate(
-    model: Any, sampler: Sampler, cfg: RolloutEngine.Config, batch: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """Complete every prompt `cfg.samples` times; pure, to be traced.
+    def _absorb(self, out: list[tuple[list[Sequence], dict[str, Any]]]) -> None:
+        """What the dispatches have drawn becomes the sequences'."""
+        spoilt = [self._absorb_rows(rows, drawn) for rows, drawn in out]
+        if any(spoilt):
+            self._clean()
 
-    Args:
-        model: a decoder with `hidden` and `logits`.
-        batch: `trunk` int32 [g, p] (prompts without their last token, right-padded), `trunk_lengths` [g],
-            `last` int32 [g], `prompt_ids` uint32 [g, 2], `seed`, `live` bool [g].
+    def _absorb_rows(self, rows: list[Sequence], out: dict[str, Any]) -> bool:
+        """Of one dispatch; whether some logits were not numbers."""
+        spoilt, all_logprobs = False, out["chosen"].logprobs()
+        for index, sequence in enumerate(rows):
+            if sequence.ended:
+                continue  # cut while the device drew, or with another sample of its request
+            broken = bool(out["broken"][index])
+            count = int(out["counts"][index]) - broken
+            self._counts["tokens"] += count
+            tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
+            sequence.extend(tokens, logprobs, self.version)
+            cut = sequence.cut_at_stop_string()
+            self._execution.tell(sequence)
+            if broken and not cut:
+                spoilt = True
+                self._break(sequence)
+            elif cut or out["stopped"][index]:
+                self._execution.leave_row(sequence, "stop")
+            elif len(sequence.tokens) >= sequence.limit:
+                self._execution.leave_row(sequence, "length")
+        return spoilt
 
-    Returns:
-        `tokens` int32 [g, n, t], `logprobs` float32 [g, n, t], `lengths` int32 [g, n], `stopped` bool [g, n].
-    """
-    groups, size = batch["trunk"].shape
-    n, steps = cfg.samples, cfg.max_new
-    _, trunk = model.hidden(
-        batch["trunk"], TrunkContext(jnp.broadcast_to(jnp.arange(size), (groups, size)))
-    )
-    cache = tuple(
-        branch_cache(jax.tree.map(lambda leaf, i=index: leaf[i], trunk), n, steps)
-        for index in range(model.num_layers)
-    )
-    keys = sample_keys(batch["seed"], batch["prompt_ids"], n)
-    stop = jnp.asarray(cfg.stop_tokens, jnp.int32)
+    def _break(self, sequence: Sequence) -> None:
+        """Its logits are not numbers: the request fails, and nothing of it is kept."""
+        for one in sequence.task.sequences:
+            one.cache_key = None
+        self._execution.fail(
+            sequence,
+            f"the logits for token {sequence.drawn} of its completion are not all numbers "
+            f"(weights of version {self.version})",
+        )
 
-    def advance(state: dict[str, Any]) -> dict[str, Any]:
-        step = state["step"]
-        context = BranchContext(batch["trunk_lengths"], step, n)
-        hidden, cache = model.hidden(state["feed"], context, state["cache"])
-        tokens, logprobs = sampler.draw(at_position(keys, step), model.logits(hidden))
-        hit = jnp.any(tokens[..., None] == stop, axis=-1)
-        write = jax.lax.dynamic_update_slice_in_dim
+    def _clean(self) -> None:
+        """What is not a number would spoil whoever gets its page next, although masked: 0 x NaN is NaN."""
+        memory = self._scheduler.memory
+        memory.forget()
+        self._device.blank(memory.pool.free_pages())
+
+    # ---- figures
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the start (tokens, requests, preemptions, programs compiled), states now, and seconds by use."""
+        scheduler, pool = self._scheduler, self._scheduler.memory.pool
         return {
-            "step": step + 1,
-            "feed": tokens,
-            "cache": cache,
-            "tokens": write(state["tokens"], tokens[..., None], step, axis=2),
-            "logprobs": write(state["logprobs"], logprobs[..., None], step, axis=2),
-            "lengths": jnp.where(state["running"], step + 1, state["lengths"]),
-            "running": state["running"] & ~hit,
+            **self._counts,
+            "failed": self._execution.failed,
+            "reused_tokens": scheduler.reused,
+            "preemptions": scheduler.preemptions,
+            "programs": self._device.traces,
+            "running": len(scheduler.running),
+            "waiting": scheduler.waiting,
+            "parked": len(scheduler.parked),
+            "pages": pool.total,
+            "pages_used": pool.used,
+            "pages_kept": scheduler.memory.prefix_pages,
+            **{f"{use}_seconds": seconds for use, seconds in self._seconds.items()},
         }
-
-    def start(value: jax.Array, *shape: int) -> jax.Array:
-        """Loop state is born spread over the mesh, as each step will leave it."""
-        return constrain(jnp.broadcast_to(value, shape), "batch", *[None] * (len(shape) - 1))
-
-    final = jax.lax.while_loop(
-        lambda state: (state["step"] < steps) & jnp.any(state["running"]),
-        advance,
-        {
-            "step": jnp.int32(0),
-            "feed": start(batch["last"][:, None], groups, n),
-            "cache": cache,
-            "tokens": start(jnp.int32(0), groups, n, steps),
-            "logprobs": start(jnp.float32(0), groups, n, steps),
-            "lengths": start(jnp.int32(0), groups, n),
-            "running": start(batch["live"][:, None], groups, n),
-        },
-    )
-    return {
-        "tokens": final["tokens"],
-        "logprobs": final["logprobs"],
-        "lengths": final["lengths"],
-        "stopped": ~final["running"],
-    }

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 from axlearn_like.run_directory import EventLog
 from axlearn_like.spans import span
 from axlearn_like.tokenizer import ByteTokenizer
+from mesh import UserError
 from rl.messages import Group, Lease, Rollout, Score
-from rl.rollout.engine import Request, RolloutEngine
+from rl.rollout.engine import RolloutEngine, Swap
+from rl.rollout.requests import Request
 from rl.weights.encoding import EncodedWeights, WeightsError, decode
 
 _PULL_ATTEMPTS = 5  # in a row that may fail before the run does
@@ -31,6 +33,7 @@ class WeightSource(Protocol):
     """What a worker asks of the parameter server."""
 
     def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights: ...
+    def latest(self) -> int: ...
 
 
 class Verifier(Protocol):
@@ -53,10 +56,13 @@ class RolloutWorker:
         verifier: Verifier,
         events: EventLog,
         pull_timeout: float = 60.0,
+        swap: Swap = "go_on",
     ):
+        """`swap`: what becomes of sequences under way when newer weights are taken up (see the engine)."""
         self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
         self._controller, self._weights, self._verifier = controller, weights, verifier
         self._events, self._pull_timeout = events, pull_timeout
+        self._swap: Swap = swap
         self._failed_pulls = 0  # in a row
 
     def run(self) -> None:
@@ -75,8 +81,9 @@ class RolloutWorker:
             return True
         with self._span("generate", step=lease.step, lease=lease.id, version=lease.version) as span:
             requests = [Request(prompt, lease.samples, self._seed) for prompt in lease.prompts]
-            rollouts = self._engine.generate(requests)
+            rollouts = self._engine.generate(requests, between=self._follow if lease.follow else lambda: None)
             span["tokens"] = sum(len(rollout.tokens) for rollout in rollouts)
+        check_whole(rollouts)
         if self._controller.generated(lease.id):
             self._controller.submit(lease.id, self._score(lease, rollouts))
         return True
@@ -96,9 +103,24 @@ class RolloutWorker:
                 self._controller.join(self.name)  # frees the lease
                 return False
             self._failed_pulls = 0
-            self._engine.set_weights(decode(weights), version)
+            self._engine.set_weights(decode(weights), version, rewind=True)
             span["nbytes"] = weights.manifest.nbytes
         return True
+
+    def _follow(self) -> None:
+        """Between two dispatches: take up newer weights if there are any. Without them the old will do."""
+        newest = self._weights.latest()
+        if newest <= self._engine.version:
+            return
+        with self._span("pull", version=newest) as span:
+            try:
+                weights = self._weights.pull(newest)
+            except WeightsError as error:
+                span["error"] = str(error)
+                return
+            span["nbytes"] = weights.manifest.nbytes
+        with self._span("swap", version=newest, swap=self._swap):
+            self._engine.set_weights(decode(weights), newest, swap=self._swap)
 
     def _score(self, lease: Lease, rollouts: list[Rollout]) -> tuple[Group, ...]:
         with self._span("score", step=lease.step):
@@ -112,3 +134,18 @@ class RolloutWorker:
 
     def _span(self, event: str, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
         return span(self._events, self.name, event, **fields)
+
+
+def check_whole(rollouts: Sequence[Rollout]) -> None:
+    """Refuse to go on with a policy whose logits are not all numbers: nothing that it draws is of use.
+
+    Raises:
+        UserError: naming the first prompt that failed, and the version.
+    """
+    for rollout in rollouts:
+        if rollout.finish_reason not in ("stop", "length"):
+            raise UserError(
+                f"prompt {rollout.prompt_id}, sample {rollout.sample_id}: drawing ended with {rollout.finish_reason!r} "
+                f"after {len(rollout.tokens)} tokens; are the policy's weights all numbers? (A learning rate that is "
+                "too high, or no clipping, are the usual causes.)"
+            )

@@ -39,7 +39,7 @@ def engine() -> RolloutEngine:
 
 def run(engine: RolloutEngine, **options: Any) -> Any:
     evaluation = Evaluation.Config(ks=(1, 4), shown_per_family=2).build()
-    return evaluation.run(engine, PROBLEMS, EXPERIMENT.tokenizer, VERIFIER, SEED, **options)
+    return evaluation.run(engine, PROBLEMS, EXPERIMENT.tokenizer, VERIFIER, SEED, CFG.samples, **options)
 
 
 def answers_of(engine: RolloutEngine, problem: Problem) -> tuple[list[str], list[Score]]:

@@ -37,17 +37,17 @@ def host(params: Params) -> dict[str, bytes]:
 def test_children_get_the_sizes_of_their_parent():
     experiment = build(staleness=2, sampler=Sampler.Config(temperature=0.6), num_steps=9)
     engine, controller, trainer = experiment.engine_cfg, experiment.controller_cfg, experiment.trainer_cfg
-    assert (engine.max_prompt, engine.max_new, engine.samples) == (12, 6, 4)
+    assert (engine.max_prompt, engine.max_new) == (12, 6)
     assert (trainer.max_prompt, trainer.max_new, trainer.num_steps, trainer.staleness) == (12, 6, 9, 2)
     assert (controller.groups, controller.samples, controller.num_steps, controller.staleness) == (4, 4, 9, 2)
     assert engine.sampler.temperature == trainer.temperature == 0.6
     assert engine.model == trainer.model == experiment.cfg.policy
-    assert controller.groups_per_lease == engine.groups == 2
+    assert controller.groups_per_lease == 2
 
 
 def test_an_engine_larger_than_the_batch_takes_it_in_one_lease():
     experiment = build()
-    experiment.cfg.engine.groups = 16
+    experiment.cfg.groups_per_lease = None
     assert RLExperiment(experiment.cfg).controller_cfg.groups_per_lease == 4
 
 

@@ -141,6 +141,7 @@ def test_trainer_and_sampler_agree_on_every_batch(uninterrupted: Roles):
     for row in rows:
         assert row["logprob_diff_max"] < 4e-6
         assert row["logprob_diff_mean"] < 4e-7
+        assert row["scoring_diff_max"] == 0  # to the bit
 
 
 def test_staleness_ratio_and_drift_tell_how_old_the_rollouts_are(uninterrupted: Roles):

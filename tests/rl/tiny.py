@@ -52,12 +52,13 @@ def tiny_experiment(**changes: Any) -> RLExperiment.Config:
         num_steps=4,
         groups=4,
         samples=4,
+        groups_per_lease=2,
         objective=grpo().set(old_policy="current", zero_variance="drop"),
         learner=Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-2), clip_norm=1.0),
         trainer=PolicyTrainer.Config(
             checkpoint=Checkpointer.Config(save_every=2, keep=2), row_multiple=4, agreement_every=1
         ),
-        engine=RolloutEngine.Config(groups=2),
+        engine=RolloutEngine.Config(slots=8),
         verifier=InlineVerifier.Config(scorer=FunctionScorer.Config(function=ascii_share)),
         evaluation=Evaluation.Config(problems_per_family=3, ks=(1, 4), shown_per_family=1),
     )

@@ -64,7 +64,7 @@ SETS = {
     "prompt": (["max_prompt=3"], r"training problem 0 of family '\w+' has \d+ prompt tokens; max_prompt is 3"),
     "sampler": (["sampler.top_k=5"], "sampler: training needs the whole distribution .*top_k=None"),
     "staleness": (["staleness=5"], "parameter_server.keep=4 is too few for staleness=5: .*expected 7 or more"),
-    "leases": (["engine.groups=3"], "groups=4 does not divide into leases of groups_per_lease=3"),
+    "leases": (["groups_per_lease=3"], "groups=4 does not divide into leases of groups_per_lease=3"),
     "samples": (["samples=2"], r"pass@4 needs as many samples of a problem; samples=2"),
     "updates": (["num_steps=0"], "num_steps=0; expected 1 or more"),
     "workers": (["workers=0"], "workers=0; expected 1 or more"),

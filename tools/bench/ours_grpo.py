@@ -12,19 +12,14 @@ from axlearn_like.metrics import read_rows
 from axlearn_like.run_directory import RunDirectory
 from experiments.grpo_bench import grpo_bench
 from mesh import make_mesh
+from rl.experiment import RLExperiment
 from tools.bench.grpo_job import GrpoJob
 from tools.bench.step_protocol import StepServer
 
 
-def build_step(job: GrpoJob) -> tuple[Callable[[StepServer, int], None], int]:
-    """Builds the stack for `job`.
-
-    Returns:
-        The function that runs step `index` to its end (parameters ready, inside it
-        `server.generation()` around sampling and one `server.record(tokens, reward)`), and the
-        number of parameters.
-    """
-    cfg = grpo_bench(
+def experiment_config(job: GrpoJob) -> RLExperiment.Config:
+    """The job as one of our experiments."""
+    return grpo_bench(
         prompts=job.prompts,
         group=job.group,
         prompt_tokens=job.prompt_tokens,
@@ -38,6 +33,17 @@ def build_step(job: GrpoJob) -> tuple[Callable[[StepServer, int], None], int]:
         vocab=job.vocab,
         learning_rate=job.learning_rate,
     )
+
+
+def build_step(job: GrpoJob) -> tuple[Callable[[StepServer, int], None], int]:
+    """Builds the stack for `job`.
+
+    Returns:
+        The function that runs step `index` to its end (parameters ready, inside it
+        `server.generation()` around sampling and one `server.record(tokens, reward)`), and the
+        number of parameters.
+    """
+    cfg = experiment_config(job)
     experiment = cfg.build()
     run = RunDirectory.open("run", to_text(cfg))
     controller, weights = experiment.make_controller(run), experiment.make_parameter_server()
@@ -56,7 +62,8 @@ def build_step(job: GrpoJob) -> tuple[Callable[[StepServer, int], None], int]:
     return step, sum(leaf.size for leaf in jax.tree.leaves(trainer.state["params"]))
 
 
-def _version() -> str:
+def system_version() -> str:
+    """Name and version of what is measured."""
     try:
         return f"axlearn-like {version('axlearn-like')}"
     except PackageNotFoundError:
@@ -66,7 +73,7 @@ def _version() -> str:
 def main() -> None:
     """Runs steps on request until told to stop."""
     step, parameters = build_step(GrpoJob())
-    server = StepServer(_version(), parameters)
+    server = StepServer(system_version(), parameters)
     server.begin()
     index = 0
     step(server, index)

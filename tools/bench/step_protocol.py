@@ -1,9 +1,12 @@
-"""One optimiser step per line: what a benchmark worker speaks with the runner.
+"""One step per line: what a benchmark worker speaks with the runner.
 
 A worker is a process that holds one system, warm. It prints `{"ready": true, ...}` after its first
-step; then, for each line `step` on its standard input, it runs exactly one optimiser step and
-prints the `STEP_FIELDS` of that step; `quit` or a closed input ends it. Between lines it waits
-without using the processor, so several systems can take turns step by step on one machine.
+step; then, for each line `step` on its standard input, it runs exactly one step and prints the
+figures of that step; `quit` or a closed input ends it. Between lines it waits without using the
+processor, so several systems can take turns step by step on one machine.
+
+What a step is, the benchmark says: one optimiser step (`STEP_FIELDS`), or one generation of all
+rollouts and nothing else (`GENERATION_FIELDS`).
 
 Standard library only, and Python 3.11: peers import this file inside environments of their own.
 """
@@ -19,7 +22,8 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-STEP_FIELDS = ("cpu_s", "wall_s", "gen_cpu_s", "gen_wall_s", "idle_cpu_s", "new_tokens", "reward")
+GENERATION_FIELDS = ("cpu_s", "wall_s", "idle_cpu_s", "new_tokens")
+STEP_FIELDS = (*GENERATION_FIELDS, "gen_cpu_s", "gen_wall_s", "reward")
 
 
 class Clock(NamedTuple):
@@ -71,29 +75,31 @@ class StepServer:
         start = now()
         yield
         spent = now().since(start)
-        self._gen = Clock(self._gen.cpu + spent.cpu, self._gen.wall + spent.wall)
+        before = self._gen or Clock(0.0, 0.0)
+        self._gen = Clock(before.cpu + spent.cpu, before.wall + spent.wall)
 
-    def record(self, new_tokens: int, reward: float) -> None:
-        """Notes the sampled tokens and the mean reward of the current step."""
+    def record(self, new_tokens: int, reward: float | None = None) -> None:
+        """Notes the sampled tokens of the current step and, where there is one, the mean reward."""
         self._new_tokens += new_tokens
         self._reward = reward
 
     def step_done(self) -> bool:
         """Ends a step, whose work must be finished: reports it and waits to be asked for the next.
 
+        Generation and reward are reported if they were noted since the step before.
+
         Returns:
             True to run one more step, False to stop.
         """
         spent = now().since(self._start)
         if self._ready:
-            values = (
-                *spent,
-                *self._gen,
-                self._idle_cpu,
-                self._new_tokens,
-                self._reward,
-            )
-            self._reply(dict(zip(STEP_FIELDS, values, strict=True)))
+            values = (*spent, self._idle_cpu, self._new_tokens)
+            reply: dict[str, object] = dict(zip(GENERATION_FIELDS, values, strict=True))
+            if self._gen is not None:
+                reply |= {"gen_cpu_s": self._gen.cpu, "gen_wall_s": self._gen.wall}
+            if self._reward is not None:
+                reply["reward"] = self._reward
+            self._reply(reply)
         else:
             self._ready = True
             self._reply(
@@ -114,9 +120,9 @@ class StepServer:
         return line.strip() == "step"
 
     def _reset(self) -> None:
-        self._gen = Clock(0.0, 0.0)
+        self._gen: Clock | None = None
         self._new_tokens = 0
-        self._reward = 0.0
+        self._reward: float | None = None
         self._start = now()
 
     def _reply(self, message: dict[str, object]) -> None:

@@ -71,11 +71,15 @@ class StepWorker:
         message = self._receive(timeout_s, ("ready", "first_step_s", "version", "parameters"))
         return message | {"start_s": time.perf_counter() - self._started}
 
-    def step(self, timeout_s: float) -> dict[str, float]:
-        """Has exactly one optimiser step run and returns its `STEP_FIELDS`.
+    def step(self, timeout_s: float, fields: Sequence[str] = STEP_FIELDS) -> dict[str, float]:
+        """Has exactly one step run and returns its figures.
+
+        Args:
+            timeout_s: how long it may take.
+            fields: which figures the worker must report.
 
         Raises:
-            WorkerError: it ended, or the step did not end in time.
+            WorkerError: it ended, the step did not end in time, or a figure is missing.
         """
         assert self._process.stdin is not None
         try:
@@ -83,7 +87,7 @@ class StepWorker:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._ended() from None
-        return self._receive(timeout_s, STEP_FIELDS)
+        return self._receive(timeout_s, fields)
 
     def close(self, grace_s: float = 5.0) -> None:
         """Ends the worker: asks, then kills its whole process group."""

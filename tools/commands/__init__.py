@@ -10,6 +10,7 @@ COMMANDS: dict[str, str] = {
     "rl": "Improve a policy by reinforcement learning.",
     "demo": "Run the main job end to end: SFT, RL, a killed worker, report.",
     "eval": "Evaluate a run's checkpoint on held-out problems.",
+    "serve": "Answer over HTTP, in OpenAI's protocol, by a run's policy.",
     "bench": "Run a benchmark and print its result as JSON.",
     "report": "Rebuild the report of a run directory.",
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 from mesh.errors import UserError, did_you_mean
+from tools.bench.rollout_sections import SECTIONS
 
 
 class BenchmarkGroup(click.Group):
@@ -26,23 +28,64 @@ def command() -> None:
     """Measure our stack, and peers on the same job, in one run."""
 
 
+PEERS_HELP = "Comma-separated peers to take turns with: "
+JSON_HELP = "Print one JSON object as the last line."
+SECTIONS_HELP = f"Comma-separated parts to measure, of peers, {', '.join(SECTIONS)}; default: all but peers."
+_WORDS = ("system", "version", "way", "figure")  # columns of text
+
+
 @command.command(name="grpo_step")
-@click.option("--peers", default="", help="Comma-separated peers to take turns with: tunix,trl.")
+@click.option("--peers", default="", help=PEERS_HELP + "tunix,trl.")
 @click.option(
     "--steps", default=10, show_default=True, type=click.IntRange(min=1), help="Measured steps."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def grpo_step(peers: str, steps: int, as_json: bool) -> None:
     """CPU seconds of one small GRPO step on this machine.
 
     Peers run in virtual environments of their own, which the first use installs.
     """
+    from tools.bench import grpo_step as bench
+
+    _run(bench, peers, steps, as_json, _print_grpo_step)
+
+
+@command.command(name="rollout")
+@click.option("--peers", default="", help=PEERS_HELP + "tunix,transformers.")
+@click.option(
+    "--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Measured rounds."
+)
+@click.option("--sections", default="", help=SECTIONS_HELP)
+@click.option("--quick", is_flag=True, help="Tiny jobs: shows that all runs, measures nothing.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) -> None:
+    """Sampled tokens by CPU second of the rollout engine on this machine, and what else it does.
+
+    The comparison runs when peers are given, or as `--sections peers` with ours alone. Peers run in virtual
+    environments of their own, which the first use installs.
+    """
+    from tools.bench import rollout as bench
+
+    chosen = bench.find_sections(_names(sections), peers=bool(_names(peers)))
+    _run(bench, peers, rounds, as_json, _print_rollout, sections=chosen, quick=quick)
+
+
+def _names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def _run(
+    bench: Any, peers: str, rounds: int, as_json: bool, show: Callable[[dict[str, Any]], None], **options: Any
+) -> None:
+    """Runs a benchmark's module and shows its result; exits with 1 if it does not have what was asked for.
+
+    `options` are handed to the module's `run`.
+    """
     from rich.console import Console
 
-    from tools.bench import grpo_step as bench
     from tools.bench.peers.environments import find_peers
 
-    asked = find_peers(name.strip() for name in peers.split(",") if name.strip())
+    asked = find_peers(_names(peers), bench.BENCHMARK)
     console = Console(stderr=True)
     with console.status("starting") as status:
 
@@ -52,32 +95,51 @@ def grpo_step(peers: str, steps: int, as_json: bool) -> None:
             else:
                 console.print(line, markup=False, highlight=False)
 
-        result = bench.run(asked, steps, say)
+        result = bench.run(asked, rounds, say, **options)
     if as_json:
         click.echo(json.dumps(result))
     else:
-        _print_table(result)
+        show(result)
     if not bench.succeeded(result, asked):
         raise SystemExit(1)
 
 
-def _print_table(result: dict[str, Any]) -> None:
+def _print_grpo_step(result: dict[str, Any]) -> None:
+    from tools.bench import grpo_step as bench
+
+    _print_table(
+        f"one GRPO step: {bench.describe_job()}; medians of {result['steps']}",
+        ("system", "CPU s", "wall s", "sampled tok / CPU s", "first step s", "version"),
+        bench.rows(result),
+    )
+    if result["ratio_to_best_peer"] is not None:
+        ratio, best = result["ratio_to_best_peer"], result["best_peer"]
+        click.echo(f"ours / {best} (best peer), median over rounds: {ratio:.2f}")
+    _print_circumstances(result)
+
+
+def _print_rollout(result: dict[str, Any]) -> None:
+    from tools.bench.rollout_tables import tables
+
+    for table in tables(result):
+        _print_table(*table)
+    _print_circumstances(result)
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tools.bench import grpo_step as bench
-
-    table = Table(title=f"one GRPO step: {bench.describe_job()}; medians of {result['steps']}")
-    for name in ("system", "CPU s", "wall s", "sampled tok / CPU s", "first step s", "version"):
-        table.add_column(name, justify="left" if name in ("system", "version") else "right")
-    for row in bench.rows(result):
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="left" if name in _WORDS else "right")
+    for row in rows:
         table.add_row(*row)
-    console = Console()
-    console.print(table)
-    if result["ratio_to_best_peer"] is not None:
-        ratio, best = result["ratio_to_best_peer"], result["best_peer"]
-        console.print(f"ours / {best} (best peer), median over rounds: {ratio:.2f}")
+    Console().print(table)
+
+
+def _print_circumstances(result: dict[str, Any]) -> None:
     where = result["machine"]
-    console.print(f"{where['cores']} cores, {where['cpu']}, load {where['load']}", highlight=False)
+    click.echo(f"{where['cores']} cores, {where['cpu']}, load {where['load']}")
     for name in result["errors"]:
-        console.print(f"not measured: {name} (reason above)", style="yellow")
+        click.secho(f"not measured: {name} (reason above)", fg="yellow")

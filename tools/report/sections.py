@@ -81,6 +81,7 @@ def off_policy(run: Run) -> str:
         [
             Curve("mean", run.series("rl", "logprob_diff_mean"), "c1"),
             Curve("largest", run.series("rl", "logprob_diff_max"), "c6", worst=True),
+            Curve("largest, scored in the sampler's order", run.series("rl", "scoring_diff_max"), "c2", worst=True),
         ],
         y_label="nats, log scale",
         log=True,

@@ -107,6 +107,7 @@ def run_table(run: Run) -> Table:
     for name, words in (
         ("staleness", "Staleness, versions (mean, max)"),
         ("logprob_diff", "Trainer-sampler log-prob difference (mean, max)"),
+        ("scoring_diff", "The same, scored in the sampler's order (mean, max)"),
     ):
         mean, high = mean_max(run, name)
         if mean is not None or high is not None:

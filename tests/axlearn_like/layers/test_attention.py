@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention import MERGEABLE, Attention
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.context import PackedContext
 from axlearn_like.layers.norm import RMSNorm
@@ -44,6 +44,17 @@ def test_it_is_the_equation(kind):
     )
     assert cache is None
     np.testing.assert_allclose(y[0], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_with_merged_head_axes_give_the_same_bits(kind):
+    graphdef, params = build(Attention.Config(**KINDS[kind]))
+    merged = {name: p.reshape(DIM, -1) if name in MERGEABLE else p for name, p in params.items()}
+    assert any(merged[name].shape != params[name].shape for name in MERGEABLE)
+    x = np.random.default_rng(3).normal(size=(1, LENGTH, DIM)).astype(np.float32)
+    context = PackedContext(jnp.asarray(POSITIONS[None]), jnp.asarray(SEGMENTS[None]))
+    attend = jax.jit(lambda p: bind(graphdef, p)(x, context, None)[0])
+    np.testing.assert_array_equal(attend(merged), attend(params))
 
 
 def test_optional_parameters_are_there_only_when_asked_for():

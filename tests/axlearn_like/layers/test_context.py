@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.base import bind
-from axlearn_like.layers.context import (
-    BranchContext,
-    GroupContext,
-    PackedContext,
-    TrunkContext,
-    branch_cache,
-)
+from axlearn_like.layers.context import GroupContext, PackedContext
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
 PROMPTS = [[3, 5, 7, 11, 2], [4, 1], [9, 9, 8, 7, 6, 5]]
@@ -23,14 +17,6 @@ GRAPHDEF, PARAMS = initialise(small_decoder())
 @jax.jit
 def logits_of(tokens, context):
     return bind(GRAPHDEF, PARAMS)(tokens, context)
-
-
-@jax.jit
-def hidden_of(tokens, context, cache=None):
-    """Logits and caches, as the sampler asks for them."""
-    model = bind(GRAPHDEF, PARAMS)
-    hidden, cache = model.hidden(tokens, context, cache)
-    return model.logits(hidden), cache
 
 
 @pytest.fixture(scope="module")
@@ -75,25 +61,6 @@ def group_logits(trunk, lengths, last, branches) -> np.ndarray:
 
 def test_group_equals_unshared_forward(branches, expected):
     np.testing.assert_allclose(group_logits(*trunks(), branches), expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_decode_equals_full_forward(branches, expected, stacked):
-    trunk, lengths, last = trunks()
-    positions = jnp.broadcast_to(jnp.arange(TRUNK), trunk.shape)
-    _, prefilled = hidden_of(trunk, TrunkContext(positions))
-    if stacked:
-        cache = jax.vmap(lambda layer: branch_cache(layer, BRANCHES, SIZE))(prefilled)
-    else:
-        layers = [jax.tree.map(lambda x, i=i: x[i], prefilled) for i in range(3)]
-        cache = tuple(branch_cache(layer, BRANCHES, SIZE) for layer in layers)
-    inputs = branch_inputs(last, branches)
-    steps = []
-    for t in range(SIZE):
-        context = BranchContext(lengths, jnp.int32(t), BRANCHES)
-        logits, cache = hidden_of(jnp.asarray(inputs[:, :, t]), context, cache)
-        steps.append(np.asarray(logits))
-    np.testing.assert_allclose(np.stack(steps, axis=2), expected, atol=2e-5)
 
 
 def test_packed_segments_do_not_see_each_other():

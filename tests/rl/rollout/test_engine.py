@@ -1,302 +1,285 @@
-"""A request's rollouts depend on the request and the weights alone, and are scored as a plain forward pass does it."""
+"""What a rollout is, what it is drawn from, what is compiled, and what is refused."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from axlearn_like.config_edit import set_path
-from axlearn_like.layers.base import Params, bind, split
-from axlearn_like.layers.context import PackedContext
-from axlearn_like.layers.decoder import Decoder
-from mesh import UserError, make_mesh, shard_batch, to_named_sharding
-from rl.messages import Rollout
-from rl.rollout.engine import Request, RolloutEngine
+from mesh import UserError
+from rl.messages import Prompt, Rollout
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.requests import Request, StopRules
 from rl.sampling import Sampler, at_position, sample_keys
-from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
+from tests.rl.rollout.small import (
+    MAX_NEW,
+    MAX_PROMPT,
+    POLICY,
+    STOP,
+    TEMPERATURE,
+    VOCAB,
+    assert_no_page_is_held,
+    assert_same,
+    drain,
+    make_engine,
+    mixed,
+    params,
+    plain_logits,
+    request,
+    text,
+)
+from tests.rl.tiny import make_prompt, make_rollout, tiny_params, tiny_policy
 
-ROOT = Path(__file__).parents[3]
-STOP = tuple(range(0, 272, 4))  # a quarter of the vocabulary: completions of all lengths
-SAMPLES, MAX_PROMPT, MAX_NEW = 3, 7, 6
-TEMPERATURE = 0.8
-SEED = 11
-MESH = {"data": 2, "fsdp": 2, "tensor": 2}
-
-
-class CountingDecoder(Decoder):
-    """Counts how often it is traced."""
-
-    class Config(Decoder.Config):
-        pass
-
-    traces = 0
-
-    def hidden(self, *args: Any) -> Any:
-        CountingDecoder.traces += 1
-        return super().hidden(*args)
-
-
-def policy() -> Decoder.Config:
-    plain = tiny_policy(num_layers=2)
-    return CountingDecoder.Config(
-        vocab_size=plain.vocab_size, dim=plain.dim, num_layers=plain.num_layers, block=plain.block
-    )
-
-
-def params(seed: int = 0) -> Params:
-    return tiny_params(policy(), seed)
-
-
-def make_engine() -> RolloutEngine:
-    cfg = RolloutEngine.Config(
-        model=policy(),
-        stop_tokens=STOP,
-        max_prompt=MAX_PROMPT,
-        max_new=MAX_NEW,
-        samples=SAMPLES,
-        groups=4,
-        sampler=Sampler.Config(temperature=TEMPERATURE),
-    )
-    return cfg.build()
-
-
-def request(number: int, seed: int = SEED) -> Request:
-    """Prompts of all lengths from 1 to the longest; some ids need more than 32 bits."""
-    number += (number % 3) << 33
-    return Request(make_prompt(number, 1 + number % MAX_PROMPT), SAMPLES, seed)
-
-
-REQUESTS = [request(number) for number in range(8)]
+REQUESTS = [request(number) for number in range(10)]
 
 
 @pytest.fixture(scope="module")
 def engine() -> RolloutEngine:
-    """Compiled once for all tests of this file; each sets the weights it needs."""
     return make_engine()
 
 
 @pytest.fixture(scope="module")
-def alone(engine: RolloutEngine) -> dict[int, list[Rollout]]:
-    """What each request gives if it is the only one, by prompt id."""
-    engine.set_weights(params(), 5)
-    return {r.prompt.id: engine.generate([r]) for r in REQUESTS}
-
-
-def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
-    """To the bit."""
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        key = (one.prompt_id, one.sample_id, one.finish_reason)
-        assert key == (other.prompt_id, other.sample_id, other.finish_reason)
-        for name in ("tokens", "logprobs", "versions", "action_mask"):
-            a, b = getattr(one, name), getattr(other, name)
-            assert (a.dtype, a.shape) == (b.dtype, b.shape)
-            assert a.tobytes() == b.tobytes(), name
+def rollouts(engine: RolloutEngine) -> list[Rollout]:
+    return engine.generate(REQUESTS)
 
 
 # ---- what a rollout is
 
 
-def test_rollouts_come_in_order_of_request_and_sample_with_arrays_of_one_length(engine: RolloutEngine):
-    engine.set_weights(params(), 5)
-    rollouts = engine.generate(REQUESTS)
-    assert [(r.prompt_id, r.sample_id) for r in rollouts] == [
-        (q.prompt.id, n) for q in REQUESTS for n in range(SAMPLES)
-    ]
+def test_rollouts_come_in_order_of_request_and_sample_with_arrays_of_one_length(rollouts: list[Rollout]):
+    expected = [(q.prompt.id, sample) for q in REQUESTS for sample in range(q.samples)]
+    assert [(r.prompt_id, r.sample_id) for r in rollouts] == expected
     for r in rollouts:
         assert r.tokens.shape == r.logprobs.shape == r.versions.shape == r.action_mask.shape
         assert [a.dtype for a in (r.tokens, r.logprobs, r.versions, r.action_mask)] == ["i4", "f4", "i4", "?"]
-        assert np.all(r.versions == 5) and np.all(r.action_mask) and np.all(r.logprobs < 0)
+        assert np.all(r.versions == 5) and np.all(r.action_mask) and np.all(r.logprobs < 0) and r.tags == ()
 
 
-def test_a_stop_token_ends_the_completion_and_is_an_action_of_it(alone: dict[int, list[Rollout]]):
-    rollouts = [r for group in alone.values() for r in group]
+def test_a_stop_token_ends_the_completion_and_is_an_action_of_it(rollouts: list[Rollout]):
     for r in rollouts:
         stops = np.isin(r.tokens, STOP)
         if r.finish_reason == "stop":
             assert stops[-1] and not stops[:-1].any() and r.action_mask[-1]
         else:
             assert len(r.tokens) == MAX_NEW and not stops.any()
-    reasons = [r.finish_reason for r in rollouts]
-    assert {"stop", "length"} <= set(reasons)
-    assert len({len(r.tokens) for r in rollouts}) > 3  # so the above was about completions of many lengths
+    assert {r.finish_reason for r in rollouts} == {"stop", "length"}
+    assert len({len(r.tokens) for r in rollouts}) > 5  # so the above was about completions of many lengths
 
 
-def test_tokens_and_logprobs_are_those_of_a_plain_forward_pass_and_the_documented_keys(
-    alone: dict[int, list[Rollout]],
-):
-    """Whole sequences in packed attention, without trunk, branches and cache; float32, to 4e-6 (measured 2e-6)."""
-    graphdef, _ = split(jax.eval_shape(lambda: tiny_policy(num_layers=2).build(rngs=nnx.Rngs(0))))
-    length = MAX_PROMPT + MAX_NEW
-    rows = [(q, r) for q in REQUESTS for r in alone[q.prompt.id]]
-    tokens = np.zeros((len(rows), length), np.int32)
-    for row, (q, r) in enumerate(rows):
-        whole = np.concatenate([q.prompt.tokens, r.tokens])
-        tokens[row, : len(whole)] = whole
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    context = PackedContext(positions=positions, segment_ids=jnp.ones_like(positions))
-    logits = jax.jit(lambda p, t: bind(graphdef, p)(t, context))(params(), tokens)
-    scaled = np.asarray(logits, np.float64) / TEMPERATURE
-    logp = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
-    ids = np.array([[q.prompt.id >> 32, q.prompt.id & 0xFFFFFFFF] for q in REQUESTS], np.uint32)
-    keys = sample_keys(jnp.uint32(SEED), jnp.asarray(ids), SAMPLES)
-    noise = np.stack(
-        [
-            np.asarray(jax.vmap(lambda k: jax.random.gumbel(k, (272,)))(at_position(keys, jnp.int32(t)).reshape(-1)))
-            for t in range(MAX_NEW)
-        ]
-    )
-    for row, (q, r) in enumerate(rows):
-        at = len(q.prompt.tokens) - 1 + np.arange(len(r.tokens))
-        np.testing.assert_allclose(r.logprobs, logp[row, at, r.tokens], rtol=0, atol=4e-6)
-        drawn = np.argmax(scaled[row, at] + noise[: len(at), row], axis=-1)
-        np.testing.assert_array_equal(r.tokens, drawn)
+def test_a_request_may_have_stop_rules_of_its_own(engine: RolloutEngine):
+    for most in (1, 2, 7, MAX_NEW):
+        (rollout,) = engine.generate([request(3, samples=1, stop=StopRules(max_new=most))])
+        assert len(rollout.tokens) == most and rollout.finish_reason == "length"
+    (whole,) = engine.generate([request(3, samples=1, stop=StopRules())])
+    (cut,) = engine.generate([request(3, samples=1, stop=StopRules(tokens=tuple(whole.tokens[[9, 6]].tolist())))])
+    first = min(whole.tokens.tolist().index(whole.tokens[n]) for n in (6, 9))
+    np.testing.assert_array_equal(cut.tokens, whole.tokens[: first + 1])
+    assert cut.finish_reason == "stop"
 
 
-# ---- what a rollout does not depend on
+@pytest.mark.parametrize("begin,end", [(0, 1), (2, 5), (7, 9), (22, 24)])
+def test_a_stop_string_ends_with_the_token_that_completes_it(engine: RolloutEngine, begin: int, end: int):
+    """Some strings lie across two dispatches of four tokens."""
+    (whole,) = engine.generate([request(3, samples=1, stop=StopRules())])
+    string = text(whole.tokens[begin:end])
+    (cut,) = engine.generate([request(3, samples=1, stop=StopRules(strings=("no such", string)))])
+    kept = text(whole.tokens).index(string) + len(string)
+    assert kept == end and cut.finish_reason == "stop"
+    for name in ("tokens", "logprobs", "versions", "action_mask"):
+        np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name)[:kept])
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [7, 2, 5, 0, 3], [4, 4, 1, 4], [6, 0]], ids=str)
-def test_neither_batch_nor_slot_changes_a_bit(engine: RolloutEngine, alone: dict[int, list[Rollout]], order: list[int]):
+def test_tokens_and_logprobs_are_those_of_a_plain_forward_pass_and_the_documented_keys(rollouts: list[Rollout]):
+    """The distribution recomputed in float64, to 1e-5; the draws are the largest of logits and Gumbel noise."""
+    prompts = [q.prompt for q in REQUESTS for _ in range(q.samples)]
+    logits = plain_logits(params(), list(zip(prompts, rollouts, strict=True)))
+    for prompt, r, raw in zip(prompts, rollouts, logits, strict=True):
+        scaled = raw.astype(np.float64) / TEMPERATURE
+        logp = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+        np.testing.assert_allclose(r.logprobs, logp[np.arange(len(r.tokens)), r.tokens], rtol=0, atol=1e-5)
+        noise = _noise(prompt, r.sample_id, len(r.tokens))
+        np.testing.assert_array_equal(r.tokens, np.argmax(scaled + noise, axis=-1))
+
+
+def _noise(prompt: Prompt, sample: int, length: int) -> np.ndarray:
+    """The Gumbel noise of each draw, by the keys as rl/sampling.py documents them."""
+    halves = jnp.array([[prompt.id >> 32, prompt.id & 0xFFFFFFFF]], jnp.uint32)
+    keys = sample_keys(jnp.uint32(11), halves, 3)
+    draws = [jax.random.gumbel(at_position(keys, jnp.int32(t))[0, sample], (VOCAB,)) for t in range(length)]
+    return np.stack([np.asarray(draw) for draw in draws])
+
+
+def test_seed_prompt_sample_and_weights_all_matter(engine: RolloutEngine, rollouts: list[Rollout]):
+    long = [tuple(r.tokens) for r in rollouts if len(r.tokens) > 2]
+    assert len(set(long)) == len(long)
+    expected = [tuple(r.tokens) for r in rollouts if r.prompt_id == REQUESTS[2].prompt.id]
+    assert [tuple(r.tokens) for r in engine.generate([request(2, seed=12)])] != expected
+    engine.set_weights(params(1), 6)
+    assert [tuple(r.tokens) for r in engine.generate([REQUESTS[2]])] != expected
+    engine.set_weights(params(), 5, rewind=True)
+
+
+def test_on_tokens_hears_every_token_of_every_sample_in_order_before_the_end(engine: RolloutEngine):
+    heard: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = {}
+    asked = mixed(9)
+    numbers = [
+        engine.submit(q, lambda *told, at=index: heard.setdefault(at, []).append(told)) for index, q in enumerate(asked)
+    ]
+    finished: dict[int, Any] = {}
+    while engine.busy:
+        for one in engine.step():
+            finished[one.number] = one
+            for r in one.rollouts:  # by now all is said
+                said = [told for told in heard[numbers.index(one.number)] if told[0] == r.sample_id]
+                np.testing.assert_array_equal(np.concatenate([tokens for _, tokens, _ in said]), r.tokens)
+                np.testing.assert_array_equal(np.concatenate([logprobs for *_, logprobs in said]), r.logprobs)
+                assert all(0 < len(tokens) <= 4 for _, tokens, _ in said)
+    assert sorted(finished) == numbers
+
+
+# ---- what is compiled
+
+
+def test_nothing_is_compiled_for_shapes_that_were_met_before(engine: RolloutEngine):
+    asked = mixed(20)
+    engine.generate(asked)
+    before = engine.stats()["programs"]
+    assert before >= 4
+    for seed in (1, 2):
+        engine.set_weights(params(seed), 5)
+        engine.generate([dataclasses.replace(q, seed=seed) for q in reversed(asked)])
     engine.set_weights(params(), 5)
-    chosen = [REQUESTS[i] for i in order]
-    assert_same(engine.generate(chosen), [r for q in chosen for r in alone[q.prompt.id]])
-
-
-def test_another_engine_gives_the_same_bits(alone: dict[int, list[Rollout]]):
-    """As when a lost lease is generated again by another worker."""
-    other = make_engine()
-    other.set_weights(jax.tree.map(jnp.asarray, params()), 5)
-    assert_same(other.generate(REQUESTS[:3]), [r for q in REQUESTS[:3] for r in alone[q.prompt.id]])
-
-
-def test_seed_prompt_sample_and_weights_all_matter(engine: RolloutEngine, alone: dict[int, list[Rollout]]):
-    engine.set_weights(params(), 5)
-    everything = [tuple(r.tokens) for group in alone.values() for r in group]
-    assert len(set(everything)) > 0.8 * len(everything)
-    reseeded = engine.generate([request(1, seed=SEED + 1)])
-    assert [tuple(r.tokens) for r in reseeded] != [tuple(r.tokens) for r in alone[REQUESTS[1].prompt.id]]
-    engine.set_weights(params(seed=1), 6)
-    changed = engine.generate([REQUESTS[1]])
-    assert [tuple(r.tokens) for r in changed] != [tuple(r.tokens) for r in alone[REQUESTS[1].prompt.id]]
-    assert all(np.all(r.versions == 6) for r in changed)
-
-
-def test_requests_of_different_seeds_may_be_queued_together(engine: RolloutEngine, alone: dict[int, list[Rollout]]):
-    engine.set_weights(params(), 5)
-    other = engine.generate([request(2, seed=99)])
-    mixed = engine.generate([REQUESTS[1], request(2, seed=99), REQUESTS[3]])
-    assert_same(mixed, [*alone[REQUESTS[1].prompt.id], *other, *alone[REQUESTS[3].prompt.id]])
-
-
-def test_nothing_is_compiled_after_the_first_batch(engine: RolloutEngine, alone: dict[int, list[Rollout]]):
-    before = CountingDecoder.traces
-    assert before > 0
-    for seed, count in ((3, 1), (4, 8), (5, 3)):
-        engine.set_weights(params(seed), seed)
-        assert len(engine.generate(REQUESTS[:count])) == count * SAMPLES
-    assert CountingDecoder.traces == before
+    assert engine.stats()["programs"] == before
 
 
 # ---- the queue
 
 
-def test_an_empty_queue_gives_nothing(engine: RolloutEngine):
-    engine.set_weights(params(), 5)
-    assert engine.step() == [] and engine.generate([]) == []
+def test_nothing_to_do_gives_nothing(engine: RolloutEngine):
+    assert not engine.busy and engine.step() == [] and engine.generate([]) == []
 
 
-def test_step_takes_the_oldest_batch(engine: RolloutEngine, alone: dict[int, list[Rollout]]):
-    engine.set_weights(params(), 5)
-    for q in REQUESTS[:5]:
-        engine.submit(q)
-    assert_same(engine.step(), [r for q in REQUESTS[:4] for r in alone[q.prompt.id]])
-    assert_same(engine.step(), alone[REQUESTS[4].prompt.id])
-    assert engine.step() == []
+def test_generate_leaves_what_others_submitted_to_step(engine: RolloutEngine, rollouts: list[Rollout]):
+    first, second = (engine.submit(REQUESTS[n]) for n in (4, 1))
+    of_seven = [r for r in rollouts if r.prompt_id == REQUESTS[7].prompt.id]
+    long = [request(33, samples=8, stop=StopRules())]
+    assert len(engine.generate(long)) == 8
+    assert_same(engine.generate([REQUESTS[7]]), of_seven)
+    assert engine.busy
+    finished = drain(engine)
+    assert sorted(finished) == [first, second]
+    assert_same(finished[second].rollouts, [r for r in rollouts if r.prompt_id == REQUESTS[1].prompt.id])
 
 
-@pytest.mark.parametrize("length", [0, MAX_PROMPT + 1])
-def test_a_prompt_that_does_not_fit_is_refused_by_name(engine: RolloutEngine, length: int):
-    prompt = make_prompt(77, length, family="chain_sum")
-    with pytest.raises(UserError, match=rf"prompt 77 \(chain_sum\) has {length} tokens; the engine takes 1 to 7"):
-        engine.submit(Request(prompt, SAMPLES, SEED))
-    engine.set_weights(params(), 5)
-    assert engine.step() == []  # and is not queued
+def test_generate_of_a_request_that_is_refused_takes_back_the_others(engine: RolloutEngine):
+    with pytest.raises(UserError, match="asks for 0 samples"):
+        engine.generate([REQUESTS[0], request(1, samples=0)])
+    assert not engine.busy and engine.step() == []
+    assert_no_page_is_held(engine)
 
 
-def test_another_number_of_samples_is_refused(engine: RolloutEngine):
-    with pytest.raises(UserError, match="prompt 1 asks for 2 samples; this engine is built for 3"):
-        engine.submit(Request(make_prompt(1), 2, SEED))
+def test_a_full_queue_refuses_until_something_has_ended():
+    engine = make_engine(max_queue=2)
+    numbers = [engine.submit(request(n)) for n in range(2)]
+    with pytest.raises(UserError, match=r"prompt .* \(chain_sum\): 2 requests are under way \(RolloutEngine.max_queue"):
+        engine.submit(request(2))
+    engine.abort(numbers[0])
+    assert engine.submit(request(2)) == 2
+    assert sorted(drain(engine)) == [0, 1, 2]
 
 
-def test_without_weights_it_says_so():
-    fresh = make_engine()
-    fresh.submit(REQUESTS[0])
+def test_without_weights_it_says_so_and_loses_nothing():
+    engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=MAX_PROMPT, max_new=MAX_NEW).build()
     with pytest.raises(UserError, match="no weights yet"):
-        fresh.step()
+        engine.generate([REQUESTS[0]])
+    number = engine.submit(REQUESTS[0])
+    with pytest.raises(UserError, match="no weights yet"):
+        engine.step()
+    assert [one.number for one in engine.abort_all()] == [number]
+
+
+# ---- what is refused
+
+LONG = make_rollout(make_prompt(7), 0, [1] * (MAX_NEW + 1))
+PART = make_rollout(make_prompt(7), 0, [1, 2])
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": make_prompt(7, 0)}, "has 0 tokens; the engine takes 1 to 40 .RolloutEngine.max_prompt"),
+    ({"prompt": make_prompt(7, 41)}, "has 41 tokens; the engine takes 1 to 40"),
+    ({"prompt": Prompt(7, "chain_sum", np.array([3, VOCAB], np.int32))}, "has token 272; the vocabulary is 0 to 271"),
+    ({"prompt": Prompt(7, "chain_sum", np.array([-1], np.int32))}, "has token -1; the vocabulary is 0 to 271"),
+    ({"samples": 0}, "asks for 0 samples; expected 1 or more"),
+    ({"deadline": 0.0}, "has a deadline of 0.0 s; expected more than 0"),
+    ({"deadline": float("nan")}, "has a deadline of nan s"),
+    ({"adapter": "french"}, "asks for adapter 'french'; this engine has none"),
+    ({"sampler": Sampler.Config(top_p=2.0)}, "sampler.top_p is 2.0"),
+    ({"sampler": Sampler.Config(logit_bias=((VOCAB, 1.0),))}, "sampler.logit_bias names token 272"),
+    ({"stop": StopRules(max_new=0)}, "asks for 0 new tokens; the engine gives 1 to 24 .RolloutEngine.max_new"),
+    ({"stop": StopRules(max_new=25)}, "asks for 25 new tokens"),
+    ({"stop": StopRules(tokens=(3, VOCAB))}, "has stop token 272; the vocabulary is 0 to 271"),
+    ({"stop": StopRules(strings=("",))}, "stop string ''"),
+    ({"partial": (make_rollout(make_prompt(8), 0, [1]),)}, "partial rollout of sample 0 is of prompt 8"),
+    ({"partial": (PART, PART)}, "partial rollout of sample 0 is there twice"),
+    ({"partial": (LONG,)}, "partial rollout of sample 0 has 25 tokens; the request allows 24"),
+    ({"partial": (make_rollout(make_prompt(7), 2, [999]),)}, "partial rollout of sample 2 has token 999"),
+]
+
+
+@pytest.mark.parametrize("fields,message", REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_a_request_that_cannot_be_carried_out_is_refused_by_name(
+    engine: RolloutEngine, fields: dict[str, Any], message: str
+):
+    with pytest.raises(UserError, match=rf"^prompt 7 \(chain_sum\).*{message}"):
+        engine.submit(Request(**{"prompt": make_prompt(7), **fields}))
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 64])
+def test_a_prompt_id_that_makes_no_key_is_refused(engine: RolloutEngine, number: int):
+    with pytest.raises(UserError, match=rf"prompt {number} .*expected 0 to 2\*\*64 - 1"):
+        engine.submit(Request(Prompt(number, "chain_sum", np.array([1], np.int32))))
+
+
+def test_stop_strings_need_a_decoder():
+    engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=MAX_PROMPT, max_new=MAX_NEW).build()
+    with pytest.raises(UserError, match="prompt 1 .*stop strings need an engine that was built with a tokenizer"):
+        engine.submit(Request(make_prompt(1), stop=StopRules(strings=("x",))))
+
+
+def test_a_request_that_the_cache_could_never_hold_is_refused():
+    engine = make_engine(pages=5)
+    with pytest.raises(UserError, match=r"may need 8 pages of 8 tokens; the cache has 4 \(RolloutEngine.pages\)"):
+        engine.submit(Request(make_prompt(1, 40)))
+    assert len(engine.generate([Request(make_prompt(1, 8), stop=StopRules(max_new=24))])) == 1
+
+
+def _one(name: str, value: Any) -> dict[str, Any]:
+    return {name: value}
+
+
+SIZES = [("max_prompt", 0), ("max_new", 0), ("slots", 0), ("steps_per_dispatch", 0), ("prefills_per_turn", 0)]
+SIZES += [("page_size", 0), ("page_size", 24), ("page_size", 128), ("prefill_tokens", 63), ("pages", 1), ("pages", 0)]
+
+
+@pytest.mark.parametrize("name,value", [*SIZES, ("max_queue", 0)])
+def test_sizes_that_cannot_be_are_refused_by_name(name: str, value: int):
+    with pytest.raises(UserError, match=rf"RolloutEngine\.{name} is {value}; expected"):
+        make_engine(**_one(name, value))
 
 
 # ---- meshes
 
 
-@pytest.mark.parametrize("one", ["groups", "samples", "max_new", "num_kv_heads", "num_layers"])
-def test_on_a_mesh_every_size_may_be_one(one: str):
+@pytest.mark.parametrize("one", ["slots", "max_prompt", "max_new", "num_kv_heads", "page_size"])
+def test_every_size_may_be_one(one: str):
     """Where a size is one, a plain reshape forgets how an axis is spread, and explicit sharding objects."""
-    sizes = {"groups": 2, "samples": 2, "max_new": 3, "num_kv_heads": 2, "num_layers": 2, one: 1}
-    model = tiny_policy(num_layers=sizes.pop("num_layers"))
+    sizes: dict[str, Any] = {"slots": 2, "max_prompt": 3, "max_new": 3, "num_kv_heads": 2, "page_size": 2, one: 1}
+    model = tiny_policy()
     set_path(model, "block.attention.num_kv_heads", sizes.pop("num_kv_heads"))
-    groups, samples, steps = sizes["groups"], sizes["samples"], sizes["max_new"]
-    engine = RolloutEngine.Config(
-        model=model, stop_tokens=(1,), max_prompt=4, max_new=steps, samples=samples, groups=groups
-    ).build()
-    with jax.set_mesh(make_mesh()):
-        batch = shard_batch(engine._pack([Request(make_prompt(1, 4), samples, SEED)]))
-        out = jax.eval_shape(engine._run, tiny_params(model), batch)
-    assert out["tokens"].shape == out["logprobs"].shape == (groups, samples, steps)
-
-
-def print_rollouts_on_a_mesh() -> None:
-    """What the child process below does: the same requests with weights spread over the mesh, and with host arrays."""
-    mesh = make_mesh(MESH)
-    engine = make_engine()
-    for spread in (True, False):
-        with jax.set_mesh(mesh):
-            weights = params()
-            if spread:
-                abstract = jax.eval_shape(lambda: split(policy().build(rngs=nnx.Rngs(0)))[1])
-                shardings = jax.tree.map(lambda a: a.sharding, to_named_sharding(abstract, mesh))
-                weights = jax.device_put(weights, shardings)
-                cut = [x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(weights)]
-                assert sum(cut) >= 8, "most parameters are spread"
-            engine.set_weights(weights, 5)
-            rollouts = engine.generate(REQUESTS)
-        print(json.dumps([[r.tokens.tolist(), r.logprobs.tolist(), r.finish_reason] for r in rollouts]))
-
-
-def test_on_eight_devices_it_draws_the_same_tokens(alone: dict[int, list[Rollout]]):
-    """Axes data, fsdp and tensor, two devices each: log-probabilities equal to those of one device within 1e-5."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", "from tests.rl.rollout.test_engine import print_rollouts_on_a_mesh as p; p()"],
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    expected = [r for q in REQUESTS for r in alone[q.prompt.id]]
-    for line in done.stdout.splitlines():
-        for (tokens, logprobs, reason), r in zip(json.loads(line), expected, strict=True):
-            assert (tokens, reason) == (r.tokens.tolist(), r.finish_reason)
-            np.testing.assert_allclose(logprobs, r.logprobs, rtol=0, atol=1e-5)
-    assert len(done.stdout.splitlines()) == 2
+    engine = RolloutEngine.Config(model=model, stop_tokens=(), **sizes).build()
+    engine.set_weights(tiny_params(model), 0)
+    rollouts = engine.generate([Request(make_prompt(n, 1 + n % sizes["max_prompt"]), samples=2) for n in range(2)])
+    assert [len(r.tokens) for r in rollouts] == [sizes["max_new"]] * 4
+    assert all(np.all(np.isfinite(r.logprobs)) for r in rollouts)

@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from axlearn_like.metrics import read_rows
 from axlearn_like.run_directory import EventLog, RunDirectory
+from mesh import UserError
 from rl.controller import Controller
 from rl.experiment import RLExperiment
 from rl.messages import Group, Score
@@ -242,3 +244,51 @@ def test_run_joins_works_and_ends_with_the_run(place: Place, undisturbed: list[G
     assert not thread.is_alive()
     assert batch is not None and same(batch, undisturbed)
     assert [row["lease"] for row in place.events("lease_expired")] == [lost.id]
+
+
+class Publishing:
+    """A store to which the trainer pushes version 1 while the worker draws."""
+
+    def __init__(self, store: ParameterServer):
+        self._store, self._asked = store, 0
+
+    def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights:
+        return self._store.pull(version, timeout)
+
+    def latest(self) -> int:
+        self._asked += 1
+        if self._asked == 2:
+            self._store.push(WEIGHTS[1])
+        return self._store.latest()
+
+
+@pytest.mark.parametrize("swap", ["go_on", "recompute"])
+def test_in_flight_newer_weights_are_taken_up_between_dispatches(tmp_path: Path, swap: Any):
+    engine = RolloutEngine.Config(slots=8, steps_per_dispatch=2)
+    experiment = tiny_experiment(engine=engine, stop_at_eos=False, swap=swap).build()
+    experiment.controller_cfg.weights = "in_flight"
+    run = RunDirectory.attach(tmp_path)
+    controller = experiment.make_controller(run)
+    store = experiment.make_parameter_server()
+    store.push(WEIGHTS[0])
+    controller.begin(0, 0)
+    worker = experiment.make_worker("w", run, controller, Publishing(store), experiment.make_verifier())
+    assert worker.run_once()
+    controller.published(1)
+    assert worker.run_once()
+    batch = controller.next_batch(0)
+    assert batch is not None
+    first, second = ([r for group in part for r in group.rollouts] for part in (batch[:2], batch[2:]))
+    assert all(list(r.versions) == [0, 0, 0, 0, 1, 1] for r in first)
+    assert all(r.tags == (("mixed-cache",) if swap == "go_on" else ()) for r in first)
+    assert all(np.all(r.versions == 1) and r.tags == () for r in second)
+    swaps = [row for row in read_rows(run.events_path) if row["event"] == "swap"]
+    assert [(row["version"], row["swap"]) for row in swaps] == [(1, swap)]
+
+
+def test_a_policy_whose_logits_are_not_numbers_ends_the_run_with_a_message(place: Place):
+    broken = jax.tree.map(lambda x: np.full_like(x, np.nan), tiny_params(CFG.policy))  # pyright: ignore
+    place.store.push(encode(broken, 1))
+    place.controller.begin(1, 1)
+    with pytest.raises(UserError, match="drawing ended with 'error' after 0 tokens; are the policy's weights all num"):
+        place.worker("w").run_once()

@@ -31,74 +31,96 @@ class EnvironmentFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Environment:
+    """A virtual environment; several peers may share one.
+
+    Attributes:
+        name: of its folder.
+        pythons: interpreter versions that it works with, the preferred first.
+        requirements: what pip installs, `name==version`.
+    """
+
+    name: str
+    pythons: tuple[str, ...]
+    requirements: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Peer:
     """What it takes to run one peer.
 
     Attributes:
         name: as on the command line.
-        script: worker script, a file beside this one.
-        pythons: interpreter versions that it works with, the preferred first.
-        requirements: what pip installs, `name==version`.
+        environment: where it runs.
+        scripts: for each benchmark it takes part in, the worker script, a file beside this one.
         environ: settings without which its figures would not be its best.
     """
 
     name: str
-    script: str
-    pythons: tuple[str, ...]
-    requirements: tuple[str, ...]
+    environment: Environment
+    scripts: Mapping[str, str]
     environ: Mapping[str, str] = field(default_factory=dict)
 
+
+_TUNIX = Environment(
+    name="tunix",
+    pythons=("3.12", "3.13"),
+    # The jax that pip chooses today and that our stack runs on; jax 0.10.2 costs the same.
+    requirements=(
+        "google-tunix==0.1.7",
+        "jax==0.12.0.1",
+        "jaxlib==0.12.0.1",
+        "flax==0.12.12",
+    ),
+)
+_TRL = Environment(
+    name="trl",
+    pythons=("3.11",),
+    requirements=(
+        "trl==1.16.0",
+        "torch==2.13.0",
+        "transformers==5.23.0",
+        "datasets==5.2.0",
+        "accelerate==1.15.0",
+    ),
+)
+_TORCH_ENVIRON = {
+    # Threads that spin while they wait inflate a step six to nine times where cores are shared, in
+    # CPU seconds and in wall seconds.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(
-            name="tunix",
-            script="tunix_grpo.py",
-            pythons=("3.12", "3.13"),
-            # The jax that pip chooses today and that our stack runs on; jax 0.10.2 costs the same.
-            requirements=(
-                "google-tunix==0.1.7",
-                "jax==0.12.0.1",
-                "jaxlib==0.12.0.1",
-                "flax==0.12.12",
-            ),
-        ),
-        Peer(
-            name="trl",
-            script="trl_grpo.py",
-            pythons=("3.11",),
-            requirements=(
-                "trl==1.16.0",
-                "torch==2.13.0",
-                "transformers==5.23.0",
-                "datasets==5.2.0",
-                "accelerate==1.15.0",
-            ),
-            environ={
-                # Threads that spin while they wait inflate a step six to nine times where cores
-                # are shared, in CPU seconds and in wall seconds.
-                "OMP_WAIT_POLICY": "PASSIVE",
-                "GOMP_SPINCOUNT": "0",
-                "HF_HUB_OFFLINE": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-            },
-        ),
+        Peer("tunix", _TUNIX, {"grpo_step": "tunix_grpo.py", "rollout": "tunix_rollout.py"}),
+        Peer("trl", _TRL, {"grpo_step": "trl_grpo.py"}, _TORCH_ENVIRON),
+        Peer("transformers", _TRL, {"rollout": "transformers_rollout.py"}, _TORCH_ENVIRON),
     )
 }
 
 
-def find_peers(names: Iterable[str]) -> list[Peer]:
+def peers_of(benchmark: str) -> dict[str, Peer]:
+    """The peers that take part in a benchmark, by name."""
+    return {name: peer for name, peer in PEERS.items() if benchmark in peer.scripts}
+
+
+def find_peers(names: Iterable[str], benchmark: str) -> list[Peer]:
     """The peers of these names, in order, each once.
 
     Raises:
-        UnknownPeer: a name is not known.
+        UnknownPeer: a name is not that of a peer of this benchmark.
     """
+    known = peers_of(benchmark)
     found: dict[str, Peer] = {}
     for name in names:
-        if name not in PEERS:
-            raise UnknownPeer(f"there is no peer {name!r}{did_you_mean(name, PEERS)}")
-        found[name] = PEERS[name]
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise UnknownPeer(f"benchmark {benchmark} has no peer {name!r}{hint}")
+        found[name] = known[name]
     return list(found.values())
 
 
@@ -142,11 +164,13 @@ def find_interpreter(versions: Iterable[str]) -> tuple[Path, str]:
     )
 
 
-def ensure_environment(peer: Peer, say: Callable[[str], None], cache: Path | None = None) -> Path:
-    """Makes the environment of `peer` unless it is there and complete.
+def ensure_environment(
+    environment: Environment, say: Callable[[str], None], cache: Path | None = None
+) -> Path:
+    """Makes the environment unless it is there and complete.
 
     Args:
-        peer: which.
+        environment: which.
         say: told in one line what is being done, before it takes long.
         cache: folder of environments; `cache_folder()` where None.
 
@@ -157,19 +181,20 @@ def ensure_environment(peer: Peer, say: Callable[[str], None], cache: Path | Non
         EnvironmentFailed: no interpreter, or pip failed.
     """
     root = cache_folder() if cache is None else cache
-    folder = root / peer.name
+    name = environment.name
+    folder = root / name
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = (root / f"{peer.name}.lock").open("w")
+        lock = (root / f"{name}.lock").open("w")
     except OSError as error:
-        raise EnvironmentFailed(f"{peer.name}: cannot write to {root}: {error}") from error
+        raise EnvironmentFailed(f"{name}: cannot write to {root}: {error}") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two benchmarks at once make it once
-        if not _is_complete(peer, folder):
+        if not _is_complete(environment, folder):
             try:
-                _make(peer, folder, root / f"{peer.name}-install.log", say)
+                _make(environment, folder, root / f"{name}-install.log", say)
             except EnvironmentFailed as error:
-                raise EnvironmentFailed(f"{peer.name}: {error}") from error
+                raise EnvironmentFailed(f"{name}: {error}") from error
     return folder / "bin" / "python"
 
 
@@ -183,24 +208,24 @@ def _version_of(interpreter: Path) -> str | None:
     return probe.stdout.strip() if probe.returncode == 0 else None
 
 
-def _is_complete(peer: Peer, folder: Path) -> bool:
+def _is_complete(environment: Environment, folder: Path) -> bool:
     try:
         made = json.loads((folder / _COMPLETE).read_text())
     except (OSError, ValueError):
         return False
     runs = (folder / "bin" / "python").exists()  # False where the base interpreter was removed
-    return runs and made.get("requirements") == list(peer.requirements)
+    return runs and made.get("requirements") == list(environment.requirements)
 
 
-def _make(peer: Peer, folder: Path, log: Path, say: Callable[[str], None]) -> None:
-    interpreter, version = find_interpreter(peer.pythons)
+def _make(environment: Environment, folder: Path, log: Path, say: Callable[[str], None]) -> None:
+    interpreter, version = find_interpreter(environment.pythons)
     if folder.exists():
         shutil.rmtree(folder)
-    say(f"{peer.name}: installing {', '.join(peer.requirements)} for Python {version} in {folder}")
+    say(f"{environment.name}: installing {', '.join(environment.requirements)} for Python {version} in {folder}")
     python = folder / "bin" / "python"
     commands = [[str(interpreter), "-m", "venv", str(folder)]]
-    if peer.requirements:
-        commands.append([str(python), "-m", "pip", "install", "--no-input", *peer.requirements])
+    if environment.requirements:
+        commands.append([str(python), "-m", "pip", "install", "--no-input", *environment.requirements])
     # The caller's own environment must not leak into the new one.
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     with log.open("w") as output:
@@ -211,7 +236,7 @@ def _make(peer: Peer, folder: Path, log: Path, say: Callable[[str], None]) -> No
             if done.returncode:
                 output.flush()
                 raise EnvironmentFailed(_failure(command, log))
-    facts = {"requirements": list(peer.requirements), "python": version}
+    facts = {"requirements": list(environment.requirements), "python": version}
     (folder / _COMPLETE).write_text(json.dumps(facts) + "\n")
 
 

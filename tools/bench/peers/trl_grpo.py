@@ -16,17 +16,12 @@ from datasets import Dataset
 from grpo_job import GrpoJob, digit_share
 from step_protocol import StepServer
 from tokenizers import Tokenizer, decoders, models
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    TrainerCallback,
-)
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers_policy import BOS, EOS, PAD, build_model, parameter_count
 from trl import GRPOConfig, GRPOTrainer
 
 ENDLESS = 10**9  # steps; the runner says when to stop
 DISTINCT_STEPS = 64  # steps' worth of prompts in the data set, which is then repeated
-PAD, BOS, EOS = 0, 1, 127
 
 
 def build_tokenizer(job: GrpoJob) -> PreTrainedTokenizerFast:
@@ -41,29 +36,6 @@ def build_tokenizer(job: GrpoJob) -> PreTrainedTokenizerFast:
         bos_token=special[BOS],
         eos_token=special[EOS],
         padding_side="left",
-    )
-
-
-def build_model(job: GrpoJob) -> Qwen3ForCausalLM:
-    """The random policy, float32."""
-    torch.manual_seed(job.seed)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=job.vocab,
-            hidden_size=job.dim,
-            intermediate_size=job.ffn,
-            num_hidden_layers=job.layers,
-            num_attention_heads=job.heads,
-            num_key_value_heads=job.kv_heads,
-            head_dim=job.head_dim,
-            rms_norm_eps=job.norm_eps,
-            rope_theta=job.rope_theta,
-            tie_word_embeddings=True,
-            max_position_embeddings=1024,
-            pad_token_id=PAD,
-            bos_token_id=BOS,
-            eos_token_id=EOS,
-        )
     )
 
 
@@ -128,7 +100,7 @@ def main() -> None:
     model = build_model(job)
     server = StepServer(
         f"trl {version('trl')} (torch {torch.__version__})",
-        sum(parameter.numel() for parameter in model.parameters()),
+        parameter_count(model),
     )
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -18,61 +17,15 @@ import optax
 from flax import nnx
 from grpo_job import GrpoJob, digit_share
 from step_protocol import StepServer
-from tunix.models.qwen3 import model as qwen3
 from tunix.rl import rl_cluster as rlc
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix_policy import AsciiTokenizer, build_model, one_device_mesh, parameter_count, system_version
 
 ENDLESS = 10**9  # steps; the runner says when to stop
 
 
-class AsciiTokenizer:
-    """One token per ASCII character; 0 is padding and 1 begins a sequence.
-
-    The end-of-sequence id lies outside the vocabulary, so no completion ends early.
-    """
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        """Character codes of `text`."""
-        return [min(ord(character), 126) for character in text]
-
-    def decode(self, ids: Any, **_: Any) -> str:
-        """Text of `ids`, one character for each id, `?` for those with no character."""
-        return "".join(chr(int(i)) if 2 <= int(i) < 127 else "?" for i in ids)
-
-    def bos_id(self) -> int:
-        """Id that the sampler puts in front of a prompt."""
-        return 1
-
-    def eos_id(self) -> int:
-        """An id that cannot be sampled."""
-        return 999
-
-    def pad_id(self) -> int:
-        """Id of padding."""
-        return 0
-
-
-def build_model(job: GrpoJob) -> qwen3.Qwen3:
-    """The random policy, float32."""
-    return qwen3.Qwen3(
-        qwen3.ModelConfig(
-            num_layers=job.layers,
-            vocab_size=job.vocab,
-            embed_dim=job.dim,
-            hidden_dim=job.ffn,
-            num_heads=job.heads,
-            head_dim=job.head_dim,
-            num_kv_heads=job.kv_heads,
-            norm_eps=job.norm_eps,
-            rope_theta=int(job.rope_theta),
-            use_tied_embedding=True,
-        ),
-        rngs=nnx.Rngs(job.seed),
-    )
-
-
-def build_cluster(job: GrpoJob, model: qwen3.Qwen3, mesh: jax.sharding.Mesh) -> rlc.RLCluster:
+def build_cluster(job: GrpoJob, model: nnx.Module, mesh: jax.sharding.Mesh) -> rlc.RLCluster:
     """Actor and sampler on one mesh; the whole batch at once, which is fastest here."""
     roles = (rlc.Role.ACTOR, rlc.Role.REFERENCE, rlc.Role.ROLLOUT)
     return rlc.RLCluster(
@@ -140,14 +93,11 @@ def batches(job: GrpoJob, cluster: rlc.RLCluster, server: StepServer) -> Iterato
 def main() -> None:
     """Trains one step per request until told to stop."""
     job = GrpoJob()
-    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = one_device_mesh()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mesh)
         model = build_model(job)
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-        server = StepServer(
-            f"google-tunix {version('google-tunix')} (jax {jax.__version__})", parameters
-        )
+        server = StepServer(system_version(), parameter_count(model))
         cluster = build_cluster(job, model, mesh)
         sampled = time_generation(cluster, server)
 

@@ -1,0 +1,1 @@
+"""Kernels: Pallas programs for accelerators, each behind an interface of this project."""

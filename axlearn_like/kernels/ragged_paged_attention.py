@@ -1,0 +1,260 @@
+"""Attention over a paged cache on TPU: a kernel that writes new keys and values, then the attention kernel of JAX.
+
+`jax.experimental.pallas.ops.tpu.ragged_paged_attention` ("Ragged Paged Attention", arXiv 2604.15464) reads pages but
+does not write them, and a scatter by XLA goes token by token. So a small kernel of our own copies new tokens into their
+pages, a whole page at a time where it can. Both work in place: a pool that is donated, or carried by a scan, is never
+copied.
+
+Shape letters: r rows, c tokens of a row, k key/value heads, q query heads per key/value head, h head width, w the
+widest page table, p pages touched by a row's new tokens.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+from jax.typing import DTypeLike
+
+from mesh.errors import UserError
+from mesh.rules import axis_sizes, constrain, partition
+
+LANES = 128  # the width of a TPU register: narrower heads are padded to it
+TOKENS_PER_BLOCK = 512  # of the cache, fetched and attended to at once
+ROW_BLOCK, CHUNK_BLOCK = 8, 64  # queries of a block: decoding, chunks
+TABLE_BYTES = 15 << 16  # that a page table may have: it lies in scalar memory, 1 MiB on all TPUs, with little else
+
+
+def make_pool(
+    num_layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: DTypeLike = jnp.bfloat16
+) -> jax.Array:
+    """An empty pool for all layers: [num_layers * pages, page_size, 2 * kv_heads, head width], spread by heads.
+
+    Page i of layer l is at index l * pages + i. Head j's keys are at 2 * j of the third axis, its values at 2 * j + 1.
+    The head width is `head_dim`, rounded up to 128.
+
+    Raises:
+        UserError: the kernel cannot lay out that many heads on one device.
+    """
+    _check_heads(kv_heads, jnp.dtype(dtype))
+    shape = (num_layers * pages, page_size, 2 * kv_heads, _padded(head_dim))
+    return jnp.zeros(shape, dtype, out_sharding=partition(None, None, "heads", None))
+
+
+def paged_attention_tpu(
+    q_rckqh: jax.Array,
+    k_rckh: jax.Array,
+    v_rckh: jax.Array,
+    pool: jax.Array,
+    *,
+    page_table_rw: jax.Array,
+    starts_r: jax.Array,
+    counts_r: jax.Array,
+    pages_per_block: int | None = None,
+    queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Write the new keys and values of each row into its pages, then attend to all up to and including each token.
+
+    A row is a chunk of one sequence, right-padded. No two rows may write to the same page. Softmax in float32, scale
+    h ** -0.5. Under a mesh every device works on its own heads, and on all rows.
+
+    Args:
+        q_rckqh: queries, rotated; the type of the pool.
+        k_rckh: keys, rotated.
+        v_rckh: values.
+        pool: from `make_pool`.
+        page_table_rw: int32, where in the pool (the layer's offset included) each page of a row's sequence is. Entries
+            that are not in use: any page; it is read and ignored, so let it be the layer's page 0.
+        starts_r: int32, tokens of the sequence that are already in its pages; the row's first token has this position.
+        counts_r: int32, live tokens of the row; 0 for an idle one.
+        pages_per_block: pages of the cache fetched and attended to at once; by default 512 tokens of them.
+        queries_per_block: queries (of all rows together) per step of the attention kernel; by default 8 where c is 1,
+            else 64. The block sizes are the same on every TPU, for what they are changes the last bits of results.
+        vmem_limit_bytes: of the attention kernel; by default the compiler's.
+        interpret: simulate a TPU, which is slow; for tests.
+
+    Returns:
+        The mixed values [r, c, k, q, h], zero where there is no live token, and the pool.
+
+    Raises:
+        UserError: the page table is too large.
+    """
+    rows, chunk = k_rckh.shape[:2]
+    page_size, width = pool.shape[1], page_table_rw.shape[1]
+    _check_table(rows, width, page_size)
+    blocks = {
+        "num_kv_pages_per_block": min(width, pages_per_block or max(1, TOKENS_PER_BLOCK // page_size)),
+        "num_queries_per_block": min(rows * chunk, queries_per_block or (ROW_BLOCK if chunk == 1 else CHUNK_BLOCK)),
+        "vmem_limit_bytes": vmem_limit_bytes,
+    }
+    body = functools.partial(_on_one_device, blocks=blocks, interpret=interpret)
+    heads, queries = (None, None, "heads", None), (None, None, "heads", None, None)  # the pool is spread as keys are
+    axes = (queries, heads, heads, heads, (None, None), (None,), (None,))
+    args = (q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r)
+    if jax.sharding.get_abstract_mesh().empty:
+        return body(*args)
+    # The rows become whole on every device: pages are not spread over the axes that spread a batch.
+    args = tuple(constrain(x, *names) for x, names in zip(args, axes, strict=True))
+    mixed, pool = jax.shard_map(
+        body,
+        in_specs=tuple(partition(*names) for names in axes),
+        out_specs=(partition(*queries), partition(*heads)),
+        check_vma=False,
+    )(*args)
+    return constrain(mixed, "batch", None, "heads", None, None), pool
+
+
+def _on_one_device(
+    q_rckqh: jax.Array,
+    k_rckh: jax.Array,
+    v_rckh: jax.Array,
+    pool: jax.Array,
+    page_table_rw: jax.Array,
+    starts_r: jax.Array,
+    counts_r: jax.Array,
+    *,
+    blocks: dict[str, int | None],
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    rows, chunk, kv_heads, per_kv, head_dim = q_rckqh.shape
+    new = jnp.stack([k_rckh, v_rckh], axis=3).reshape(rows, chunk, 2 * kv_heads, head_dim)
+    pool = _write(pool, _widen(new).astype(pool.dtype), page_table_rw, starts_r, counts_r, interpret)
+    # The kernel wants rows end to end and no empty one. So all tokens count, dead ones too: being last in their rows,
+    # no live token sees them. An idle row attends to the start of its table.
+    before = jnp.where(counts_r > 0, starts_r, 0)
+    with _simulated(interpret):
+        mixed = ragged_paged_attention(
+            _widen(q_rckqh).reshape(rows * chunk, kv_heads * per_kv, -1),
+            pool,
+            (before + chunk).astype(jnp.int32),
+            page_table_rw,
+            jnp.arange(rows + 1, dtype=jnp.int32) * chunk,
+            jnp.full((1,), rows, jnp.int32),
+            sm_scale=head_dim**-0.5,
+            **blocks,
+        )
+    mixed = mixed.reshape(rows, chunk, kv_heads, per_kv, -1)[..., :head_dim]
+    live = jnp.arange(chunk) < counts_r[:, None]
+    return jnp.where(live[:, :, None, None, None], mixed, 0), pool
+
+
+def _write(
+    pool: jax.Array,
+    new_rcjh: jax.Array,
+    page_table_rw: jax.Array,
+    starts_r: jax.Array,
+    counts_r: jax.Array,
+    interpret: bool,
+) -> jax.Array:
+    """The pool with the live ones of the new tokens (keys and values interleaved) in their pages."""
+    chunk, page_size = new_rcjh.shape[1], pool.shape[1]
+    touched = (chunk + page_size - 2) // page_size + 1
+    index = starts_r[:, None] // page_size + jnp.arange(touched)
+    # Past the end of the table there is no live token, and the page is not used.
+    pages = jnp.take_along_axis(page_table_rw, jnp.minimum(index, page_table_rw.shape[1] - 1), axis=1)
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    with _simulated(interpret):
+        return pl.pallas_call(
+            _write_kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=3,
+                grid=(1,),
+                in_specs=[hbm, hbm],
+                out_specs=hbm,
+                scratch_shapes=[pltpu.SemaphoreType.DMA],
+            ),
+            out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+            input_output_aliases={4: 0},
+            name="write_pages",
+        )(pages.astype(jnp.int32), starts_r.astype(jnp.int32), counts_r.astype(jnp.int32), new_rcjh, pool)
+
+
+def _write_kernel(
+    pages_rp: Any, starts_r: Any, counts_r: Any, new_rcjh: Any, _: Any, pool: Any, semaphore: Any
+) -> None:
+    """Starts the copies of all rows, then waits for all of them."""
+    (rows, chunk), page_size = new_rcjh.shape[:2], pool.shape[1]
+
+    def copy(row: jax.Array, token: jax.Array, page: jax.Array, slot: jax.Array, size: int) -> Any:
+        source, target = new_rcjh.at[row, pl.ds(token, size)], pool.at[page, pl.ds(slot, size)]
+        return pltpu.make_async_copy(source, target, semaphore)
+
+    def all_copies(act: Any) -> None:
+        @pl.loop(0, rows)
+        def _row(row: jax.Array) -> None:
+            start, count = starts_r[row], counts_r[row]
+            first_slot = start % page_size
+
+            @pl.loop(0, (first_slot + count + page_size - 1) // page_size)
+            def _page(index: jax.Array) -> None:
+                page, offset = pages_rp[row, index], index * page_size - first_slot
+                first, end = jnp.maximum(offset, 0), jnp.minimum(offset + page_size, count)
+                if chunk >= page_size:
+                    whole = end - first == page_size
+                    end = jnp.where(whole, first, end)
+
+                    @pl.when(whole)
+                    def _() -> None:
+                        act(copy(row, first, page, jnp.int32(0), page_size))
+
+                @pl.loop(first, end)
+                def _token(token: jax.Array) -> None:
+                    act(copy(row, token, page, token - offset, 1))
+
+    all_copies(lambda each: each.start())
+    all_copies(lambda each: each.wait())
+
+
+@contextlib.contextmanager
+def _simulated(interpret: bool) -> Iterator[None]:
+    """Pallas kernels in here are run by the interpreter; the attention kernel has no switch of its own for this."""
+    if not interpret:
+        yield
+        return
+    # Needed for jax 0.12: the interpreter asks constant indices for their shape, and integer literals have none.
+    from jax._src.literals import TypedInt
+
+    setattr(TypedInt, "shape", ())  # noqa: B010
+    with pltpu.force_tpu_interpret_mode(cast(Any, True)):  # simulated memories (InterpretParams) lack reshaped views
+        yield
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """Zeros behind the last axis, up to the width of a head in the pool."""
+    missing = _padded(x.shape[-1]) - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+def _padded(head_dim: int) -> int:
+    return -(-head_dim // LANES) * LANES
+
+
+def _check_heads(kv_heads: int, dtype: jnp.dtype) -> None:
+    """The attention kernel packs a token's heads into registers of 8 rows of 4 bytes, and wants powers of two."""
+    ways = math.prod(axis_sizes("heads").values())
+    if kv_heads % ways:
+        raise UserError(f"paged attention: {kv_heads} key/value heads do not divide over {ways} devices")
+    lines, rest = divmod(2 * kv_heads // ways * dtype.itemsize, 4)
+    if rest or not (lines in (1, 2, 4) or lines % 8 == 0):
+        raise UserError(
+            f"paged attention: the TPU kernel cannot lay out {kv_heads // ways} key/value heads per device in {dtype}; "
+            "expected 1, 2, 4 or a multiple of 8 (bfloat16)"
+        )
+
+
+def _check_table(rows: int, width: int, page_size: int) -> None:
+    size = rows * (width + -width % LANES) * 4
+    if size > TABLE_BYTES:
+        pages = TABLE_BYTES // (rows * LANES * 4) * LANES
+        raise UserError(
+            f"paged attention: a table of {rows} rows x {width} pages of {page_size} tokens takes {size} bytes of the "
+            f"TPU's scalar memory; expected at most {TABLE_BYTES}: {pages} pages a row, or fewer rows, or larger pages"
+        )

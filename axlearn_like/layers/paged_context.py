@@ -1,0 +1,207 @@
+"""Contexts with a cache in pages: prefill and decoding.
+
+The keys and values of all layers lie in one pool of pages; a page holds `page_size` tokens of one layer, and layer l's
+page p is row `l * pages + p` of the pool. A sequence owns a list of pages (its row of the page table), so memory
+follows the tokens that exist, and sequences that begin alike can share.
+
+* `PagedContext`: reads and writes the pool at every call. Prefill everywhere, decoding on accelerators.
+* `WindowContext`: decoding by XLA. The pages of each row are gathered once into a contiguous *window*, several steps
+  run on it, and the new tokens are written back: what a kernel does in fast memory, amortised over steps.
+
+All reduce in the same order: keys ascending by position, from the first token of the sequence. Padding behind adds
+exact zeros, so a token's output does not depend on chunk, window or batch (see `attend_window`).
+
+Shape letters: r rows (one sequence each), c tokens of a row's chunk, w pages of a row, s keys of a window;
+k, q, h as in attention.py.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.layers.context import MASKED
+from axlearn_like.layers.reduction import exponentials
+from mesh.rules import constrain, partition
+
+Pool = Any  # dict of arrays k, v (see `make_pool`), or the TPU kernel's array
+Window = dict[str, jax.Array]  # k [r, k, h, s], v [r, k, s, h]
+
+KEY_BLOCK = 64  # windows are multiples of this many keys, so that XLA's CPU reductions run over whole vectors
+_WHOLE_SUM = 32768  # entries of a matrix over whose depth XLA's CPU matmul sums in one go, however few the rows
+RUBBISH = 0  # the page that takes what padding writes; no sequence owns it
+
+
+def make_pool(
+    *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: Any
+) -> Pool:
+    """An empty pool: k [layers * pages, k, h, page_size], v [layers * pages, k, page_size, h]."""
+
+    def empty(*shape: int) -> jax.Array:
+        return constrain(jnp.zeros((layers * pages, kv_heads, *shape), dtype), None, "heads", None, None)
+
+    return {"k": empty(head_dim, page_size), "v": empty(page_size, head_dim)}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedContext:
+    """A chunk of tokens of each row, behind what the row has in the pool; the layer's cache is (pool, layer index).
+
+    Attributes:
+        page_table: int32 [r, w].
+        starts: int32 [r], tokens of the row already in the pool.
+        counts: int32 [r], live tokens of the chunk; the rest is padding.
+        chunk: c.
+        pages: of one layer.
+        kernel: whether the TPU kernel does it, whose pool it is then.
+    """
+
+    page_table: jax.Array
+    starts: jax.Array
+    counts: jax.Array
+    chunk: int = dataclasses.field(metadata={"static": True})
+    pages: int = dataclasses.field(metadata={"static": True})
+    kernel: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def positions(self) -> jax.Array:
+        return self.starts[:, None] + jnp.arange(self.chunk)
+
+    def attend(
+        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: tuple[Pool, jax.Array]
+    ) -> tuple[jax.Array, tuple[Pool, jax.Array]]:
+        pool, layer = cache
+        table = self.page_table + layer * self.pages
+        if self.kernel:
+            from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu  # Pallas, for TPUs alone
+
+            mixed, pool = paged_attention_tpu(
+                q_rckqh, k_rckh, v_rckh, pool, page_table_rw=table, starts_r=self.starts, counts_r=self.counts
+            )
+            return mixed, (pool, layer)
+        live = jnp.arange(self.chunk) < self.counts[:, None]
+        pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, live)
+        window = read_window(pool, table, self.starts + self.counts)
+        return attend_window(q_rckqh, window, self.positions), (pool, layer)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowContext:
+    """One decoding step of every row on its window.
+
+    Attributes:
+        lengths: int32 [r], tokens of the row before the one now fed.
+    """
+
+    lengths: jax.Array
+
+    @property
+    def positions(self) -> jax.Array:
+        return self.lengths[:, None]
+
+    def attend(
+        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: Window
+    ) -> tuple[jax.Array, Window]:
+        rows = jnp.arange(self.lengths.shape[0])
+        k, v = (constrain(x[:, 0], None, "heads", None) for x in (k_rckh, v_rckh))
+        window = {
+            "k": cache["k"].at[rows, :, :, self.lengths].set(k),
+            "v": cache["v"].at[rows, :, self.lengths].set(v),
+        }
+        return attend_window(q_rckqh, window, self.positions), window
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowContext:
+    """Whole sequences in rows from position 0, without a cache, in the order of the cached contexts: scoring.
+
+    Attributes:
+        positions: int32 [r, c], 0 to c - 1 in each row.
+    """
+
+    positions: jax.Array
+
+    def attend(
+        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: None
+    ) -> tuple[jax.Array, None]:
+        padding = -k_rckh.shape[1] % KEY_BLOCK
+        k = jnp.pad(k_rckh.transpose(0, 2, 3, 1), [(0, 0)] * 3 + [(0, padding)])
+        v = jnp.pad(v_rckh.transpose(0, 2, 1, 3), [(0, 0)] * 2 + [(0, padding), (0, 0)])
+        return attend_window(q_rckqh, {"k": k, "v": v}, self.positions), cache
+
+
+def write_tokens(
+    pool: Pool, k_rckh: jax.Array, v_rckh: jax.Array, table: jax.Array, positions: jax.Array, live: jax.Array
+) -> Pool:
+    """Put the keys and values of live tokens into their pages; in place where the pool is donated."""
+    page_size = pool["k"].shape[-1]
+    page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
+    page = jnp.where(live, page, RUBBISH)
+    slot = positions % page_size
+    k, v = (constrain(x.astype(pool["k"].dtype), None, None, "heads", None) for x in (k_rckh, v_rckh))
+    return {"k": pool["k"].at[page, :, :, slot].set(k), "v": pool["v"].at[page, :, slot].set(v)}
+
+
+def read_window(pool: Pool, table: jax.Array, lengths: jax.Array) -> Window:
+    """The pages of each row, side by side. Values behind `lengths` [r] are zero.
+
+    What is there was left by whoever had the page before. It has no weight, but if it is no number, 0 x NaN is NaN.
+    """
+    rows, width = table.shape
+    _, heads, head_dim, page_size = pool["k"].shape
+    spread = partition(None, "heads", None, None)
+    k = pool["k"][table].transpose(0, 2, 3, 1, 4)
+    v = pool["v"][table].transpose(0, 2, 1, 3, 4)
+    v = jnp.reshape(v, (rows, heads, width * page_size, head_dim), out_sharding=spread)
+    written = jnp.arange(width * page_size) < lengths[:, None]
+    return {
+        "k": jnp.reshape(k, (rows, heads, head_dim, width * page_size), out_sharding=spread),
+        "v": jnp.where(written[:, None, :, None], v, 0),
+    }
+
+
+def attend_window(q_rckqh: jax.Array, window: Window, positions: jax.Array) -> jax.Array:
+    """Attention of each row's queries over its window, keys up to their own position; [r, c, k, q, h].
+
+    The softmax is divided out at the end, as all blockwise kernels do. Keys are taken in blocks that start at fixed
+    positions, so narrow that XLA's CPU matmul never cuts a sum over one of them (see `linear._matmul`).
+    """
+    rows, length, heads, per_head, width = q_rckqh.shape
+    size = window["v"].shape[2]
+    spread = ("batch", "heads", None, None)
+    q = constrain(q_rckqh, "batch", None, "heads", None, None).transpose(0, 2, 1, 3, 4) * width**-0.5
+    q = jnp.reshape(q, (rows, heads, length * per_head, width), out_sharding=partition(*spread))
+    k, v = constrain(window["k"], *spread), constrain(window["v"], *spread)
+    block = min(size, _WHOLE_SUM // max(width, KEY_BLOCK))
+    blocks = [slice(start, min(start + block, size)) for start in range(0, size, block)]
+    scores = [_dot(q, k[..., part]) for part in blocks]
+    visible = jnp.arange(size) <= jnp.repeat(constrain(positions, "batch", None), per_head, axis=1)[..., None]
+    scores = jnp.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0]
+    weights, total = exponentials(jnp.where(visible[:, None], scores, MASKED))
+    weights = weights.astype(v.dtype)
+    mixed = sum(_weighted_sum(weights[..., part], v[:, :, part]) for part in blocks) / total
+    split = partition("batch", "heads", None, None, None)
+    mixed = jnp.reshape(mixed.astype(q_rckqh.dtype), (rows, heads, length, per_head, width), out_sharding=split)
+    return mixed.transpose(0, 2, 1, 3, 4)
+
+
+def _weighted_sum(weights_rkns: jax.Array, v_rksh: jax.Array) -> jax.Array:
+    """weights x values over s, float32 [r, k, n, h].
+
+    A result of other than a multiple of 64 columns XLA's CPU matmul sums in another order if there are many rows, so
+    it is widened: prefill and decoding stay equal to the bit.
+    """
+    width = v_rksh.shape[-1]
+    if width % 64 and (weights_rkns.shape[2] > 48 or width % 32):
+        v_rksh = jnp.pad(v_rksh, [(0, 0)] * 3 + [(0, -width % 64)])
+    return _dot(weights_rkns, v_rksh)[..., :width]
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """[r, k, n, x] x [r, k, x, m], accumulated in float32."""
+    dims = (((3,), (2,)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)

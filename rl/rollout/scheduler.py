@@ -1,0 +1,166 @@
+"""Who is prefilled, who has a row, who gives up pages: the scheduler of sequences. Host code, no device.
+
+Waiting sequences go in order of (priority, arrival, sample). When pages run out, prefixes kept for later go first;
+then the sequence that would go last gives up its pages, keeps its tokens, and waits to be prefilled again.
+"""
+
+import bisect
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from rl.rollout.memory import Memory, PageCopy
+from rl.rollout.sequence import Sequence, State
+
+
+class Scheduler:
+    """Rows and pages for sequences. The engine says what happened; the scheduler says what to do next."""
+
+    def __init__(self, memory: Memory, slots: int, keep_completions: bool = True):
+        self.memory, self._slots, self._keep_completions = memory, slots, keep_completions
+        self.running: list[Sequence] = []  # in order, as the waiting are
+        self.parked: list[Sequence] = []
+        self._waiting: list[Sequence] = []
+        self.version = -1  # of the weights in place
+        self.only_begun = False  # nothing new is taken up
+        self.preemptions = 0
+        self.reused = 0  # tokens that a cached prefix saved
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """It wants tokens drawn."""
+        sequence.state = State.WAITING
+        bisect.insort(self._waiting, sequence, key=lambda s: s.order)
+
+    def park(self, sequence: Sequence) -> None:
+        """Its program waits for something else: it loses its row, and keeps its pages while there is room."""
+        self.withdraw(sequence)
+        sequence.state = State.PARKED
+        bisect.insort(self.parked, sequence, key=lambda s: s.order)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take it out of its queue; its pages stay its own."""
+        queues = {State.WAITING: self._waiting, State.RUNNING: self.running, State.PARKED: self.parked}
+        if sequence.state in queues and sequence in (queue := queues[sequence.state]):
+            queue.remove(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """It needs neither row nor pages any more."""
+        self.withdraw(sequence)
+        if self._keep_completions:
+            self.memory.remember(sequence)
+        self.memory.release(sequence)
+        sequence.state = State.ENDED
+
+    def drop_pages(self, sequence: Sequence) -> None:
+        """Its keys and values are to be computed anew."""
+        self.memory.release(sequence)
+        if sequence.state is State.RUNNING:
+            self.withdraw(sequence)
+            self.enqueue(sequence)
+
+    # ---- prefill
+
+    def to_prefill(
+        self, shape: Callable[[int], tuple[int, int]]
+    ) -> tuple[list[tuple[Sequence, int]], list[PageCopy]]:
+        """Who is to be prefilled next, with how many tokens each; 0 tokens where a kept prefix was all it lacked.
+
+        `shape` gives (rows, tokens of a row) for the number of tokens that the first lacks.
+        """
+        chosen: list[tuple[Sequence, int]] = []
+        copies: list[PageCopy] = []
+        rows, chunk = 0, 0
+        for sequence in self._prefillable():
+            reused = self._adopt(sequence)
+            if not rows:
+                rows, chunk = shape(sequence.unfilled)
+            count = min(chunk, sequence.unfilled)
+            if count and not self._room(sequence, sequence.cached + count):
+                if reused:  # who has not begun holds nothing
+                    self.memory.release(sequence)
+                break
+            self.reused += reused
+            copies += self.memory.reserve(sequence, sequence.cached + count) if count else []
+            sequence.task.begun = True
+            chosen.append((sequence, count))
+            if len(chosen) == rows:
+                break
+        return chosen, copies
+
+    def _adopt(self, sequence: Sequence) -> int:
+        """A sequence without pages begins with what is kept of its tokens under these weights: how many tokens."""
+        if sequence.pages:
+            return 0
+        sequence.cache_key = (self.version, sequence.task.request.adapter)
+        return self.memory.adopt(sequence)
+
+    def _prefillable(self) -> Iterator[Sequence]:
+        """Sequences with tokens to prefill that will find a row free, in order."""
+        free = self._slots - len(self.running)
+        for sequence in self._eligible():
+            if free <= 0:
+                return
+            free -= sequence.task.request.samples if sequence.is_trunk else 1
+            if sequence.unfilled or sequence.is_trunk:
+                yield sequence
+
+    def _eligible(self) -> Iterator[Sequence]:
+        """The first of those that wait: enough to fill all rows."""
+        eligible = (sequence for sequence in self._waiting if sequence.task.begun or not self.only_begun)
+        return iter(list(islice(eligible, 4 * self._slots)))
+
+    def _room(self, sequence: Sequence, length: int) -> bool:
+        """Room for a sequence that waits: at the cost of kept prefixes, and, if nobody runs, of those behind it."""
+        needed = self.memory.missing(sequence, length)
+        while not self.memory.make_room(needed):
+            if self.running or not self._reclaim(sequence):
+                return False
+        return True
+
+    # ---- decoding
+
+    def to_decode(self, steps: int) -> tuple[list[Sequence], list[PageCopy]]:
+        """All sequences that can draw up to `steps` tokens now, their pages reserved."""
+        self._admit()
+        copies: list[PageCopy] = []
+        for sequence in list(self.running):
+            if sequence.state is not State.RUNNING:
+                continue  # gave up its pages to one before it
+            length = sequence.cached + min(steps, sequence.limit - len(sequence.tokens))
+            needed = self.memory.missing(sequence, length)
+            while not self.memory.make_room(needed):
+                if not self._reclaim(sequence):
+                    self._preempt(sequence)
+                    break
+            else:
+                copies += self.memory.reserve(sequence, length)
+        return list(self.running), copies
+
+    def _admit(self) -> None:
+        """Give free rows to those that have nothing left to prefill."""
+        free = self._slots - len(self.running)
+        ready = [sequence for sequence in self._eligible() if not sequence.unfilled and not sequence.is_trunk]
+        for sequence in ready[:free]:
+            self._adopt(sequence)  # of a prompt of one token there is nothing to adopt, but its pages get a key
+            sequence.task.begun = True
+            self._waiting.remove(sequence)
+            sequence.state = State.RUNNING
+            bisect.insort(self.running, sequence, key=lambda s: s.order)
+
+    def _reclaim(self, sequence: Sequence) -> bool:
+        """Take the pages of whoever can best do without them, if that is someone behind `sequence`, or parked."""
+        holders = [s for s in (*self.parked, *self._waiting) if s.pages and s is not sequence]
+        behind = [s for s in holders if s.state is State.PARKED or s.order > sequence.order]
+        if not behind:
+            behind = [s for s in self.running if s.order > sequence.order]
+        if not behind:
+            return False
+        self._preempt(max(behind, key=lambda s: s.order))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self.drop_pages(sequence)

@@ -1,0 +1,165 @@
+"""What clients read: choices, chunks of a stream, log-probabilities and usage, for completions and for chats.
+
+Every sampled token counts and has a log-probability, the stop token too, as in training; the text of that one is empty.
+The text of a stream's chunks, joined, is the text of the whole answer.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from axlearn_like.tokenizer import ByteTokenizer
+from rl.messages import Rollout
+from rl.serving.errors import ApiError
+from rl.serving.protocol import Generation
+from rl.serving.text import REPLACEMENT, TextStream
+
+Json = dict[str, Any]
+
+
+class Answer:
+    """Writes the answer to one generation, choice by choice."""
+
+    def __init__(self, generation: Generation, tokenizer: ByteTokenizer, model: str, version: int):
+        """`version` of the weights, at the beginning."""
+        self._generation, self._tokenizer = generation, tokenizer
+        count = len(generation.requests) * generation.samples
+        self._choices = [_Choice(i, generation, tokenizer) for i in range(count)]
+        self._head: Json = {
+            "id": f"{'chatcmpl' if generation.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"weights-{version}",
+        }
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.count for choice in self._choices)
+
+    def whole(self, groups: Sequence[Sequence[Rollout]]) -> Json:
+        """The answer that is no stream, from the rollouts of each request."""
+        choices = []
+        for rollout, choice in zip((r for group in groups for r in group), self._choices, strict=True):
+            choices.append(choice.whole(rollout))
+        kind = "chat.completion" if self._generation.chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+
+    def opening(self) -> list[Json]:
+        """The chunks before any token: a chat says whose turn it is."""
+        if not self._generation.chat:
+            return []
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk([{"index": c.index, "delta": delta, "finish_reason": None}]) for c in self._choices]
+
+    def more(self, index: int, sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> list[Json]:
+        """The chunk for more tokens of a sample of request `index`; none if they give no text yet."""
+        choice = self._choices[index * self._generation.samples + sample]
+        piece = choice.more(tokens, logprobs)
+        return [] if piece is None else [self._chunk([piece])]
+
+    def end(self, index: int, rollouts: Sequence[Rollout]) -> Iterator[Json]:
+        """The last chunks of request `index`."""
+        for rollout in rollouts:
+            choice = self._choices[index * self._generation.samples + rollout.sample_id]
+            # Whatever the callback has not brought.
+            yield from self.more(
+                index, rollout.sample_id, rollout.tokens[choice.count :], rollout.logprobs[choice.count :]
+            )
+            for piece in choice.end(rollout):
+                yield self._chunk([piece])
+
+    def usage_chunk(self) -> Json:
+        """The chunk after the last one, for a client that asked for it."""
+        return {**self._chunk([]), "usage": self._usage()}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        kind = "chat.completion.chunk" if self._generation.chat else "text_completion"
+        chunk = {**self._head, "object": kind, "choices": choices}
+        return {**chunk, "usage": None} if self._generation.usage_in_stream else chunk
+
+    def _usage(self) -> Json:
+        prompt, completion = self._generation.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class _Choice:
+    """One completion as it grows."""
+
+    def __init__(self, index: int, generation: Generation, tokenizer: ByteTokenizer):
+        self.index, self.count = index, 0
+        self._generation, self._tokenizer = generation, tokenizer
+        self._text = TextStream(tokenizer.decode, generation.stops)
+
+    def whole(self, rollout: Rollout) -> Json:
+        """The choice of an answer that is no stream."""
+        said, logprobs = self._push(rollout.tokens, rollout.logprobs)
+        said += self._text.finish()
+        body: Json = {"message": {"role": "assistant", "content": said}} if self._generation.chat else {"text": said}
+        body = {"index": self.index, **body, "logprobs": logprobs, "finish_reason": _reason(rollout)}
+        return self._with_ids(body, rollout.tokens)
+
+    def more(self, tokens: np.ndarray, logprobs: np.ndarray) -> Json | None:
+        """The piece of a chunk, if there is something to say."""
+        said, written = self._push(tokens, logprobs)
+        if not said and (written is None and not self._generation.token_ids or not len(tokens)):
+            return None
+        return self._with_ids(self._piece(said, written, None), tokens)
+
+    def end(self, rollout: Rollout) -> list[Json]:
+        """What was held back, and the reason of the end."""
+        rest, reason = self._text.finish(), _reason(rollout)
+        if not self._generation.chat:
+            return [self._piece(rest, None, reason)]
+        last: Json = {"index": self.index, "delta": {}, "finish_reason": reason}
+        return [*([self._piece(rest, None, None)] if rest else []), last]
+
+    def _piece(self, said: str, logprobs: Json | None, reason: str | None) -> Json:
+        body: Json = {"delta": {"content": said}} if self._generation.chat else {"text": said}
+        return {"index": self.index, **body, "logprobs": logprobs, "finish_reason": reason}
+
+    def _push(self, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[str, Json | None]:
+        """New text and, if wanted, the new tokens' log-probabilities in the form of the endpoint."""
+        ids = [int(token) for token in tokens]
+        self.count += len(ids)
+        if not self._generation.logprobs:
+            return self._text.push(ids), None
+        said, offsets = "", []
+        for token in ids:
+            offsets.append(self._text.length)
+            said += self._text.push([token])
+        values = [float(value) for value in logprobs]
+        words = [self._tokenizer.decode([token]) for token in ids]
+        if self._generation.chat:
+            return said, {"content": list(map(_entry, words, values)), "refusal": None}
+        return said, {"tokens": words, "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
+
+    def _with_ids(self, body: Json, tokens: np.ndarray) -> Json:
+        if not self._generation.token_ids:
+            return body
+        return {**body, "token_ids": [int(token) for token in tokens]}
+
+
+def problem(rollouts: Sequence[Rollout]) -> ApiError | None:
+    """Why these are no answer: the deadline passed, or somebody ended them."""
+    reasons = {rollout.finish_reason for rollout in rollouts}
+    count = sum(len(rollout.tokens) for rollout in rollouts)
+    if "error" in reasons:
+        return ApiError(500, f"generation failed after {count} tokens", code="generation_failed")
+    if "abort" in reasons:
+        return ApiError(503, f"generation was ended after {count} tokens", code="aborted")
+    if "deadline" in reasons:
+        return ApiError(504, f"the deadline passed after {count} tokens", code="deadline")
+    return None
+
+
+def _reason(rollout: Rollout) -> str | None:
+    return rollout.finish_reason if rollout.finish_reason in ("stop", "length") else None
+
+
+def _entry(word: str, logprob: float) -> Json:
+    # Part of a character has no text, and U+FFFD in its place has not its bytes.
+    raw = None if REPLACEMENT in word else list(word.encode("utf-8"))
+    return {"token": word, "logprob": logprob, "bytes": raw, "top_logprobs": []}

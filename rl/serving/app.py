@@ -1,0 +1,260 @@
+"""The routes: completions, chat, models, health, metrics; who may use them, and how many at a time."""
+
+import math
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mesh import did_you_mean
+from rl.messages import Rollout
+from rl.serving.answers import Answer, problem
+from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Stream, Tokens
+from rl.serving.errors import ApiError
+from rl.serving.metrics import CONTENT_TYPE, Metrics
+from rl.serving.protocol import Generation, parse
+from rl.serving.served import Served
+from rl.serving.transfer import ClientGone, EventStream, check_key, read_json, refusal, unless_gone
+
+CLIENT_GONE = 499  # the status counted for a client that did not wait; nobody reads it
+LONGEST_RETRY = 60  # seconds
+
+
+class App:
+    """The HTTP application in front of an engine; `asgi` is what a web server runs."""
+
+    def __init__(
+        self, engine: EngineThread, served: Served, *, max_queue: int, max_body: int, api_key: str | None = None
+    ):
+        """`max_queue`: requests without a first token; `max_body`: bytes; `api_key`: asked for below /v1."""
+        self._engine, self._served = engine, served
+        self._max_queue, self._max_body, self._key = max_queue, max_body, api_key
+        self._jobs: set[_Job] = set()
+        self._first_token_seconds = 1.0  # recent ones, averaged
+        self._created = int(time.time())
+        self.metrics = Metrics(lambda: engine.stats)
+        self.metrics.waiting.set_function(lambda: self._waiting())
+        self.metrics.running.set_function(lambda: len(self._jobs) - self._waiting())
+        routes = [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+        ]
+        self._paths = [route.path for route in routes]
+        handlers: dict[Any, Any] = {ApiError: _refused, HTTPException: self._http_error, Exception: _bug}
+        self.asgi = Starlette(routes=routes, exception_handlers=handlers)
+
+    def _waiting(self) -> int:
+        return sum(not job.stream.begun for job in self._jobs)
+
+    # ---- generation
+
+    async def _completions(self, request: HttpRequest) -> Response:
+        return await self._answer(request, chat=False)
+
+    async def _chat(self, request: HttpRequest) -> Response:
+        return await self._answer(request, chat=True)
+
+    async def _answer(self, request: HttpRequest, *, chat: bool) -> Response:
+        endpoint = "chat" if chat else "completions"
+        try:
+            check_key(request, self._key)
+            body = await read_json(request, self._max_body)
+            generation = parse(body, self._served, chat=chat)
+            job = self._begin(endpoint, generation)
+        except ApiError as error:
+            self._count(endpoint, error.status)
+            raise
+        if generation.stream:
+            return await self._streamed(request, job)
+        return await self._whole(request, job)
+
+    def _begin(self, endpoint: str, generation: Generation) -> "_Job":
+        if not self._engine.alive:
+            raise ApiError(503, "the engine has failed; the server is going down", code="engine_failed")
+        waiting = self._waiting()
+        if waiting >= self._max_queue:
+            again = min(max(1, math.ceil(self._first_token_seconds)), LONGEST_RETRY)
+            said = f"{waiting} requests are waiting and {self._max_queue} are the most; try again in {again} s"
+            raise ApiError(429, said, code="queue_full", retry_after=again)
+        answer = Answer(generation, self._served.tokenizer, self._served.model, self._engine.version)
+        job = _Job(endpoint, generation, self._engine.submit(generation.requests), answer)
+        self._jobs.add(job)
+        return job
+
+    async def _whole(self, request: HttpRequest, job: "_Job") -> Response:
+        status = CLIENT_GONE
+        try:
+            groups = await unless_gone(request, self._collect(job))
+            body = job.answer.whole(groups)
+            error = problem([rollout for group in groups for rollout in group])
+            if error is not None:
+                error.partial = body["choices"]
+                raise error
+            status = 200
+            return JSONResponse(body)
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+        except ApiError as error:
+            status = error.status
+            raise
+        finally:
+            self._end(job, status)
+
+    async def _collect(self, job: "_Job") -> list[tuple[Rollout, ...]]:
+        """The rollouts of every request, in order."""
+        groups: dict[int, tuple[Rollout, ...]] = {}
+        while len(groups) < len(job.stream.requests):
+            event = await self._next(job)
+            if isinstance(event, Done):
+                groups[event.index] = event.rollouts
+        return [groups[index] for index in sorted(groups)]
+
+    async def _streamed(self, request: HttpRequest, job: "_Job") -> Response:
+        status = CLIENT_GONE
+        try:
+            # A refusal can have a status only as long as nothing has been sent.
+            first = await unless_gone(request, self._next(job))
+        except ClientGone:
+            self._end(job, status)
+            return Response(status_code=status)
+        except BaseException as error:
+            self._end(job, error.status if isinstance(error, ApiError) else status)
+            raise
+
+        def on_end(whole: bool) -> None:
+            self._end(job, job.status if whole else CLIENT_GONE)
+
+        return EventStream(self._chunks(job, first), on_end)
+
+    async def _chunks(self, job: "_Job", event: Event) -> AsyncGenerator[dict[str, Any]]:
+        """The objects of a stream; an error in its midst is the last of them."""
+        answer, left = job.answer, len(job.stream.requests)
+        for chunk in answer.opening():
+            yield chunk
+        try:
+            while True:
+                if isinstance(event, Tokens):
+                    for chunk in answer.more(event.index, event.sample, event.tokens, event.logprobs):
+                        yield chunk
+                elif isinstance(event, Done):
+                    error = problem(event.rollouts)
+                    if error is not None:
+                        raise error
+                    for chunk in answer.end(event.index, event.rollouts):
+                        yield chunk
+                    left -= 1
+                if not left:
+                    break
+                event = await self._next(job)
+        except ApiError as error:
+            job.status = error.status
+            yield error.body()
+            return
+        if job.generation.usage_in_stream:
+            yield answer.usage_chunk()
+
+    async def _next(self, job: "_Job") -> Event:
+        """The next event, counted; a failure is raised."""
+        event = await job.stream.next()
+        now = time.monotonic()
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Tokens):
+            self.metrics.generated_tokens.inc(len(event.tokens))
+            if not job.paces:
+                waited = now - job.began
+                self.metrics.first_token.observe(waited)
+                self._first_token_seconds += 0.1 * (waited - self._first_token_seconds)
+            pace = job.paces.setdefault((event.index, event.sample), _Pace(now, now, -len(event.tokens)))
+            pace.last, pace.tokens = now, pace.tokens + len(event.tokens)
+        return event
+
+    def _end(self, job: "_Job", status: int) -> None:
+        """Lets go of a job: whatever of it still runs is aborted."""
+        self._jobs.discard(job)
+        if status != 200:
+            self._engine.abort(job.stream)
+        self._count(job.endpoint, status)
+        self.metrics.prompt_tokens.inc(job.generation.prompt_tokens)
+        for pace in job.paces.values():
+            if pace.tokens:
+                self.metrics.each_token.observe((pace.last - pace.first) / pace.tokens)
+
+    def _count(self, endpoint: str, status: int) -> None:
+        self.metrics.requests.labels(endpoint, str(status)).inc()
+
+    # ---- the rest
+
+    async def _models(self, request: HttpRequest) -> Response:
+        check_key(request, self._key)
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: HttpRequest) -> Response:
+        check_key(request, self._key)
+        name = request.path_params["name"]
+        if name != self._served.model:
+            raise ApiError(404, f"no model {name[:80]!r} here; this server has {self._served.model!r}", param="model")
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self._served.model, "object": "model", "created": self._created, "owned_by": "axlearn-like"}
+
+    async def _health(self, request: HttpRequest) -> Response:
+        del request
+        alive = self._engine.alive
+        body = {"status": "ok" if alive else "failed", "model": self._served.model, "version": self._engine.version}
+        return JSONResponse(body, 200 if alive else 503)
+
+    async def _metrics(self, request: HttpRequest) -> Response:
+        del request
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _http_error(self, request: HttpRequest, error: HTTPException) -> Response:
+        path = request.url.path[:200]
+        if error.status_code == 404:
+            said = f"no path {path!r} here{did_you_mean(path, self._paths)}"
+            return refusal(ApiError(404, said, code="unknown_path"))
+        return refusal(ApiError(error.status_code, f"{request.method} {path}: {error.detail}"))
+
+
+@dataclass
+class _Pace:
+    """When the first and the last tokens of a sample came (monotonic seconds), and how many after the first ones."""
+
+    first: float
+    last: float
+    tokens: int
+
+
+@dataclass(eq=False)
+class _Job:
+    """One generation under way, begun at a time of the monotonic clock."""
+
+    endpoint: str
+    generation: Generation
+    stream: Stream
+    answer: Answer
+    status: int = 200  # of a stream, as it turns out
+    began: float = field(default_factory=time.monotonic)
+    paces: dict[tuple[int, int], _Pace] = field(default_factory=dict)  # by (request, sample)
+
+
+async def _refused(request: HttpRequest, error: ApiError) -> Response:
+    del request
+    return refusal(error)
+
+
+async def _bug(request: HttpRequest, error: Exception) -> Response:
+    """The traceback goes to the log."""
+    del request
+    return refusal(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))

@@ -1,0 +1,240 @@
+"""The engine in a thread of its own: requests go in by a queue, tokens come back into the event loop that asked.
+
+Everything that touches the engine runs in that thread, between two of its turns. A request that the engine refuses or
+ends with an error ends alone. If a turn itself fails, nothing is known about the engine's state: every request is told
+so, and none is taken any more.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from axlearn_like.layers.base import Params
+from mesh import UserError
+from rl.messages import Rollout
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.requests import Request
+from rl.serving.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """More tokens int32[k] of a sample of request `index`, with their log-probabilities float32[k]."""
+
+    index: int
+    sample: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All samples of request `index`, whole."""
+
+    index: int
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of the whole stream, for this reason."""
+
+    error: ApiError
+
+
+Event = Tokens | Done | Failed
+
+
+class Stream:
+    """What the requests of one `submit` give, for the event loop that made it. Nothing follows a `Failed`."""
+
+    def __init__(self, requests: Sequence[Request]):
+        self.requests = tuple(requests)
+        self.begun = False  # something has come
+        self.over = False  # ended before its time: nothing is to follow
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def next(self) -> Event:
+        """Waits for the next event."""
+        return await self._events.get()
+
+    def post(self, events: Sequence[Event]) -> None:
+        """Hands over events, from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._take, events)
+        except RuntimeError:
+            pass  # the loop is closed: nobody listens
+
+    def _take(self, events: Sequence[Event]) -> None:
+        self.begun = True
+        for event in events:
+            self._events.put_nowait(event)
+
+
+class EngineThread:
+    """Owns an engine from `start` to `close`. Methods may be called from any thread, `submit` from an event loop."""
+
+    def __init__(self, engine: RolloutEngine):
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._running: dict[int, tuple[Stream, int]] = {}  # the engine's number -> whose, and which of its requests
+        self._outbox: dict[Stream, list[Event]] = {}
+        self._paused = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.failure: BaseException | None = None
+        self.version = engine.version
+        self.stats = engine.stats()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread.is_alive() and self.failure is None
+
+    # ---- commands
+
+    def submit(self, requests: Sequence[Request]) -> Stream:
+        """Queues requests; all of them, or if the engine refuses one, none."""
+        stream = Stream(requests)
+        self._commands.put(lambda: self._submit(stream))
+        return stream
+
+    def abort(self, stream: Stream) -> None:
+        """Ends a stream's requests; nothing more comes of it. Does nothing for one that is over."""
+        self._commands.put(lambda: self._abort(stream))
+
+    def abort_all(self, why: ApiError) -> None:
+        """Ends every stream with this error."""
+        self._commands.put(lambda: self._fail_all(why))
+
+    def set_weights(self, params: Params, version: int) -> Future[None]:
+        """Swaps the weights between two turns; requests go on under the new ones."""
+        return self._call(lambda: self._set_weights(params, version))
+
+    def pause(self) -> Future[None]:
+        """Takes no more turns until `resume`; requests queue up."""
+        return self._call(partial(setattr, self, "_paused", True))
+
+    def resume(self) -> Future[None]:
+        return self._call(partial(setattr, self, "_paused", False))
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Ends the thread after the turn in hand; requests that are left are told so."""
+        self.abort_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+        self._commands.put(None)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout)
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        while self._obey():
+            if self._has_work():
+                self._turn()
+            if self.failure is None:
+                self.stats = self._engine.stats()
+
+    def _has_work(self) -> bool:
+        return self._engine.busy and not self._paused and self.failure is None
+
+    def _obey(self) -> bool:
+        """Carries out the commands that are there, or, with nothing else to do, the next one; False: the end."""
+        wait = not self._has_work()
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            wait = False
+
+    def _turn(self) -> None:
+        try:
+            finished = self._engine.step()
+        except Exception as error:
+            self.failure = error
+            said = f"the engine failed: {type(error).__name__}: {error}"
+            self._fail_all(ApiError(500, said, code="engine_failed"))
+            return
+        for item in finished:
+            stream, index = self._running.pop(item.number, (None, 0))
+            if stream is None:
+                continue  # it was aborted
+            if item.error is None:
+                self._outbox.setdefault(stream, []).append(Done(index, item.rollouts))
+            else:
+                self._post()
+                self._fail(stream, ApiError(500, item.error, code="generation_failed"))
+        self._post()
+
+    def _submit(self, stream: Stream) -> None:
+        if self.failure is not None:
+            stream.post([Failed(ApiError(503, "the engine has failed", code="engine_failed"))])
+            return
+        for index, request in enumerate(stream.requests):
+            try:
+                number = self._engine.submit(request, on_tokens=partial(self._on_tokens, stream, index))
+            except UserError as error:
+                self._fail(stream, ApiError(400, str(error), code="refused"))
+                return
+            self._running[number] = stream, index
+
+    def _on_tokens(self, stream: Stream, index: int, sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        if stream.over:
+            return
+        # Copies: the engine may hand out views of its buffers.
+        event = Tokens(index, sample, np.array(tokens, np.int32), np.array(logprobs, np.float32))
+        self._outbox.setdefault(stream, []).append(event)
+
+    def _post(self) -> None:
+        """One call into the event loop for all that a turn has given a stream."""
+        for stream, events in self._outbox.items():
+            stream.post(events)
+        self._outbox.clear()
+
+    def _abort(self, stream: Stream) -> None:
+        stream.over = True
+        for number in [number for number, (owner, _) in self._running.items() if owner is stream]:
+            del self._running[number]
+            if self.failure is None:
+                self._engine.abort(number)
+        self._outbox.pop(stream, None)
+
+    def _fail(self, stream: Stream, error: ApiError) -> None:
+        self._abort(stream)
+        stream.post([Failed(error)])
+
+    def _fail_all(self, error: ApiError) -> None:
+        self._post()
+        for stream in {id(stream): stream for stream, _ in self._running.values()}.values():
+            self._fail(stream, error)
+
+    def _set_weights(self, params: Params, version: int) -> None:
+        self._engine.set_weights(params, version)
+        self.version = version
+
+    def _call(self, function: Callable[[], None]) -> Future[None]:
+        """A command whose end, and error, the caller can wait for."""
+        future: Future[None] = Future()
+
+        def command() -> None:
+            try:
+                function()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self._commands.put(command)
+        return future

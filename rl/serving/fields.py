@@ -1,0 +1,126 @@
+"""Reading a JSON object field by field: every refusal names the field, what it holds and what was expected."""
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from mesh import did_you_mean
+from rl.serving.errors import ApiError, bad_field
+
+
+class Fields:
+    """The fields of an object. A null counts as absent, as clients write it for defaults.
+
+    Each `take_*` raises `ApiError` (400) if the value does not fit; `finish` does for fields that nobody took.
+    """
+
+    def __init__(self, value: Any, where: str = ""):
+        if not isinstance(value, dict):
+            raise ApiError(400, f"{where or 'the body'} is {_kind(value)}; expected an object", param=where or None)
+        self._values = {name: v for name, v in value.items() if v is not None}
+        self._where = where
+        self._known: list[str] = []
+
+    def path(self, name: str) -> str:
+        """The field's name as messages give it."""
+        return f"{self._where}.{name}" if self._where else name
+
+    def take(self, name: str) -> Any:
+        """The value, of any kind, or None."""
+        self._known.append(name)
+        return self._values.pop(name, None)
+
+    def take_bool(self, name: str, default: bool = False) -> bool:
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def take_int(self, name: str, low: int, high: int, hint: str = "") -> int | None:
+        """An integer in [low, high]."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if not is_integer(value) or not low <= value <= high:
+            raise self._wrong(name, value, f"an integer from {low} to {high}{hint}")
+        return int(value)
+
+    def take_number(self, name: str, low: float, high: float, *, open_low: bool = False) -> float | None:
+        """A finite number in [low, high], or (low, high]."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if not is_number(value) or not low <= value <= high or (open_low and value == low):
+            above = f"above {low:g} and up to" if open_low else f"from {low:g} to"
+            raise self._wrong(name, value, f"a number {above} {high:g}")
+        return float(value)
+
+    def take_text(self, name: str) -> str | None:
+        value = self.take(name)
+        return None if value is None else text(value, self.path(name))
+
+    def missing(self, name: str, expected: str) -> ApiError:
+        """The refusal of an object without a field, with the one that may have been meant by it."""
+        # Of few and short names only: whoever sends many and long ones shall not keep the server busy.
+        near = difflib.get_close_matches(name, [other for other in list(self._values)[:32] if len(other) < 40], 1)
+        meant = f"; was it meant by {near[0]!r}?" if near else ""
+        return bad_field(self.path(name), f"missing; expected {expected}{meant}")
+
+    def refuse(self, name: str, neutral: Iterable[Any], hint: str = "") -> None:
+        """Takes a field that is not supported: it may be absent, or have a value that asks for nothing."""
+        value = self.take(name)
+        if value is not None and value not in neutral:
+            raise bad_field(self.path(name), f"not supported by this server; leave it out{hint}")
+
+    def finish(self) -> None:
+        """Refuses the first field that is left, with the nearest one that exists."""
+        for name in self._values:
+            # A string that no client would send may hold anything: it is quoted, and cut.
+            raise ApiError(
+                400,
+                f"unknown field {self.path(name)[:80]!r}{did_you_mean(name[:80], self._known)}",
+                param=self.path(name)[:80],
+                code="unknown_field",
+            )
+
+    def _wrong(self, name: str, value: Any, expected: str) -> ApiError:
+        return bad_field(self.path(name), f"got {shown(value)}; expected {expected}")
+
+
+def text(value: Any, path: str) -> str:
+    """`value` if it is a string that has a UTF-8 form."""
+    if not isinstance(value, str):
+        raise bad_field(path, f"got {_kind(value)}; expected a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise bad_field(path, "holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a JSON value is an integer; 3.0 is one, true is not."""
+    return is_number(value) and float(value).is_integer()
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it: in full if it is short."""
+    if isinstance(value, (dict, list)):
+        return _kind(value)
+    written = repr(value)
+    return written if len(written) <= 60 else f"{written[:57]}..."
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")

@@ -1,0 +1,106 @@
+"""The policy of a run directory: its config as recorded, and its newest weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from axlearn_like.checkpoint import restore_params
+from axlearn_like.config_text import from_text
+from axlearn_like.layers.base import Params, split
+from axlearn_like.run_directory import RunDirectory
+from mesh import UserError, make_mesh, to_named_sharding
+from rl.experiment import RLExperiment, warm_start_directory
+from rl.messages import Prompt
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.requests import Request, StopRules
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Where weights lie, and after how many updates."""
+
+    path: Path
+    version: int
+
+
+def find_run(path: Path) -> RunDirectory | None:
+    """The run that a directory is, or is a checkpoint of; None for any other."""
+    path = path.expanduser().absolute()
+    if not path.is_dir():
+        return None
+    for folder in (path, *list(path.parents)[:3]):  # checkpoints/rl/STEP
+        run = RunDirectory.attach(folder)
+        if run.config_path.is_file():
+            return run
+    return None
+
+
+def recorded_config(run: RunDirectory) -> RLExperiment.Config:
+    """The experiment whose config the directory records.
+
+    Raises:
+        UserError: it is of another kind of run; errors of `from_text` for what cannot be read.
+    """
+    cfg = from_text(run.config_path.read_text())
+    if not isinstance(cfg, RLExperiment.Config):
+        first = run.config_path.read_text().partition("\n")[0]
+        raise UserError(
+            f"{run.path} is a run of {first}; a server needs the prompts and stop tokens of one of "
+            "rl.experiment:RLExperiment"
+        )
+    return cfg
+
+
+def newest_weights(run: RunDirectory, path: Path | None = None) -> Weights | None:
+    """The newest weights of a run: of RL, else of its warm start; None before there are any.
+
+    Args:
+        path: a checkpoint in the run, to be taken instead.
+    """
+    rl, warm = run.checkpoints / "rl", warm_start_directory(run)
+    if path is not None and (path / "params").is_dir():
+        step = int(path.name) if path.name.isdigit() and path.parent.name == rl.name else 0
+        return Weights(path.absolute(), step)
+    steps = _steps(rl)
+    if steps:
+        return Weights(rl / str(steps[-1]), steps[-1])
+    return Weights(warm, 0) if _steps(warm / "checkpoints") else None
+
+
+def load_params(experiment: RLExperiment, weights: Weights | None, mesh: jax.sharding.Mesh) -> Params:
+    """Parameters spread over `mesh`; None: drawn at random from the experiment's seed.
+
+    Raises:
+        CheckpointError: damaged, or of another policy.
+    """
+    cfg = experiment.cfg
+
+    def create(key: jax.Array) -> Params:
+        return split(cfg.policy.build(rngs=nnx.Rngs(key)))[1]
+
+    with jax.set_mesh(mesh):
+        key = jax.random.key(cfg.seed)
+        if weights is None:
+            return jax.jit(create)(key)
+        return restore_params(weights.path, to_named_sharding(jax.eval_shape(create, key), mesh))
+
+
+def make_engine(experiment: RLExperiment, weights: Weights | None) -> RolloutEngine:
+    """The experiment's engine with weights, and with its usual programs compiled.
+
+    Args:
+        weights: where they lie; None: random ones.
+    """
+    engine = experiment.make_engine(keep_completions=True)  # a conversation comes back with its next question
+    params = load_params(experiment, weights, make_mesh(engine.cfg.mesh))
+    engine.set_weights(params, 0 if weights is None else weights.version)
+    first = Prompt(0, "warm-up", np.asarray([experiment.tokenizer.bos] * 2, np.int32)[: engine.cfg.max_prompt])
+    engine.generate([Request(first, stop=StopRules(max_new=1))])
+    return engine
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(p.name) for p in folder.glob("*") if p.is_dir() and p.name.isdigit())

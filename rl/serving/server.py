@@ -1,0 +1,141 @@
+"""The server: engine thread, application and web server together, from `start` to a polite end."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import uvicorn
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.tokenizer import ByteTokenizer
+from mesh import UserError
+from rl.rollout.engine import RolloutEngine
+from rl.serving.app import App
+from rl.serving.chat_template import ChatTemplate
+from rl.serving.engine_thread import EngineThread
+from rl.serving.errors import ApiError
+from rl.serving.served import Served
+
+_LAST_WORDS = 2.0  # seconds for answers that only say that it is over
+
+
+class Server(Configurable):
+    """Serves one engine over HTTP, in threads of this process."""
+
+    class Config(ConfigBase["Server"]):
+        template: ChatTemplate.Config = ChatTemplate.Config()
+        max_queue: int = 64  # requests without a first token; more are refused with 429
+        max_samples: int = 64  # completions of one request
+        max_body: int = 1 << 20  # bytes
+        deadline: float = 600.0  # seconds, the longest that a request may take
+        grace: float = 30.0  # seconds for requests under way when the end is asked for
+
+        def check(self) -> None:
+            """Refuses sizes that allow nothing, and a template that loses what is said; before anything expensive.
+
+            Raises:
+                UserError: naming the field.
+            """
+            for name in ("max_queue", "max_samples", "max_body", "deadline"):
+                if getattr(self, name) <= 0:
+                    raise UserError(f"Server.{name} is {getattr(self, name)}; expected more than 0")
+            if self.grace < 0:
+                raise UserError(f"Server.grace is {self.grace}; expected 0 or more")
+            self.template.build()
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        engine: RolloutEngine,
+        tokenizer: ByteTokenizer,
+        model: str,
+        api_key: str | None = None,
+    ):
+        """`engine` has its weights; `model` is the name that requests give."""
+        cfg.check()
+        self.cfg = cfg
+        self.engine = EngineThread(engine)
+        served = Served(
+            model=model,
+            tokenizer=tokenizer,
+            template=cfg.template.build(),
+            max_prompt=engine.cfg.max_prompt,
+            max_new=engine.cfg.max_new,
+            stop_tokens=engine.cfg.stop_tokens,
+            sampler=engine.cfg.sampler,
+            max_samples=cfg.max_samples,
+            deadline=cfg.deadline,
+        )
+        self.app = App(self.engine, served, max_queue=cfg.max_queue, max_body=cfg.max_body, api_key=api_key)
+        self._http: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, listener: socket.socket) -> None:
+        """Answers on a bound socket, until `stop`."""
+        # Signals belong to whoever runs this; the log is the program's.
+        config = uvicorn.Config(
+            self.app.asgi,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(self.cfg.grace + 2 * _LAST_WORDS),
+        )
+        self._http = uvicorn.Server(config)
+        self.engine.start()
+        self._thread = threading.Thread(
+            target=self._http.run, kwargs={"sockets": [listener]}, name="http", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """False when the engine has failed, or the web server has ended."""
+        return self.engine.alive and self._thread is not None and self._thread.is_alive()
+
+    def wait(self, stopped: Callable[[], bool]) -> None:
+        """Until `stopped()`, or until the server has come to an end by itself."""
+        while self.alive and not stopped():
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Takes no more requests; those under way have `grace` seconds, then they are told that it is over."""
+        if self._http is not None and self._thread is not None:
+            self._http.should_exit = True
+            self._thread.join(self.cfg.grace)
+            if self._thread.is_alive():
+                self.engine.abort_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+                self._thread.join(2 * _LAST_WORDS)
+        self.engine.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, before anything expensive is done: clients wait, and a port in use is known; port 0: any.
+
+    Raises:
+        UserError: the address is not to be had.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        said = f"cannot listen on {host}:{port} (--host, --port): {why}; --port 0 takes any free one"
+        raise UserError(said) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """`http://HOST:PORT` of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,135 @@
+"""HTTP's own business: bounded bodies, answers that end when the client goes, server-sent events, keys."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from rl.serving.errors import ApiError
+
+
+class ClientGone(Exception):
+    """The client closed the connection before the answer was there."""
+
+
+async def read_json(request: HttpRequest, limit: int) -> Any:
+    """The decoded body.
+
+    Raises:
+        ApiError: 413 for more than `limit` bytes, 400 for what is no JSON.
+    """
+    too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise too_large
+    try:
+        return json.loads(bytes(body), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"the body is not JSON: {why}", code="invalid_json") from None
+
+
+def check_key(request: HttpRequest, key: str | None) -> None:
+    """Compares the bearer's key with `key`, in a time that does not tell how much of it is right.
+
+    Raises:
+        ApiError: 401.
+    """
+    if key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Headers are bytes, which Starlette reads as Latin-1.
+    right = hmac.compare_digest(given.strip().encode("latin-1"), key.strip().encode("utf-8"))
+    if scheme.lower() != "bearer" or not right:
+        said = "the API key is wrong" if given else "no API key; expected the header 'Authorization: Bearer KEY'"
+        raise ApiError(401, said, code="invalid_api_key")
+
+
+def refusal(error: ApiError) -> JSONResponse:
+    """The answer that an error is."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def unless_gone[T](request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client goes. The body must have been read.
+
+    Raises:
+        ClientGone: it went.
+    """
+    task, watch = asyncio.create_task(work), asyncio.create_task(_gone(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancel(task, watch)
+
+
+class EventStream(Response):
+    """Server-sent events: each item of `events` as one, then `[DONE]`.
+
+    Args:
+        events: JSON-able objects; closed when the client goes.
+        on_end: called once, however it ends; the argument says whether the client has everything.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any]], on_end: Callable[[bool], None]):
+        self.status_code, self.background = 200, None
+        self._events, self._on_end = events, on_end
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        pump, watch = asyncio.create_task(self._pump(send)), asyncio.create_task(_gone(receive))
+        whole = False
+        try:
+            await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+                whole = True
+        finally:
+            await _cancel(pump, watch)
+            await self._events.aclose()
+            self._on_end(whole)
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            line = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            await send({"type": "http.response.body", "body": f"data: {line}\n\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels what still runs, and waits for its end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")

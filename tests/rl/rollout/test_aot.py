@@ -1,0 +1,174 @@
+"""The engine's programs are taken by the TPU compiler, update the cache in place, and fit; see docs/tpu-rollout.md.
+
+The compiler runs in processes of its own: it writes to standard error at its start, and it can end a process.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesh import UserError, make_mesh
+from models.dense import dense
+from models.qwen import qwen
+from rl.rollout.aot import compile_engine, largest_pool, memory_per_device
+from rl.rollout.device import spread
+from rl.rollout.engine import RolloutEngine
+
+COMPILER = importlib.util.find_spec("libtpu") is not None
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="the TPU compiler (libtpu, extra `aot`) is not installed")
+
+
+def small_engine(**changes: Any) -> RolloutEngine.Config:
+    """Two layers of the kind of QwQ-32B's: eight key/value heads, biases, a head that is not the embedding."""
+    model = dense(
+        vocab_size=1024, dim=256, hidden=512, num_layers=2, num_heads=16, num_kv_heads=8, head_dim=128,
+        theta=1e6, eps=1e-5, qkv_bias=True, tied=False,
+    )  # fmt: skip
+    cfg = RolloutEngine.Config(
+        model=model.clone(dtype="bfloat16"), stop_tokens=(1,), max_prompt=256, max_new=256, prefill_tokens=64, slots=16
+    )
+    return cfg.clone(pages=4096).clone(**changes)
+
+
+def qwq_engine(**changes: Any) -> RolloutEngine.Config:
+    cfg = RolloutEngine.Config(model=qwen("QwQ-32B"), stop_tokens=(151_645,), max_prompt=4096, max_new=12_288)
+    return cfg.clone(**changes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_all_programs_compile_and_none_copies_the_cache(checkout, topology):
+    found = elsewhere(checkout, "compile_small", topology)
+    names = [step["name"] for step in found["steps"]]
+    assert names == ["prefill 2 x 32", "decode 16, plain", "decode 16, all rules", "copy pages", "blank pages"]
+    devices, head = 4, 2 * 128 * 2  # one head's keys and values of a token, in bfloat16
+    assert found["steps"][0]["pool"] == 2 * 4096 * 16 * 8 * head // devices
+    for step in found["steps"]:
+        assert step["aliased"] == step["pool"], step
+        assert step["temporary"] < 0.1 * step["pool"], step
+        assert step["tokens"] == 65_536
+    decoding = found["steps"][1]  # the programs have the weights that we count, and no others
+    assert decoding["arguments"] == pytest.approx(decoding["weights"] + decoding["pool"], rel=0.01)
+
+
+@needs_compiler
+def test_what_cannot_be_compiled_is_refused(checkout):
+    found = elsewhere(checkout, "refusals")
+    assert "v5p:2x2" in found["topology"] and "v9:2x2" in found["topology"]
+    assert "mesh tensor 2 needs 2 devices but there are 4 (tpu)" in found["mesh"]
+    assert "an engine is one tensor-parallel group" in found["axis"]
+    assert "copy pages does not fit v6e:2x2: weights of 0.00 GiB and pages of 305.18 GiB per device" in found["pool"]
+    assert "31.24" in found["pool"]  # in the compiler's own words
+    assert "v6e:2x2 has room for 0 pages of 16 tokens" in found["room"]
+    assert "a sequence of RolloutEngine.max_prompt + max_new tokens needs 33" in found["room"]
+
+
+@pytest.mark.skipif(COMPILER, reason="the TPU compiler is installed")
+def test_without_the_compiler_it_says_how_to_get_it():
+    with pytest.raises(UserError, match=r"libtpu.*not installed.*axlearn-like\[aot\]"):
+        compile_engine(small_engine(), "v5p:2x2x1")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@needs_compiler
+@pytest.mark.parametrize(("topology", "least_tokens"), [("v5p:2x2x1", 1_000_000), ("v6e:2x4", 500_000)])
+def test_a_policy_of_32_billion_parameters_fits(checkout, topology, least_tokens):
+    """With the largest cache that leaves room for a second version of the weights, and none larger than memory."""
+    found = elsewhere(checkout, "compile_qwq", topology)
+    steps = found["steps"]
+    assert len(steps) == 7
+    for step in steps:
+        assert step["aliased"] == step["pool"], step
+        assert step["temporary"] < 0.05 * step["pool"], step
+        assert 2 * step["weights"] + step["pool"] + step["temporary"] + step["code"] <= found["memory"], step
+        assert step["tokens"] == found["tokens"] >= least_tokens
+    plain = next(step for step in steps if step["name"] == "decode 64, plain")
+    assert plain["temporary"] < 0.02 * plain["weights"]  # no weight is laid out anew
+    assert "does not fit" in found["too_large"]
+
+
+def test_weights_are_spread_before_their_heads_are_merged(checkout):
+    found = elsewhere(checkout, "merge_on_two_devices", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert found == {"same": True, "shards": [[2, 3, 10], [2, 3, 10]], "dtype": "bfloat16"}
+
+
+def compile_small(topology: str) -> dict[str, Any]:
+    return {"steps": described(compile_engine(small_engine(), topology))}
+
+
+def refusals() -> dict[str, str]:
+    """Messages by what is wrong."""
+    asked = {
+        "topology": lambda: compile_engine(small_engine(), "v9:2x2"),
+        "mesh": lambda: compile_engine(small_engine(mesh={"tensor": 2}), "v5p:2x2x1"),
+        "axis": lambda: compile_engine(small_engine(mesh={"data": 4}), "v5p:2x2x1"),
+        "pool": lambda: compile_engine(small_engine(pages=10_000_000), "v6e:2x2", only=("copy",)),
+        "room": lambda: largest_pool(small_engine(), "v6e:2x2", weights_held=100_000),
+    }
+    messages = {}
+    for name, ask in asked.items():
+        try:
+            ask()
+        except UserError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def compile_qwq(topology: str) -> dict[str, Any]:
+    pages, memory = largest_pool(qwq_engine(), topology), memory_per_device(topology)
+    steps = compile_engine(qwq_engine(pages=pages), topology)
+    # The compiler counts one version of the weights, so its own bound is higher by one.
+    more = pages + pages * (2 * steps[0].weights) // steps[0].pool
+    try:
+        compile_engine(qwq_engine(pages=more), topology, only=("decode",))
+        too_large = "compiled"
+    except UserError as error:
+        too_large = str(error)
+    return {"steps": described(steps), "memory": memory, "tokens": pages * 16, "too_large": too_large}
+
+
+def described(steps: list[Any]) -> list[dict[str, Any]]:
+    return [{name: getattr(step, name) for name in step.__slots__} for step in steps]
+
+
+def merge_on_two_devices() -> dict[str, Any]:
+    mesh = make_mesh({"tensor": 2})
+    leaf = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)
+
+    def like(*shape: int) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, jax.P(None, None, "tensor"))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    with jax.set_mesh(mesh):
+        placed = spread(leaf, like(2, 3, 4, 5), like(2, 3, 20))
+    return {
+        "same": bool((np.asarray(placed, np.float32) == leaf.reshape(2, 3, 20)).all()),
+        "shards": [list(shard.data.shape) for shard in placed.addressable_shards],
+        "dtype": str(placed.dtype),
+    }
+
+
+def elsewhere(checkout: Path, function: str, *args: str, **environment: str) -> dict[str, Any]:
+    """What a function of this module returns in a process of its own."""
+    code = f"import json, sys, {__name__} as m; print(json.dumps(m.{function}(*sys.argv[1:])))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        cwd=checkout,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=1000,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

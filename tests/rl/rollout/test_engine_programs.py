@@ -1,0 +1,471 @@
+"""Requests that do more than generate once: tools, given tokens, forks and joins; deadlines and priorities."""
+
+import re
+import time
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl.messages import Rollout
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.program import Branch, Fork, Generate, Join, Observe, Program, Step, Wait
+from rl.rollout.requests import Finished, StopRules
+from tests.rl.rollout.small import (
+    MAX_NEW,
+    TEMPERATURE,
+    assert_no_page_is_held,
+    assert_same,
+    drain,
+    make_engine,
+    params,
+    request,
+    scores,
+    text,
+)
+
+Steps = Generator[Step, Any, None]
+WHOLE = StopRules()  # full length
+GIVEN = (5, 6, 7)
+
+
+@pytest.fixture(scope="module")
+def one_engine() -> RolloutEngine:
+    return make_engine()
+
+
+@pytest.fixture
+def engine(one_engine: RolloutEngine) -> Iterator[RolloutEngine]:
+    """Whatever a test does, in the end the engine is empty, holds no page, and draws as before."""
+    yield one_engine
+    drain(one_engine)
+    assert_no_page_is_held(one_engine)
+    assert len(one_engine.generate([request(2)])) == 3
+
+
+def run(engine: RolloutEngine, program: Program, number: int = 3, **fields: Any) -> Finished:
+    fields = {"samples": 1, "stop": WHOLE, **fields}
+    submitted = engine.submit(request(number, program=program, **fields))
+    return drain(engine)[submitted]
+
+
+def one(finished: Finished) -> Rollout:
+    (rollout,) = finished.rollouts
+    return rollout
+
+
+# ---- given tokens
+
+
+def around(branch: Branch) -> Steps:
+    """Five drawn, three given, the rest drawn."""
+    assert (yield Generate(max_new=5)) == "length"
+    assert (yield Observe(GIVEN)) == 3
+    assert len(branch.completion) == 8 and len(branch.prompt) > 0
+    assert (yield Generate()) == "length"
+
+
+def test_observed_tokens_are_no_actions_and_what_follows_is_drawn_as_if_they_had_been_there(engine: RolloutEngine):
+    q = request(3)
+    rollout = one(run(engine, around))
+    mask = np.ones(MAX_NEW, bool)
+    mask[5:8] = False
+    np.testing.assert_array_equal(rollout.action_mask, mask)
+    np.testing.assert_array_equal(rollout.tokens[5:8], GIVEN)
+    assert np.all(rollout.logprobs[5:8] == 0) and np.all(rollout.versions == 5)
+    (scored,) = scores(params(), [(q.prompt, rollout)], TEMPERATURE)
+    np.testing.assert_allclose(rollout.logprobs[mask], scored[mask], rtol=0, atol=1e-5)
+    (plain,) = engine.generate([request(3, samples=1, stop=WHOLE)])
+    np.testing.assert_array_equal(plain.tokens[:5], rollout.tokens[:5])
+
+
+def test_a_program_draws_the_same_with_few_pages_and_in_any_company(engine: RolloutEngine):
+    expected = run(engine, around, samples=3).rollouts
+    small = make_engine(pages=12)
+    numbers = [small.submit(request(n, samples=3, stop=WHOLE)) for n in (0, 1)]
+    numbers.append(small.submit(request(3, samples=3, stop=WHOLE, program=around)))
+    assert_same(drain(small)[numbers[-1]].rollouts, expected)
+    assert small.stats()["preemptions"] > 0
+
+
+def test_what_is_observed_beyond_the_room_there_is_is_left_out(engine: RolloutEngine):
+    def program(branch: Branch) -> Steps:
+        yield Generate(max_new=MAX_NEW - 2)
+        assert (yield Observe(GIVEN)) == 2
+        assert (yield Generate()) == "length"
+        assert (yield Observe(GIVEN)) == 0
+
+    rollout = one(run(engine, program))
+    assert len(rollout.tokens) == MAX_NEW and rollout.tokens[-2:].tolist() == [5, 6]
+    assert rollout.finish_reason == "length"
+
+
+def test_on_tokens_hears_given_tokens_too(engine: RolloutEngine):
+    heard: list[tuple[list[int], list[float]]] = []
+    engine.submit(
+        request(3, samples=1, stop=WHOLE, program=around),
+        lambda sample, tokens, logprobs: heard.append((tokens.tolist(), logprobs.tolist())),
+    )
+    (finished,) = drain(engine).values()
+    assert sum((tokens for tokens, _ in heard), []) == one(finished).tokens.tolist()
+    assert sum((logprobs for _, logprobs in heard), []) == one(finished).logprobs.tolist()
+
+
+def test_a_program_may_draw_nothing(engine: RolloutEngine):
+    def only_given(branch: Branch) -> Steps:
+        yield Observe(GIVEN)
+
+    def nothing(branch: Branch) -> Steps:
+        yield from ()
+
+    for samples in (1, 3):
+        for program, length in ((only_given, 3), (nothing, 0)):
+            rollouts = run(engine, program, samples=samples).rollouts
+            assert [(len(r.tokens), r.finish_reason) for r in rollouts] == [(length, "stop")] * samples
+
+
+def test_stop_strings_of_a_step_are_its_own(engine: RolloutEngine):
+    (whole,) = engine.generate([request(3, samples=1, stop=WHOLE)])
+    string = text(whole.tokens[2:4])
+
+    def program(branch: Branch) -> Steps:
+        assert (yield Generate(strings=(string,))) == "stop"
+        assert text(branch.completion).endswith(string) and len(branch.completion) == 4
+        assert (yield Generate()) == "length"
+
+    assert_same([one(run(engine, program))], [whole])  # going on after the cut changes nothing
+
+
+# ---- waiting
+
+
+def test_a_future_gives_its_result_however_late(engine: RolloutEngine):
+    future: Future[tuple[int, ...]] = Future()
+
+    def program(branch: Branch) -> Steps:
+        yield Generate(max_new=5)
+        yield Observe((yield Wait(future)))
+        yield Generate()
+
+    number = engine.submit(request(3, samples=1, stop=WHOLE, program=program))
+    other = engine.submit(request(4, samples=1))
+    finished: dict[int, Finished] = {}
+    while other not in finished or engine.stats()["parked"] == 0:
+        finished |= {f.number: f for f in engine.step()}
+    assert number not in finished and engine.stats()["running"] == 0
+    future.set_result(GIVEN)
+    assert_same([one(drain(engine)[number])], [one(run(engine, around))])
+
+
+def test_who_waits_gives_up_its_pages_when_others_need_them():
+    engine = make_engine(pages=12)
+    future: Future[tuple[int, ...]] = Future()
+
+    def program(branch: Branch) -> Steps:
+        yield Generate(max_new=5)
+        yield Observe((yield Wait(future)))
+        yield Generate()
+
+    number = engine.submit(request(3, samples=2, stop=WHOLE, program=program))
+    while engine.stats()["parked"] < 2:
+        engine.step()
+    engine.generate([request(n, samples=2, stop=WHOLE) for n in (5, 11, 17)])
+    assert engine.stats()["preemptions"] > 0 and engine.stats()["parked"] == 2
+    future.set_result(GIVEN)
+    found = drain(engine)[number].rollouts
+    assert_same(found, run(engine, around, samples=2).rollouts)
+
+
+def _cancelled() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.cancel()
+    return future
+
+
+def _failed(error: BaseException) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+FAILURES = [(_failed(ValueError("bad sum")), "ValueError"), (_cancelled(), "CancelledError")]
+FAILURES += [(_failed(SystemExit(3)), "RuntimeError"), ("not a future", "UserError")]
+
+
+@pytest.mark.parametrize("future,name", FAILURES, ids=[name for _, name in FAILURES])
+def test_what_a_future_raises_the_program_can_catch_and_otherwise_its_request_fails(
+    engine: RolloutEngine, future: Any, name: str
+):
+    def careful(branch: Branch) -> Steps:
+        try:
+            yield Wait(future)
+        except Exception as error:
+            assert type(error).__name__ == name
+            yield Observe(GIVEN)
+
+    def careless(branch: Branch) -> Steps:
+        yield Wait(future)
+
+    assert one(run(engine, careful)).tokens.tolist() == list(GIVEN)
+    finished = run(engine, careless)
+    assert one(finished).finish_reason == "error"
+    assert re.match(rf"prompt 3 \(chain_sum\), sample 0: {name}\(", finished.error or "")
+
+
+def test_a_calculator(engine: RolloutEngine):
+    """The example of rl/rollout/program.py: a token below 64 calls for the sum of the two tokens before it."""
+    calls = tuple(text([token]) for token in range(64))
+
+    def called(completion: np.ndarray) -> tuple[int, ...] | None:
+        return tuple(completion[-3:-1].tolist()) if len(completion) and completion[-1] < 64 else None
+
+    with ThreadPoolExecutor(2) as pool:
+
+        def with_calculator(branch: Branch) -> Steps:
+            while (yield Generate(strings=calls)) == "stop" and (call := called(branch.completion)) is not None:
+                yield Observe([(yield Wait(pool.submit(sum, call))) % 256])
+
+        finished = run(engine, with_calculator, samples=6)
+        again = run(engine, with_calculator, samples=6)
+    assert_same(again.rollouts, finished.rollouts)
+    answers = 0
+    for rollout in finished.rollouts:
+        for at in np.flatnonzero(~rollout.action_mask):
+            asked = rollout.tokens[max(0, at - 3) : at]
+            assert asked[-1] < 64 and rollout.tokens[at] == sum(asked[-3:-1]) % 256
+            answers += 1
+    assert answers > 5 and {r.finish_reason for r in finished.rollouts} == {"length"}
+
+
+# ---- forks
+
+
+def test_forks_share_pages_and_draw_by_their_own_sample_ids(engine: RolloutEngine):
+    used: list[float] = []
+
+    def leaf(branch: Branch) -> Steps:
+        yield Generate(max_new=4)
+
+    def program(branch: Branch) -> Steps:
+        yield Generate(max_new=6)
+        before = engine.stats()["pages_used"]
+        branches = yield Fork(leaf, (7, 9, 1 << 31))
+        used.append(engine.stats()["pages_used"] - before)
+        rollouts = yield Join(tuple(branches))
+        assert [r.sample_id for r in rollouts] == [7, 9, 1 << 31]
+        best = max(rollouts, key=lambda r: float(r.logprobs[6:].sum()))
+        yield Observe(best.tokens[6:].tolist())
+        yield Generate(max_new=2)
+
+    finished = run(engine, program)
+    root, *leaves = finished.rollouts
+    assert used == [0]
+    assert [r.sample_id for r in finished.rollouts] == [0, 7, 9, 1 << 31]
+    assert len({tuple(r.tokens[6:]) for r in leaves}) == 3
+    for r in leaves:
+        np.testing.assert_array_equal(r.tokens[:6], root.tokens[:6])
+        np.testing.assert_array_equal(r.logprobs[:6], root.logprobs[:6])
+        assert len(r.tokens) == 10
+    best = max(leaves, key=lambda r: float(r.logprobs[6:].sum()))
+    np.testing.assert_array_equal(root.tokens[6:10], best.tokens[6:])
+    assert root.action_mask.tolist() == [True] * 6 + [False] * 4 + [True] * 2
+    (alone,) = engine.generate([request(3, samples=1, stop=StopRules(max_new=10), partial=(_at(root, 6, 9),))])
+    np.testing.assert_array_equal(alone.tokens, leaves[1].tokens)
+    np.testing.assert_array_equal(alone.logprobs, leaves[1].logprobs)
+
+
+def _at(rollout: Rollout, length: int, sample: int) -> Rollout:
+    records = {name: getattr(rollout, name)[:length] for name in ("tokens", "logprobs", "versions", "action_mask")}
+    return Rollout(rollout.prompt_id, sample, finish_reason="abort", **records)
+
+
+def test_join_answers_for_branches_that_have_ended_long_ago_and_for_none(engine: RolloutEngine):
+    seen: list[list[int]] = []
+
+    def leaf(branch: Branch) -> Steps:
+        yield Generate(max_new=1)
+
+    def program(branch: Branch) -> Steps:
+        branches = yield Fork(leaf, (3, 4))
+        yield Generate(max_new=20)
+        assert all(one.ended for one in branches)
+        seen.append([len(r.tokens) for r in (yield Join((branches[1], branches[0])))])
+        seen.append([len(r.tokens) for r in (yield Join(()))])
+
+    assert run(engine, program).error is None
+    assert seen == [[1, 1], []]
+
+
+def test_forks_of_forks_with_few_pages_give_the_same_bits(engine: RolloutEngine):
+    def deep(branch: Branch) -> Steps:
+        yield Generate(max_new=3)
+        if branch.sample < 20:
+            yield Join(tuple((yield Fork(deep, (branch.sample * 4 + 4, branch.sample * 4 + 5)))))
+        yield Observe(GIVEN)
+        yield Generate()
+
+    expected = run(engine, deep, number=5)
+    small = make_engine(pages=12)
+    found = run(small, deep, number=5)
+    assert len(expected.rollouts) == 7 and small.stats()["preemptions"] > 0
+    assert_same(found.rollouts, expected.rollouts)
+    assert_no_page_is_held(small)
+
+
+# ---- a request's own code fails: the request does, by name, and nothing else
+
+
+def _raises(branch: Branch) -> Steps:
+    yield Generate(max_new=3)
+    if branch.sample == 1:
+        raise ValueError("no such tool")
+    yield Generate()
+
+
+def _raises_at_once(branch: Branch) -> Steps:
+    raise ValueError("no such tool")
+    yield Generate()
+
+
+def _no_generator(branch: Branch) -> Any:
+    return 3
+
+
+def _yields_rubbish(branch: Branch) -> Any:
+    yield 3
+
+
+def _fork_raises(branch: Branch) -> Steps:
+    yield Generate(max_new=2)
+    yield Fork(_raises_at_once, (50, 51))
+    yield Generate()
+
+
+def _steps(*steps: Step) -> Program:
+    def program(branch: Branch) -> Steps:
+        yield from (step for step in steps)  # unlike a tuple's, its iterator takes answers
+
+    return program
+
+
+def _joins_itself(branch: Branch) -> Steps:
+    yield Join((branch,))
+
+
+WRONG: list[tuple[str, Program, str]] = [
+    ("raises", _raises, "sample 1: ValueError.'no such tool'"),
+    ("raises at once", _raises_at_once, "sample 0: ValueError.'no such tool'"),
+    ("a fork raises", _fork_raises, "sample 50: ValueError.'no such tool'"),
+    ("no generator", _no_generator, "sample 0: AttributeError"),
+    ("no step", _yields_rubbish, "sample 0: UserError.*yielded 3; expected Generate"),
+    ("token", _steps(Observe((3, 272))), "sample 0: UserError.*observes token 272; the vocabulary is 0 to 271"),
+    ("taken id", _steps(Fork(_raises, (0,))), "sample 0: UserError.*forks to sample 0; its draws need an id"),
+    ("id twice", _steps(Fork(_raises, (8, 8))), "sample 0: UserError.*forks to sample 8; its draws need an id"),
+    ("negative id", _steps(Fork(_raises, (-2,))), "sample 0: UserError.*forks to sample -2"),
+    ("stop string", _steps(Generate(strings=("",))), "sample 0: UserError.*stop string ''"),
+    ("joins itself", _joins_itself, "sample 0: UserError.*joins itself"),
+]
+
+
+@pytest.mark.parametrize("samples", [2, 6])
+@pytest.mark.parametrize("program,message", [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_a_program_that_fails_fails_its_request_alone(
+    engine: RolloutEngine, program: Program, message: str, samples: int
+):
+    before = engine.stats()["failed"]
+    other = engine.submit(request(4))
+    number = engine.submit(request(3, samples=samples, stop=WHOLE, program=program))
+    finished = drain(engine)
+    assert_same(finished[other].rollouts, engine.generate([request(4)]))
+    assert re.search(rf"^prompt 3 \(chain_sum\), {message}", finished[number].error or "")
+    assert all(r.finish_reason == "error" for r in finished[number].rollouts)
+    assert engine.stats()["failed"] == before + 1
+
+
+def test_a_program_that_refuses_to_end_does_not_hold_its_request(engine: RolloutEngine):
+    def stubborn(branch: Branch) -> Steps:
+        try:
+            yield Generate()
+        finally:
+            yield Generate()
+
+    number = engine.submit(request(3, samples=2, stop=WHOLE, program=stubborn))
+    engine.step()
+    engine.abort(number)
+    finished = drain(engine)[number]
+    assert [r.finish_reason for r in finished.rollouts] == ["abort", "abort"]
+    assert "when ended: RuntimeError" in (finished.error or "")
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_callback_that_raises_fails_its_request_alone(engine: RolloutEngine, after: int):
+    told: list[int] = []
+
+    def hears(sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        told.append(sample)
+        if len(told) > after:
+            raise ConnectionError("gone")
+
+    other = engine.submit(request(4))
+    number = engine.submit(request(3, samples=3, stop=WHOLE), hears)
+    finished = drain(engine)
+    assert len(told) <= after + 3  # those of one turn
+    assert "on_tokens raised ConnectionError('gone')" in (finished[number].error or "")
+    assert_same(finished[other].rollouts, engine.generate([request(4)]))
+
+
+def test_a_callback_may_abort_its_own_request_and_others(engine: RolloutEngine):
+    """The device is drawing for them at that moment."""
+    numbers: list[int] = []
+
+    def hears(sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        for number in numbers[:2]:
+            engine.abort(number)
+
+    numbers += [engine.submit(request(3, samples=2, stop=WHOLE), hears)]
+    numbers += [engine.submit(request(n, samples=2, stop=WHOLE)) for n in (4, 5)]
+    finished = drain(engine)
+    assert sorted(finished) == numbers
+    assert [f.rollouts[0].finish_reason for f in (finished[n] for n in numbers)] == ["abort", "abort", "length"]
+    assert_same(finished[numbers[2]].rollouts, engine.generate([request(5, samples=2, stop=WHOLE)]))
+
+
+def test_a_step_within_a_step_is_refused(engine: RolloutEngine):
+    def nested(branch: Branch) -> Steps:
+        engine.step()
+        yield Generate()
+
+    assert "step was called within a step" in (run(engine, nested, samples=2).error or "")
+
+
+# ---- deadlines and priorities
+
+
+def _late(engine: RolloutEngine, turns: int = 0, **fields: Any) -> Finished:
+    number = engine.submit(request(3, samples=2, stop=WHOLE, deadline=0.5, **fields))
+    ended = [f for _ in range(turns) for f in engine.step()]
+    time.sleep(0.5)
+    (finished,) = [f for f in [*ended, *engine.step()] if f.number == number]
+    assert [(r.sample_id, r.finish_reason) for r in finished.rollouts] == [(0, "deadline"), (1, "deadline")]
+    return finished
+
+
+def test_a_deadline_ends_a_request_wherever_it_is(engine: RolloutEngine):
+    assert [len(r.tokens) for r in _late(engine).rollouts] == [0, 0]
+    waits = _steps(Generate(max_new=3), Wait(Future()))
+    found = _late(engine, turns=2, program=waits)
+    assert [len(r.tokens) for r in found.rollouts] == [3, 3]
+    engine.pause()
+    assert [len(r.tokens) for r in _late(engine).rollouts] == [0, 0]
+    engine.resume()
+
+
+def test_higher_priority_goes_first_and_equals_in_order():
+    engine = make_engine(slots=4, steps_per_dispatch=4)
+    order = [engine.submit(request(n, samples=4, stop=WHOLE, priority=p)) for n, p in enumerate((0, 1, 0, 2, 1))]
+    ended: list[int] = []
+    while engine.busy:
+        ended += [f.number for f in engine.step()]
+    assert ended == [order[n] for n in (3, 1, 4, 0, 2)]

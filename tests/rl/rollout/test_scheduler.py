@@ -1,0 +1,284 @@
+"""The scheduler and the memory without a device: any order of events keeps rows, pages and their contents right.
+
+A page's contents are kept here as (position, token, all tokens before it), which is what keys and values depend on; so
+a page that is shared, copied, evicted or handed on wrongly shows.
+"""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rl.messages import Prompt
+from rl.rollout.memory import Memory, PageCopy
+from rl.rollout.program import complete
+from rl.rollout.requests import Request, StopRules
+from rl.rollout.scheduler import Scheduler
+from rl.rollout.sequence import Sequence, State, Task
+from rl.sampling import Sampler
+
+MAX_PROMPT, MAX_NEW = 24, 12
+Content = tuple[int, ...]  # the tokens up to and including this one
+
+
+class World(RuleBasedStateMachine):
+    """What the engine and the device would do, in turns; `turn` is what must make progress."""
+
+    @initialize(
+        slots=st.integers(1, 4), page_size=st.sampled_from([1, 2, 4, 8]), spare=st.integers(0, 20), keep=st.booleans()
+    )
+    def begin(self, slots: int, page_size: int, spare: int, keep: bool) -> None:
+        self.page_size, self.slots = page_size, slots
+        pages = 1 + -(-(MAX_PROMPT + MAX_NEW) // page_size) + spare
+        self.memory = Memory(pages, page_size, keep)
+        self.scheduler = Scheduler(self.memory, slots)
+        self.pool: list[list[Content | None]] = [[None] * page_size for _ in range(pages)]
+        self.sequences: list[Sequence] = []
+        self.submitted = 0
+
+    # ---- what the device does
+
+    def copy(self, copies: list[PageCopy]) -> None:
+        read = [list(self.pool[source]) for source, _ in copies]
+        targets = [target for _, target in copies]
+        assert len(set(targets)) == len(targets) and 0 not in targets
+        for target, page in zip(targets, read, strict=True):
+            self.pool[target] = page
+
+    def write(self, sequence: Sequence, count: int) -> None:
+        for at in range(sequence.cached, sequence.cached + count):
+            page = sequence.pages[at // self.page_size]
+            assert self.memory.pool.references(page) == 1, "a shared page is written"
+            self.pool[page][at % self.page_size] = tuple(sequence.tokens[: at + 1])
+
+    # ---- what the engine does
+
+    def add(self, task: Task, sample: int, tokens: list[int], trunk: bool = False) -> Sequence:
+        sequence = Sequence(task, sample, list(tokens), None if trunk else complete)
+        task.sequences.append(sequence)
+        self.sequences.append(sequence)
+        return sequence
+
+    def enqueue(self, sequence: Sequence) -> None:
+        sequence.limit = sequence.most
+        self.scheduler.enqueue(sequence)
+
+    def branch(self, parent: Sequence, sample: int) -> Sequence:
+        branch = self.add(parent.task, sample, parent.tokens)
+        branch.inherit(parent)
+        self.memory.share(parent, branch)
+        self.enqueue(branch)
+        return branch
+
+    @rule(
+        length=st.integers(1, MAX_PROMPT),
+        family=st.integers(0, 2),
+        new=st.integers(1, MAX_NEW),
+        samples=st.integers(1, 6),
+        priority=st.integers(0, 2),
+    )
+    def submit(self, length: int, family: int, new: int, samples: int, priority: int) -> None:
+        """Prompts of a family begin alike."""
+        tokens = (np.arange(length, dtype=np.int32) // 5 + 7 * family).astype(np.int32)
+        request = Request(Prompt(self.submitted, "any", tokens), samples, priority=priority)
+        task = Task(self.submitted, request, Sampler.Config(), StopRules(max_new=new), None, None)
+        self.submitted += 1
+        if samples > 1:
+            self.scheduler.enqueue(self.add(task, -1, tokens.tolist(), trunk=True))
+        else:
+            self.enqueue(self.add(task, 0, tokens.tolist()))
+
+    @rule(steps=st.integers(1, 9), chunk=st.sampled_from([1, 3, 8, 40]), rows=st.integers(1, 3), draws=st.data())
+    def turn(self, steps: int, chunk: int, rows: int, draws: Any) -> None:
+        while self.prefill(rows, chunk) and not self.scheduler.running:
+            pass
+        running, copies = self.decode(steps)
+        self.copy(copies)
+        if not running and self.scheduler.waiting:
+            assert self.prefill(rows, chunk), "nobody gets on"
+        for sequence in running:
+            most = min(steps, sequence.limit - len(sequence.tokens))
+            assert most >= 1 and sequence.unfilled == 0
+            self.draw(sequence, draws.draw(st.integers(1, most)))
+
+    def prefill(self, rows: int, chunk: int) -> bool:
+        chosen, copies = self.scheduler.to_prefill(lambda _: (rows, chunk))
+        self.copy(copies)
+        assert len(chosen) <= rows
+        for sequence, count in chosen:
+            assert count <= chunk and (count or not sequence.unfilled)
+            self.write(sequence, count)
+            sequence.cached += count
+            if not sequence.unfilled:
+                self.memory.remember(sequence)
+                if sequence.is_trunk:
+                    for sample in range(sequence.task.request.samples):
+                        self.branch(sequence, sample)
+                    self.scheduler.end(sequence)
+        return bool(chosen)
+
+    def decode(self, steps: int) -> tuple[list[Sequence], list[PageCopy]]:
+        """Who goes first of all keeps its row."""
+        first = min(self.live(), key=lambda one: one.order, default=None)
+        has_row = first is not None and first.state is State.RUNNING
+        running, copies = self.scheduler.to_decode(steps)
+        assert len(running) <= self.slots and (not has_row or first in running)
+        return running, copies
+
+    def draw(self, sequence: Sequence, count: int) -> None:
+        drawn = [(sum(sequence.tokens[-3:]) + sequence.sample + i) % 11 for i in range(count)]
+        fed = len(sequence.tokens) - 1
+        sequence.tokens += drawn
+        for at in range(fed, fed + count):
+            assert at == sequence.cached
+            self.write(sequence, 1)
+            sequence.cached += 1
+        sequence.logprobs += [0.0] * count
+        if len(sequence.tokens) == sequence.limit:
+            self.scheduler.end(sequence)
+
+    def live(self) -> list[Sequence]:
+        return [one for one in self.sequences if not one.ended]
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def end(self, data: Any) -> None:
+        """As an abort does, wherever it is."""
+        self.scheduler.end(data.draw(st.sampled_from(self.live())))
+
+    @precondition(lambda self: any(not one.is_trunk for one in self.live()))
+    @rule(data=st.data(), given=st.integers(0, 5))
+    def park_or_return(self, data: Any, given: int) -> None:
+        """A program waits, or goes on with tokens that it was given."""
+        sequence = data.draw(st.sampled_from([one for one in self.live() if not one.is_trunk]))
+        if sequence.state is not State.PARKED:
+            return self.scheduler.park(sequence)
+        self.scheduler.withdraw(sequence)
+        sequence.observe([given] * given, 0)
+        self.enqueue(sequence) if len(sequence.tokens) < sequence.most else self.scheduler.end(sequence)
+
+    @precondition(lambda self: any(not one.is_trunk for one in self.live()))
+    @rule(data=st.data())
+    def fork(self, data: Any) -> None:
+        parent = data.draw(st.sampled_from([one for one in self.live() if not one.is_trunk]))
+        if len(parent.tokens) < parent.most:
+            self.branch(parent, 100 + len(parent.task.sequences))
+
+    @precondition(lambda self: self.live())
+    @rule(recompute=st.booleans())
+    def other_weights(self, recompute: bool) -> None:
+        """What is in the pages stays right for the test only if all is computed anew, or nothing kept is reused."""
+        self.scheduler.version += 1
+        self.memory.forget()
+        for sequence in [one for one in self.live() if one.cached]:
+            if recompute:
+                self.scheduler.drop_pages(sequence)
+            else:
+                sequence.cache_key = None
+
+    # ---- what must always be so
+
+    @invariant()
+    def rows_and_queues(self) -> None:
+        if not self.sequences:
+            return
+        scheduler = self.scheduler
+        assert len(scheduler.running) <= self.slots
+        for queue, state in (
+            (scheduler.running, State.RUNNING),
+            (scheduler.parked, State.PARKED),
+            (scheduler._waiting, State.WAITING),
+        ):
+            assert [one for one in self.sequences if one.state is state] == sorted(queue, key=self.sequences.index)
+            assert [one.order for one in queue] == sorted(one.order for one in queue)
+
+    @invariant()
+    def pages(self) -> None:
+        """References are holders; a sequence's pages hold its tokens; nothing that has not begun holds any."""
+        if not self.sequences:
+            return
+        holders = [0] * (self.memory.pool.total + 1)
+        for one in self.sequences:
+            for page in one.pages:
+                holders[page] += 1
+            assert not (one.ended and one.pages) and (one.task.begun or not one.pages)
+            assert one.cached <= len(one.pages) * self.page_size and one.cached < len(one.tokens)
+            for at in range(one.cached):
+                found = self.pool[one.pages[at // self.page_size]][at % self.page_size]
+                assert found == tuple(one.tokens[: at + 1]), "a page does not hold its sequence's tokens"
+        kept = [self.memory.pool.references(page) - holders[page] for page in range(1, len(holders))]
+        assert holders[0] == 0 and set(kept) <= {0, 1} and sum(kept) == self.memory.prefix_pages
+
+    def teardown(self) -> None:
+        """Everything comes to an end: in each turn, who goes first makes progress. Then all pages are free."""
+        if not hasattr(self, "memory"):
+            return
+        for sequence in list(self.scheduler.parked):
+            self.scheduler.withdraw(sequence)
+            self.enqueue(sequence) if len(sequence.tokens) < sequence.most else self.scheduler.end(sequence)
+        while live := self.live():
+            self.progress(min(live, key=lambda one: one.order))
+            self.rows_and_queues()
+            self.pages()
+        self.memory.forget()
+        assert self.memory.pool.used == 0
+
+    def progress(self, first: Sequence) -> None:
+        """In a few turns of one token; the first may wait for a row, but some row then comes nearer its end."""
+        before = self.left()
+        for _ in range(3):
+            while self.prefill(2, 8) and not self.scheduler.running:
+                pass
+            running, copies = self.decode(1)
+            self.copy(copies)
+            for sequence in running:
+                self.draw(sequence, 1)
+        assert self.left() < before, f"{first.order} does not get on"
+
+    def left(self) -> tuple[int, int]:
+        """Tokens still to be drawn, of trunks all that their samples will draw, and trunks."""
+        total = trunks = 0
+        for one in self.live():
+            most = (one.most - len(one.tokens)) * (one.task.request.samples if one.is_trunk else 1)
+            total, trunks = total + most, trunks + one.is_trunk
+        return total, trunks
+
+
+World.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestWorld = World.TestCase
+
+
+def _sequence(number: int, tokens: list[int], priority: int = 0) -> Sequence:
+    request = Request(Prompt(number, "any", np.array(tokens, np.int32)), priority=priority)
+    task = Task(number, request, Sampler.Config(), StopRules(max_new=8), None, None)
+    sequence = Sequence(task, 0, tokens, complete)
+    task.sequences.append(sequence)
+    sequence.limit = sequence.most
+    return sequence
+
+
+def test_who_finds_no_room_gives_back_the_prefix_it_was_given():
+    """Else it would hold pages without having begun, against those that must end before others may begin."""
+    memory = Memory(1 + 6, 4, True)
+    scheduler = Scheduler(memory, 2)
+    before, long, late = (
+        _sequence(0, [1] * 9),
+        _sequence(1, list(range(16))),
+        _sequence(2, [1] * 8 + [2] * 8, priority=1),
+    )
+    for sequence in (before, long):
+        scheduler.enqueue(sequence)
+        ((chosen, count),) = scheduler.to_prefill(lambda _: (1, 64))[0]
+        assert chosen is sequence
+        sequence.cached += count
+        assert scheduler.to_decode(1)[0] == [sequence]
+        if sequence is before:
+            scheduler.end(sequence)
+            assert memory.prefix_pages == 2
+    scheduler.enqueue(late)
+    assert scheduler.to_prefill(lambda _: (1, 64)) == ([], [])
+    assert late.pages == [] and not late.task.begun and scheduler.reused == 0

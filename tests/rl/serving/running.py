@@ -1,0 +1,98 @@
+"""A server in this process over a policy of a few thousand random weights, and clients of it."""
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import openai
+
+from axlearn_like.layers.base import Params
+from axlearn_like.phrase_tokenizer import PhraseTokenizer
+from rl.messages import Prompt
+from rl.rollout.engine import RolloutEngine
+from rl.serving.prompts import prompt_id
+from rl.serving.protocol import FAMILY
+from rl.serving.server import Server, listen, url_of
+from tests.rl.tiny import PHRASES, tiny_params, tiny_policy
+
+MODEL = "tiny"
+TOKENIZER = PhraseTokenizer.Config(phrases=PHRASES).build()
+
+
+def make_engine(*, weights: bool = True, **changes: Any) -> RolloutEngine:
+    """An engine with random weights; `changes` are fields of its config."""
+    policy = tiny_policy(TOKENIZER.vocab_size)
+    sizes = {"max_prompt": 24, "max_new": 24, "slots": 8, "steps_per_dispatch": 4, **changes}
+    engine = RolloutEngine.Config(model=policy, stop_tokens=(TOKENIZER.eos,), **sizes).build(decode=TOKENIZER.decode)
+    if weights:
+        engine.set_weights(make_params(0), 3)
+    return engine
+
+
+def make_params(seed: int) -> Params:
+    """Weights for that engine."""
+    return tiny_params(tiny_policy(TOKENIZER.vocab_size), seed=seed, scale=2.0)
+
+
+class Running:
+    """A server that answers, and what it is asked with."""
+
+    def __init__(self, server: Server, engine: RolloutEngine, url: str):
+        self.server, self.engine, self.url = server, engine, url
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        """The official client, which then shows refusals at once."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def post(self, path: str, body: Any, /, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON (or text) and headers of a bare POST; `body` is JSON-able, or bytes as they are."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.ask("POST", path, raw, **headers)
+
+    def ask(self, method: str, path: str, body: Any = b"", /, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON (or text) and headers (in lower case) of a request by the standard library's client."""
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            is_json = answer.headers.get_content_type() == "application/json"
+            fields = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, json.loads(text) if is_json else text, fields
+        finally:
+            connection.close()
+
+
+@contextmanager
+def running(
+    engine: RolloutEngine | None = None, api_key: str | None = None, **changes: Any
+) -> Iterator[Running]:
+    """Serves until the end of the block; `changes` are fields of the server's config."""
+    engine = engine or make_engine()
+    cfg = Server.Config(**{"grace": 5.0, **changes})
+    server = cfg.build(engine=engine, tokenizer=TOKENIZER, model=MODEL, api_key=api_key)
+    with listen("127.0.0.1", 0) as listener:
+        server.start(listener)
+        try:
+            yield Running(server, engine, url_of(listener))
+        finally:
+            server.stop()
+
+
+def as_prompt(text: str) -> Prompt:
+    """What the server makes of a text."""
+    tokens = np.asarray([TOKENIZER.bos, *TOKENIZER.encode(text)], np.int32)
+    return Prompt(prompt_id(tokens), FAMILY, tokens)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether the condition came true in time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()

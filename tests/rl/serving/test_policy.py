@@ -1,0 +1,86 @@
+"""Run directories: which config, which weights."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from axlearn_like.checkpoint import Checkpointer, CheckpointError
+from axlearn_like.layers.base import Params
+from axlearn_like.run_directory import RunDirectory
+from mesh import UserError, make_mesh
+from rl.serving.policy import Weights, find_run, load_params, newest_weights, recorded_config
+from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
+
+
+def save(folder: Path, step: int, params: Params) -> None:
+    checkpointer = Checkpointer.Config().build(directory=folder)
+    checkpointer.save(step, {"params": params, "step": np.int32(step)}, {})
+    checkpointer.close()
+
+
+def policy_params(seed: int) -> Params:
+    cfg = tiny_experiment()
+    return tiny_params(cfg.policy, seed=seed)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run with a warm start and two checkpoints of RL."""
+    path = tmp_path_factory.mktemp("policy") / "run"
+    with tiny_run(path, tiny_experiment()) as run:
+        save(path / "warm_start" / "checkpoints", 9, policy_params(9))
+        for step in (2, 10):
+            save(path / "checkpoints" / "rl", step, policy_params(step))
+    return run
+
+
+def test_a_run_is_found_from_its_checkpoints_too(run: RunDirectory, tmp_path: Path) -> None:
+    for path in (run.path, run.checkpoints, run.checkpoints / "rl", run.checkpoints / "rl" / "2"):
+        found = find_run(path)
+        assert found is not None and found.path == run.path
+    assert find_run(tmp_path) is find_run(tmp_path / "none") is None
+
+
+def test_the_newest_weights_are_those_of_rl(run: RunDirectory) -> None:
+    rl = run.checkpoints / "rl"
+    assert newest_weights(run) == newest_weights(run, run.path) == Weights(rl / "10", 10)
+    assert newest_weights(run, rl / "2") == Weights(rl / "2", 2)
+
+
+def test_before_rl_the_warm_starts_are_taken(run: RunDirectory, tmp_path: Path) -> None:
+    with tiny_run(tmp_path / "run", tiny_experiment()) as young:
+        assert newest_weights(young) is None
+        save(young.path / "warm_start" / "checkpoints", 4, policy_params(4))
+        assert newest_weights(young) == Weights(young.path / "warm_start", 0)
+
+
+def test_weights_are_those_that_were_saved(run: RunDirectory) -> None:
+    experiment = recorded_config(run).build()
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    for weights, seed in ((newest_weights(run), 10), (Weights(run.path / "warm_start", 0), 9)):
+        loaded = load_params(experiment, weights, mesh)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), policy_params(seed))
+
+
+def test_weights_of_another_policy_are_refused(run: RunDirectory) -> None:
+    cfg = recorded_config(run)
+    policy = cfg.policy.clone(num_layers=2)  # pyright: ignore
+    with pytest.raises(CheckpointError, match="checkpoint .*10"):
+        load_params(cfg.set(policy=policy).build(), newest_weights(run), make_mesh({"data": 1}, jax.devices()[:1]))
+
+
+def test_random_weights_follow_the_seed() -> None:
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    one, same, other = (
+        jax.device_get(load_params(tiny_experiment(seed=seed).build(), None, mesh)) for seed in (1, 1, 2)
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, same)
+    assert any(not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def test_a_run_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.txt").write_text("axlearn_like.learner:AdamW\n")
+    with pytest.raises(UserError, match="is a run of axlearn_like.learner:AdamW"):
+        recorded_config(RunDirectory.attach(tmp_path))

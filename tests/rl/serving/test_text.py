@@ -1,0 +1,58 @@
+"""Streams of text: the pieces, joined, are the whole; no piece has to be taken back."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.serving.text import TextStream
+from tests.rl.serving.running import TOKENIZER
+
+# Bytes of multi-byte characters, in and out of order, besides letters, a phrase and ids without a text.
+IDS = st.lists(st.sampled_from([97, 98, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xFF, 256, 257, 259]), max_size=24)
+CUTS = st.lists(st.integers(0, 24), max_size=6)
+STOPS = st.lists(st.text("ab€", min_size=1, max_size=3), max_size=3)
+
+
+def pieces(ids: list[int], cuts: list[int], stops: list[str]) -> list[str]:
+    stream = TextStream(TOKENIZER.decode, stops)
+    ends = sorted({min(cut, len(ids)) for cut in cuts} | {len(ids)})
+    starts = [0, *ends[:-1]]
+    return [*(stream.push(ids[a:b]) for a, b in zip(starts, ends, strict=True)), stream.finish()]
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(IDS, CUTS)
+def test_joined_pieces_are_the_text_of_all_tokens(ids: list[int], cuts: list[int]) -> None:
+    assert "".join(pieces(ids, cuts, [])) == TOKENIZER.decode(ids)
+
+
+@settings(deadline=None)
+@given(IDS, CUTS, STOPS)
+def test_nothing_of_the_first_stop_string_to_be_complete_is_given(
+    ids: list[int], cuts: list[int], stops: list[str]
+) -> None:
+    """The engine ends at the first token at whose end the text holds a stop string; so do these ids."""
+    held = [n for n in range(len(ids) + 1) if any(stop in TOKENIZER.decode(ids[:n]) for stop in stops)]
+    ids = ids[: held[0]] if held else ids
+    text = TOKENIZER.decode(ids)
+    found = [text.find(stop) for stop in stops if stop in text]
+    assert "".join(pieces(ids, cuts, stops)) == text[: min(found, default=len(text))]
+
+
+def test_half_a_character_waits_for_the_rest() -> None:
+    stream = TextStream(TOKENIZER.decode)
+    assert stream.push([97, 0xE2]) == "a"
+    assert stream.push([0x82]) == ""
+    assert stream.push([0xAC]) == "€"
+    assert stream.length == 2
+
+
+def test_the_beginning_of_a_stop_string_waits_until_it_is_none() -> None:
+    stream = TextStream(TOKENIZER.decode, ["abc"])
+    assert stream.push(b"xab") == "x"
+    assert stream.push(b"abd") == "ababd"
+    assert stream.push(b"ab") + stream.finish() == "ab"
+
+
+def test_after_a_stop_string_there_is_nothing() -> None:
+    stream = TextStream(TOKENIZER.decode, ["b"])
+    assert [stream.push(b"abc"), stream.push(b"d"), stream.finish()] == ["a", "", ""]

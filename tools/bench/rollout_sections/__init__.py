@@ -1,0 +1,14 @@
+"""What our engine does beside the comparison with peers: one module for each section of `axl bench rollout`.
+
+Each has `measure(bed) -> dict`, whose keys become keys of the benchmark's result, among them `warm_compiles`: programs
+that anything in the process compiled after the section's warm-up. Each runs alone in a process on one core.
+"""
+
+SECTIONS = {
+    "long_tail": "lengths with a long tail: continuous against static batching, and against the bound",
+    "prefix": "what a group shares of its prompt: prefill work and pages",
+    "inflight_pause": "how long a change of weights keeps rows from drawing",
+    "slots_sweep": "throughput and latency for 1 to 128 requests at a time",
+    "fill": "throughput with the cache a tenth and nine tenths full",
+    "host": "host time of a dispatch",
+}
