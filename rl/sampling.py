@@ -17,7 +17,7 @@ import numpy as np
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.reduction import apart
 from axlearn_like.losses import Chosen, chosen_tokens
-from mesh import UserError, constrain
+from mesh import UserError
 
 NEVER = -1e30
 # Within these limits no logit comes near NEVER, so that a dropped token cannot win.
@@ -56,36 +56,6 @@ class Sampler(Configurable):
         for token, _ in cfg.logit_bias:
             if token >= vocab:
                 raise UserError(f"{where}.logit_bias names token {token}; expected 0 to {vocab - 1}")
-
-    @property
-    def truncates(self) -> bool:
-        """Whether a trainer, which knows the temperature alone, would score tokens under another distribution."""
-        return not plain(self.cfg)
-
-    def distribution(self, logits: jax.Array) -> jax.Array:
-        """float32 logits [..., vocab] of the distribution that `draw` draws from."""
-        if self.cfg.repetition_penalty != 1:
-            raise UserError("Sampler.repetition_penalty needs a record of the tokens seen, which is not kept here")
-        vocab = logits.shape[-1]
-        rules = jax.tree.map(lambda column: column[0], pack_rules([self.cfg], vocab))
-        bias = pack_bias([self.cfg], vocab)
-        return distribution(
-            logits, rules, seen_rv=None, bias_rv=None if bias is None else bias[0], plain=plain(self.cfg)
-        )
-
-    def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, np.ndarray]:
-        """One token for each row.
-
-        Args:
-            keys: PRNG keys [groups, samples].
-            logits: [groups, samples, vocab].
-
-        Returns:
-            tokens int32 [groups, samples] and their log-probabilities, float32.
-        """
-        logits = self.distribution(constrain(logits, "batch", None, None))
-        tokens, chosen = draw(constrain(keys, "batch", None), logits)
-        return tokens, chosen.logprobs()
 
 
 def _check_values(cfg: Sampler.Config, where: str) -> None:
@@ -244,32 +214,8 @@ def draw(keys_r: jax.Array, logits_rv: jax.Array) -> tuple[jax.Array, Chosen]:
     return tokens, chosen_tokens(logits_rv, tokens)
 
 
-def sample_keys(seed: jax.Array, prompt_ids: jax.Array, samples: int) -> jax.Array:
-    """PRNG keys [groups, samples], one for each (prompt, sample).
-
-    Args:
-        seed: uint32, the run's.
-        prompt_ids: uint32 [groups, 2], high and low half of each prompt's id.
-        samples: how many of each prompt.
-    """
-
-    def of_prompt(prompt_id: jax.Array) -> jax.Array:
-        key = jax.random.key(seed)
-        for half in (prompt_id[0], prompt_id[1]):
-            key = jax.random.fold_in(key, half)
-        return jax.vmap(lambda sample: jax.random.fold_in(key, sample))(jnp.arange(samples))
-
-    return jax.vmap(of_prompt)(prompt_ids)
-
-
-def at_position(keys: jax.Array, position: jax.Array) -> jax.Array:
-    """The keys [groups, samples] for the draw at this position of the completion."""
-    fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(0, None)), in_axes=(0, None))
-    return fold(keys, position)
-
-
 def row_keys(identity: jax.Array) -> jax.Array:
-    """PRNG keys [r] of samples, those of `sample_keys`.
+    """PRNG keys [r] of samples; folding in the position in the completion gives the key of a draw.
 
     Args:
         identity: uint32 [r, 4]: seed, high and low half of the prompt's id, sample id.

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from axlearn_like.layers.linear import batched_dot
 from mesh.rules import constrain, partition
 
 MASKED = -1e30  # finite, so that a fully masked (padding) row gives garbage instead of NaN
@@ -130,11 +131,11 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask_bts: jax.Array) -> ja
     """Plain attention, [b, t, k, q, h]. Query heads join the length, so each product is one batched matmul."""
     batch, length, heads, per_head, width = q.shape
     rows = _reshape(q.transpose(0, 2, 3, 1, 4), batch, heads, per_head * length, width)
-    scores = _dot(rows, _heads_first(k), contract_last=True)
+    scores = batched_dot(rows, _heads_first(k), contract_last=True)
     scores = _reshape(scores, batch, heads, per_head, length, -1) * width**-0.5
     weights = jax.nn.softmax(jnp.where(mask_bts[:, None, None], scores, MASKED), axis=-1)
     weights = _reshape(weights.astype(v.dtype), batch, heads, per_head * length, -1)
-    mixed = _dot(weights, _heads_first(v)).astype(v.dtype)
+    mixed = batched_dot(weights, _heads_first(v)).astype(v.dtype)
     return _reshape(mixed, batch, heads, per_head, length, width).transpose(0, 3, 1, 2, 4)
 
 
@@ -147,16 +148,17 @@ def _attend_branches(
     split = (groups, heads, branches, per_head, length, -1)
     all_rows = _reshape(q, groups, heads, -1, width)
     own_rows = _reshape(q, groups, heads, branches, -1, width)
-    to_trunk = _reshape(_dot(all_rows, cache["trunk_k"], contract_last=True), *split)
-    to_own = _reshape(_dot(own_rows, cache["k"], contract_last=True), *split)
+    to_trunk = _reshape(batched_dot(all_rows, cache["trunk_k"], contract_last=True), *split)
+    to_own = _reshape(batched_dot(own_rows, cache["k"], contract_last=True), *split)
     scale = width**-0.5
     to_trunk = jnp.where(trunk_mask_gp[:, None, None, None, None], to_trunk * scale, MASKED)
     to_own = jnp.where(own_mask_ts, to_own * scale, MASKED)
     weights = jax.nn.softmax(jnp.concatenate([to_trunk, to_own], axis=-1), axis=-1)
     weights = weights.astype(cache["v"].dtype)
     trunk_size = to_trunk.shape[-1]
-    from_trunk = _dot(_reshape(weights[..., :trunk_size], groups, heads, -1, trunk_size), cache["trunk_v"])
-    from_own = _dot(_reshape(weights[..., trunk_size:], groups, heads, branches, per_head * length, -1), cache["v"])
+    from_trunk = batched_dot(_reshape(weights[..., :trunk_size], groups, heads, -1, trunk_size), cache["trunk_v"])
+    own_weights = _reshape(weights[..., trunk_size:], groups, heads, branches, per_head * length, -1)
+    from_own = batched_dot(own_weights, cache["v"])
     mixed = (_reshape(from_trunk, *split) + _reshape(from_own, *split)).astype(cache["v"].dtype)
     return mixed.transpose(0, 2, 4, 1, 3, 5)
 
@@ -164,11 +166,3 @@ def _attend_branches(
 def _reshape(x: jax.Array, *shape: int) -> jax.Array:
     """Batch and heads stay in front and spread as they were: a plain reshape forgets that where their size is 1."""
     return jnp.reshape(x, shape, out_sharding=partition("batch", "heads", *[None] * (len(shape) - 2)))
-
-
-def _dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> jax.Array:
-    """Matrix product over the last two axes, accumulated in float32; `contract_last` transposes b."""
-    batch = tuple(range(a.ndim - 2))
-    b_axis = b.ndim - 1 if contract_last else b.ndim - 2
-    dims = (((a.ndim - 1,), (b_axis,)), (batch, batch))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)

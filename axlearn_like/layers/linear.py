@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from mesh.rules import axis_sizes, partition
 
-_WHOLE_SUM = 32768  # entries of a matrix over whose depth XLA's CPU matmul sums in one go, however few the rows
+WHOLE_SUM = 32768  # entries of a matrix over whose depth XLA's CPU matmul sums in one go, however few the rows
 
 
 def project(
@@ -52,6 +52,14 @@ def project(
     )
 
 
+def batched_dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> jax.Array:
+    """Matrix product over the last two axes, accumulated in float32; `contract_last` transposes b."""
+    batch = tuple(range(a.ndim - 2))
+    b_axis = b.ndim - 1 if contract_last else b.ndim - 2
+    dims = (((a.ndim - 1,), (b_axis,)), (batch, batch))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
 def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: str | None) -> jax.Array:
     """x [rows, in] x matrix [in, out], each row the same to the bit however many rows there are (on CPUs).
 
@@ -68,7 +76,7 @@ def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: 
 
     def few_rows(x: jax.Array, matrix: jax.Array) -> jax.Array:
         depth, width = matrix.shape
-        columns = _WHOLE_SUM // depth // 64 * 64
+        columns = WHOLE_SUM // depth // 64 * 64
         if whole and width % 64 == 0 and 0 < columns and width <= 16 * columns:
             return jnp.concatenate([dot(x, matrix[:, i : i + columns]) for i in range(0, width, columns)], axis=1)
         return dot(jnp.pad(x, [(0, enough - x.shape[0]), (0, 0)]), matrix)[: x.shape[0]]

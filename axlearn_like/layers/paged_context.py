@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.layers.context import MASKED
+from axlearn_like.layers.linear import WHOLE_SUM, batched_dot
 from axlearn_like.layers.reduction import exponentials
 from mesh.rules import constrain, partition
 
@@ -29,7 +30,6 @@ Pool = Any  # dict of arrays k, v (see `make_pool`), or the TPU kernel's array
 Window = dict[str, jax.Array]  # k [r, k, h, s], v [r, k, s, h]
 
 KEY_BLOCK = 64  # windows are multiples of this many keys, so that XLA's CPU reductions run over whole vectors
-_WHOLE_SUM = 32768  # entries of a matrix over whose depth XLA's CPU matmul sums in one go, however few the rows
 RUBBISH = 0  # the page that takes what padding writes; no sequence owns it
 
 
@@ -176,9 +176,9 @@ def attend_window(q_rckqh: jax.Array, window: Window, positions: jax.Array) -> j
     q = constrain(q_rckqh, "batch", None, "heads", None, None).transpose(0, 2, 1, 3, 4) * width**-0.5
     q = jnp.reshape(q, (rows, heads, length * per_head, width), out_sharding=partition(*spread))
     k, v = constrain(window["k"], *spread), constrain(window["v"], *spread)
-    block = min(size, _WHOLE_SUM // max(width, KEY_BLOCK))
+    block = min(size, WHOLE_SUM // max(width, KEY_BLOCK))
     blocks = [slice(start, min(start + block, size)) for start in range(0, size, block)]
-    scores = [_dot(q, k[..., part]) for part in blocks]
+    scores = [batched_dot(q, k[..., part]) for part in blocks]
     visible = jnp.arange(size) <= jnp.repeat(constrain(positions, "batch", None), per_head, axis=1)[..., None]
     scores = jnp.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0]
     weights, total = exponentials(jnp.where(visible[:, None], scores, MASKED))
@@ -198,10 +198,4 @@ def _weighted_sum(weights_rkns: jax.Array, v_rksh: jax.Array) -> jax.Array:
     width = v_rksh.shape[-1]
     if width % 64 and (weights_rkns.shape[2] > 48 or width % 32):
         v_rksh = jnp.pad(v_rksh, [(0, 0)] * 3 + [(0, -width % 64)])
-    return _dot(weights_rkns, v_rksh)[..., :width]
-
-
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """[r, k, n, x] x [r, k, x, m], accumulated in float32."""
-    dims = (((3,), (2,)), ((0, 1), (0, 1)))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+    return batched_dot(weights_rkns, v_rksh)[..., :width]

@@ -19,10 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.attention import MERGEABLE
 from axlearn_like.layers.base import Params, bind, split
-from axlearn_like.layers.paged_context import KEY_BLOCK, RUBBISH, make_pool
+from axlearn_like.layers.paged_context import RUBBISH, make_pool
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.rollout.memory import PageCopy
 from rl.rollout.sequence import Sequence
+from rl.rollout.shapes import Shapes, bucket, halvings
 from rl.rollout.steps import Chunks, Rows, copy_pages, decode, prefill, zero_pages
 from rl.sampling import Sampler, pack_bias, pack_rules, plain
 
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from rl.rollout.engine import RolloutEngine
 
 _COPIES = 64  # pages in one copying dispatch
-_LEAST_ROWS = 8
-_KEYS_OF_A_ROW = 256  # whose reading costs as much as all else that a row needs (a policy of millions, on a CPU)
-_LEAST_CHUNK = 32
 
 
 class Device:
@@ -60,10 +58,13 @@ class Device:
             self._dtype = abstract.dtype
             empty = partial(self._empty_pool, *abstract.cache_shape)
             self._pool = empty() if described is None else to_named_sharding(jax.eval_shape(empty), self._mesh)
-        self._rows = _halvings(cfg.slots, _LEAST_ROWS)
-        self._chunks = [c for c in (_LEAST_CHUNK << 2 * i for i in range(16)) if c <= cfg.prefill_tokens]
-        widest = -(-longest // KEY_BLOCK) * KEY_BLOCK
-        self._widths = [widest] if self._kernel else _widths(widest)
+        self.shapes = Shapes(
+            slots=cfg.slots,
+            steps=cfg.steps_per_dispatch,
+            prefill_tokens=cfg.prefill_tokens,
+            longest=longest,
+            ragged=self._kernel,
+        )
         self._compile()
         if described is not None:
             self.params = jax.tree_util.tree_map_with_path(self._stored, self._placed)
@@ -160,7 +161,7 @@ class Device:
         """Copy pages, in order; all reads of a batch come before its writes."""
         for first in range(0, len(copies), _COPIES):
             part = list(copies[first : first + _COPIES])
-            part += [(RUBBISH, RUBBISH)] * (_bucket(len(part), _halvings(_COPIES, 4)) - len(part))
+            part += [(RUBBISH, RUBBISH)] * (bucket(len(part), halvings(_COPIES, 4)) - len(part))
             sources, targets = np.array(part, np.int32).T
             with jax.set_mesh(self._mesh):
                 self._pool = self._run_copy(self._pool, sources, targets)
@@ -176,16 +177,11 @@ class Device:
 
     # ---- dispatches
 
-    def prefill_shape(self, unfilled: int) -> tuple[int, int]:
-        """(rows, chunk) of the dispatch for a sequence that has so many tokens to prefill."""
-        chunk = _bucket(unfilled, self._chunks)
-        return max(1, self._cfg.prefill_tokens // chunk), chunk
-
     def prefill(self, chosen: Items[tuple[Sequence, int]]) -> None:
         """Put the next `count` tokens of each sequence into the pool."""
-        most, chunk = self.prefill_shape(max(count for _, count in chosen))
-        rows = _bucket(len(chosen), _halvings(most, 1))
-        width = self._width(max(sequence.cached + count for sequence, count in chosen))
+        _, chunk = self.shapes.prefill(max(count for _, count in chosen))
+        rows = self.shapes.prefill_rows(len(chosen), chunk)
+        width = self.shapes.width(max(sequence.cached + count for sequence, count in chosen))
         chunks = self._idle_chunks(rows, chunk, width)
         for row, (sequence, count) in enumerate(chosen):
             chunks.tokens[row, :count] = sequence.tokens[sequence.cached : sequence.cached + count]
@@ -203,35 +199,10 @@ class Device:
             page_table=np.full((rows, width // self._cfg.page_size), RUBBISH, np.int32),
         )
 
-    def groups(self, sequences: Items[Sequence]) -> list[list[Sequence]]:
-        """Sequences of like length together, for a dispatch each: by XLA every row reads as far as the longest.
-
-        Splits off the longest 8, 16, 32, ... where that makes less of rows x (keys + what a row costs beside them).
-        """
-        rows = sorted(sequences, key=self._reach, reverse=True)
-        found: list[list[Sequence]] = []
-        while rows:
-            cuts = [len(rows), *(cut for cut in self._rows if cut < len(rows) and not self._kernel)]
-            cut = min(cuts, key=lambda cut: self._cost(rows[:cut]) + self._cost(rows[cut:]))
-            found.append(rows[:cut])
-            rows = rows[cut:]
-        return found
-
-    def _cost(self, rows: Items[Sequence]) -> int:
-        """Of a step of these rows, the longest first, in keys read."""
-        return _bucket(len(rows), self._rows) * (self._width(self._reach(rows[0])) + _KEYS_OF_A_ROW) if rows else 0
-
-    def _reach(self, sequence: Sequence) -> int:
-        """Tokens of the sequence by the end of a dispatch."""
-        return sequence.cached + min(self._cfg.steps_per_dispatch, sequence.limit - len(sequence.tokens))
-
     def decode(self, sequences: Items[Sequence], *, waiting: bool) -> dict[str, jax.Array]:
         """Start drawing; the arrays of `steps.decode`. `waiting`: others could use a row that gets free."""
-        size = _bucket(len(sequences), self._rows)
-        smaller = max((rows for rows in self._rows if rows < size), default=0)
-        quorum = max(1, smaller + 1 if len(sequences) > smaller else 1)
-        if waiting:
-            quorum = max(quorum, len(sequences) - len(sequences) // 8)
+        size = self.shapes.rows(len(sequences))
+        quorum = self.shapes.quorum(len(sequences), waiting=waiting)
         configs = [sequence.task.sampler for sequence in sequences]
         configs += [Sampler.Config()] * (size - len(sequences))
         rows = self._pack(sequences, configs, size)
@@ -242,7 +213,7 @@ class Device:
         return out
 
     def _pack(self, sequences: Items[Sequence], configs: list[Sampler.Config], size: int) -> Rows:
-        most = max(map(self._reach, sequences), default=self._widths[-1])
+        most = max(map(self.shapes.reach, sequences), default=self.shapes.widest)
         stops = max((len(sequence.task.stop.tokens) for sequence in sequences), default=0)
         columns = np.zeros((4, size), np.int32)
         rows = Rows(
@@ -252,7 +223,7 @@ class Device:
             remaining=columns[3],
             identity=np.zeros((size, 4), np.uint32),
             stop=np.full((size, max(4, 1 << max(0, stops - 1).bit_length())), -1, np.int32),
-            page_table=np.full((size, self._width(most) // self._cfg.page_size), RUBBISH, np.int32),
+            page_table=np.full((size, self.shapes.width(most) // self._cfg.page_size), RUBBISH, np.int32),
             rules=pack_rules(configs, self.vocab),
             bias=pack_bias(configs, self.vocab),
             seen=_seen(sequences, size, self.vocab),
@@ -283,7 +254,7 @@ class Device:
                 return step.lower(*args, **static)
 
         def prefill(rows: int, chunk: int) -> jax.stages.Lowered:
-            return lower(self._run_prefill, self.params, self._pool, self._idle_chunks(rows, chunk, self._widths[-1]))
+            return lower(self._run_prefill, self.params, self._pool, self._idle_chunks(rows, chunk, self.shapes.widest))
 
         def decode(sampler: Sampler.Config) -> jax.stages.Lowered:
             rows = self._pack([], [sampler] * cfg.slots, cfg.slots)
@@ -292,7 +263,7 @@ class Device:
             return lower(self._run_decode, self.params, self._pool, rows, np.int32(1), plain=plain(sampler))
 
         pages = np.zeros(_COPIES, np.int32)
-        shapes = [self.prefill_shape(chunk) for chunk in self._chunks]
+        shapes = [self.shapes.prefill(chunk) for chunk in self.shapes.chunks]
         return {
             **{f"prefill {rows} x {chunk}": partial(prefill, rows, chunk) for rows, chunk in shapes},
             f"decode {cfg.slots}, plain": partial(decode, Sampler.Config()),
@@ -300,9 +271,6 @@ class Device:
             "copy pages": partial(lower, self._run_copy, self._pool, pages, pages),
             "blank pages": partial(lower, self._run_blank, self._pool, pages),
         }
-
-    def _width(self, tokens: int) -> int:
-        return _bucket(tokens, self._widths)
 
 
 def spread(leaf: Any, like: jax.ShapeDtypeStruct, stored: jax.ShapeDtypeStruct) -> jax.Array:
@@ -320,24 +288,6 @@ def _seen(sequences: Items[Sequence], size: int, vocab: int) -> np.ndarray | Non
     for row, sequence in enumerate(sequences):
         seen[row, sequence.tokens] = True
     return seen
-
-
-def _bucket(size: int, buckets: Items[int]) -> int:
-    """The smallest bucket that holds `size`, or the largest there is."""
-    return min((bucket for bucket in buckets if bucket >= size), default=max(buckets))
-
-
-def _halvings(most: int, least: int) -> list[int]:
-    sizes = [most]
-    while sizes[-1] // 2 >= least:
-        sizes.append(-(-sizes[-1] // 2))
-    return sizes
-
-
-def _widths(widest: int) -> list[int]:
-    """1, 1.5, 2, 3, 4, 6, 8, 12, ... blocks of keys."""
-    sizes = {KEY_BLOCK << i for i in range(24)} | {3 * KEY_BLOCK // 2 << i for i in range(23)}
-    return sorted(size for size in sizes if size < widest) + [widest]
 
 
 def _name(path: Any) -> str:

@@ -124,7 +124,8 @@ class RolloutEngine(Configurable):
         """
         cfg, under_way = self.cfg, len(self._execution.tasks)
         if cfg.max_queue is not None and under_way >= cfg.max_queue:
-            raise UserError(f"{request.name}: {under_way} requests are under way (RolloutEngine.max_queue={under_way})")
+            limit = f"RolloutEngine.max_queue={cfg.max_queue}"
+            raise UserError(f"{request.name}: {under_way} requests are under way ({limit})")
         stop = resolve(
             request,
             cfg,
@@ -248,13 +249,13 @@ class RolloutEngine(Configurable):
             prefills += 1
         rows, copies = scheduler.to_decode(self.cfg.steps_per_dispatch)
         self._device.copy(copies)
-        groups = self._device.groups(rows)
+        groups = self._device.shapes.groups(rows)
         self._counts["dispatches"] += len(groups)
         return [(group, self._device.decode(group, waiting=scheduler.waiting > 0)) for group in groups]
 
     def _prefill(self) -> bool:
         """One dispatch; False if there is nothing to prefill, or no room for it."""
-        chosen, copies = self._scheduler.to_prefill(self._device.prefill_shape)
+        chosen, copies = self._scheduler.to_prefill(self._device.shapes.prefill)
         self._device.copy(copies)
         if work := [(sequence, count) for sequence, count in chosen if count]:
             self._counts["dispatches"] += 1

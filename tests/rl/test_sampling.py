@@ -18,14 +18,12 @@ from mesh import UserError
 from rl.sampling import (
     NEVER,
     Sampler,
-    at_position,
     distribution,
     draw,
     pack_bias,
     pack_rules,
     plain,
     row_keys,
-    sample_keys,
 )
 
 VOCAB = 12
@@ -55,8 +53,10 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 def keys_of(seed: int, prompts: list[int], samples: int, position: int) -> jax.Array:
-    halves = np.array([[p >> 32, p & 0xFFFFFFFF] for p in prompts], np.uint32)
-    return at_position(sample_keys(jnp.uint32(seed), jnp.asarray(halves), samples), jnp.int32(position))
+    """[prompts, samples], as the engine makes them."""
+    identity = [[seed, p >> 32, p & 0xFFFFFFFF, sample] for p in prompts for sample in range(samples)]
+    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys(jnp.asarray(identity, jnp.uint32)), position)
+    return keys.reshape(len(prompts), samples)
 
 
 def expected(cfg: Sampler.Config, logits: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, float]:
@@ -175,8 +175,8 @@ def test_draws_of_other_samples_prompts_and_positions_are_independent(keys: jax.
 
 def test_bfloat16_logits_are_scored_in_float32():
     logits = jnp.asarray(LOGITS, jnp.bfloat16)
-    sampler = Sampler.Config(temperature=0.7).build()
-    tokens, logprobs = sampler.draw(keys_of(0, [1], 64, 0), jnp.broadcast_to(logits, (1, 64, VOCAB)))
+    rules = pack_rules([Sampler.Config(temperature=0.7)] * 64, VOCAB)
+    _, tokens, logprobs = quick(keys_of(0, [1], 64, 0)[0], jnp.broadcast_to(logits, (64, VOCAB)), rules)
     assert logprobs.dtype == jnp.float32
     exact = np.asarray(logits, np.float64) / 0.7
     reference = exact - np.log(np.exp(exact).sum())
@@ -291,24 +291,6 @@ def test_a_draw_is_the_largest_of_logits_and_the_noise_of_the_key():
     np.testing.assert_array_equal(tokens, np.argmax(whole + np.asarray(noise), axis=1))
 
 
-@pytest.mark.parametrize("options", [o for o in CASES if "repetition_penalty" not in o], ids=str)
-def test_a_sampler_of_one_rule_draws_as_rows_of_that_rule_do(options: dict[str, Any]):
-    keys = keys_of(1, [4, 5], 3, 0)
-    sampler = Sampler.Config(**options).build()
-    logits = np.random.default_rng(0).normal(0.0, 2.0, (2, 3, VOCAB)).astype(np.float32)
-    tokens, logprobs = sampler.draw(keys, jnp.asarray(logits))
-    assert (tokens.dtype, logprobs.dtype) == (jnp.int32, jnp.float32)
-    rows = logits.reshape(-1, VOCAB)
-    _, wanted, scores = by_rules([sampler.cfg] * 6, keys.reshape(-1), rows, np.zeros_like(rows, bool))
-    np.testing.assert_array_equal(np.ravel(tokens), wanted)
-    np.testing.assert_allclose(np.ravel(logprobs), scores, rtol=0, atol=1e-6)
-
-
-def test_a_sampler_that_sees_no_tokens_refuses_to_ignore_a_penalty():
-    with pytest.raises(UserError, match="repetition_penalty needs a record of the tokens seen"):
-        Sampler.Config(repetition_penalty=1.2).build().distribution(jnp.asarray(LOGITS))
-
-
 # ---- keys
 
 
@@ -324,8 +306,10 @@ def test_rows_of_any_request_have_the_keys_of_their_samples():
     identity = np.array([[4, 3, 7, 2], [9, 0, 5, 0], [4, 3, 7, 1]], np.uint32)
     rows = jax.random.key_data(row_keys(jnp.asarray(identity)))
     for row, (seed, high, low, sample) in zip(rows, identity.tolist(), strict=True):
-        keys = sample_keys(jnp.uint32(seed), jnp.asarray([[high, low]], jnp.uint32), sample + 1)
-        np.testing.assert_array_equal(row, jax.random.key_data(keys[0, sample]))
+        key = jax.random.key(jnp.uint32(seed))
+        for part in (high, low, sample):
+            key = jax.random.fold_in(key, jnp.uint32(part))
+        np.testing.assert_array_equal(row, jax.random.key_data(key))
 
 
 def test_a_key_depends_on_seed_prompt_sample_and_position_and_on_all_of_them():
@@ -354,9 +338,6 @@ def test_only_a_temperature_is_plain_and_known_to_the_trainer():
     assert [plain(Sampler.Config(**options)) for options in CASES] == [
         options.keys() <= {"temperature"} and (options.get("temperature") != 0) for options in CASES
     ]
-    for options in CASES:
-        sampler = Sampler.Config(**options).build()
-        assert sampler.truncates is not plain(sampler.cfg)
 
 
 def test_rules_are_packed_a_row_a_config():

@@ -2,12 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +10,7 @@ import pytest
 
 from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
 from mesh import UserError, make_mesh
+from tests.elsewhere import elsewhere
 
 PAGE_SIZE = 4
 
@@ -117,17 +112,17 @@ def test_dead_tokens_are_zero_and_rows_do_not_depend_on_each_other():
     np.testing.assert_array_equal(alone.run()[0][1], mixed[1])
 
 
-def test_heads_spread_over_devices_give_the_same(checkout):
-    found = _elsewhere(checkout, "two_devices", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+def test_heads_spread_over_devices_give_the_same():
+    found = elsewhere(two_devices, environ={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
     assert found == {"tensor": True, "data": True}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
 @pytest.mark.parametrize(("topology", "chunk"), [("v5p:2x2x1", 1), ("v6e:2x2", 1), ("v6e:2x2", 64)])
-def test_tpu_compiler_updates_the_pool_in_place(checkout, topology, chunk):
+def test_tpu_compiler_updates_the_pool_in_place(topology, chunk):
     """Ahead of time, for chips that are not there: a scan over layers, heads over four devices."""
     quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
-    found = _elsewhere(checkout, "compile_for_tpu", topology, str(chunk), **quiet)
+    found = elsewhere(compile_for_tpu, topology, str(chunk), environ=quiet)
     assert found["aliased"] == found["pool"]
     assert found["temporary"] < 0.05 * found["pool"]
 
@@ -195,20 +190,3 @@ def compile_for_tpu(topology: str, chunk: str) -> dict[str, int]:
         "aliased": memory.alias_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
     }
-
-
-def _elsewhere(checkout: Path, function: str, *args: str, **environment: str) -> dict[str, Any]:
-    """What a function of this module returns in a process of its own (the devices are fixed when jax starts)."""
-    name = "tests.axlearn_like.kernels.test_ragged_paged_attention"
-    code = f"import json, sys, {name} as m; print(json.dumps(m.{function}(*sys.argv[1:])))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args],
-        cwd=checkout,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])

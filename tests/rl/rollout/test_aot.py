@@ -4,11 +4,6 @@ The compiler runs in processes of its own: it writes to standard error at its st
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +17,7 @@ from models.qwen import qwen
 from rl.rollout.aot import compile_engine, largest_pool, memory_per_device
 from rl.rollout.device import spread
 from rl.rollout.engine import RolloutEngine
+from tests.elsewhere import elsewhere
 
 COMPILER = importlib.util.find_spec("libtpu") is not None
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="the TPU compiler (libtpu, extra `aot`) is not installed")
@@ -46,8 +42,8 @@ def qwq_engine(**changes: Any) -> RolloutEngine.Config:
 
 @needs_compiler
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
-def test_all_programs_compile_and_none_copies_the_cache(checkout, topology):
-    found = elsewhere(checkout, "compile_small", topology)
+def test_all_programs_compile_and_none_copies_the_cache(topology):
+    found = elsewhere(compile_small, topology)
     names = [step["name"] for step in found["steps"]]
     assert names == ["prefill 2 x 32", "decode 16, plain", "decode 16, all rules", "copy pages", "blank pages"]
     devices, head = 4, 2 * 128 * 2  # one head's keys and values of a token, in bfloat16
@@ -61,8 +57,8 @@ def test_all_programs_compile_and_none_copies_the_cache(checkout, topology):
 
 
 @needs_compiler
-def test_what_cannot_be_compiled_is_refused(checkout):
-    found = elsewhere(checkout, "refusals")
+def test_what_cannot_be_compiled_is_refused():
+    found = elsewhere(refusals)
     assert "v5p:2x2" in found["topology"] and "v9:2x2" in found["topology"]
     assert "mesh tensor 2 needs 2 devices but there are 4 (tpu)" in found["mesh"]
     assert "an engine is one tensor-parallel group" in found["axis"]
@@ -84,7 +80,7 @@ def test_without_the_compiler_it_says_how_to_get_it():
 @pytest.mark.parametrize(("topology", "least_tokens"), [("v5p:2x2x1", 1_000_000), ("v6e:2x4", 500_000)])
 def test_a_policy_of_32_billion_parameters_fits(checkout, topology, least_tokens):
     """With the largest cache that leaves room for a second version of the weights, and none larger than memory."""
-    found = elsewhere(checkout, "compile_qwq", topology)
+    found = elsewhere(compile_qwq, topology, timeout=1000)
     steps = found["steps"]
     assert len(steps) == 7
     for step in steps:
@@ -97,8 +93,8 @@ def test_a_policy_of_32_billion_parameters_fits(checkout, topology, least_tokens
     assert "does not fit" in found["too_large"]
 
 
-def test_weights_are_spread_before_their_heads_are_merged(checkout):
-    found = elsewhere(checkout, "merge_on_two_devices", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+def test_weights_are_spread_before_their_heads_are_merged():
+    found = elsewhere(merge_on_two_devices, environ={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
     assert found == {"same": True, "shards": [[2, 3, 10], [2, 3, 10]], "dtype": "bfloat16"}
 
 
@@ -156,19 +152,3 @@ def merge_on_two_devices() -> dict[str, Any]:
         "shards": [list(shard.data.shape) for shard in placed.addressable_shards],
         "dtype": str(placed.dtype),
     }
-
-
-def elsewhere(checkout: Path, function: str, *args: str, **environment: str) -> dict[str, Any]:
-    """What a function of this module returns in a process of its own."""
-    code = f"import json, sys, {__name__} as m; print(json.dumps(m.{function}(*sys.argv[1:])))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args],
-        cwd=checkout,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=1000,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])

@@ -13,7 +13,7 @@ from mesh import UserError
 from rl.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.requests import Request, StopRules
-from rl.sampling import Sampler, at_position, sample_keys
+from rl.sampling import Sampler
 from tests.rl.rollout.small import (
     MAX_NEW,
     MAX_PROMPT,
@@ -106,9 +106,10 @@ def test_tokens_and_logprobs_are_those_of_a_plain_forward_pass_and_the_documente
 
 def _noise(prompt: Prompt, sample: int, length: int) -> np.ndarray:
     """The Gumbel noise of each draw, by the keys as rl/sampling.py documents them."""
-    halves = jnp.array([[prompt.id >> 32, prompt.id & 0xFFFFFFFF]], jnp.uint32)
-    keys = sample_keys(jnp.uint32(11), halves, 3)
-    draws = [jax.random.gumbel(at_position(keys, jnp.int32(t))[0, sample], (VOCAB,)) for t in range(length)]
+    key = jax.random.key(jnp.uint32(11))
+    for part in (prompt.id >> 32, prompt.id & 0xFFFFFFFF, sample):
+        key = jax.random.fold_in(key, jnp.uint32(part))
+    draws = [jax.random.gumbel(jax.random.fold_in(key, t), (VOCAB,)) for t in range(length)]
     return np.stack([np.asarray(draw) for draw in draws])
 
 

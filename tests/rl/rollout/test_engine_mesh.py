@@ -1,20 +1,13 @@
 """Tensor parallelism: an engine on two devices draws what one on a single device draws."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.requests import Request
+from tests.elsewhere import elsewhere
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
-
-ROOT = Path(__file__).parents[3]
 
 
 def rollouts_on(mesh: dict[str, int]) -> list[tuple[list[int], list[float], str]]:
@@ -30,19 +23,8 @@ def rollouts_on(mesh: dict[str, int]) -> list[tuple[list[int], list[float], str]
 
 def test_on_two_devices_it_draws_the_same_tokens():
     """Sums over heads and over the hidden width are cut in two: log-probabilities equal within 1e-5."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    code = "from tests.rl.rollout.test_engine_mesh import *; print(json.dumps(rollouts_on({'tensor': 2})))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for (tokens, logprobs, reason), expected in zip(json.loads(done.stdout), rollouts_on({}), strict=True):
+    found = elsewhere(rollouts_on, {"tensor": 2}, environ={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
+    for (tokens, logprobs, reason), expected in zip(found, rollouts_on({}), strict=True):
         assert (tokens, reason) == (expected[0], expected[2])
         np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=1e-5)
 

@@ -1,0 +1,30 @@
+"""Functions of test modules in processes of their own: what jax has fixed when it starts cannot be changed in ours."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def elsewhere(
+    function: Callable[..., Any], *args: Any, timeout: float = 200, environ: Mapping[str, str] | None = None
+) -> Any:
+    """What a module's function returns, both ways as JSON, with these environment variables and JAX on the CPU."""
+    module, name = function.__module__, function.__name__
+    code = f"import json, sys, {module} as m; print(json.dumps(m.{name}(*json.loads(sys.argv[1]))))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(args)],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
