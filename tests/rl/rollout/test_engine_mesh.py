@@ -10,6 +10,9 @@ from tests.elsewhere import elsewhere
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 
 
+TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+
+
 def rollouts_on(mesh: dict[str, int]) -> list[tuple[list[int], list[float], str]]:
     """Of prompts of all lengths, with few pages, so that some are preempted."""
     policy = tiny_policy(num_layers=2)
@@ -23,14 +26,20 @@ def rollouts_on(mesh: dict[str, int]) -> list[tuple[list[int], list[float], str]
 
 def test_on_two_devices_it_draws_the_same_tokens():
     """Sums over heads and over the hidden width are cut in two: log-probabilities equal within 1e-5."""
-    found = elsewhere(rollouts_on, {"tensor": 2}, environ={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
+    found = elsewhere(rollouts_on, {"tensor": 2}, environ=TWO_DEVICES)
     for (tokens, logprobs, reason), expected in zip(found, rollouts_on({}), strict=True):
         assert (tokens, reason) == (expected[0], expected[2])
         np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=1e-5)
 
 
+def refusal(mesh: dict[str, int]) -> str:
+    cfg = RolloutEngine.Config(model=tiny_policy(), stop_tokens=(1,), max_prompt=4, max_new=4, mesh=mesh)
+    with pytest.raises(UserError) as caught:
+        cfg.build()
+    return str(caught.value)
+
+
 def test_other_axes_are_refused():
-    cfg = RolloutEngine.Config(model=tiny_policy(), stop_tokens=(1,), max_prompt=4, max_new=4)
-    assert cfg.set(mesh={"fsdp": 1, "data": 1}).build() is not None
-    with pytest.raises(UserError, match="needs 2 devices|one tensor-parallel group"):
-        cfg.set(mesh={"data": 2}).build()
+    found = elsewhere(refusal, {"data": 2}, environ=TWO_DEVICES)
+    assert found.startswith("RolloutEngine.mesh has {'data': 2}; an engine is one tensor-parallel group")
+    assert "needs 2 devices" in refusal({"tensor": 2})  # of which this process has one
