@@ -9,7 +9,6 @@ from rl.rollout.requests import Request
 from tests.elsewhere import elsewhere
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 
-
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
