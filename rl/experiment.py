@@ -4,6 +4,7 @@ The parent hands every child what only the parent knows (sizes, seeds, the task 
 runtime calls the `make_*` functions where a role shall live: in this process, or in an actor's.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,12 +24,15 @@ from rl.evaluation import Evaluation
 from rl.objective import Objective
 from rl.parameter_server import ParameterServer
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.worker import LeaseSource, RolloutWorker, WeightSource
+from rl.rollout.worker import LeaseSource, RolloutWorker
 from rl.rollout.worker import Verifier as VerifierRole
 from rl.sampling import Sampler, plain
 from rl.tasks import encode_prompt
-from rl.trainer import BatchSource, PolicyTrainer, VersionStore
+from rl.trainer import BatchSource, PolicyTrainer
 from rl.verification.service import Verifier
+from rl.weights.access import WeightAccess
+from rl.weights.follower import Follower
+from rl.weights.holder import Shard
 
 LEASES_PER_LIFE = 1_000_000_000  # of a controller's process: its leases are never taken for those of its successor
 
@@ -161,8 +165,11 @@ class RLExperiment(Configurable):
         lives = sum(row["role"] == "controller" and row["event"] == "start" for row in events)
         return self.controller_cfg.build(events=EventLog(run.events_path), first_lease=lives * LEASES_PER_LIFE)
 
-    def make_parameter_server(self) -> ParameterServer:
-        return self.cfg.parameter_server.build()
+    def make_parameter_server(
+        self, *, index: int = 0, others: Sequence[Shard] = (), token: str | None = None
+    ) -> ParameterServer:
+        """One process's part of it (see `ParameterServer`)."""
+        return self.cfg.parameter_server.build(index=index, others=others, token=token)
 
     def make_verifier(self) -> Verifier:
         return self.cfg.verifier.build()
@@ -176,23 +183,30 @@ class RLExperiment(Configurable):
         name: str,
         run: RunDirectory,
         controller: LeaseSource,
-        weights: WeightSource,
+        weights: WeightAccess,
         verifier: VerifierRole,
     ) -> RolloutWorker:
+        engine = self.make_engine()
+        puller = weights.puller(engine.weights_like, worker=name)
         return RolloutWorker(
             name=name,
-            engine=self.make_engine(),
+            engine=engine,
             tokenizer=self.tokenizer,
             seed=self.cfg.seed,
             controller=controller,
-            weights=weights,
+            weights=Follower(
+                puller,
+                lambda params: engine.place(params, puller.approximations),
+                newest=self.cfg.controller.weights != "pinned",
+                background=weights.remote,
+            ),
             verifier=verifier,
             events=EventLog(run.events_path),
             swap=self.cfg.swap,
         )
 
     def make_trainer(
-        self, run: RunDirectory, controller: BatchSource, weights: VersionStore
+        self, run: RunDirectory, controller: BatchSource, weights: WeightAccess
     ) -> PolicyTrainer:
         warm = None if self.cfg.warm_start is None else warm_start_directory(run)
         return self.trainer_cfg.build(

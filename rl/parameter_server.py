@@ -1,86 +1,91 @@
-"""The parameter server: versions of the weights, kept in memory, published atomically, never reused."""
+"""The parameter server: versions of the weights in memory, published whole, verified, never reused.
 
-import threading
-from collections import OrderedDict
+It is made of data shards, each a store of pieces that may live in a process of its own, and one directory, which lives
+with the first of them. See rl/weights for the parts, docs/parameter-server.md for the whole.
+"""
+
+from collections.abc import Sequence
 
 from axlearn_like.config import ConfigBase, Configurable
-from rl.weights.encoding import EncodedWeights, Manifest, WeightsError, verify
+from mesh import UserError
+from rl.weights.access import WeightAccess
+from rl.weights.codecs import get_codec
+from rl.weights.directory import Directory
+from rl.weights.holder import Holder, Shard
+from rl.weights.piece_store import PieceStore
+from rl.weights.relays import Relays
+from rl.weights.service import serve
+from rl.weights.shared import sweep
+from rl.weights.spill import Spill
+from rl.weights.tls import Tls
+from rl.weights.wire import Endpoint, Server, own_address
 
 
 class ParameterServer(Configurable):
-    """Holds the newest `keep` versions. Safe to call from several threads.
-
-    A push is verified before it becomes visible, so a reader sees a whole version or none. Pushing a version again is
-    fine if it is the same to the bit (a trainer that restarts publishes before it asks for data) and an error if not.
-    """
+    """One process's part of the server: data shard `index`, and the directory if that is 0."""
 
     class Config(ConfigBase["ParameterServer"]):
-        keep: int = 4
+        keep: int = 4  # versions in memory
+        shards: int = 1  # processes
         host: str = "127.0.0.1"  # where the bytes are served
-        port: int = 0  # 0: any free port
+        port: int = 0  # of shard 0, the next for shard 1, and so on; 0: any free port
+        tls: Tls.Config | None = None
+        shared_memory: bool = True  # between processes of one host
+        codec: str = "raw"  # how weights travel to workers: raw, delta (lossless), bf16 or int8 (approximate)
+        key_every: int = 0  # with codec="delta": versions that are a multiple of it travel whole; 0: none
+        relays: bool = True  # workers on other hosts serve each other
+        fanout: int = 2  # workers that one of them serves at a time
+        verify: bool = True  # contents, on the workers' devices
+        spill: str | None = None  # disk or bucket for versions not kept in memory: file://, gs:// or s3://
+        spill_keep: int = 16  # versions there
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, *, index: int = 0, others: Sequence[Shard] = (), token: str | None = None):
+        """`others`: links to the shards behind this one, for the directory."""
+        for name, least in {"keep": 1, "shards": 1, "fanout": 1, "key_every": 0, "spill_keep": 1}.items():
+            if getattr(cfg, name) < least:
+                raise UserError(f"parameter_server.{name}={getattr(cfg, name)}; expected {least} or more")
+        get_codec(cfg.codec)
+        sweep()
         self.cfg = cfg
-        self._versions: OrderedDict[int, EncodedWeights] = OrderedDict()
-        self._checksums: dict[int, str] = {}
-        self._changed = threading.Condition()
+        self.holder = Holder(PieceStore(), None if cfg.spill is None else self._open_spill(cfg, index))
+        self.directory: Directory | None = None
+        if index == 0:
+            self.directory = Directory(
+                [self.holder, *others],
+                keep=cfg.keep,
+                relays=Relays(fanout=cfg.fanout),
+                spills=cfg.spill is not None,
+            )
+        self._server: Server | None = None
+        self._index, self._token = index, token
 
-    def push(self, weights: EncodedWeights) -> None:
-        """Publish a version.
+    @staticmethod
+    def _open_spill(cfg: Config, index: int) -> Spill:
+        assert cfg.spill is not None
+        place = f"{cfg.spill.rstrip('/')}/shard-{index}"
+        return Spill(place, cfg.spill_keep, setting="parameter_server.spill")
 
-        Raises:
-            WeightsError: damaged bytes, a version id that was used for other weights, or one that is too old.
-        """
-        verify(weights)
-        version, checksum = weights.manifest.version, weights.manifest.checksum
-        with self._changed:
-            known = self._checksums.setdefault(version, checksum)
-            if known != checksum:
-                raise WeightsError(
-                    f"version {version} was published before with checksum {known}; "
-                    f"refusing other weights under the same number ({checksum})"
-                )
-            if len(self._versions) >= self.cfg.keep and version < min(self._versions):
-                raise WeightsError(f"version {version} is older than all that are kept (held: {self._held()})")
-            self._versions[version] = weights
-            while len(self._versions) > self.cfg.keep:
-                del self._versions[min(self._versions)]
-            self._changed.notify_all()
+    def listen(self) -> Endpoint:
+        """Serve on the socket that the config names, once; where that is."""
+        if self._server is None:
+            tls = None if self.cfg.tls is None else self.cfg.tls.build()
+            port = self.cfg.port and self.cfg.port + self._index
+            self._server = Server(
+                serve(self.holder, self.directory),
+                host=self.cfg.host,
+                port=port,
+                token=self._token,
+                tls=tls,
+                advertise=own_address() if self.cfg.host in ("0.0.0.0", "::") else None,
+            )
+        return self._server.endpoint
 
-    def rewind(self, version: int) -> None:
-        """The trainer restarted from this version: forget every later one, they will be made again."""
-        with self._changed:
-            for later in [v for v in self._checksums if v > version]:
-                del self._checksums[later]
-                self._versions.pop(later, None)
+    def access(self) -> WeightAccess:
+        """For roles that live in this process: no sockets, no copies."""
+        assert self.directory is not None, "only shard 0 has the directory"
+        return WeightAccess(self.cfg, self.directory, [self.holder])
 
-    def latest(self) -> int:
-        """The newest version held, or -1."""
-        with self._changed:
-            return max(self._versions, default=-1)
-
-    def oldest(self) -> int:
-        """The oldest version held, or -1."""
-        with self._changed:
-            return min(self._versions, default=-1)
-
-    def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights:
-        """The weights of exactly this version, waiting up to `timeout` seconds for its publication.
-
-        Raises:
-            WeightsError: not there in time; says what is.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: version in self._versions, timeout):
-                raise WeightsError(
-                    f"parameter server: version {version} not published within {timeout:g} s (held: {self._held()})"
-                )
-            return self._versions[version]
-
-    def manifests(self) -> list[Manifest]:
-        """What is held, oldest first."""
-        with self._changed:
-            return [self._versions[version].manifest for version in sorted(self._versions)]
-
-    def _held(self) -> str:
-        return ", ".join(map(str, sorted(self._versions))) or "none"
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.holder.keep(())

@@ -2,6 +2,7 @@
 
 Order of things, so that a trainer may die between any two of them: publish version s, take batch s, update, mark batch
 s as consumed, publish s + 1, save. After a restart the restored version is published *before* data is asked for.
+Publishing runs on a thread beside all else; an update waits only until the weights it will overwrite have been copied.
 """
 
 import time
@@ -29,7 +30,9 @@ from rl.batching import Batch, pack_groups
 from rl.messages import Group
 from rl.objective import Objective
 from rl.scoring import pack_rows, score_rows
-from rl.weights.encoding import EncodedWeights, decode, encode
+from rl.weights.access import WeightAccess
+from rl.weights.publisher import Push
+from rl.weights.snapshot import Snapshot
 
 
 class BatchSource(Protocol):
@@ -41,16 +44,6 @@ class BatchSource(Protocol):
     def consumed(self, step: int) -> None: ...
     def published(self, version: int) -> None: ...
     def missing(self, step: int) -> str: ...
-
-
-class VersionStore(Protocol):
-    """What the trainer asks of the parameter server."""
-
-    def push(self, weights: EncodedWeights) -> None: ...
-    def rewind(self, version: int) -> None: ...
-    def latest(self) -> int: ...
-    def oldest(self) -> int: ...
-    def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights: ...
 
 
 class PolicyTrainer(Configurable):
@@ -92,12 +85,13 @@ class PolicyTrainer(Configurable):
         *,
         run: RunDirectory,
         controller: BatchSource,
-        weights: VersionStore,
+        weights: WeightAccess,
         initial: Callable[[Any], Params] | None = None,
         seed: int = 0,
     ):
         """`initial(abstract_params)` gives version 0; without it the model's own initialisation does."""
-        self.cfg, self._controller, self._weights = cfg, controller, weights
+        self.cfg, self._controller = cfg, controller
+        self._versions, self._publisher = weights.directory, weights.publisher()
         self._run, self._events = run, EventLog(run.events_path)
         self._mesh = cfg.check_sizes()
         self._objective = cfg.objective.build()
@@ -108,7 +102,8 @@ class PolicyTrainer(Configurable):
             )
         self._checkpointer = cfg.checkpoint.build(directory=run.checkpoints / "rl")
         self._learner = cfg.learner.build()
-        self._recent: list[EncodedWeights] = []  # the `staleness` versions before the current one
+        self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
+        self._push: Push | None = None  # of the current one
         with jax.set_mesh(self._mesh):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
             self._graphdef, _ = split(abstract)
@@ -123,10 +118,12 @@ class PolicyTrainer(Configurable):
 
     def start(self) -> None:
         """Publish the current version and those that workers may still need; only then ask for data."""
-        self._weights.rewind(self.step)
-        for weights in self._recent:
-            self._weights.push(weights)
+        self.settle()
+        self._versions.rewind(self.step)
+        for snapshot in self._recent:
+            self._publisher.publish(snapshot)
         self._publish()
+        self.settle()
         self._controller.begin(self.step, self._first_version())
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> int:
@@ -148,11 +145,12 @@ class PolicyTrainer(Configurable):
         what = {"for": f"batch {self.step}"}
         self._events.append("trainer", "wait", seconds=round(waited, 4), step=self.step, **what)
         began = time.monotonic()
+        current = self._copied()
         with span(self._events, "trainer", "update", step=self.step), jax.set_mesh(self._mesh):
             metrics = self._update(groups)
         self._controller.consumed(self.step)
         self.step += 1
-        self._recent = [*self._recent, self._current][1 if len(self._recent) == self.cfg.staleness else 0 :]
+        self._recent = [*self._recent, current][1 if len(self._recent) == self.cfg.staleness else 0 :]
         self._publish()
         seconds = time.monotonic() - began
         times = {"wait_seconds": waited, "step_seconds": waited + seconds, "version": self.step}
@@ -163,8 +161,8 @@ class PolicyTrainer(Configurable):
 
     def save(self) -> None:
         """Checkpoint the state, the versions still in use, and the controller's whole state: the step."""
-        recent = [jax.tree.map(jnp.asarray, decode(weights)) for weights in self._recent]
-        versions = [weights.manifest.version for weights in self._recent]
+        recent = [snapshot.params(self.state["params"]) for snapshot in self._recent]
+        versions = [snapshot.version for snapshot in self._recent]
         missing = self.cfg.staleness - len(recent)  # of a young run; the tree has one form always
         recent += [self.state["params"]] * missing
         state = {**self.state, "recent": {str(i): params for i, params in enumerate(recent)}}
@@ -172,6 +170,7 @@ class PolicyTrainer(Configurable):
 
     def close(self) -> None:
         """Save, and wait until it is on disk."""
+        self.settle()
         self.save()
         self._checkpointer.close()
         self._metrics.close()
@@ -193,7 +192,7 @@ class PolicyTrainer(Configurable):
             state, extras = self._checkpointer.restore({**abstract, "recent": copies}, latest)
             recent = state.pop("recent")
             versions = enumerate(extras["versions"])
-            self._recent = [encode(recent[str(i)], version) for i, version in versions]
+            self._recent = [self._publisher.copy(recent[str(i)], version) for i, version in versions]
             return state, extras["step"]
         state = jax.jit(create)(key)
         if initial is not None:
@@ -254,8 +253,7 @@ class PolicyTrainer(Configurable):
         version = versions.pop()
         params = self.state["params"]
         if version != self.step:
-            host = decode(next(w for w in self._recent if w.manifest.version == version))
-            params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), host, params)
+            params = next(one for one in self._recent if one.version == version).params(params)
         figures: dict[str, float] = {}
         if batch["action_mask"].any():
             apart = np.abs(np.asarray(self._score(params, arrays)[0]) - batch["logprobs_behaviour"])
@@ -276,19 +274,36 @@ class PolicyTrainer(Configurable):
             for row, (first, r) in enumerate(zip(rows["first"], rollouts, strict=True))
         ]
 
+    def settle(self) -> None:
+        """Wait until the current version can be pulled; raises what went wrong with it."""
+        if self._push is not None:
+            self._push.wait()
+
     def _publish(self) -> None:
-        with span(self._events, "trainer", "push", version=self.step) as fields:
-            self._current = encode(self.state["params"], self.step)
-            self._weights.push(self._current)
-            fields["nbytes"] = self._current.manifest.nbytes
-        self._controller.published(self.step)
+        self.settle()  # at most one is under way
+        version, began = self.step, time.monotonic()
+
+        def published(snapshot: Snapshot) -> None:
+            seconds = round(time.monotonic() - began, 4)
+            self._events.append("trainer", "push", version=version, nbytes=snapshot.nbytes, seconds=seconds)
+            self._controller.published(version)
+
+        with jax.set_mesh(self._mesh):
+            self._push = self._publisher.begin(self.state["params"], version, published)
+
+    def _copied(self) -> Snapshot:
+        """The current version on the host: then the next update may overwrite it."""
+        assert self._push is not None, "start() publishes before any update"
+        return self._push.snapshot()
 
     def _heal(self) -> None:
         """A parameter server or controller that restarted is empty: tell it where we are."""
-        lacking = self._weights.latest() < self.step or self._weights.oldest() > self._first_version()
+        if self._push is not None and not self._push.done:
+            return
+        lacking = {*(snapshot.version for snapshot in self._recent), self.step}.difference(self._versions.versions())
         if lacking or self._controller.status()["version"] < self.step:
             self._events.append("trainer", "heal", step=self.step)
             self.start()
 
     def _first_version(self) -> int:
-        return self._recent[0].manifest.version if self._recent else self.step
+        return self._recent[0].version if self._recent else self.step

@@ -33,6 +33,18 @@ if TYPE_CHECKING:
 _COPIES = 64  # pages in one copying dispatch
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """Weights on the engine's devices, in the engine's arrangement.
+
+    Attributes:
+        approximations: tags of rollouts drawn with them, if they are not the trainer's to the bit.
+    """
+
+    params: Params
+    approximations: tuple[str, ...] = ()
+
+
 class Device:
     """Runs prefill and decoding for sequences; knows nothing of queues."""
 
@@ -115,6 +127,15 @@ class Device:
 
     # ---- weights
 
+    @property
+    def like(self) -> Params:
+        """What arrives with the least copying: arrays arranged as the trainer's, in the types that are kept here."""
+
+        def described(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, self._type(path, leaf), sharding=leaf.sharding)
+
+        return jax.tree_util.tree_map_with_path(described, self._abstract)
+
     def place(self, params: Params) -> Params:
         """The parameters where and as the engine wants them.
 
@@ -148,7 +169,10 @@ class Device:
         if self._kernel and name.endswith(MERGEABLE):  # [layers, d, *heads]
             shape = (*shape[:2], math.prod(shape[2:]))
             sharding = NamedSharding(self._mesh, PartitionSpec(*sharding.spec[:3]))
-        return jax.ShapeDtypeStruct(shape, like.dtype if name.endswith("scale") else self._dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, self._type(path, like), sharding=sharding)
+
+    def _type(self, path: Any, like: jax.ShapeDtypeStruct) -> Any:
+        return like.dtype if _name(path).endswith("scale") else self._dtype
 
     # ---- pages
 

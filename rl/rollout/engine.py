@@ -20,7 +20,7 @@ from axlearn_like.layers.base import Params
 from mesh import UserError
 from rl.messages import Rollout
 from rl.rollout.admission import check_sizes, resolve
-from rl.rollout.device import Device
+from rl.rollout.device import Device, Placed
 from rl.rollout.execution import Execution
 from rl.rollout.memory import Memory
 from rl.rollout.requests import Finished, OnTokens, Request
@@ -67,17 +67,34 @@ class RolloutEngine(Configurable):
         self._submitted = 0
         self._kept: list[Finished] = []  # of others, that finished during `generate`
         self._in_step = False
-        self._next_weights: tuple[Params, int] | None = None  # to be put in when all have ended
+        self._next_weights: tuple[Placed, int] | None = None  # to be put in when all have ended
+        self._approximations: tuple[str, ...] = ()  # of the weights in place
         self._counts = dict.fromkeys(("prefill_tokens", "tokens", "dispatches", "requests", "aborted"), 0)
         self._seconds = dict.fromkeys(("host", "device", "swap"), 0.0)
 
     # ---- weights
 
-    def set_weights(self, params: Params, version: int, *, swap: Swap = "go_on", rewind: bool = False) -> None:
+    @property
+    def weights_like(self) -> Params:
+        """Shapes, types and shardings of arrays that `place` can use with the least copying."""
+        return self._device.like
+
+    def place(self, params: Params, approximations: tuple[str, ...] = ()) -> Placed:
+        """Arrays as the trainer has them made into what `set_weights` puts in at once. May be called by another thread,
+        while the engine draws. `approximations`: tags for what will be drawn with them.
+
+        Raises:
+            UserError: other arrays than the model has.
+        """
+        return Placed(self._device.place(params), approximations)
+
+    def set_weights(
+        self, params: Params | Placed, version: int, *, swap: Swap = "go_on", rewind: bool = False
+    ) -> None:
         """Put in a policy, between two dispatches.
 
         Args:
-            params: arrays as the trainer has them.
+            params: what `place` has made of them, or arrays as the trainer has them.
             version: must not be lower than the one in place, unless `rewind`.
             swap: what becomes of sequences under way. "go_on": the next token is drawn by the new policy, over keys and
                 values of the old (rollouts are tagged "mixed-cache"). "recompute": the same, but keys and values are
@@ -94,16 +111,17 @@ class RolloutEngine(Configurable):
             where = "which is in place" if coming == self.version else "which is to come next"
             raise UserError(f"weights of version {version} are older than version {coming}, {where}")
         began = time.monotonic()
-        placed = self._device.place(params)
+        placed = params if isinstance(params, Placed) else self.place(params)
         if swap == "drain" and self._begun():
             self._next_weights, self._scheduler.only_begun = (placed, version), True
         else:
             self._put_in(placed, version, recompute=swap == "recompute")
         self._seconds["swap"] += time.monotonic() - began
 
-    def _put_in(self, params: Params, version: int, *, recompute: bool) -> None:
+    def _put_in(self, placed: Placed, version: int, *, recompute: bool) -> None:
         scheduler = self._scheduler
-        self._device.params, self._next_weights = params, None
+        self._device.params, self._next_weights = placed.params, None
+        self._approximations = placed.approximations
         self.version = scheduler.version = version
         scheduler.only_begun = False
         scheduler.memory.forget()
@@ -291,6 +309,7 @@ class RolloutEngine(Configurable):
             self._counts["tokens"] += count
             tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
             sequence.extend(tokens, logprobs, self.version)
+            sequence.tags.update(self._approximations)
             cut = sequence.cut_at_stop_string()
             self._execution.tell(sequence)
             if broken and not cut:

@@ -12,9 +12,11 @@ from axlearn_like.spans import span
 from axlearn_like.tokenizer import ByteTokenizer
 from mesh import UserError
 from rl.messages import Group, Lease, Rollout, Score
+from rl.rollout.device import Placed
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.requests import Request
-from rl.weights.encoding import EncodedWeights, WeightsError, decode
+from rl.weights.errors import WeightsError
+from rl.weights.reading import Moved
 
 _PULL_ATTEMPTS = 5  # in a row that may fail before the run does
 
@@ -30,10 +32,10 @@ class LeaseSource(Protocol):
 
 
 class WeightSource(Protocol):
-    """What a worker asks of the parameter server."""
+    """What a worker asks of the parameter server: see `rl.weights.follower.Follower`."""
 
-    def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights: ...
-    def latest(self) -> int: ...
+    def take(self, version: int, timeout: float = 0.0) -> tuple[Placed, Moved]: ...
+    def newer(self) -> tuple[int, Placed, Moved] | None: ...
 
 
 class Verifier(Protocol):
@@ -94,7 +96,7 @@ class RolloutWorker:
             return True
         with self._span("pull", version=version) as span:
             try:
-                weights = self._weights.pull(version, self._pull_timeout)
+                placed, moved = self._weights.take(version, self._pull_timeout)
             except WeightsError as error:
                 self._failed_pulls += 1
                 if self._failed_pulls >= _PULL_ATTEMPTS:
@@ -103,24 +105,19 @@ class RolloutWorker:
                 self._controller.join(self.name)  # frees the lease
                 return False
             self._failed_pulls = 0
-            self._engine.set_weights(decode(weights), version, rewind=True)
-            span["nbytes"] = weights.manifest.nbytes
+            span |= _figures(moved)
+        with self._span("swap", version=version):
+            self._engine.set_weights(placed, version, rewind=True)
         return True
 
     def _follow(self) -> None:
-        """Between two dispatches: take up newer weights if there are any. Without them the old will do."""
-        newest = self._weights.latest()
-        if newest <= self._engine.version:
+        """Between two dispatches: take up newer weights if they are here."""
+        if (found := self._weights.newer()) is None:
             return
-        with self._span("pull", version=newest) as span:
-            try:
-                weights = self._weights.pull(newest)
-            except WeightsError as error:
-                span["error"] = str(error)
-                return
-            span["nbytes"] = weights.manifest.nbytes
+        newest, placed, moved = found
+        self._events.append(self.name, "pull", version=newest, seconds=0.0, **_figures(moved))
         with self._span("swap", version=newest, swap=self._swap):
-            self._engine.set_weights(decode(weights), newest, swap=self._swap)
+            self._engine.set_weights(placed, newest, swap=self._swap)
 
     def _score(self, lease: Lease, rollouts: list[Rollout]) -> tuple[Group, ...]:
         with self._span("score", step=lease.step):
@@ -134,6 +131,12 @@ class RolloutWorker:
 
     def _span(self, event: str, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
         return span(self._events, self.name, event, **fields)
+
+
+def _figures(moved: Moved) -> dict[str, Any]:
+    """Of a pull, whose `seconds` are those that the worker has waited; most of the transfer goes on beside drawing."""
+    seconds = round(moved.seconds, 4)
+    return {"nbytes": moved.needed, "travelled": moved.travelled, "by": moved.by, "transfer_seconds": seconds}
 
 
 def check_whole(rollouts: Sequence[Rollout]) -> None:

@@ -20,7 +20,7 @@ def run_inprocess(
     The worker generates whatever may be leased, then the trainer updates once, and so on.
     """
     controller = experiment.make_controller(run)
-    weights = experiment.make_parameter_server()
+    weights = experiment.make_parameter_server().access()
     with experiment.make_verifier() as verifier:
         trainer = experiment.make_trainer(run, controller, weights)
         worker = experiment.make_worker("worker-0", run, controller, weights, verifier)
@@ -30,6 +30,7 @@ def run_inprocess(
                 while worker.run_once():
                     pass
                 if trainer.run_once():
+                    trainer.settle()  # nothing to do meanwhile: all take turns on one thread
                     on_step(trainer.step)
         trainer.close()
         return trainer.step

@@ -1,7 +1,7 @@
 """The Ray side of the runtime: one generic actor that hosts a role, and a proxy that looks like the role.
 
 An actor builds its role from the config in the run directory, in its own process. Roles call each other through proxies
-with plain method calls; bulk weights do not take this way (see weights/transport.py).
+with plain method calls; bulk weights do not take this way (see weights/wire.py).
 """
 
 import os
@@ -19,7 +19,8 @@ from axlearn_like.run_directory import EventLog, RunDirectory
 from mesh import UserError, enable_compilation_cache, make_mesh
 from mesh.devices import one_device_per_core
 from rl.experiment import RLExperiment
-from rl.weights.transport import Endpoint, WeightClient, WeightServer
+from rl.weights.access import connect
+from rl.weights.wire import Endpoint
 
 
 def result(reference: Any, timeout: float | None = None) -> Any:
@@ -87,7 +88,6 @@ class RoleHost:
         self._peers: dict[str, Any] = {}
         self._building = threading.Lock()
         self._role: Any = None
-        self._server: WeightServer | None = None
         self._stopping = False
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,9 +96,7 @@ class RoleHost:
 
     def endpoint(self) -> Endpoint:
         """Where the parameter server's bytes are served."""
-        self._built()
-        assert self._server is not None
-        return self._server.endpoint
+        return self._built().listen()
 
     def run_worker(self, peers: dict[str, Any]) -> None:
         """The rollout worker's loop, until the controller stops the run. `peers`: actors of the roles it calls."""
@@ -130,15 +128,14 @@ class RoleHost:
 
     def _build(self, experiment: RLExperiment) -> Any:
         if self._kind == "parameter_server":
-            store = experiment.make_parameter_server()
-            self._server = WeightServer(store, self._token)
-            return store
+            return experiment.make_parameter_server(token=self._token)
         if self._kind == "verifier":
             return experiment.make_verifier()
         if self._kind == "controller":
             return experiment.make_controller(self._run)
         controller: Any = RemoteRole("controller", self._peers["controller"])
-        weights = WeightClient(RemoteServer("parameter-server", self._peers["server"]).locate)
+        server = RemoteServer("parameter-server", self._peers["server"])
+        weights = connect(experiment.cfg.parameter_server, [server.locate])
         if self._kind == "trainer":
             if experiment.trainer_cfg.mesh:
                 one_device_per_core()  # as in the command, which has seen that the mesh fits

@@ -17,9 +17,9 @@ from rl.evaluation import Evaluation
 from rl.experiment import RLExperiment, warm_start_directory
 from rl.sampling import Sampler
 from rl.tasks import TaskFamily, TaskMixture, encode_prompt
-from rl.weights.encoding import decode
 from tests.axlearn_like.tiny import tiny_trainer
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
+from tests.rl.weights.small import pull
 
 
 def build(**changes: Any) -> RLExperiment:
@@ -87,12 +87,12 @@ def test_the_first_version_is_the_same_for_trainer_evaluation_and_workers(tmp_pa
     cfg = tiny_experiment()
     experiment = cfg.build()
     with tiny_run(tmp_path / "r", cfg) as run:
-        store = experiment.make_parameter_server()
-        trainer = experiment.make_trainer(run, experiment.make_controller(run), store)
+        weights = experiment.make_parameter_server().access()
+        trainer = experiment.make_trainer(run, experiment.make_controller(run), weights)
         trainer.start()
         expected = host(experiment.initial_params(run, make_mesh()))
         assert host(trainer.state["params"]) == expected
-        assert host(decode(store.pull(0))) == expected
+        assert host(pull(weights, trainer.state["params"], 0)) == expected
         assert any(np.any(np.frombuffer(x, np.float32) != 0) for x in expected.values())
 
 
@@ -107,8 +107,8 @@ def test_after_a_warm_start_the_first_version_is_its_result(tmp_path: Path):
         params = jax.tree.map(jax.numpy.asarray, learned)
         checkpointer.save(3, {"params": params, "step": jax.numpy.int32(3)}, {})
         checkpointer.close()
-        store = experiment.make_parameter_server()
-        trainer = experiment.make_trainer(run, experiment.make_controller(run), store)
+        weights = experiment.make_parameter_server().access()
+        trainer = experiment.make_trainer(run, experiment.make_controller(run), weights)
         assert host(trainer.state["params"]) == host(learned)
         assert host(experiment.initial_params(run, make_mesh())) == host(learned)
         assert (trainer.step, int(trainer.state["step"])) == (0, 0)

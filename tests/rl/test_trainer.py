@@ -17,13 +17,13 @@ from rl.controller import Controller
 from rl.experiment import RLExperiment
 from rl.messages import Group, Lease
 from rl.objective.presets import grpo
-from rl.parameter_server import ParameterServer
 from rl.rollout.engine import Request
 from rl.rollout.worker import RolloutWorker
 from rl.sampling import Sampler
 from rl.trainer import PolicyTrainer
-from rl.weights.encoding import decode
+from rl.weights.access import WeightAccess
 from tests.rl.tiny import make_group, tiny_experiment, tiny_params, tiny_run
+from tests.rl.weights.small import publish, pull
 
 STEPS = 4
 SAVE_EVERY = 2  # of the tiny experiment
@@ -52,7 +52,7 @@ class Roles:
     experiment: RLExperiment
     run: RunDirectory
     controller: Controller
-    store: ParameterServer
+    weights: WeightAccess
     trainer: PolicyTrainer
     worker: RolloutWorker
     address: Address
@@ -60,17 +60,18 @@ class Roles:
     @staticmethod
     def make(path: Path, cfg: RLExperiment.Config, initial: Params | None = None) -> "Roles":
         experiment, run = cfg.build(), tiny_run(path, cfg)
-        controller, store = experiment.make_controller(run), experiment.make_parameter_server()
+        controller = experiment.make_controller(run)
+        weights = experiment.make_parameter_server().access()
         address: Any = Address(controller)
         if initial is None:
-            trainer = experiment.make_trainer(run, address, store)
+            trainer = experiment.make_trainer(run, address, weights)
         else:
-            runtime = {"run": run, "controller": address, "weights": store}
+            runtime = {"run": run, "controller": address, "weights": weights}
             trainer = experiment.trainer_cfg.build(**runtime, initial=lambda abstract: put(initial, abstract))
         verifier = experiment.make_verifier()
-        worker = experiment.make_worker("worker-0", run, address, store, verifier)
+        worker = experiment.make_worker("worker-0", run, address, weights, verifier)
         trainer.start()
-        return Roles(experiment, run, controller, store, trainer, worker, address)
+        return Roles(experiment, run, controller, weights, trainer, worker, address)
 
     def advance(self, step: int) -> None:
         with jax.set_mesh(make_mesh()):
@@ -78,6 +79,10 @@ class Roles:
                 while self.worker.run_once():
                     pass
                 assert self.trainer.run_once()
+                self.trainer.settle()
+
+    def pulled(self, version: int) -> Params:
+        return pull(self.weights, self.trainer.state["params"], version)
 
     def crash(self) -> None:
         """Nothing is saved. What was being written in the background is let finish: which step survives is not left
@@ -161,9 +166,9 @@ def test_each_program_is_compiled_once(uninterrupted: Roles):
 
 
 def test_the_newest_version_is_what_the_trainer_has(uninterrupted: Roles):
-    published = decode(uninterrupted.store.pull(STEPS))
+    published = uninterrupted.pulled(STEPS)
     assert host(published) == host(uninterrupted.trainer.state["params"])
-    assert uninterrupted.store.latest() == STEPS
+    assert uninterrupted.weights.directory.latest() == STEPS
     assert uninterrupted.controller.status()["version"] == STEPS
     assert uninterrupted.controller.status()["consumed_steps"] == STEPS
 
@@ -182,8 +187,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(uninterrupted: Roles, crash
     resumed.trainer.close()
     assert host(resumed.trainer.state) == host(uninterrupted.trainer.state)
     assert resumed.rows() == uninterrupted.rows()
-    for manifest in resumed.store.manifests():
-        assert manifest == uninterrupted.store.pull(manifest.version).manifest
+    for version in resumed.weights.directory.versions():
+        one, other = (roles.weights.directory.manifest(version) for roles in (resumed, uninterrupted))
+        assert (one.checksum, one.tensors) == (other.checksum, other.tensors)
 
 
 # ---- one update on groups written by hand
@@ -217,13 +223,13 @@ def test_without_a_difference_in_rewards_nothing_moves(fresh: Roles):
     assert host(fresh.trainer.state["params"]) == before
     (row,) = fresh.rows()
     assert (row["loss"], row["zero_variance_fraction"], row["train_tokens"]) == (0.0, 1.0, 0.0)
-    assert fresh.store.latest() == 1  # and yet it is an update: version 1 has the content of version 0
+    assert fresh.weights.directory.latest() == 1  # and yet it is an update: version 1 has the content of version 0
 
 
 def test_engine_and_trainer_score_the_same_tokens_alike(fresh: Roles):
     """Logits of tens, float32: at most 8e-6 apart on any token (measured 4e-6), 2e-6 on average (measured 8e-7)."""
     engine = fresh.experiment.make_engine()
-    engine.set_weights(decode(fresh.store.pull(0)), 0)
+    engine.set_weights(fresh.pulled(0), 0)
     leases = [fresh.controller.lease("w") for _ in range(2)]
     prompts = [prompt for lease in leases if lease is not None for prompt in lease.prompts]
     with jax.set_mesh(make_mesh()):
@@ -261,12 +267,15 @@ def test_a_parameter_server_that_restarted_is_filled_again(tmp_path: Path, left:
     roles = Roles.make(tmp_path / "r", config(staleness=1))
     roles.submit(rewards=[1.0, 0.0, 0.0, 0.0], lengths=[2, 2, 2, 2])
     assert roles.trainer.run_once()
-    versions = {version: roles.store.pull(version) for version in (0, 1)}
-    roles.store.rewind(-1)
+    roles.trainer.settle()
+    versions = {version: roles.pulled(version) for version in (0, 1)}
+    directory = roles.weights.directory
+    checksums = [directory.manifest(version).checksum for version in (0, 1)]
+    directory.rewind(-1)
     for version in left:
-        roles.store.push(versions[version])
+        publish(roles.weights, versions[version], version)
     assert not roles.trainer.run_once()
-    assert roles.store.manifests() == [versions[0].manifest, versions[1].manifest]
+    assert [directory.manifest(version).checksum for version in directory.versions()] == checksums
 
 
 def test_a_controller_that_restarted_is_told_where_the_run_is(fresh: Roles):

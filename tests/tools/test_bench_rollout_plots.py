@@ -30,6 +30,7 @@ def result() -> dict[str, Any]:
             for slots in (1, 2, 4)
         ],
         "continuous_over_static": {"fifo": 2.5},
+        "continuous_over_compacting_static": {"fifo": 1.25},
         "long_tail": {
             "median": 96.0,
             "sigma": 1.0,
@@ -38,7 +39,7 @@ def result() -> dict[str, Any]:
             "requests": 256,
             "slots": 64,
             "mean": 140.0,
-            "ways": {"static": way | {"row_steps_per_token": 2.0}, "fifo": way | {"row_steps_per_token": None}},
+            "ways": {"plain_static": way | {"row_steps_per_token": 2.0}, "fifo": way | {"row_steps_per_token": None}},
         },
         "fill": {"held": {"tenth": at, "nine_tenths": at, "ratio": 1.0}},
         "warm_compiles": 0,
@@ -71,7 +72,7 @@ def test_page_gets_plots_and_tables_of_the_stored_result(tmp_path: Path) -> None
     text = page.read_text()
     assert text.startswith("# Page") and text.endswith("rest\n") and "old" not in text
     assert "`axl bench rollout --json`, 2026-11-20; 2 cores of a processor" in text
-    assert "| fifo | 2.00 | 3.00 | 2000.0 | 2.50 | 1.25 | 1.50 |  |" in text
+    assert "| fifo | 2.00 | 3.00 | 2000.0 | 2.50 | 1.25 | 1.25 | 1.50 |  |" in text
     assert "| 4 | 4,000 | 3,600 | 100 | 150 | 160 | 50 | 55 | 56 |" in text
     assert (tmp_path / "figures" / "rollout_latency.svg").is_file()
     again = plots.fill_in(text, result())

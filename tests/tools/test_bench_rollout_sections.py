@@ -30,12 +30,12 @@ def test_lengths_have_the_tail_that_is_stated_and_are_the_same_every_time() -> N
 def test_bounds_are_full_steps_for_all_needed_tokens_and_each_token_at_its_own_context() -> None:
     tail = long_tail.Tail(slots=2)
     one = long_tail.Round(
-        ways={"static": Spent(12.0, 13.0, 6), "steady": Spent(2.0, 2.5, 2)},
-        row_steps={"static": 1.5},
+        ways={"plain_static": Spent(12.0, 13.0, 6), "steady": Spent(2.0, 2.5, 2)},
+        row_steps={"plain_static": 1.5},
         step_cpu_s=2.0,
         by_position=[0.5, 0.25, 0.125],
     )
-    figures = long_tail._figures([one], "static", [1, 2, 3], tail)
+    figures = long_tail._figures([one], "plain_static", [1, 2, 3], tail)
     assert figures["over_bound"] == pytest.approx(12 / (6 / 2 * 2.0))
     assert figures["over_uniform_bound"] == pytest.approx(12 / (0.5 + 0.75 + 0.875))
     steady = long_tail._figures([one], "steady", [1, 2, 3], tail)
@@ -45,11 +45,17 @@ def test_bounds_are_full_steps_for_all_needed_tokens_and_each_token_at_its_own_c
 def test_long_tail_draws_what_is_needed_in_every_way() -> None:
     result = long_tail.measure(BED)
     tail = result["long_tail"]
-    assert set(result["continuous_over_static"]) == {"fifo", "longest_first", "steady"}
-    for way in ("static", "static_longest_first", "fifo", "longest_first"):
+    for what in ("static", "compacting_static"):
+        assert set(result[f"continuous_over_{what}"]) == {"fifo", "longest_first", "steady"}
+    row_steps = {way: tail["ways"][way]["row_steps_per_token"] for way in tail["ways"]}
+    for way in ("plain_static", "compacting_static", "compacting_static_longest_first", "fifo", "longest_first"):
         assert tail["ways"][way]["tokens"] == tail["needed_tokens"]
-        assert tail["ways"][way]["row_steps_per_token"] >= 1
-    assert tail["ways"]["fifo"]["row_steps_per_token"] < tail["ways"]["static"]["row_steps_per_token"]
+        assert row_steps[way] >= 1
+    # Eight rows are the fewest there are, so there is nothing to give up.
+    assert row_steps["fifo"] < row_steps["compacting_static"] == row_steps["plain_static"]
+    lengths, slots = long_tail.Tail(median=12, shortest=4, longest=40, requests=24, slots=8).lengths(), 8
+    whole = sum(slots * max(lengths[first : first + slots]) for first in range(0, len(lengths), slots))
+    assert row_steps["plain_static"] == pytest.approx(whole / sum(lengths))
     assert tail["uniform_bound_cpu_s"] > 0 and tail["bound_cpu_s"] > 0
     assert result["warm_compiles"] == 0
 

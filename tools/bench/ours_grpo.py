@@ -46,7 +46,7 @@ def build_step(job: GrpoJob) -> tuple[Callable[[StepServer, int], None], int]:
     cfg = experiment_config(job)
     experiment = cfg.build()
     run = RunDirectory.open("run", to_text(cfg))
-    controller, weights = experiment.make_controller(run), experiment.make_parameter_server()
+    controller, weights = experiment.make_controller(run), experiment.make_parameter_server().access()
     trainer = experiment.make_trainer(run, controller, weights)
     worker = experiment.make_worker("worker-0", run, controller, weights, experiment.make_verifier())
     trainer.start()
@@ -56,6 +56,7 @@ def build_step(job: GrpoJob) -> tuple[Callable[[StepServer, int], None], int]:
         with server.generation(), jax.set_mesh(mesh):
             worker.run_once()
         trainer.run_once()
+        trainer.settle()
         row = read_rows(run.metrics_path)[index]
         server.record(int(row["gen_tokens"]), row["reward"])
 

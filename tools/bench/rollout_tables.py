@@ -49,7 +49,8 @@ def _peers(result: Mapping[str, Any]) -> Table:
 
 
 def _long_tail(result: Mapping[str, Any]) -> Table:
-    tail, ratios = result["long_tail"], result["continuous_over_static"]
+    tail = result["long_tail"]
+    plain, compacting = (result[f"continuous_over_{what}"] for what in ("static", "compacting_static"))
     title = (
         f"long tail: {tail['requests']} requests, {tail['slots']} slots, log-normal lengths {tail['shortest']} to "
         f"{tail['longest']}, median {tail['median']:g}, sigma {tail['sigma']:g}, mean {tail['mean']:.0f}"
@@ -60,7 +61,7 @@ def _long_tail(result: Mapping[str, Any]) -> Table:
             f"{figures['cpu_s']:.2f}",
             f"{figures['wall_s']:.2f}",
             f"{1e6 * figures['cpu_s'] / figures['tokens']:.1f}",
-            f"{ratios[way]:.2f}" if way in ratios else "",
+            *(f"{ratios[way]:.2f}" if way in ratios else "" for ratios in (plain, compacting)),
             f"{figures['over_bound']:.2f}",
             f"{figures['over_uniform_bound']:.2f}",
             "" if figures["row_steps_per_token"] is None else f"{figures['row_steps_per_token']:.2f}",
@@ -72,7 +73,8 @@ def _long_tail(result: Mapping[str, Any]) -> Table:
         "CPU s",
         "wall s",
         "CPU us / token",
-        "times static",
+        "times plain static",
+        "times compacting",
         "over bound",
         "over uniform bound",
         "row-steps / token",

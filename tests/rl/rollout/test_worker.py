@@ -1,7 +1,8 @@
 """A worker delivers what was leased, scored in the right places, and can be lost at any moment."""
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,20 @@ from mesh import UserError
 from rl.controller import Controller
 from rl.experiment import RLExperiment
 from rl.messages import Group, Score
-from rl.parameter_server import ParameterServer
+from rl.rollout.device import Placed
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.worker import RolloutWorker
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
-from rl.weights.encoding import EncodedWeights, WeightsError, encode
+from rl.weights.errors import WeightsError
+from rl.weights.follower import Follower
+from rl.weights.reading import Moved
 from tests.rl.tiny import ascii_share, tiny_experiment, tiny_params
+from tests.rl.weights.small import publish
 
 CFG = tiny_experiment(staleness=1)
 EXPERIMENT: RLExperiment = CFG.build()
-WEIGHTS = [encode(tiny_params(CFG.policy, seed), seed) for seed in range(2)]  # pyright: ignore
+WEIGHTS = [tiny_params(CFG.policy, seed) for seed in range(2)]  # pyright: ignore
 
 
 class Clock:
@@ -50,12 +54,16 @@ class Place:
         self.controller: Controller = EXPERIMENT.controller_cfg.build(
             clock=self.clock, events=EventLog(self.run.events_path)
         )
-        self.store = EXPERIMENT.make_parameter_server()
-        self.store.push(WEIGHTS[0])
+        self.weights = EXPERIMENT.make_parameter_server().access()
+        publish(self.weights, WEIGHTS[0], 0)
         self.controller.begin(0, 0)
         self._engine = engine
 
-    def worker(self, name: str, store: Any = None, verifier: Any = None) -> RolloutWorker:
+    def follower(self) -> Follower:
+        puller = self.weights.puller(self._engine.weights_like)
+        return Follower(puller, self._engine.place, newest=False, background=False)
+
+    def worker(self, name: str, weights: Any = None, verifier: Any = None) -> RolloutWorker:
         self._engine.version = -1  # as that of a new process
         return RolloutWorker(
             name=name,
@@ -63,7 +71,7 @@ class Place:
             tokenizer=EXPERIMENT.tokenizer,
             seed=CFG.seed,
             controller=self.controller,
-            weights=store or self.store,
+            weights=weights or self.follower(),
             verifier=verifier or EXPERIMENT.make_verifier(),
             events=EventLog(self.run.events_path),
             pull_timeout=0.0,
@@ -129,10 +137,11 @@ def test_a_worker_pulls_a_version_once_and_logs_its_spans(place: Place):
     while worker.run_once():
         pass
     (pull,) = place.events("pull")
-    assert (pull["role"], pull["version"], pull["nbytes"]) == ("w", 0, WEIGHTS[0].manifest.nbytes)
+    nbytes = sum(array.nbytes for array in jax.tree.leaves(WEIGHTS[0]))
+    assert (pull["role"], pull["version"], pull["nbytes"]) == ("w", 0, nbytes)
     place.batch()
     place.controller.consumed(0)
-    place.store.push(WEIGHTS[1])
+    publish(place.weights, WEIGHTS[1], 1)
     place.controller.published(1)
     while worker.run_once():
         pass
@@ -155,18 +164,18 @@ def test_what_a_dead_worker_had_leased_is_made_again_to_the_bit(place: Place, un
     assert same(place.batch(), undisturbed)
 
 
-class Slow(ParameterServer):
+class Slow:
     """Takes so long over the first pull that the lease for which it was made goes to another worker."""
 
-    def __init__(self, store: ParameterServer, meanwhile: Callable[[], None]):
-        super().__init__(store.cfg)
+    def __init__(self, follower: Follower, meanwhile: Callable[[], None]):
+        self._follower = follower
         self._meanwhile: Callable[[], None] | None = meanwhile
 
-    def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights:
+    def take(self, version: int, timeout: float = 0.0) -> tuple[Placed, Moved]:
         if self._meanwhile is not None:
             self._meanwhile, meanwhile = None, self._meanwhile
             meanwhile()
-        return WEIGHTS[version]
+        return self._follower.take(version, timeout)
 
 
 def test_a_lease_that_expired_during_generation_is_dropped_before_scoring(place: Place, undisturbed: list[Group]):
@@ -176,7 +185,7 @@ def test_a_lease_that_expired_during_generation_is_dropped_before_scoring(place:
         place.clock.now += CFG.controller.lease_seconds
         taken.append(place.controller.lease("faster"))
 
-    worker = place.worker("slow", store=Slow(place.store, meanwhile))
+    worker = place.worker("slow", weights=Slow(place.follower(), meanwhile))
     assert worker.run_once()
     assert (len(place.events("generate")), len(place.events("score"))) == (1, 0)
     assert place.controller.status()["turned_away"] == 1
@@ -216,15 +225,15 @@ def test_a_lease_that_expired_during_scoring_is_counted_once(place: Place, undis
 
 
 def test_a_version_that_is_not_to_be_had_frees_the_lease_and_ends_the_worker_in_the_end(place: Place):
-    place.store.rewind(-1)
+    place.weights.directory.rewind(-1)
     worker = place.worker("w")
     for _ in range(4):
         assert worker.run_once()
         assert place.controller.status()["leased"] == 0
     assert "version 0 not published" in place.events("pull")[0]["error"]
-    place.store.push(WEIGHTS[0])
+    publish(place.weights, WEIGHTS[0], 0)
     assert worker.run_once() and place.controller.status()["verified"] == 1  # the trainer is back
-    place.store.rewind(-1)
+    place.weights.directory.rewind(-1)
     again = place.worker("w")
     attempts = []
     with pytest.raises(WeightsError, match="version 0 not published"):
@@ -246,33 +255,25 @@ def test_run_joins_works_and_ends_with_the_run(place: Place, undisturbed: list[G
     assert [row["lease"] for row in place.events("lease_expired")] == [lost.id]
 
 
-class Publishing:
-    """A store to which the trainer pushes version 1 while the worker draws."""
-
-    def __init__(self, store: ParameterServer):
-        self._store, self._asked = store, 0
-
-    def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights:
-        return self._store.pull(version, timeout)
-
-    def latest(self) -> int:
-        self._asked += 1
-        if self._asked == 2:
-            self._store.push(WEIGHTS[1])
-        return self._store.latest()
-
-
 @pytest.mark.parametrize("swap", ["go_on", "recompute"])
-def test_in_flight_newer_weights_are_taken_up_between_dispatches(tmp_path: Path, swap: Any):
+def test_in_flight_newer_weights_are_taken_up_between_dispatches(
+    tmp_path: Path, swap: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The trainer publishes version 1 while the worker draws."""
     engine = RolloutEngine.Config(slots=8, steps_per_dispatch=2)
     experiment = tiny_experiment(engine=engine, stop_at_eos=False, swap=swap).build()
     experiment.controller_cfg.weights = "in_flight"
     run = RunDirectory.attach(tmp_path)
     controller = experiment.make_controller(run)
-    store = experiment.make_parameter_server()
-    store.push(WEIGHTS[0])
+    weights = experiment.make_parameter_server().access()
+    publish(weights, WEIGHTS[0], 0)
+    questions: Iterator[Callable[[], None]] = itertools.chain(
+        [lambda: None, lambda: publish(weights, WEIGHTS[1], 1)], itertools.repeat(lambda: None)
+    )
+    latest = weights.directory.latest
+    monkeypatch.setattr(weights.directory, "latest", lambda: (next(questions)(), latest())[1])
     controller.begin(0, 0)
-    worker = experiment.make_worker("w", run, controller, Publishing(store), experiment.make_verifier())
+    worker = experiment.make_worker("w", run, controller, weights, experiment.make_verifier())
     assert worker.run_once()
     controller.published(1)
     assert worker.run_once()
@@ -283,12 +284,12 @@ def test_in_flight_newer_weights_are_taken_up_between_dispatches(tmp_path: Path,
     assert all(r.tags == (("mixed-cache",) if swap == "go_on" else ()) for r in first)
     assert all(np.all(r.versions == 1) and r.tags == () for r in second)
     swaps = [row for row in read_rows(run.events_path) if row["event"] == "swap"]
-    assert [(row["version"], row["swap"]) for row in swaps] == [(1, swap)]
+    assert [(row["version"], row.get("swap")) for row in swaps] == [(0, None), (1, swap)]
 
 
 def test_a_policy_whose_logits_are_not_numbers_ends_the_run_with_a_message(place: Place):
     broken = jax.tree.map(lambda x: np.full_like(x, np.nan), tiny_params(CFG.policy))  # pyright: ignore
-    place.store.push(encode(broken, 1))
+    publish(place.weights, broken, 1)
     place.controller.begin(1, 1)
     with pytest.raises(UserError, match="drawing ended with 'error' after 0 tokens; are the policy's weights all num"):
         place.worker("w").run_once()

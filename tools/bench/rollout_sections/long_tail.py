@@ -2,9 +2,11 @@
 
 Lengths are log-normal and clipped, drawn with a fixed seed; each request ends by its own limit. Ways to run them:
 
-* `static`: as many requests at a time as there are slots, in order of arrival; the next when all of them have ended.
-  The engine as it is: rows of ended sequences are given up and the batch shrinks, as a plain static batch would not.
-  `static_longest_first`: the same, longest limit first, so that batches are of about equal length.
+* `plain_static`: as samplers without continuous batching do it: as many requests at a time as there are slots, in order
+  of arrival, and all rows are decoded until the longest has ended; the next batch then. Each request is given the
+  longest limit of its batch, and only the tokens it needed count.
+* `compacting_static`: the same batches by the engine as it is: rows of ended sequences are given up and the batch
+  shrinks. `compacting_static_longest_first`: longest limit first, so that batches are of about equal length.
 * `fifo`: all queued at once in order of arrival, lengths unknown to whoever submits. At the end, when the queue is
   empty, a few long ones run alone.
 * `longest_first`: all queued at once, longest limit first: for whoever knows the limits and that they will be used up.
@@ -33,6 +35,7 @@ from rl.rollout.engine import RolloutEngine
 from tools.bench.rollout_sections.bed import Bed, after_warm_up
 from tools.bench.rollout_sections.drive import Spent, Watch, closed_loop, run_queue
 
+STATIC = ("plain_static", "compacting_static")
 CONTINUOUS = ("fifo", "longest_first", "steady")
 
 
@@ -60,7 +63,7 @@ class Round:
 
     Attributes:
         ways: what each way spent.
-        row_steps: row-steps of each way by token drawn.
+        row_steps: row-steps of each way by token needed.
         step_cpu_s: of a full-batch step, mean over all positions.
         by_position: of the token at each position, in a full batch of equal contexts: CPU seconds.
     """
@@ -72,20 +75,15 @@ class Round:
 
 
 def measure(bed: Bed) -> dict[str, Any]:
-    """The keys `continuous_over_static` and `long_tail`; medians over rounds."""
+    """The keys `continuous_over_*static` and `long_tail`; medians over rounds."""
     tail = Tail(median=12, shortest=4, longest=40, requests=24, slots=8) if bed.quick else Tail()
     engine = bed.engine(slots=tail.slots, max_prompt=bed.job.prompt_tokens, max_new=tail.longest)
     rounds, compiled = after_warm_up(1 if bed.quick else 3, lambda: _round(bed, engine, tail))
     lengths = tail.lengths()
-    static = [one.ways["static"] for one in rounds]
+    plain, compacting = (_times(rounds, way) for way in STATIC)
     return {
-        "continuous_over_static": {
-            way: statistics.median(
-                _cpu_s_per_token(before) / _cpu_s_per_token(one.ways[way])
-                for before, one in zip(static, rounds, strict=True)
-            )
-            for way in CONTINUOUS
-        },
+        "continuous_over_static": plain,
+        "continuous_over_compacting_static": compacting,
         "long_tail": {
             **dataclasses.asdict(tail),
             "needed_tokens": sum(lengths),
@@ -99,22 +97,35 @@ def measure(bed: Bed) -> dict[str, Any]:
     }
 
 
+def _times(rounds: Sequence[Round], static: str) -> dict[str, float]:
+    """CPU seconds by token of a static way by those of each continuous one."""
+
+    def ratio(one: Round, way: str) -> float:
+        return _cpu_s_per_token(one.ways[static]) / _cpu_s_per_token(one.ways[way])
+
+    return {way: statistics.median(ratio(one, way) for one in rounds) for way in CONTINUOUS}
+
+
 def _round(bed: Bed, engine: RolloutEngine, tail: Tail) -> Round:
     lengths, prompt = tail.lengths(), bed.job.prompt_tokens
     by_length = sorted(lengths, reverse=True)
     ways, row_steps = {}, {}
 
-    def batches(ordered: Sequence[int], size: int) -> list[list[Any]]:
-        return [bed.requests(part, prompt_tokens=prompt) for part in itertools.batched(ordered, size)]
+    def batches(ordered: Sequence[int], size: int, *, plain: bool) -> list[list[Any]]:
+        parts = list(itertools.batched(ordered, size))
+        limits = [[max(part)] * len(part) if plain else part for part in parts]
+        return [bed.requests(part, prompt_tokens=prompt) for part in limits]
 
     for way, ordered, size in (
-        ("static", lengths, tail.slots),
-        ("static_longest_first", by_length, tail.slots),
+        ("plain_static", lengths, tail.slots),
+        ("compacting_static", lengths, tail.slots),
+        ("compacting_static_longest_first", by_length, tail.slots),
         ("fifo", lengths, len(lengths)),
         ("longest_first", by_length, len(lengths)),
     ):
         with Watch(engine) as watch:
-            ways[way] = run_queue(engine, *batches(ordered, size))
+            spent = run_queue(engine, *batches(ordered, size, plain=way == "plain_static"))
+        ways[way] = dataclasses.replace(spent, tokens=sum(lengths)) if way == "plain_static" else spent
         row_steps[way] = sum(one.rows * one.steps for one in watch.decodes) / ways[way].tokens
 
     endless = (bed.request(length, prompt_tokens=prompt) for length in itertools.cycle(lengths))

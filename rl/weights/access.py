@@ -1,0 +1,87 @@
+"""The parameter server as trainers and workers see it, in this process or elsewhere."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from axlearn_like.layers.base import Params
+from rl.weights.directory import Directory
+from rl.weights.holder import Holder, Shard
+from rl.weights.piece_store import PieceStore
+from rl.weights.publisher import Publisher
+from rl.weights.puller import Puller, Relaying
+from rl.weights.service import RemoteDirectory, RemoteHolder, endpoint_from_text, endpoint_text, serve
+from rl.weights.shared import host_identity
+from rl.weights.wire import Client, Endpoint, Server, own_address
+
+if TYPE_CHECKING:
+    from rl.parameter_server import ParameterServer
+
+
+class WeightAccess:
+    """Links to the directory and to the data shards, and what is made with them."""
+
+    def __init__(self, cfg: "ParameterServer.Config", directory: Directory | RemoteDirectory, shards: Sequence[Shard]):
+        self._cfg, self.directory, self._shards = cfg, directory, list(shards)
+        self.remote = isinstance(directory, RemoteDirectory)
+        self._servers: list[Server] = []
+
+    def publisher(self, *, pusher: str | None = None, process: int = 0, processes: int = 1) -> Publisher:
+        """For one process of a trainer (see `Publisher`)."""
+        shared = self.remote and self._cfg.shared_memory
+        return Publisher(
+            self.directory, self._shards, pusher=pusher, process=process, processes=processes, shared_memory=shared
+        )
+
+    def puller(self, like: Params, worker: str | None = None) -> Puller:
+        """For arrays like these. As `worker` (a name of its own for every process) it serves others in turn, unless the
+        server's memory can be mapped here, which is cheaper than any serving."""
+        cfg = self._cfg
+        return Puller(
+            self.directory,
+            self._shards,
+            like,
+            codec=cfg.codec,
+            key_every=cfg.key_every,
+            shared_memory=self.remote and cfg.shared_memory,
+            verify=cfg.verify,
+            relaying=self._relaying(worker) if worker is not None and cfg.relays and self._apart() else None,
+        )
+
+    def close(self) -> None:
+        """Serve no more."""
+        for server in self._servers:
+            server.close()
+
+    def _apart(self) -> bool:
+        if not self.remote:
+            return False
+        return not self._cfg.shared_memory or self._shards[0].host() != host_identity()
+
+    def _relaying(self, worker: str) -> Relaying:
+        cfg, holder = self._cfg, Holder(PieceStore())
+        tls = None if cfg.tls is None else cfg.tls.build()
+        alone = cfg.host in ("127.0.0.1", "::1", "localhost")
+        server = Server(
+            serve(holder), host=cfg.host if alone else "0.0.0.0", tls=tls, advertise=None if alone else own_address()
+        )
+        self._servers.append(server)
+        self.directory.announce(worker, endpoint_text(server.endpoint))
+        links: dict[str, RemoteHolder] = {}
+
+        def link(endpoint: str) -> RemoteHolder:
+            if endpoint not in links:
+                links[endpoint] = RemoteHolder(Client(endpoint_from_text(endpoint), name="worker", tls=tls))
+            return links[endpoint]
+
+        return Relaying(worker, holder, link)
+
+
+def connect(
+    cfg: "ParameterServer.Config", locate: Sequence[Callable[[], Endpoint]], *, patience: float = 90.0
+) -> WeightAccess:
+    """To the shards that these functions find, the directory's first; each is asked anew, for up to `patience` seconds,
+    when its shard is gone."""
+    tls = None if cfg.tls is None else cfg.tls.build()
+    names = [f"parameter server (shard {number})" if number else "parameter server" for number in range(len(locate))]
+    clients = [Client(where, name=name, tls=tls, patience=patience) for where, name in zip(locate, names, strict=True)]
+    return WeightAccess(cfg, RemoteDirectory(clients[0]), [RemoteHolder(client) for client in clients])

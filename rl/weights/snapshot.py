@@ -1,0 +1,197 @@
+"""A version of the weights in the memory of one trainer process: what it pushes, once or, if the server dies, again."""
+
+import collections
+import dataclasses
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_like.layers.base import Params
+from mesh import UserError
+from rl.weights.boxes import Box, box_of, needed_boxes, owned_pieces, shape_of, slices, within
+from rl.weights.errors import WeightsError
+from rl.weights.manifest import TensorSpec
+from rl.weights.shared import Segment
+
+_ALIGNMENT = 64  # bytes; what XLA's CPU backend can use in place
+_COPIES = 4  # at a time
+_SMALL = 1 << 16  # bytes; less than this is not worth keeping
+
+
+class Memory:
+    """Memory for versions of the weights: they come and go in the same sizes, so what nobody looks at any more is used
+    again. The first touch of a gigabyte of new pages takes longer than all that is done with its bytes.
+
+    Safe to call from several threads. It never holds more than was in use at one time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: list[np.ndarray] = []
+        self._returned: collections.deque[np.ndarray] = collections.deque()  # by finalizers, which must not wait
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """As `np.empty`, at an address that devices of the CPU can use in place. It is given back when neither this
+        array nor a view of it is left."""
+        kind = np.dtype(dtype)
+        nbytes = math.prod(shape) * kind.itemsize
+        if nbytes < _SMALL:
+            return np.empty(shape, kind)
+        lent = _Lent(memory := self._find(nbytes))
+        weakref.finalize(lent, self._returned.append, memory).atexit = False
+        return np.asarray(lent).view(kind).reshape(shape)
+
+    def _find(self, nbytes: int) -> np.ndarray:
+        with self._lock:
+            while self._returned:
+                self._spare.append(self._returned.popleft())
+            for at, memory in enumerate(self._spare):
+                if memory.nbytes == nbytes:
+                    return self._spare.pop(at)
+            left = nbytes  # sizes have changed: spare memory makes room
+            while self._spare and left > 0:
+                left -= self._spare.pop(0).nbytes
+        whole = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        start = -whole.__array_interface__["data"][0] % _ALIGNMENT
+        return whole[start : start + nbytes]
+
+
+class _Lent:
+    """What arrays over a piece of memory keep alive."""
+
+    def __init__(self, memory: np.ndarray):
+        self.__array_interface__ = memory.__array_interface__
+        self._memory = memory
+
+
+MEMORY = Memory()  # of this process
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copied:
+    """A box on the host."""
+
+    tensor: str
+    box: Box
+    array: np.ndarray
+    offset: int  # in the snapshot's memory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Attributes:
+    owned: what this process has to push: every element of the weights lies in one piece of one process.
+    others: boxes that its devices hold too, and other processes push.
+    """
+
+    version: int
+    tensors: tuple[TensorSpec, ...]
+    owned: tuple[Copied, ...]
+    others: tuple[Copied, ...]
+    fingerprints: dict[str, str]
+    memory: Segment | None  # where `owned` lies, if others on this host shall see it
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.array.nbytes for piece in self.owned)
+
+    def params(self, like: Params) -> Params:
+        """The weights on the devices again, sharded as `like`.
+
+        Raises:
+            WeightsError: this process's copy does not hold a box that its devices need.
+        """
+        held: dict[str, list[Copied]] = {}
+        for piece in self.owned + self.others:
+            held.setdefault(piece.tensor, []).append(piece)
+
+        def put(path: Any, leaf: jax.Array) -> jax.Array:
+            pieces = held.get(name := path_name(path), [])
+            return _assemble(f"version {self.version}, {name}", pieces, leaf.shape, leaf.sharding)
+
+        return jax.tree_util.tree_map_with_path(put, like)
+
+
+def take(params: Params, version: int, marks: dict[str, str], *, shared: bool) -> Snapshot:
+    """Copy this process's parts of the weights to the host.
+
+    The copy is one's own: the devices' arrays may be given up (donated) as soon as this returns.
+
+    Args:
+        marks: their fingerprints.
+        shared: into memory that other processes of this host can map. Where there is not enough of that, into
+            ordinary memory.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    named = [(path_name(path), leaf) for path, leaf in leaves]
+    owned, others = [], []
+    for turn, (name, leaf) in enumerate(named):
+        mine = dict(owned_pieces(leaf, turn))
+        here = {box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+        owned += [(name, box, part) for box, part in mine.items()]
+        others += [(name, box, part) for box, part in here.items() if box not in mine]
+    for _, _, part in owned + others:
+        part.copy_to_host_async()
+    memory, copied = _copy(owned, shared)
+    return Snapshot(
+        version=version,
+        tensors=tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name) for name, leaf in named),
+        owned=copied,
+        others=_copy(others, shared=False)[1],
+        fingerprints=marks,
+        memory=memory,
+    )
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """Keys joined by slashes."""
+    return "/".join(str(key.key) for key in path)
+
+
+def _copy(
+    parts: Sequence[tuple[str, Box, jax.Array]], shared: bool
+) -> tuple[Segment | None, tuple[Copied, ...]]:
+    offsets, end = [], 0
+    for _, _, part in parts:
+        offsets.append(end)
+        end += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+    memory = _segment(end) if shared and end else None
+    buffer = MEMORY.empty((end,), np.uint8) if memory is None else memory.buffer
+
+    def copy(one: tuple[str, Box, jax.Array], offset: int) -> Copied:
+        tensor, box, part = one
+        array = buffer[offset : offset + part.nbytes].view(np.dtype(part.dtype)).reshape(shape_of(box))
+        if memory is None:
+            np.copyto(array, np.asarray(part))
+        else:
+            memory.write(np.ascontiguousarray(part), offset)  # its pages are new
+        return Copied(tensor, box, array, offset)
+
+    with ThreadPoolExecutor(_COPIES, "copy") as pool:
+        return memory, tuple(pool.map(copy, parts, offsets))
+
+
+def _segment(nbytes: int) -> Segment | None:
+    try:
+        return Segment.create(nbytes)
+    except UserError:
+        return None  # /dev/shm is small in many containers; the bytes take the socket then
+
+
+def _assemble(
+    name: str, pieces: Sequence[Copied], shape: Sequence[int], sharding: jax.sharding.Sharding
+) -> jax.Array:
+    arrays = []
+    for box, devices in needed_boxes(sharding, shape).items():
+        piece = next((piece for piece in pieces if within(box, piece.box)), None)
+        if piece is None:
+            raise WeightsError(f"{name}: box {box} is not in this process's copy")
+        part = piece.array[(*slices(box, piece.box), ...)]
+        arrays += [jax.device_put(part, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)

@@ -1,0 +1,93 @@
+"""TLS for the wire: the server shows a certificate, and may ask its clients for one.
+
+Without it bytes travel in the clear, as befits one host or a network that nobody else is on. Certificates come from
+whoever runs the cluster; for a run of one's own one self-signed certificate that all processes share will do (`cert`
+and `key`, no `ca`; docs/weight-transport.md shows the command).
+"""
+
+import functools
+import ssl
+from pathlib import Path
+
+from axlearn_like.config import ConfigBase, Configurable
+from mesh import UserError
+
+
+class Tls(Configurable):
+    """Makes TLS contexts from files. At least TLS 1.3 on both sides."""
+
+    class Config(ConfigBase["Tls"]):
+        cert: str = ""  # PEM: our certificate, and those between it and the authority
+        key: str = ""  # PEM: its private key; empty: in `cert` too
+        ca: str = ""  # PEM: who signs the certificates that we accept; empty: only `cert` itself
+        verify_clients: bool = False  # a server lets in only clients with such a certificate (and the token)
+        check_host: bool = True  # a client asks that the certificate be for the host it connects to
+
+    def __init__(self, cfg: Config):
+        """Raises UserError: a file is missing or is not what it should be, named by its config path."""
+        self.cfg = cfg
+        if not (cfg.cert or cfg.ca):
+            raise UserError("tls: set tls.cert and tls.key (a server) or tls.ca (a client that shows no certificate)")
+        for field in ("cert", "key", "ca"):
+            path = getattr(cfg, field)
+            if path and not Path(path).is_file():
+                raise UserError(f"tls.{field}={path}: there is no such file")
+
+    @property
+    def authority(self) -> str:
+        """The file by which others verify us, and we them."""
+        return self.cfg.ca or self.cfg.cert
+
+    @functools.cached_property
+    def server_context(self) -> ssl.SSLContext:
+        """What a server wraps its connections with. Raises UserError."""
+        if not self.cfg.cert:
+            raise UserError("tls.cert is empty: a server has to show a certificate")
+        context = _context(ssl.PROTOCOL_TLS_SERVER)
+        self._show_certificate(context)
+        if self.cfg.verify_clients:
+            context.verify_mode = ssl.CERT_REQUIRED
+            _trust(context, self.authority)
+        return context
+
+    @functools.cached_property
+    def client_context(self) -> ssl.SSLContext:
+        """What a client wraps its connections with. Raises UserError."""
+        context = _context(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = self.cfg.check_host
+        _trust(context, self.authority)
+        if self.cfg.cert:
+            self._show_certificate(context)
+        return context
+
+    def _show_certificate(self, context: ssl.SSLContext) -> None:
+        try:
+            context.load_cert_chain(self.cfg.cert, self.cfg.key or None)
+        except (ssl.SSLError, OSError) as error:
+            where = f"tls.cert={self.cfg.cert}, tls.key={self.cfg.key or '(in tls.cert)'}"
+            raise UserError(f"{where}: not a certificate and its private key in PEM form: {error}") from error
+
+
+def reason_of(error: ssl.SSLError | OSError) -> str:
+    """What went wrong in a handshake, and what to look at."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {error.verify_message or error} (tls.ca, tls.check_host)"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS: {error.reason or error}"
+    if isinstance(error, TimeoutError):
+        return "no answer to the TLS handshake"
+    return error.strerror or str(error)
+
+
+def _context(side: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.options |= ssl.OP_ENABLE_KTLS  # the kernel encrypts, where it and OpenSSL can
+    return context
+
+
+def _trust(context: ssl.SSLContext, path: str) -> None:
+    try:
+        context.load_verify_locations(path)
+    except (ssl.SSLError, OSError) as error:
+        raise UserError(f"tls.ca={path}: no certificates in PEM form: {error}") from error
