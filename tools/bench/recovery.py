@@ -7,7 +7,6 @@ same updates are made once more in one process that nobody kills, and what the t
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import tempfile
 import time
@@ -17,17 +16,22 @@ from typing import Any
 
 from mesh.errors import UserError, did_you_mean
 from tools.bench.interleave import machine
+from tools.bench.recovery_compare import compare, make_undisturbed
 from tools.bench.recovery_figures import Recovery, recoveries, role_of, seconds_by_role
-from tools.bench.recovery_job import recovery_job
-from tools.bench.recovery_run import DRIVER, RunFailed, WatchedRun
+from tools.bench.recovery_job import recovery_job, undisturbed
+from tools.bench.recovery_run import DRIVER, PATIENCE_S, RunFailed, WatchedRun
 from tools.bench.rollout import circumstances
 
 BENCHMARK = "recovery"
 ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker", DRIVER)
 JOB = "tools.bench.recovery_job:recovery_job"
 _CALM_UPDATES = (2, 9)  # between one recovery and the next kill
-_PATIENCE_S = 300.0
-_SECONDS = {"seconds": "update_s", "back_seconds": "back_s", "longest_gap_seconds": "gap_s"}
+_SECONDS = {
+    "seconds": "update_s",
+    "back_seconds": "back_s",
+    "longest_gap_seconds": "gap_s",
+    "back_cpu_seconds": "back_cpu_s",
+}
 
 Say = Callable[[str], None]
 
@@ -64,7 +68,8 @@ def run(kills: int, roles: list[str], say: Say, *, seed: int = 0, keep: Path | N
             disturb(watched, schedule(kills, roles, seed), say, random.Random(seed))
         seconds = time.monotonic() - began
         say(f"the same {watched.step} updates again, in one process")
-        compare = compare_with_undisturbed(folder / "disturbed", folder / "undisturbed", watched.step)
+        calm = make_undisturbed(folder / "undisturbed", undisturbed(watched.step))
+        compared = compare(folder / "disturbed", calm, watched.step)
         cfg = recovery_job()
         assert cfg.groups_per_lease is not None
         found = recoveries(watched.events, cfg.groups // cfg.groups_per_lease)
@@ -72,7 +77,7 @@ def run(kills: int, roles: list[str], say: Say, *, seed: int = 0, keep: Path | N
             "bench": BENCHMARK,
             "updates": watched.step,
             "disturbed_s": round(seconds, 1),
-            **compare,
+            **compared,
             "machine": where,
             **circumstances(),
         }
@@ -93,61 +98,16 @@ def schedule(kills: int, roles: list[str], seed: int) -> list[str]:
 def disturb(run: WatchedRun, targets: list[str], say: Say, rng: random.Random) -> None:
     """Kill one role after the other, each when the one before is back and some updates were done; then end the run."""
     run.start()
-    run.wait_for("the first update", lambda: run.count("update") > 0, _PATIENCE_S)
+    run.wait_for("the first update", lambda: run.count("update") > 0, PATIENCE_S)
     for number, target in enumerate(targets, start=1):
         calm = run.step + rng.randint(*_CALM_UPDATES)
-        run.wait_for(f"update {calm}", lambda calm=calm: run.step >= calm, _PATIENCE_S)
+        run.wait_for(f"update {calm}", lambda calm=calm: run.step >= calm, PATIENCE_S)
         time.sleep(rng.uniform(0.0, 0.5))  # any moment of an update
-        run.look()
-        lives, sessions = run.count("start", target), run.count("session")
-        if not run.kill(target):
-            raise RunFailed(f"{target} (pid {run.pid(target)}) ended by itself")
-        if target == DRIVER:
-            run.wait_for("the end of the killed command", lambda: run.process.poll() is not None, 10.0, alive=False)  # pyright: ignore
-            run.start()
-            run.wait_for("a new session", lambda s=sessions: run.count("session") > s, _PATIENCE_S)
-            lives = run.count("start", target := "trainer")
-        run.wait_for(f"{target} to start again", lambda t=target, n=lives: run.count("start", t) > n, _PATIENCE_S)
-        updates = run.count("update")
-        run.wait_for(f"an update after {target} was back", lambda n=updates: run.count("update") > n, _PATIENCE_S)
-        say(f"kill {number} of {len(targets)}: {targets[number - 1]} at update {run.step}")
+        run.kill_and_wait(target)
+        say(f"kill {number} of {len(targets)}: {target} at update {run.step}")
     status = run.stop()
     if status:
         raise RunFailed(f"the run ended with status {status} after SIGTERM; it said:\n{run.said()[-2000:]}")
-
-
-def compare_with_undisturbed(disturbed: Path, undisturbed: Path, updates: int) -> dict[str, Any]:
-    """Make as many updates in this process; compare every array of the last checkpoint and every update's figures."""
-    from axlearn_like.config_text import to_text
-    from axlearn_like.run_directory import RunDirectory
-    from rl.runtime.inprocess import run_inprocess
-    from tools.bench import recovery_job as job
-
-    cfg = job.undisturbed(updates)
-    with RunDirectory.open(undisturbed, to_text(cfg)) as directory:
-        run_inprocess(cfg.build(), directory, lambda: False, lambda step: None)
-    ours, theirs = saved_arrays(disturbed, updates), saved_arrays(undisturbed, updates)
-    rows, expected = figures(disturbed), figures(undisturbed)
-    return {
-        "bit_identical": ours == theirs and rows == expected,
-        "arrays_compared": len(theirs),
-        "arrays_different": sorted(name for name in theirs if ours.get(name) != theirs[name]),
-        "updates_different": [r["step"] for r, e in zip(rows, expected, strict=False) if r != e][:20],
-    }
-
-
-def saved_arrays(run: Path, step: int) -> dict[str, Any]:
-    """Shape, dtype and checksum of every array of a checkpoint, the optimizer's too, as its manifest has them."""
-    manifest = json.loads((run / "checkpoints" / "rl" / str(step) / "manifest" / "metadata").read_text())
-    return {f"{item}{name}": entry for item, arrays in manifest.items() for name, entry in arrays.items()}
-
-
-def figures(run: Path) -> list[dict[str, Any]]:
-    """The rows of the metrics without what a clock says."""
-    from axlearn_like.metrics import read_rows
-
-    clock = ("time", "wait_seconds", "step_seconds")
-    return [{k: v for k, v in row.items() if k not in clock} for row in read_rows(run / "metrics.jsonl")]
 
 
 def summarise(found: Sequence[Recovery], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ class Recovery:
 
     Attributes:
         back_s: until a process of the role had started again.
+        back_cpu_s: CPU seconds that it took until then; of a driver's kill, all roles together.
         update_s: until the next completed update: of a trainer's or driver's kill, by the new trainer.
         gap_s: the longest time without a completed update, from the last before the kill to the first after `back_s`.
         redone: updates made a second time.
@@ -24,6 +25,7 @@ class Recovery:
     target: str
     step: int
     back_s: float | None
+    back_cpu_s: float | None
     update_s: float | None
     gap_s: float | None
     redone: int = 0
@@ -79,6 +81,7 @@ def _recovery(events: Sequence[Row], kill: int, end: int, regenerated: int) -> R
         target=target,
         step=events[kill]["step"],
         back_s=None if back is None else round(events[back]["time"] - at, 3),
+        back_cpu_s=next((row["cpu"] for row in events[kill:end] if row["event"] == "back"), None),
         update_s=round(events[updates[0]]["time"] - at, 3) if updates else None,
         gap_s=_longest_gap(events, kill, back, end),
         redone=redone,

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 
 from axlearn_like.row_tail import RowTail
-from axlearn_like.run_directory import EventLog, RunDirectory
-from rl.runtime.ray_runtime import end_leftovers
+from axlearn_like.run_directory import EventLog
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = "driver"
+PATIENCE_S = 300.0  # for a role to be back, on a machine that has other work
 
 
 class RunFailed(RuntimeError):
@@ -96,6 +96,13 @@ class WatchedRun:
             return self.process.pid
         return next(r["pid"] for r in reversed(self.events) if r["event"] == "start" and r["role"] == role)
 
+    def cpu(self, role: str) -> float:
+        """CPU seconds that the newest process of a role has taken so far."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(self.pid(role)).cpu_times()
+            return times.user + times.system
+        return 0.0
+
     def roles(self) -> list[str]:
         """That have started."""
         return sorted({row["role"] for row in self.events if row["event"] == "start"})
@@ -113,6 +120,35 @@ class WatchedRun:
     def kill(self, role: str) -> bool:
         """kill -9; notes which checkpoint is on disk."""
         return self.signal(role, signal.SIGKILL, "kill", saved=self.saved())
+
+    def kill_and_wait(self, *targets: str) -> None:
+        """kill -9 these at once; start the command again if it was among them; wait for an update with all back.
+
+        Raises:
+            RunFailed: a target had ended by itself, or is not back in time.
+        """
+        self.look()
+        waits = [(t, self.count("session" if t == DRIVER else "start", t)) for t in targets]
+        if DRIVER in targets:  # then every role starts anew
+            waits += [(role, self.count("start", role)) for role in self.roles() if role not in targets]
+        for target in targets:
+            if not self.kill(target):
+                raise RunFailed(f"{target} (pid {self.pid(target)}) ended by itself; the run said:\n{self._tail()}")
+        if DRIVER in targets:
+            assert self.process is not None
+            self.process.wait()
+            self.start()
+        for role, before in waits:
+            event = "session" if role == DRIVER else "start"
+            self.wait_for(f"{role} is back", lambda e=event, r=role, n=before: self.count(e, r) > n, PATIENCE_S)
+        self.note("back", target=" and ".join(targets), cpu=round(sum(self.cpu(role) for role, _ in waits), 3))
+        self.wait_for_update(f"an update with {' and '.join(targets)} back")
+
+    def wait_for_update(self, what: str) -> None:
+        """Of the trainer, that is not done yet."""
+        self.look()
+        updates = self.count("update")
+        self.wait_for(what, lambda: self.count("update") > updates, PATIENCE_S)
 
     def saved(self) -> int:
         """The newest completed checkpoint, 0 if there is none."""
@@ -163,16 +199,17 @@ class WatchedRun:
                 parent = psutil.Process(self.process.pid)
                 found |= {p.pid: p for p in (*parent.children(recursive=True), parent)}
         groups = {row["group"] for row in self.events if row["event"] == "session"}
+        actors = {row["pid"] for row in self.events if row["event"] == "start" and "pid" in row}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if os.getpgid(process.pid) in groups and process.pid != os.getpid():
+                orphan = process.pid in actors and " ".join(process.cmdline()).startswith("ray::")
+                orphan = orphan and process.ppid() == 1  # a number may have gone to a process of another run
+                if orphan or os.getpgid(process.pid) in groups:
                     found[process.pid] = process
         for process in found.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(list(found.values()), timeout=10.0)
-        if self.run_dir.exists():
-            end_leftovers(RunDirectory.attach(self.run_dir))
         if self.process is not None:
             self.process.wait()
 

@@ -160,7 +160,8 @@ def _print_rollout(result: dict[str, Any]) -> None:
 def _print_recovery(result: dict[str, Any]) -> None:
     from tools.bench import recovery as bench
 
-    columns = ("role", "kills", "next update s", "worst", "back s", "worst", "longest gap s", "worst")
+    figures = ("next update s", "back s", "longest gap s", "back CPU s")
+    columns = ("role", "kills", *(column for figure in figures for column in (figure, "worst")))
     _print_table(f"seconds after kill -9, medians; {result['updates']} updates", columns, bench.rows(result))
     names = ("lost_steps", "redone_steps", "regenerated_tokens", "double_consumed", "bit_identical")
     click.echo(", ".join(f"{name}: {result[name]}" for name in names))
