@@ -5,6 +5,7 @@ mixture. So the controller's state is little more than a step number, and whatev
 the same keys by the same version, come back.
 """
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -63,6 +64,7 @@ class Controller(Configurable):
         self._tokenizer = cfg.tokenizer.build()
         self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
         self._version = self._first_version = -1
+        self._life = 0
         self._stopped = False
         self._events, self._clock = events, clock
         self._changed = threading.Condition()
@@ -152,6 +154,7 @@ class Controller(Configurable):
         with self._changed:
             self._ledger.skip_to(step)
             self._version, self._first_version = step, first_version
+            self._life = secrets.randbits(62)
             self._waits.clear()
             self._changed.notify_all()
 
@@ -234,6 +237,7 @@ class Controller(Configurable):
             seconds=self.cfg.lease_seconds,
             follow=self.cfg.weights == "in_flight",
             partial=tuple(r for p in prompts for r in self._usable(parcel.partial, p, oldest, version)),
+            life=self._life,
         )
 
     def _usable(

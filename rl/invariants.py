@@ -158,9 +158,12 @@ def whole_batches(records: Records) -> Finding:
     groups = records.setting("groups", 0)
     parcels = groups // (records.setting("groups_per_lease") or groups or 1)
     generated: dict[int, list[int]] = {}
+    handed_back: Counter[int] = Counter()
     for row in records.events:
         if row["event"] == "generate" and "step" in row:
             generated.setdefault(row["step"], []).append(row["tokens"])
+        elif row["event"] == "handed_back":
+            handed_back[row["step"]] += 1
     broken, checked, skipped = [], 0, 0
     for row in records.metrics:
         step = row["step"] - 1
@@ -169,7 +172,8 @@ def whole_batches(records: Records) -> Finding:
             skipped += 1
             continue
         checked += 1
-        if not any(sum(chosen) == row["gen_tokens"] for chosen in combinations(leases, parcels)):
+        sizes = range(parcels, parcels + handed_back[step] + 1)  # what was handed back is a part of its own
+        if not any(sum(chosen) == row["gen_tokens"] for size in sizes for chosen in combinations(leases, size)):
             broken.append(
                 f"step {step} consumed {row['gen_tokens']:g} tokens; its leases generated {leases}, "
                 f"of which {parcels} make a batch"
@@ -239,53 +243,76 @@ def versions_once(records: Records) -> Finding:
 
 
 def deaths_followed(records: Records) -> Finding:
-    """Whoever died started again, unless the run was ended; no process number starts twice in a session."""
+    """Whoever died or left started again, unless the run was ended; no process starts twice in a session.
+
+    Workers that have joined from outside may go for good.
+    """
+    ours = {"trainer", "controller", "parameter-server", "verifier", "driver"}
+    ours |= {f"worker-{number}" for number in range(records.setting("workers", 0))}
     broken, checked, unseen = [], 0, 0
+    gone: Counter[str] = Counter()
+    last: dict[str, tuple[int, str]] = {}
     for index, row in enumerate(records.events):
-        if row["event"] not in ("died", "kill"):
-            continue
-        checked += 1
-        under_way = records.events[-1]["time"] - row["time"] < SILENCE
-        if not _came_back(records.events[index + 1 :], row["target"]) and not under_way:
-            broken.append(f"{row['target']} died at {row['time']:.0f} and did not start again")
-    dead: Counter[str] = Counter()
-    last: dict[str, int] = {}
-    for row in records.events:
         if row["event"] == "session":
-            last, dead = {}, Counter()
-        elif row["event"] in ("died", "kill"):
-            dead[row["target"]] += 1
+            last, gone = {}, Counter()
+        elif (role := _gone(row)) is not None and role in ours:
+            gone[role] += 1
+            checked += 1
+            under_way = records.events[-1]["time"] - row["time"] < SILENCE
+            if not _came_back(records.events[index + 1 :], role) and not under_way:
+                broken.append(f"{role} died at {row['time']:.0f} and did not start again")
         elif row["event"] == "start" and "pid" in row:
-            if last.get(row["role"]) == row["pid"]:
+            process = row["pid"], row.get("host", "")
+            if last.get(row["role"]) == process:
                 broken.append(f"{row['role']} (pid {row['pid']}) started twice")
-            unseen += row["role"] in last and not dead[row["role"]]
-            last[row["role"]] = row["pid"]
+            unseen += row["role"] in last and not gone[row["role"]]
+            last[row["role"]] = process
     unchecked = f"{unseen} starts without an event `died` before them" if unseen else ""
     return Finding("every death followed by a start", checked, tuple(broken), unchecked)
 
 
 def waits_named(records: Records, silence: float) -> Finding:
-    """The trainer never did nothing for longer than `silence` seconds without an event that says what it waited for."""
+    """Trainer and workers never did nothing for longer than `silence` seconds without word of what they waited for.
+
+    Word is an event of their own (a `wait` says `for` what), or one `waiting` that says who waits.
+    """
     broken, checked = [], 0
-    for life in records.lives:
-        reached: float | None = None
-        for row in life.rows:
-            begun = row["time"] - row.get("seconds", 0.0)
-            if reached is not None and begun - reached > silence:
-                broken.append(f"trainer: nothing between {reached:.0f} and {begun:.0f} ({begun - reached:.0f} s)")
-            if row["event"] == "wait" and row["seconds"] > silence and not row.get("for"):
-                broken.append(f"trainer: a wait of {row['seconds']:.0f} s does not say for what")
-            reached = row["time"] if reached is None else max(reached, row["time"])
+    reached: dict[str, float] = {}  # since its process started: until when a role is known to have done something
+    told: set[str] = set()  # of whom a wait was told since
+    for row in records.events:
+        role, time = row["role"], row["time"]
+        if row["event"] == "waiting":
+            told.add(row["who"])
+        if (gone := _gone(row)) is not None or row["event"] in ("session", "phase", "phase_begin"):
+            reached = {name: at for name, at in reached.items() if name != gone and gone is not None}
+        elif row["event"] == "start":
+            reached[role] = time
+            told.discard(role)
+        elif role == "trainer" or role.startswith("worker-"):
             checked += 1
-    unchecked = "workers log no waits for a lease"
+            gap = time - row.get("seconds", 0.0) - reached.get(role, time)
+            if gap > silence and role not in told:
+                broken.append(f"{role}: nothing for {gap:.0f} s before {row['event']} at {time:.0f}")
+            if row["event"] == "wait" and row["seconds"] > silence and not row.get("for"):
+                broken.append(f"{role}: a wait of {row['seconds']:.0f} s does not say for what")
+            reached[role] = time
+            told.discard(role)
+    unchecked = ""
     if records.clocks_apart:
-        unchecked += "; clocks of the roles disagree: time between a death and a start not compared"
+        unchecked = "clocks of the roles disagree: time between a death and a start not compared"
     for index, row in enumerate(() if records.clocks_apart else records.events):
         if row["event"] == "died" and (after := _came_back(records.events[index + 1 :], row["target"])):
             gap = after["time"] - row["time"]
             if gap > silence and after["event"] == "start":
                 broken.append(f"{row['target']} was gone for {gap:.0f} s")
     return Finding(f"no nameless wait beyond {silence:g} s", checked, tuple(broken), unchecked)
+
+
+def _gone(row: Row) -> str | None:
+    """Whose end a row tells."""
+    if row["event"] in ("died", "kill"):
+        return row["target"]
+    return row["role"] if row["event"] == "leave" else None
 
 
 def _came_back(rows: Sequence[Row], target: str) -> Row | None:

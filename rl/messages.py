@@ -85,6 +85,8 @@ class Lease:
         follow: newer weights are to be taken up while drawing.
         partial: rollouts of these prompts to go on from, handed back by a worker that had to go: of a prompt all
             samples or none. Those that ended by "stop" or "length" are whole.
+        life: another whenever the trainer has begun again; weights pulled before may have been made anew since, and
+            other bits may go by the same version.
     """
 
     id: int
@@ -95,3 +97,4 @@ class Lease:
     seconds: float
     follow: bool = False
     partial: tuple[Rollout, ...] = ()
+    life: int = 0

@@ -76,6 +76,7 @@ class RolloutWorker:
         self._began = time.time() if began is None else began
         self._productive = False  # some rollouts were accepted
         self._stop: Callable[[], bool] = lambda: False
+        self._life = 0  # of the trainer that made the weights in place
         self._void = False  # what is in hand has gone to another
         self._whole: tuple[Lease, list[Rollout]] | None = None  # generated and not yet submitted
 
@@ -92,6 +93,8 @@ class RolloutWorker:
         """One lease; False if none was to be had, or it was handed back."""
         if self._stop() or (lease := self._controller.lease(self.name, timeout)) is None:
             return False
+        if lease.life != self._life:  # what is in place may be weights of a trainer that died before it saved them
+            self._engine.version, self._life = -1, lease.life
         if not self._load(lease.version):
             return True
         with self._span("generate", step=lease.step, lease=lease.id, version=lease.version) as span:

@@ -68,6 +68,7 @@ class Fleet:
                 self._loopers["trainer"].stop.remote()
             done, _ = ray.wait(list(self._waiting), timeout=0.25)
             self._look()
+            self._feel()
             on_step(self._step)
             for reference in done:
                 name, what = self._waiting.pop(reference)
@@ -163,7 +164,7 @@ class Fleet:
 
     def _note_failure(self, name: str, error: Exception) -> None:
         """Its loop raised what no user can mend. Once that may be the machine's fault."""
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = repr(getattr(error, "cause", error))  # without Ray's wrapping
         self._log.append("driver", "died", target=name, error=why)
         if why in self._deaths.get(name, []):
             raise error
@@ -188,7 +189,7 @@ class Fleet:
         self._say(f"{name} (pid {self._pids.get(name, 'unknown')}) left when asked to by SIGTERM; starting it again")
 
     def _look(self) -> None:
-        """Take note of what the roles have written down, and whether they live."""
+        """Take note of what the roles have written down."""
         for row in self._metrics.new_rows():
             if row["phase"] == "rl":
                 self._deaths, self._step = {}, row["step"]
@@ -197,6 +198,9 @@ class Fleet:
             self._see(row)
         if self._kill.due(self._step) and self._kill.name in self._pids:
             self._kill.do(self._pids[self._kill.name], self._loopers[self._kill.name], self._step, self._log)
+
+    def _feel(self) -> None:
+        """Take note of which processes live."""
         for name in self._pulse.look():
             if name not in self._loopers:  # of those the end of the loop tells
                 self._log.append("driver", "died", target=name)

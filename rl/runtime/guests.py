@@ -67,7 +67,8 @@ def run_guest(run_dir: Path, name: str | None = None, say: Say = print) -> None:
 def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any], say: Say) -> None:
     events = EventLog(run.events_path)
     leaving = Leaving(name, events, experiment.cfg.patience.grace, signals=(signal.SIGTERM, signal.SIGINT))
-    controller, weights, verifier = peers_of(name, actors, experiment.cfg.patience, events)
+    over = lambda: not _path(run).exists()  # noqa: E731
+    controller, weights, verifier = peers_of(name, actors, experiment.cfg.patience, events, over)
     began = psutil.Process().create_time()
     try:
         worker = experiment.make_worker(name, run, controller, weights, verifier, began=began)

@@ -39,8 +39,9 @@ class Pulse:
         waiting = list(self._asked.values())
         answers = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
         died = [name for name, reference in list(self._asked.items()) if reference in answers and self._died(name)]
-        self._tell([name for name in self._asked if self._waits.due(name)])
-        for name in self._asked:
+        waited_for = sorted(self._asked.keys() | self._down)
+        self._tell([name for name in waited_for if self._waits.due(name)])
+        for name in waited_for:
             self._judge(name)
         return died
 
@@ -60,7 +61,7 @@ class Pulse:
 
     def _tell(self, names: list[str]) -> None:
         """Of waits that have become long, all that began together in one line."""
-        for what, group in (("start", self._down), ("answer", self._asked.keys() - self._down)):
+        for what, group in (("start", self._down), ("answer", set(self._actors) - self._down)):
             if found := [name for name in names if name in group]:
                 seconds = max(self._waits.begin(name) for name in found)
                 what = f"{', '.join(found)} to {what}"
@@ -68,7 +69,7 @@ class Pulse:
                 self._say(f"waiting {seconds:.0f} s for {what}")
 
     def _judge(self, name: str) -> None:
-        """One whose answer is still to come."""
+        """One whose answer is still to come, or was that it is dead."""
         seconds, down = self._waits.begin(name), name in self._down
         limit = self._patience.restart if down else self._patience.unresponsive
         if seconds < limit:

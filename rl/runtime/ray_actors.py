@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import psutil
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from axlearn_like.config_text import from_text
 from axlearn_like.run_directory import EventLog, RunDirectory
@@ -58,11 +58,12 @@ class RemoteRole:
         limit: float | None = None,
         caller: str = "driver",
         events: EventLog | None = None,
+        over: Callable[[], bool] = lambda: False,
     ):
-        """`limit`: seconds that a call may take beyond its own `timeout`."""
+        """`limit`: seconds that a call may take beyond its own `timeout`. `over()`: nothing will come back."""
         self._name, self._actor, self._patience = name, actor, patience
         self._limit = patience.unresponsive + _MARGIN if limit is None else limit
-        self._caller, self._events = caller, events
+        self._caller, self._events, self._over = caller, events, over
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
@@ -80,9 +81,9 @@ class RemoteRole:
         while True:
             try:
                 return self._answer(start(), method, waits, self._limit + wait)
-            except ActorDiedError as error:
-                raise RoleGone(f"{self._name} is gone: {error}") from error
             except RayActorError as error:
+                if self._over():
+                    raise RoleGone(f"{self._name} is gone: {error}") from error
                 give_up = give_up or time.monotonic() + self._patience.restart
                 if time.monotonic() > give_up:
                     raise UserError(
@@ -117,10 +118,14 @@ class RemoteServer(RemoteRole):
 
 
 def peers_of(
-    caller: str, actors: dict[str, Any], patience: Patience.Config, events: EventLog
+    caller: str,
+    actors: dict[str, Any],
+    patience: Patience.Config,
+    events: EventLog,
+    over: Callable[[], bool] = lambda: False,
 ) -> tuple[Any, WeightClient, Any]:
     """Controller, parameter server and verifier as `caller` sees them."""
-    known: dict[str, Any] = {"caller": caller, "events": events}
+    known: dict[str, Any] = {"caller": caller, "events": events, "over": over}
     controller = RemoteRole("controller", actors["controller"], patience, **known)
     weights = WeightClient(RemoteServer("parameter-server", actors["server"], patience, **known).locate)
     verifier = RemoteRole("verifier", actors["verifier"], patience, limit=patience.batch, **known)

@@ -14,6 +14,7 @@ from tests.rl.tiny import tiny_experiment
 CONFIG = """groups: 4
 groups_per_lease: 2
 staleness: 0
+workers: 2
 trainer.checkpoint.save_every: 2
 controller.weights: 'pinned'
 """
@@ -114,6 +115,25 @@ def test_a_batch_of_one_lease_twice_is_found(log: Log) -> None:
     assert "step 1 consumed 4 tokens" in log.broken()[WHOLE][0]
 
 
+def test_what_was_handed_back_counts_with_what_another_drew_to_it(log: Log) -> None:
+    log.event("worker-0", "generate", seconds=0.1, step=5, lease=90, version=5, tokens=3)
+    log.event("controller", "handed_back", lease=90, step=5, worker="worker-0", tokens=3)
+    log.event("worker-0", "leave", pid=10)
+    log.start("worker-0", 30)
+    log.event("worker-0", "generate", seconds=0.1, step=5, lease=91, version=5, tokens=1)
+    log.event("worker-0", "generate", seconds=0.1, step=5, lease=92, version=5, tokens=4)
+    log.event("trainer", "update", seconds=0.1, step=5)
+    log.metrics.append({"phase": "rl", "step": 6, "gen_tokens": 8.0, "staleness_max": 0})
+    assert log.broken() == {}
+
+
+def test_a_guest_may_go_for_good(log: Log) -> None:
+    log.event("worker-7", "leave", pid=70)
+    log.now += 1000
+    log.start("worker-1", 20)
+    assert log.broken() == {}
+
+
 def test_a_lease_in_two_steps_is_found(log: Log) -> None:
     log.event("controller", "consumed", step=9, leases=[0, 77])
     assert log.broken()[ONCE] == (
@@ -145,10 +165,20 @@ def test_a_death_without_a_start_is_found_unless_the_run_was_ended(log: Log) -> 
 def test_a_trainer_that_does_nothing_for_long_is_found_unless_it_says_for_what_it_waits(log: Log) -> None:
     log.now += 1000
     log.event("trainer", "wait", seconds=1000.0, step=5, **{"for": "batch 5"})
+    log.event("worker-0", "generate", seconds=1000.0, step=4, lease=99, version=4, tokens=4)
     assert log.broken() == {}
     log.now += 1000
+    log.event("controller", "waiting", who="trainer", what="batch 5", seconds=30.0)
+    log.event("controller", "waiting", who="worker-0", what="the trainer to begin", seconds=30.0)
+    log.now += 1000
     log.update(5)
-    assert "trainer: nothing between" in log.broken()[WAITS][0]
+    assert log.broken() == {}
+    log.now += 1000
+    log.update(6)
+    assert [line.partition(" s ")[0] for line in log.broken()[WAITS]] == [
+        "worker-0: nothing for 1000",
+        "trainer: nothing for 1000",
+    ]
 
 
 def test_what_the_log_does_not_tell_is_said(tmp_path: Path) -> None:
