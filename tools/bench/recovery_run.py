@@ -18,7 +18,7 @@ from axlearn_like.run_directory import EventLog
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = "driver"
-PATIENCE_S = 300.0  # for a role to be back, on a machine that has other work
+PATIENCE_S = 900.0  # for a role to be back, on a machine that has much other work
 
 
 class RunFailed(RuntimeError):
