@@ -7,6 +7,7 @@ same updates are made once more in one process that nobody kills, and what the t
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import tempfile
 import time
@@ -49,11 +50,14 @@ def find_roles(names: Iterable[str]) -> list[str]:
     return [role for role in ROLES if role in asked] if asked else list(ROLES)
 
 
-def run(kills: int, roles: list[str], say: Say, *, seed: int = 0, keep: Path | None = None) -> dict[str, Any]:
+def run(
+    kills: int, roles: list[str], say: Say, *, seed: int = 0, minutes: float | None = None, keep: Path | None = None
+) -> dict[str, Any]:
     """Everything that `--json` prints.
 
     Args:
         kills: of each role.
+        minutes: after which no further kill is begun; None: all are.
         roles: from `ROLES`.
         say: told in one line what is going on.
         seed: of the order of the kills and of the moments.
@@ -65,7 +69,8 @@ def run(kills: int, roles: list[str], say: Say, *, seed: int = 0, keep: Path | N
         folder.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         with WatchedRun(folder / "disturbed", JOB) as watched:
-            disturb(watched, schedule(kills, roles, seed), say, random.Random(seed))
+            end = math.inf if minutes is None else began + 60 * minutes
+            disturb(watched, schedule(kills, roles, seed), say, random.Random(seed), end)
         seconds = time.monotonic() - began
         say(f"the same {watched.step} updates again, in one process")
         calm = make_undisturbed(folder / "undisturbed", undisturbed(watched.step))
@@ -84,9 +89,9 @@ def run(kills: int, roles: list[str], say: Say, *, seed: int = 0, keep: Path | N
 
 
 def schedule(kills: int, roles: list[str], seed: int) -> list[str]:
-    """Each role `kills` times in a random order; workers by turns."""
-    order = [role for role in roles for _ in range(kills)]
-    random.Random(seed).shuffle(order)
+    """Each role `kills` times, all roles in a random order before any has its next turn; workers by turns."""
+    rng = random.Random(seed)
+    order = [role for _ in range(kills) for role in rng.sample(roles, len(roles))]
     workers = 0
     for index, role in enumerate(order):
         if role == "worker":
@@ -95,11 +100,17 @@ def schedule(kills: int, roles: list[str], seed: int) -> list[str]:
     return order
 
 
-def disturb(run: WatchedRun, targets: list[str], say: Say, rng: random.Random) -> None:
-    """Kill one role after the other, each when the one before is back and some updates were done; then end the run."""
+def disturb(run: WatchedRun, targets: list[str], say: Say, rng: random.Random, end: float = math.inf) -> None:
+    """Kill one role after the other, each when the one before is back and some updates were done; then end the run.
+
+    No kill is begun after `end` (`time.monotonic()`).
+    """
     run.start()
     run.wait_for("the first update", lambda: run.count("update") > 0, PATIENCE_S)
     for number, target in enumerate(targets, start=1):
+        if time.monotonic() > end:
+            say(f"out of time after {number - 1} of {len(targets)} kills")
+            break
         calm = run.step + rng.randint(*_CALM_UPDATES)
         run.wait_for(f"update {calm}", lambda calm=calm: run.step >= calm, PATIENCE_S)
         time.sleep(rng.uniform(0.0, 0.5))  # any moment of an update

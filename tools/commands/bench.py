@@ -75,9 +75,12 @@ def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) 
 @click.option("--kills", default=20, show_default=True, type=click.IntRange(min=1), help="Of each role.")
 @click.option("--roles", default="", help="Comma-separated roles to kill; default: all, and the driver.")
 @click.option("--seed", default=0, show_default=True, help="Of the order of the kills and of the moments.")
+@click.option("--minutes", type=float, help="Begin no further kill after so long; default: make them all.")
 @click.option("--keep", type=click.Path(path_type=Path), help="A new directory to keep the runs in.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
-def recovery(kills: int, roles: str, seed: int, keep: Path | None, as_json: bool) -> None:
+def recovery(
+    kills: int, roles: str, seed: int, minutes: float | None, keep: Path | None, as_json: bool
+) -> None:
     """Seconds from kill -9 of a role to the next update, and whether the run's result is the same to the bit."""
     from rich.console import Console
 
@@ -91,6 +94,7 @@ def recovery(kills: int, roles: str, seed: int, keep: Path | None, as_json: bool
         bench.find_roles(_names(roles)),
         lambda line: console.print(line, markup=False, highlight=False),
         seed=seed,
+        minutes=minutes,
         keep=keep,
     )
     if as_json:
