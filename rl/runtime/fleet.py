@@ -114,6 +114,7 @@ class Fleet:
         return actor.remote(kind, name, str(self._run.path), self._token, self._cfg.patience.grace)
 
     def _begin(self, name: str) -> None:
+        self._left.discard(name)
         actor = self._loopers[name]
         loop = actor.run_trainer if name == "trainer" else actor.run_worker
         self._waiting[loop.remote(self._peers)] = (name, "loop")

@@ -4,6 +4,7 @@ An actor builds its role from the config in the run directory, in its own proces
 with plain method calls; bulk weights do not take this way (see weights/transport.py).
 """
 
+import contextlib
 import os
 import secrets
 import socket
@@ -135,8 +136,9 @@ def peers_of(
 class RoleHost:
     """The actor's class. `kind` names the `make_` method of the experiment that builds the role.
 
-    The role is built at the first call, so that what is wrong with it is raised to the caller as it is, and anew after
-    a restart. SIGTERM has it put things in order and exit 0 (see leaving.py); Ray starts it again, where there is room.
+    The role is built anew after a restart; at the latest by the first call, so that what is wrong with it is raised to
+    the caller as it is. SIGTERM has it put things in order and exit 0 (see leaving.py); Ray starts it again, where it
+    finds room.
     """
 
     def __init__(self, kind: str, name: str, run_path: str, token: str, grace: float):
@@ -151,6 +153,8 @@ class RoleHost:
         self._life = secrets.token_hex(8)  # of this process
         self._leaving = Leaving(name, self._events, grace)
         self._leaving.has_loop = False
+        if kind in ("parameter_server", "controller", "verifier"):  # which need no peers: be ready when one calls
+            threading.Thread(target=self._prepare, daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any method of the role, from any other role."""
@@ -193,6 +197,10 @@ class RoleHost:
         if left:
             self._leaving.done(**fields)
         return {"life": self._life, "left": left, **fields}
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(Exception):  # whoever calls is told
+            self._built()
 
     def _built(self) -> Any:
         with self._building:

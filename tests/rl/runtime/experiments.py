@@ -1,5 +1,6 @@
 """Experiments for the runtimes' tests, and what a run leaves behind in a form to compare."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,16 @@ def slow(**changes: Any) -> RLExperiment.Config:
     """The tiny experiment, slow enough for something to happen in the middle; no evaluation."""
     verifier = Verifier.Config(scorer=FunctionScorer.Config(function=slow_share), processes=1)
     return tiny_experiment(num_steps=12, evaluation=None, verifier=verifier).set(**changes)
+
+
+def failing_share(problem_id: int, answer: str) -> float:
+    """The tiny experiment's reward; fails, in a way that no user can mend, as often as the file in AXL_TEST_FAILS has
+    bytes."""
+    left = Path(os.environ["AXL_TEST_FAILS"])
+    if count := left.stat().st_size:
+        os.truncate(left, count - 1)
+        raise RuntimeError("the machine hiccupped")
+    return ascii_share(problem_id, answer)
 
 
 def short() -> RLExperiment.Config:
