@@ -14,7 +14,7 @@ class Patience(Configurable):
         grace: float = 25.0  # from SIGTERM to a role's end; schedulers kill after 30
         say_after: float = 30.0  # a wait is told once it has lasted so long, and whenever that has doubled
         unresponsive: float = 90.0  # a role whose process does not answer for so long is killed and started again
-        restart: float = 300.0  # a role that died is waited for; then the run ends with an error
+        restart: float = 600.0  # a role that died is waited for; then the run ends with an error
         batch: float = 7200.0  # the trainer waits for a batch, a worker for its scores; then the same
 
     def __init__(self, cfg: Config):

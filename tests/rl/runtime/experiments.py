@@ -1,5 +1,6 @@
 """Experiments for the runtimes' tests, and what a run leaves behind in a form to compare."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -91,6 +92,12 @@ def parameters(path: Path) -> dict[str, bytes]:
     return {jax.tree_util.keystr(name): np.asarray(array).tobytes() for name, array in leaves}
 
 
+def checksums(path: Path) -> dict[str, dict[str, Any]]:
+    """Shape, type and checksum of every array of the last checkpoint: parameters, optimizer state, RNG, step."""
+    last = max((path / "checkpoints" / "rl").iterdir(), key=lambda folder: int(folder.name))
+    return json.loads((last / "manifest" / "metadata").read_text())
+
+
 def events(path: Path, event: str, role: str | None = None) -> list[dict[str, Any]]:
     """Rows of the event log, of one kind."""
     rows = read_rows(path / "events.jsonl")
@@ -98,7 +105,8 @@ def events(path: Path, event: str, role: str | None = None) -> list[dict[str, An
 
 
 def assert_same_outcome(path: Path, expected: Path) -> None:
-    """Every update once and in order, with the same figures; the same parameters to the bit."""
+    """Every update once and in order, with the same figures; the same parameters and trainer state to the bit."""
     assert metrics(path) == metrics(expected)
     assert [row["step"] for row in metrics(path)] == list(range(1, len(metrics(path)) + 1))
     assert parameters(path) == parameters(expected)
+    assert checksums(path) == checksums(expected)

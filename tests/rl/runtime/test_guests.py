@@ -34,6 +34,7 @@ def join(path: Path, name: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 def test_a_run_without_workers_goes_on_as_soon_as_and_as_long_as_guests_work_for_it(tmp_path: Path) -> None:
     expected = run_here(tmp_path / "expected", tiny_experiment(num_steps=8, evaluation=None))
     path, cfg = tmp_path / "run", slow(num_steps=8, workers=0, groups_per_lease=1)
