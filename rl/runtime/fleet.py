@@ -203,7 +203,7 @@ class Fleet:
     def _feel(self) -> None:
         """Take note of which processes live."""
         for name in self._pulse.look():
-            if name not in self._loopers:  # of those the end of the loop tells
+            if name not in self._loopers and name not in self._left:  # of loops their end tells
                 self._log.append("driver", "died", target=name)
 
     def _see(self, row: dict[str, Any]) -> None:
