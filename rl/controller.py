@@ -5,16 +5,20 @@ mixture. So the controller's state is little more than a step number, and whatev
 the same keys by the same version, come back.
 """
 
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
+
+import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.run_directory import EventLog
 from mesh import UserError
 from rl.ledger import Ledger, Parcel
-from rl.messages import Group, Lease, Prompt
+from rl.messages import Group, Lease, Prompt, Rollout
+from rl.patience import Patience, Waits
 from rl.tasks import encode_prompt
 
 
@@ -36,7 +40,8 @@ class Controller(Configurable):
         groups_per_lease: int = REQUIRED
         staleness: int = 0  # updates
         weights: Literal["pinned", "newest", "in_flight"] = "pinned"
-        lease_seconds: float = 120.0
+        lease_seconds: float = 120.0  # since its worker was last heard of
+        patience: Patience.Config = Patience.Config()
 
     def __init__(
         self,
@@ -59,15 +64,27 @@ class Controller(Configurable):
         self._tokenizer = cfg.tokenizer.build()
         self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
         self._version = self._first_version = -1
+        self._life = 0
         self._stopped = False
         self._events, self._clock = events, clock
         self._changed = threading.Condition()
+        self._workers: set[str] = set()  # that have joined and not left
+        self._waits = Waits(cfg.patience.say_after, clock)
 
     # ---- workers
 
     def join(self, worker: str) -> None:
         """A worker starts, or starts again: what its former self had leased is free at once."""
         self.release(worker, "worker restarted")
+        with self._changed:
+            self._workers.add(worker)
+
+    def leave(self, worker: str) -> None:
+        """A worker goes, for good or to be started again: what it has leased is free at once."""
+        self.release(worker, "worker left")
+        with self._changed:
+            self._workers.discard(worker)
+            self._waits.end(worker)
 
     def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
         """The next parcel to generate; None if there is nothing to do within `timeout` seconds or the run is over."""
@@ -79,15 +96,40 @@ class Controller(Configurable):
                     worker, self._leasable(), self._clock(), cfg.lease_seconds
                 )
                 if parcel is not None:
+                    self._waits.end(worker)
                     return self._grant(parcel)
+                self._wait(worker, worker, self._next_work)
                 if (left := end - self._clock()) <= 0:
                     return None
                 self._changed.wait(min(left, 1.0))
         return None
 
+    def renew(self, lease: int) -> bool:
+        """Its worker is at it; False tells the worker that the lease is void and the work can be dropped."""
+        with self._changed:
+            self._expire()
+            return self._ledger.renew(lease, self._clock() + self.cfg.lease_seconds)
+
+    def hand_back(self, lease: int, rollouts: tuple[Rollout, ...]) -> bool:
+        """What a worker that must go has of a lease, for the next to go on from; False if the lease is void."""
+        with self._changed:
+            parcel = self._ledger.hand_back(lease, rollouts)
+            if parcel is not None and self._events is not None:
+                self._events.append(
+                    "controller",
+                    "handed_back",
+                    lease=lease,
+                    step=parcel.step,
+                    worker=parcel.worker,
+                    tokens=sum(len(rollout.tokens) for rollout in rollouts),
+                )
+            self._changed.notify_all()
+            return parcel is not None
+
     def generated(self, lease: int) -> bool:
         """The tokens of a lease exist; False tells the worker that its lease is void and the work can be dropped."""
         with self._changed:
+            self._ledger.renew(lease, self._clock() + self.cfg.lease_seconds)
             return self._ledger.generated(lease)
 
     def submit(self, lease: int, groups: tuple[Group, ...]) -> bool:
@@ -112,17 +154,25 @@ class Controller(Configurable):
         with self._changed:
             self._ledger.skip_to(step)
             self._version, self._first_version = step, first_version
+            self._life = secrets.randbits(62)
+            self._waits.clear()
             self._changed.notify_all()
 
     def next_batch(self, step: int, timeout: float = 0.0) -> list[Group] | None:
-        """All groups of a step in the order of the plan, or None if they are not complete within `timeout` seconds."""
+        """All groups of a step in the order of the plan, or None if they are not complete within `timeout` seconds.
+
+        Raises:
+            UserError: the trainer has asked for this batch for `patience.batch` seconds; says what is missing.
+        """
         end = self._clock() + timeout
         with self._changed:
             while not self._ledger.complete(step):
                 self._expire()
+                self._wait("trainer", step, lambda: f"batch {step}: {self._ledger.missing(step, self._clock())}")
                 if (left := end - self._clock()) <= 0 or self._stopped:
                     return None
                 self._changed.wait(min(left, 1.0))
+            self._waits.end(step)
             return self._ledger.batch(step)
 
     def consumed(self, step: int) -> None:
@@ -143,12 +193,13 @@ class Controller(Configurable):
     def missing(self, step: int) -> str:
         """What a step waits for, in words."""
         with self._changed:
-            return self._ledger.missing(step)
+            return self._ledger.missing(step, self._clock())
 
     def status(self) -> dict[str, Any]:
-        """Counts of the ledger, the version in force, whether the run is over."""
+        """Counts of the ledger, the version in force, whether the run is over, and who works."""
         with self._changed:
-            return {**self._ledger.counts(), "version": self._version, "stopped": self._stopped}
+            workers = {"workers": sorted(self._workers)}
+            return {**self._ledger.counts(), **workers, "version": self._version, "stopped": self._stopped}
 
     def stop(self) -> None:
         """Every wait ends; no lease is granted any more."""
@@ -174,15 +225,48 @@ class Controller(Configurable):
 
     def _grant(self, parcel: Parcel) -> Lease:
         pinned = max(parcel.step - self.cfg.staleness, self._first_version)
+        version = pinned if self.cfg.weights == "pinned" else self._version
+        oldest = version if self.cfg.weights == "pinned" else parcel.step - self.cfg.staleness
+        prompts = self.prompts(parcel.step, parcel.index)
         return Lease(
             id=parcel.lease,
             step=parcel.step,
-            prompts=self.prompts(parcel.step, parcel.index),
+            prompts=prompts,
             samples=self.cfg.samples,
-            version=pinned if self.cfg.weights == "pinned" else self._version,
+            version=version,
             seconds=self.cfg.lease_seconds,
             follow=self.cfg.weights == "in_flight",
+            partial=tuple(r for p in prompts for r in self._usable(parcel.partial, p, oldest, version)),
+            life=self._life,
         )
+
+    def _usable(
+        self, partial: tuple[Rollout, ...], prompt: Prompt, oldest: int, newest: int
+    ) -> list[Rollout]:
+        """What was handed back of a prompt, if it is whole in samples and no token is too old, or too new."""
+        found = [rollout for rollout in partial if rollout.prompt_id == prompt.id]
+        whole = sorted(rollout.sample_id for rollout in found) == list(range(self.cfg.samples))
+        within = all(np.all((r.versions >= oldest) & (r.versions <= newest)) for r in found)
+        return found if whole and within else []
+
+    def _next_work(self) -> str:
+        """What a worker without a lease waits for."""
+        if not self._begun:
+            return "the trainer to begin"
+        version = self._leasable().stop - self.cfg.staleness
+        return f"a lease: all of version {self._version} are out, the next come with version {max(0, version)}"
+
+    def _wait(self, who: str, name: Hashable, what: Callable[[], str]) -> None:
+        """Take note of a wait, and tell of it when it is long.
+
+        Raises:
+            UserError: the trainer's has lasted too long.
+        """
+        seconds = self._waits.begin(name)
+        if self._waits.due(name) and self._events is not None:
+            self._events.append("controller", "waiting", who=who, what=what(), seconds=round(seconds, 1))
+        if who == "trainer" and seconds > (limit := self.cfg.patience.batch):
+            raise UserError(f"trainer has waited {seconds:.0f} s (patience.batch={limit:g}) for {what()}")
 
     def _expire(self) -> None:
         self._report(self._ledger.expire(self._clock()), "expired")

@@ -23,6 +23,7 @@ from rl.controller import Controller
 from rl.evaluation import Evaluation
 from rl.objective import Objective
 from rl.parameter_server import ParameterServer
+from rl.patience import Patience
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.worker import LeaseSource, RolloutWorker
 from rl.rollout.worker import Verifier as VerifierRole
@@ -67,13 +68,15 @@ class RLExperiment(Configurable):
         evaluation: Evaluation.Config | None = Evaluation.Config()
 
         swap: Literal["go_on", "recompute"] = "go_on"  # of sequences under way, if controller.weights="in_flight"
-        workers: int = 2  # rollout workers, where the runtime has processes
+        workers: int = 2  # rollout workers, where the runtime has processes; more may join
+        patience: Patience.Config = Patience.Config()  # where the runtime has processes
         kill_worker_after: float | None = None  # share of the updates after which one worker is killed -9
 
     def __init__(self, cfg: Config):
         if not 0 <= cfg.seed < 2**32:
             raise UserError(f"seed={cfg.seed}: expected 0 to {2**32 - 1}")
         self.cfg = cfg
+        cfg.patience.build()  # refuses what is no time
         self.tokenizer: ByteTokenizer = cfg.tokenizer.build()
         self.engine_cfg = cfg.engine.clone(
             model=cfg.policy,
@@ -102,6 +105,7 @@ class RLExperiment(Configurable):
             samples=cfg.samples,
             groups_per_lease=cfg.groups_per_lease or cfg.groups,
             staleness=cfg.staleness,
+            patience=cfg.patience,
         )
         self.trainer_cfg = cfg.trainer.clone(
             model=cfg.policy,
@@ -185,6 +189,7 @@ class RLExperiment(Configurable):
         controller: LeaseSource,
         weights: WeightAccess,
         verifier: VerifierRole,
+        began: float | None = None,
     ) -> RolloutWorker:
         engine = self.make_engine()
         puller = weights.puller(engine.weights_like, worker=name)
@@ -203,6 +208,7 @@ class RLExperiment(Configurable):
             verifier=verifier,
             events=EventLog(run.events_path),
             swap=self.cfg.swap,
+            began=began,
         )
 
     def make_trainer(

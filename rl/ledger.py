@@ -3,6 +3,7 @@
     pending --lease--> leased --generated--> generated --verified--> verified --consume--> consumed
        ^                  |                      |
        +---- expired, or its worker is gone -----+
+       +---- handed back, with what it had ------+
 
 The unit is a *parcel*: the prompts of one step that are leased together. A parcel that comes back is leased again
 with a new lease id, and what is then still reported under the old id is turned away; since sampling keys depend only on
@@ -12,7 +13,7 @@ the request, the second generation is the same as the lost one.
 import dataclasses
 from typing import Literal
 
-from rl.messages import Group
+from rl.messages import Group, Rollout
 
 ParcelState = Literal["pending", "leased", "generated", "verified", "consumed"]
 
@@ -33,6 +34,7 @@ class Parcel:
     leased_at: float = 0.0
     deadline: float = 0.0
     groups: tuple[Group, ...] = ()
+    partial: tuple[Rollout, ...] = ()  # handed back by one who had to go, for the next to go on from
 
 
 class Ledger:
@@ -68,12 +70,29 @@ class Ledger:
         parcel.state = "generated"
         return True
 
+    def renew(self, lease: int, deadline: float) -> bool:
+        """The worker is alive and at it; False if the lease is no longer valid."""
+        parcel = self._by_lease.get(lease)
+        if parcel is None:
+            return False
+        parcel.deadline = max(parcel.deadline, deadline)
+        return True
+
+    def hand_back(self, lease: int, partial: tuple[Rollout, ...]) -> Parcel | None:
+        """The worker has to go; what it has is kept for the next. A copy as it was, or None if the lease is void."""
+        if (parcel := self._current(lease)) is None:
+            return None
+        before = dataclasses.replace(parcel)
+        parcel.partial = partial
+        self._free(parcel)
+        return before
+
     def verified(self, lease: int, groups: tuple[Group, ...]) -> bool:
         """The scored groups of a lease; False (and nothing kept) if the lease is no longer valid."""
         parcel = self._current(lease)
         if parcel is None:
             return False
-        parcel.state, parcel.groups = "verified", groups
+        parcel.state, parcel.groups, parcel.partial = "verified", groups, ()
         del self._by_lease[lease]
         return True
 
@@ -113,16 +132,9 @@ class Ledger:
         """Take back all leases of a worker that is gone; returns copies as they were."""
         return self._take_back(lambda parcel: parcel.worker == worker)
 
-    def missing(self, step: int) -> str:
-        """What a step still waits for, in words."""
-        waiting = []
-        for parcel in self._open(step):
-            if parcel.state == "pending":
-                waiting.append(f"parcel {parcel.index} (not leased)")
-            elif parcel.state in ("leased", "generated"):
-                waiting.append(
-                    f"parcel {parcel.index} ({parcel.state}, lease {parcel.lease} of {parcel.worker})"
-                )
+    def missing(self, step: int, now: float | None = None) -> str:
+        """What a step still waits for, in words; given the time, also for how long."""
+        waiting = [_standing(parcel, now) for parcel in self._open(step) if parcel.state != "verified"]
         return ", ".join(waiting) or "nothing"
 
     def counts(self) -> dict[str, int]:
@@ -147,10 +159,21 @@ class Ledger:
 
     def _take_back(self, gone) -> list[Parcel]:
         taken = []
-        for lease, parcel in list(self._by_lease.items()):
+        for parcel in list(self._by_lease.values()):
             if gone(parcel):
                 taken.append(dataclasses.replace(parcel))
-                del self._by_lease[lease]
-                parcel.state, parcel.lease, parcel.worker, parcel.groups = "pending", -1, "", ()
+                self._free(parcel)
                 self.expired += 1
         return taken
+
+    def _free(self, parcel: Parcel) -> None:
+        del self._by_lease[parcel.lease]
+        parcel.state, parcel.lease, parcel.worker, parcel.groups = "pending", -1, "", ()
+
+
+def _standing(parcel: Parcel, now: float | None) -> str:
+    """Of a parcel that is not verified."""
+    if parcel.state == "pending":
+        return f"parcel {parcel.index} (not leased)"
+    since = "" if now is None else f", {now - parcel.leased_at:.0f} s since the lease"
+    return f"parcel {parcel.index} ({parcel.state} by {parcel.worker}{since})"

@@ -83,6 +83,10 @@ class Lease:
         step: the update that will consume the rollouts.
         version: the weights to generate with.
         follow: newer weights are to be taken up while drawing.
+        partial: rollouts of these prompts to go on from, handed back by a worker that had to go: of a prompt all
+            samples or none. Those that ended by "stop" or "length" are whole.
+        life: another whenever the trainer has begun again; weights pulled before may have been made anew since, and
+            other bits may go by the same version.
     """
 
     id: int
@@ -92,3 +96,5 @@ class Lease:
     version: int
     seconds: float
     follow: bool = False
+    partial: tuple[Rollout, ...] = ()
+    life: int = 0

@@ -13,7 +13,10 @@ PHASES = ("sft", "eval_before", "rl", "eval_after")
 
 
 def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
-    """Evaluation before and after, seconds, kills, throughput, staleness, trainer-sampler agreement, versions."""
+    """Evaluation before and after, seconds, kills, throughput, staleness, trainer-sampler agreement, versions.
+
+    `joins`: of every start of a worker, the seconds from there to its first rollouts that were accepted.
+    """
     events = read_rows(run.events_path)
     rows = [row for row in read_rows(run.metrics_path) if row["phase"] == "rl"]
     seconds = {phase: _phase_seconds(events, phase) for phase in PHASES}
@@ -24,6 +27,11 @@ def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
         if path.exists():
             report[when] = json.loads(path.read_text())
     report["kills"] = [_kill(event, events, rows) for event in events if event["event"] == "kill"]
+    report["joins"] = [
+        {"worker": event["role"], "time": event["time"], "join_s": event["join_s"]}
+        for event in events
+        if event["event"] == "productive"
+    ]
     report["throughput"] = _throughput(rows, events)
     report["staleness"] = {
         "mean": statistics.fmean(row["staleness_mean"] for row in rows),

@@ -1,9 +1,11 @@
 """The rollout worker: lease, pull, generate, have verified, submit; and again.
 
-It holds nothing that cannot be had again: kill it at any moment and its lease goes to another.
+It holds nothing that cannot be had again: kill it at any moment and its lease goes to another. Asked to leave, it hands
+back what it has, for another to go on from.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -26,6 +28,9 @@ class LeaseSource(Protocol):
 
     def join(self, worker: str) -> None: ...
     def lease(self, worker: str, timeout: float = 0.0) -> Lease | None: ...
+    def leave(self, worker: str) -> None: ...
+    def renew(self, lease: int) -> bool: ...
+    def hand_back(self, lease: int, rollouts: tuple[Rollout, ...]) -> bool: ...
     def generated(self, lease: int) -> bool: ...
     def submit(self, lease: int, groups: tuple[Group, ...]) -> bool: ...
     def status(self) -> dict[str, Any]: ...
@@ -59,36 +64,88 @@ class RolloutWorker:
         events: EventLog,
         pull_timeout: float = 60.0,
         swap: Swap = "go_on",
+        began: float | None = None,
     ):
-        """`swap`: what becomes of sequences under way when newer weights are taken up (see the engine)."""
+        """`swap`: what becomes of sequences under way when newer weights are taken up (see the engine).
+
+        `began`: when its process was started, if not now (`time.time()`).
+        """
         self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
         self._controller, self._weights, self._verifier = controller, weights, verifier
         self._events, self._pull_timeout = events, pull_timeout
         self._swap: Swap = swap
         self._failed_pulls = 0  # in a row
+        self._began = time.time() if began is None else began
+        self._productive = False  # some rollouts were accepted
+        self._stop: Callable[[], bool] = lambda: False
+        self._life = 0  # of the trainer that made the weights in place
+        self._void = False  # what is in hand has gone to another
+        self._whole: tuple[Lease, list[Rollout]] | None = None  # generated and not yet submitted
 
-    def run(self) -> None:
-        """Work until the controller says that the run is over."""
+    def run(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Work until the controller says that the run is over, or until `stop()`: then hand back what is in hand."""
+        self._stop = stop
         self._controller.join(self.name)
-        while not self._controller.status()["stopped"]:
+        while not stop() and not self._controller.status()["stopped"]:
             while self.run_once(timeout=2.0):
                 pass
+        self._controller.leave(self.name)
 
     def run_once(self, timeout: float = 0.0) -> bool:
-        """One lease; False if none was to be had."""
-        lease = self._controller.lease(self.name, timeout)
-        if lease is None:
+        """One lease; False if none was to be had, or it was handed back."""
+        if self._stop() or (lease := self._controller.lease(self.name, timeout)) is None:
             return False
+        if lease.life != self._life:  # what is in place may be weights of a trainer that died before it saved them
+            self._engine.version, self._life = -1, lease.life
         if not self._load(lease.version):
             return True
         with self._span("generate", step=lease.step, lease=lease.id, version=lease.version) as span:
-            requests = [Request(prompt, lease.samples, self._seed) for prompt in lease.prompts]
-            rollouts = self._engine.generate(requests, between=self._follow if lease.follow else lambda: None)
-            span["tokens"] = sum(len(rollout.tokens) for rollout in rollouts)
+            rollouts = self._generate(lease)
+            span["tokens"] = sum(len(r.tokens) for r in rollouts) - sum(len(r.tokens) for r in lease.partial)
+        if self._stop():
+            self._hand_back(lease, rollouts)
+            return False
+        if self._void:
+            return True
         check_whole(rollouts)
         if self._controller.generated(lease.id):
-            self._controller.submit(lease.id, self._score(lease, rollouts))
+            self._whole = lease, rollouts
+            accepted = self._controller.submit(lease.id, self._score(lease, rollouts))
+            self._whole = None
+            if accepted and not self._productive:
+                self._productive = True
+                self._events.append(self.name, "productive", join_s=round(time.time() - self._began, 3))
         return True
+
+    def abandon(self) -> None:
+        """From another thread, when there is no more time: free the lease, and hand back rollouts that are whole."""
+        if (whole := self._whole) is not None:
+            self._hand_back(*whole)
+        self._controller.leave(self.name)
+
+    def _generate(self, lease: Lease) -> list[Rollout]:
+        """All rollouts of a lease in its order; some are not whole if it is void, or the worker is asked to leave."""
+        numbers = []
+        for prompt in lease.prompts:
+            partial = tuple(r for r in lease.partial if r.prompt_id == prompt.id)
+            numbers.append(self._engine.submit(Request(prompt, lease.samples, self._seed, partial=partial)))
+        rollouts: dict[int, tuple[Rollout, ...]] = {}
+        self._void, heard = False, time.monotonic()
+        while len(rollouts) < len(numbers):
+            if self._stop() or self._void:
+                finished = self._engine.abort_all()
+            else:
+                finished = self._engine.step()
+                if lease.follow:
+                    self._follow()
+            rollouts |= {one.number: one.rollouts for one in finished}
+            if time.monotonic() - heard > lease.seconds / 4:
+                self._void, heard = not self._controller.renew(lease.id), time.monotonic()
+        return [rollout for number in numbers for rollout in rollouts[number]]
+
+    def _hand_back(self, lease: Lease, rollouts: list[Rollout]) -> None:
+        if all(rollout.finish_reason != "error" for rollout in rollouts):
+            self._controller.hand_back(lease.id, tuple(rollouts))
 
     def _load(self, version: int) -> bool:
         """False if the version is not to be had for now: its trainer died, and makes it again when it is back."""

@@ -4,23 +4,35 @@ An actor builds its role from the config in the run directory, in its own proces
 with plain method calls; bulk weights do not take this way (see weights/wire.py).
 """
 
+import contextlib
 import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from axlearn_like.config_text import from_text
 from axlearn_like.run_directory import EventLog, RunDirectory
 from mesh import UserError, enable_compilation_cache, make_mesh
 from mesh.devices import one_device_per_core
 from rl.experiment import RLExperiment
-from rl.weights.access import connect
+from rl.patience import Patience, Waits
+from rl.runtime.leaving import Leaving
+from rl.weights.access import WeightAccess, connect
 from rl.weights.wire import Endpoint
+
+_MARGIN = 60.0  # seconds that a call may last beyond the time after which a silent role is killed
+
+
+class RoleGone(UserError):
+    """A role has ended and will not come back."""
 
 
 def result(reference: Any, timeout: float | None = None) -> Any:
@@ -35,12 +47,25 @@ def result(reference: Any, timeout: float | None = None) -> Any:
 class RemoteRole:
     """A role that lives in an actor: its methods, called synchronously.
 
-    An actor that is being restarted is waited for, up to `patience` seconds; then the error names the role. A call may
-    take `limit` seconds beyond its own `timeout`.
+    A call that lasts is told as an event of the caller's. An actor that is being restarted is waited for, up to
+    `patience.restart` seconds; one that does not answer, until the driver has killed it; then the error names the role.
     """
 
-    def __init__(self, name: str, actor: Any, *, patience: float = 90.0, limit: float | None = 120.0):
-        self._name, self._actor, self._patience, self._limit = name, actor, patience, limit
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        patience: Patience.Config,
+        *,
+        limit: float | None = None,
+        caller: str = "driver",
+        events: EventLog | None = None,
+        over: Callable[[], bool] = lambda: False,
+    ):
+        """`limit`: seconds that a call may take beyond its own `timeout`. `over()`: nothing will come back."""
+        self._name, self._actor, self._patience = name, actor, patience
+        self._limit = patience.unresponsive + _MARGIN if limit is None else limit
+        self._caller, self._events, self._over = caller, events, over
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
@@ -53,18 +78,37 @@ class RemoteRole:
         return call
 
     def _patiently(self, method: str, start: Callable[[], Any], wait: float = 0.0) -> Any:
-        limit = None if self._limit is None else self._limit + wait
-        give_up: float | None = None
+        waits, give_up = Waits(self._patience.say_after + wait), None
+        waits.begin(method)
         while True:
             try:
-                return result(start(), limit)
-            except GetTimeoutError as error:
-                raise UserError(f"{self._name}.{method} has not answered for {limit:.0f} s") from error
+                return self._answer(start(), method, waits, self._limit + wait)
             except RayActorError as error:
-                give_up = give_up or time.monotonic() + self._patience
+                if self._over():
+                    raise RoleGone(f"{self._name} is gone: {error}") from error
+                give_up = give_up or time.monotonic() + self._patience.restart
                 if time.monotonic() > give_up:
-                    raise UserError(f"{self._name} is gone: {error}") from error
+                    raise UserError(
+                        f"{self._name} died and has not come back for {self._patience.restart:g} s "
+                        f"(patience.restart): {error}"
+                    ) from error
+                self._tell(method, waits, "to start again")
                 time.sleep(0.2)
+
+    def _answer(self, reference: Any, method: str, waits: Waits, limit: float) -> Any:
+        give_up = time.monotonic() + limit
+        while (left := give_up - time.monotonic()) > 0:
+            if ray.wait([reference], timeout=min(1.0, left))[0]:
+                return result(reference)
+            self._tell(method, waits, f"to answer ({method})")
+        raise UserError(f"{self._name}.{method} has not answered for {limit:.0f} s")
+
+    def _tell(self, method: str, waits: Waits, what: str) -> None:
+        if self._events is not None and waits.due(method):
+            seconds = round(waits.begin(method), 1)
+            self._events.append(
+                self._caller, "waiting", who=self._caller, what=f"{self._name} {what}", seconds=seconds
+            )
 
 
 class RemoteServer(RemoteRole):
@@ -75,20 +119,42 @@ class RemoteServer(RemoteRole):
         return self._patiently("endpoint", self._actor.endpoint.remote)
 
 
+def peers_of(
+    caller: str,
+    actors: dict[str, Any],
+    patience: Patience.Config,
+    events: EventLog,
+    over: Callable[[], bool] = lambda: False,
+) -> tuple[Any, WeightAccess, Any]:
+    """Controller, parameter server and verifier as `caller` sees them."""
+    known: dict[str, Any] = {"caller": caller, "events": events, "over": over}
+    controller = RemoteRole("controller", actors["controller"], patience, **known)
+    weights = connect(server, [RemoteServer("parameter-server", actors["server"], patience, **known).locate])
+    verifier = RemoteRole("verifier", actors["verifier"], patience, limit=patience.batch, **known)
+    return controller, weights, verifier
+
+
 class RoleHost:
     """The actor's class. `kind` names the `make_` method of the experiment that builds the role.
 
-    The role is built at the first call, so that what is wrong with it is raised to the caller as it is, and anew after
-    a restart.
+    The role is built anew after a restart; at the latest by the first call, so that what is wrong with it is raised to
+    the caller as it is. SIGTERM has it put things in order and exit 0 (see leaving.py); Ray starts it again, where it
+    finds room.
     """
 
-    def __init__(self, kind: str, name: str, run_path: str, token: str):
+    def __init__(self, kind: str, name: str, run_path: str, token: str, grace: float):
         self._kind, self._name, self._token = kind, name, token
         self._run = RunDirectory.attach(run_path)
+        self._events = EventLog(self._run.events_path)
         self._peers: dict[str, Any] = {}
         self._building = threading.Lock()
         self._role: Any = None
         self._stopping = False
+        self._life = secrets.token_hex(8)  # of this process
+        self._leaving = Leaving(name, self._events, grace)
+        self._leaving.has_loop = False
+        if kind in ("parameter_server", "controller", "verifier"):  # which need no peers: be ready when one calls
+            threading.Thread(target=self._prepare, daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any method of the role, from any other role."""
@@ -98,32 +164,48 @@ class RoleHost:
         """Where the parameter server's bytes are served."""
         return self._built().listen()
 
-    def run_worker(self, peers: dict[str, Any]) -> None:
+    def run_worker(self, peers: dict[str, Any]) -> dict[str, Any]:
         """The rollout worker's loop, until the controller stops the run. `peers`: actors of the roles it calls."""
-        self._peers = peers
+        self._peers, self._leaving.has_loop = peers, True
         worker = self._built()
+        self._leaving.abandon = worker.abandon
         with jax.set_mesh(make_mesh()):
-            worker.run()
+            worker.run(stop=lambda: self._leaving.requested)
+        return self._end_of_loop()
 
-    def run_trainer(self, peers: dict[str, Any]) -> int:
-        """The trainer's loop; returns the updates completed."""
-        self._peers = peers
-        return self._built().run(stop=lambda: self._stopping)
+    def run_trainer(self, peers: dict[str, Any]) -> dict[str, Any]:
+        """The trainer's loop; it has saved when it returns."""
+        self._peers, self._leaving.has_loop = peers, True
+        trainer = self._built()
+        trainer.run(stop=lambda: self._stopping or self._leaving.requested)
+        return self._end_of_loop(step=trainer.step)
 
     def stop(self) -> None:
         """Ask a loop to end after the update in hand."""
         self._stopping = True
 
-    def pid(self) -> int:
-        """Of the actor's process."""
-        return os.getpid()
+    @ray.method(concurrency_group="health")
+    def life(self) -> str:
+        """Another for every process of the actor; answered whatever else it does."""
+        return self._life
+
+    def _end_of_loop(self, **fields: Any) -> dict[str, Any]:
+        """What the driver is told: the process, and whether it is about to exit."""
+        left = self._leaving.requested
+        if left:
+            self._leaving.done(**fields)
+        return {"life": self._life, "left": left, **fields}
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(Exception):  # whoever calls is told
+            self._built()
 
     def _built(self) -> Any:
         with self._building:
             if self._role is None:
                 enable_compilation_cache()
                 self._role = self._build(from_text(self._run.config_path.read_text()).build())
-                EventLog(self._run.events_path).append(self._name, "start", pid=os.getpid())
+                self._events.append(self._name, "start", pid=os.getpid(), host=socket.gethostname())
             return self._role
 
     def _build(self, experiment: RLExperiment) -> Any:
@@ -133,12 +215,10 @@ class RoleHost:
             return experiment.make_verifier()
         if self._kind == "controller":
             return experiment.make_controller(self._run)
-        controller: Any = RemoteRole("controller", self._peers["controller"])
-        server = RemoteServer("parameter-server", self._peers["server"])
-        weights = connect(experiment.cfg.parameter_server, [server.locate])
+        controller, weights, verifier = peers_of(self._name, self._peers, experiment.cfg.patience, self._events)
         if self._kind == "trainer":
             if experiment.trainer_cfg.mesh:
                 one_device_per_core()  # as in the command, which has seen that the mesh fits
             return experiment.make_trainer(self._run, controller, weights)
-        verifier: Any = RemoteRole("verifier", self._peers["verifier"], limit=None)  # it has deadlines of its own
-        return experiment.make_worker(self._name, self._run, controller, weights, verifier)
+        began = psutil.Process().create_time()
+        return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began)

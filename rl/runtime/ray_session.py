@@ -11,10 +11,18 @@ from typing import Any
 
 import ray
 
+from mesh import UserError
+
 
 @contextmanager
-def ray_session() -> Iterator[None]:
-    """`RAY_ADDRESS`'s cluster, or one of our own on loopback. A session that is open already is used and left open."""
+def ray_session(address: str | None = None) -> Iterator[None]:
+    """The cluster at `address` or `RAY_ADDRESS`, or one of our own on loopback.
+
+    A session that is open already is used and left open.
+
+    Raises:
+        UserError: there is no cluster at `address`.
+    """
     if ray.is_initialized():
         yield
         return
@@ -22,7 +30,9 @@ def ray_session() -> Iterator[None]:
         # Ray starts its processes by fork and exec, JAX warns of every fork; nothing runs between the two.
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if os.environ.get("RAY_ADDRESS"):
+        if address is not None:
+            _join(address, quiet)
+        elif os.environ.get("RAY_ADDRESS"):
             ray.init(**quiet)
         else:
             ray.init(
@@ -36,6 +46,16 @@ def ray_session() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _join(address: str, quiet: dict[str, Any]) -> None:
+    if address.startswith("127."):
+        quiet = {**quiet, "_node_ip_address": "127.0.0.1"}
+    try:
+        ray.init(address, **quiet)
+    except (ConnectionError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+        raise UserError(f"cannot join the Ray cluster at {address} from this machine: {why}") from error
 
 
 @contextmanager

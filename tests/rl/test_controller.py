@@ -1,5 +1,6 @@
 """Which prompts, which version, how far ahead: the plan and the arithmetic of staleness, with a scripted trainer."""
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,10 @@ from axlearn_like.run_directory import EventLog
 from axlearn_like.tokenizer import ByteTokenizer
 from mesh import UserError
 from rl.controller import Controller
-from rl.messages import Group, Lease
+from rl.messages import Group, Lease, Rollout
+from rl.patience import Patience
 from rl.tasks import encode_prompt
-from tests.rl.tiny import make_group, tiny_tasks
+from tests.rl.tiny import make_group, make_rollout, tiny_tasks
 
 STEPS = 7
 MIXTURE = tiny_tasks().build()
@@ -209,9 +211,15 @@ def test_a_lease_lasts_until_its_deadline_and_not_longer():
     lease = granted(controller, "a")
     clock.now += 59.9
     assert controller.lease("b") is None
-    assert controller.generated(lease.id)
+    assert controller.renew(lease.id)  # its worker is at it
+    clock.now += 59.9
+    assert controller.generated(lease.id)  # and has done it
+    clock.now += 59.9
+    assert controller.lease("b") is None
     clock.now += 0.1
+    assert not controller.renew(lease.id)
     assert ids(granted(controller, "b")) == ids(lease)
+    assert controller.status()["turned_away"] == 0  # a question is no report
 
 
 def test_a_new_controller_with_a_later_first_lease_turns_away_the_reports_of_the_old_one():
@@ -256,6 +264,133 @@ def test_begin_forgets_everything_that_was_not_consumed():
         assert_same_prompts(lease, again)
 
 
+# ---- what is handed back
+
+
+def drawn(lease: Lease, lengths: list[int], version: int | None = None) -> tuple[Rollout, ...]:
+    """Rollouts of a lease, cut after so many tokens; the first is whole."""
+    found = []
+    for prompt in lease.prompts:
+        for sample, length in enumerate(lengths):
+            rollout = make_rollout(prompt, sample, range(length), version=lease.version if version is None else version)
+            found.append(rollout if sample == 0 else dataclasses.replace(rollout, finish_reason="abort"))
+    return tuple(found)
+
+
+def plain(rollouts: tuple[Rollout, ...]) -> list[Any]:
+    return [(r.prompt_id, r.sample_id, list(r.tokens), list(r.versions), r.finish_reason) for r in rollouts]
+
+
+def test_what_is_handed_back_goes_with_the_next_lease_of_its_parcel_and_stays_if_that_is_lost(tmp_path: Path):
+    events = EventLog(tmp_path / "events.jsonl")
+    controller = make(events=events)
+    controller.begin(0, 0)
+    lease, other = granted(controller, "a"), granted(controller, "b")
+    partial = drawn(lease, [3, 0])
+    assert controller.hand_back(lease.id, partial)
+    assert not controller.hand_back(lease.id, partial) and not controller.submit(lease.id, scored(lease))
+    for worker in ("c", "d"):
+        again = granted(controller, worker)
+        assert_same_prompts(lease, again)
+        assert plain(again.partial) == plain(partial) and lease.partial == other.partial == ()
+        controller.release(worker, "died")
+    last = granted(controller, "e")
+    assert controller.hand_back(last.id, drawn(last, [3, 5]))
+    assert plain(granted(controller, "f").partial) == plain(drawn(last, [3, 5]))
+    rows = [row for row in read_rows(events.path) if row["event"] == "handed_back"]
+    assert [(row["worker"], row["lease"], row["tokens"]) for row in rows] == [("a", lease.id, 6), ("e", last.id, 16)]
+
+
+def test_half_a_prompt_is_not_gone_on_from():
+    controller = make()
+    controller.begin(0, 0)
+    lease = granted(controller)
+    partial = drawn(lease, [3, 2])
+    assert controller.hand_back(lease.id, partial[:3])
+    assert plain(granted(controller).partial) == plain(partial[:2])
+
+
+@pytest.mark.parametrize("weights", ["pinned", "newest", "in_flight"])
+def test_tokens_handed_back_keep_the_age_bound(weights: str):
+    controller = make(staleness=1, weights=weights)
+    controller.begin(0, 0)
+    leases = drain(controller)
+    for lease in leases[:3]:
+        controller.submit(lease.id, scored(lease))
+    assert controller.next_batch(0) is not None
+    controller.consumed(0)
+    controller.published(1)
+    late = leases[3]  # of step 1, which version 0 may draw
+    assert (late.step, late.version) == (1, 0)
+    assert controller.hand_back(late.id, drawn(late, [3, 2]))
+    again = granted(controller)
+    assert (again.step, again.version) == (1, 0 if weights == "pinned" else 1)
+    assert plain(again.partial) == plain(drawn(late, [3, 2]))  # tokens keep their version: their age at step 1 is 1
+    for version in (-1, 2):  # too old, and of a life of the trainer that is forgotten
+        assert controller.hand_back(again.id, drawn(again, [3, 2], version))
+        again = granted(controller)
+        assert again.partial == ()
+
+
+def test_under_pinned_weights_only_tokens_of_the_pinned_version_are_gone_on_from():
+    controller = make(staleness=2)
+    controller.begin(2, 0)
+    lease = granted(controller)
+    assert lease.version == 0
+    assert controller.hand_back(lease.id, drawn(lease, [3, 2], version=1))
+    assert granted(controller).partial == ()
+
+
+def test_a_trainer_that_begins_again_forgets_what_was_handed_back():
+    controller = make()
+    controller.begin(0, 0)
+    lease = granted(controller)
+    assert controller.hand_back(lease.id, drawn(lease, [3, 2]))
+    controller.begin(0, 0)
+    assert granted(controller).partial == ()
+
+
+def test_who_works_is_known():
+    controller = make()
+    for worker in ("b", "a", "b"):
+        controller.join(worker)
+    assert controller.status()["workers"] == ["a", "b"]
+    controller.begin(0, 0)
+    lease = granted(controller, "a")
+    controller.leave("a")
+    assert controller.status()["workers"] == ["b"]
+    assert_same_prompts(granted(controller, "b"), lease)
+
+
+# ---- long waits
+
+
+def test_a_long_wait_is_told_with_what_is_missing_and_again_when_it_has_doubled(tmp_path: Path):
+    clock, events = Clock(), EventLog(tmp_path / "events.jsonl")
+    controller = make(clock, events, patience=Patience.Config(say_after=10.0, batch=100.0), lease_seconds=1000.0)
+    controller.begin(0, 0)
+    leases = drain(controller, "anna")
+    for _ in range(50):
+        assert controller.next_batch(0) is None and controller.lease("bert") is None
+        clock.now += 1.0
+    rows = [row for row in read_rows(events.path) if row["event"] == "waiting"]
+    assert [(row["who"], row["seconds"]) for row in rows] == [
+        (who, seconds) for seconds in (10.0, 20.0, 40.0) for who in ("trainer", "bert")
+    ]
+    wait = "parcel {} (leased by anna, 20 s since the lease)"
+    assert rows[2]["what"] == f"batch 0: {wait.format(0)}, {wait.format(1)}"
+    assert rows[3]["what"] == "a lease: all of version 0 are out, the next come with version 1"
+    assert controller.submit(leases[0].id, scored(leases[0]))
+    clock.now += 51.0
+    with pytest.raises(UserError, match=r"trainer has waited 101 s .patience.batch=100. for batch 0: parcel 1 .leased"):
+        controller.next_batch(0)
+    assert controller.submit(leases[1].id, scored(leases[1]))
+    assert controller.next_batch(0) is not None
+    controller.consumed(0)
+    controller.published(1)
+    assert controller.next_batch(1) is None  # another wait, with a patience of its own
+
+
 # ---- waiting
 
 
@@ -287,7 +422,7 @@ def test_a_waiting_trainer_gets_the_batch_when_the_last_group_arrives():
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(controller.next_batch(0, timeout=1e6)))
     thread.start()
-    assert controller.missing(0) == f"parcel 0 (leased, lease {first.id} of w)"
+    assert controller.missing(0) == "parcel 0 (leased by w, 0 s since the lease)"
     controller.submit(first.id, scored(first))
     thread.join(20)
     assert [group.prompt.id for group in found[0]] == ids(first) + ids(second)

@@ -333,6 +333,63 @@ def test_kill_and_return_are_drawn_where_they_happened(run_path: Path, source: s
     assert "Close up: around the kill" in lanes
 
 
+def test_a_role_without_spans_has_a_lane_that_shows_when_it_was_down(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", kill=False, steps=60)
+    first = load_run(path).rows("rl")[20]["time"]
+    rows = [
+        {"time": first - 5, "role": "controller", "event": "start", "pid": 1},
+        {"time": first, "role": "driver", "event": "died", "target": "controller"},
+        {"time": first + 1, "role": "controller", "event": "start", "pid": 2},
+        {"time": first + 2, "role": "driver", "event": "kill", "target": "controller"},
+        {"time": first + 2.1, "role": "driver", "event": "died", "target": "controller"},
+        {"time": first + 3, "role": "controller", "event": "start", "pid": 3},
+        {"time": first + 4, "role": "chaos", "event": "kill", "target": "driver"},
+        {"time": first + 5, "role": "driver", "event": "session", "pid": 4},
+    ]
+    with (path / "events.jsonl").open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    run = load_run(path)
+    assert timeline.lanes(run)["controller"] == []
+    down = [(o.target, round(o.killed - first, 1), o.back and round(o.back - first, 1)) for o in run.outages]
+    assert down == [("controller", 0.0, 1.0), ("controller", 2.0, 3.0), ("driver", 4.0, 5.0)]
+    lanes = section(render(run), "timeline")
+    assert "started 3 times" in lanes and "controller down for 1.00 s" in lanes
+
+
+def test_versions_stand_below_the_times_where_they_were_published(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", kill=False, steps=60)
+    at = load_run(path).rows("rl")[30]["time"]
+    push = {"role": "trainer", "event": "push", "seconds": 0.1}
+    rows = [{**push, "time": at, "version": 7}, {**push, "time": at + 9, "version": 5}]
+    with (path / "events.jsonl").open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    run = load_run(path)
+    near = timeline.versions(run, at - 1, at + 1)
+    assert (at, 7) in near and (at + 9, 5) not in near
+    drawn = timeline.overview(run)
+    assert re.search(r"version \d+ published .* after the start", drawn) and re.search(r">v\d+<", drawn)
+
+
+def test_invariants_are_on_the_page_and_a_broken_one_is_an_exit_status(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "config.txt").write_text("groups: 1\nstaleness: 0\n")
+    events = [
+        {"time": 1.0, "role": "driver", "event": "phase_begin", "phase": "rl"},
+        {"time": 2.0, "role": "trainer", "event": "push", "seconds": 0.1, "version": 0},
+        {"time": 3.0, "role": "trainer", "event": "update", "seconds": 0.1, "step": 0},
+    ]
+    (path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+    row = {"phase": "rl", "step": 1, "time": 3.0, "reward": 0.5, "staleness_max": 0}
+    (path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    good = CliRunner().invoke(command, [str(path), "--check"])
+    assert good.exit_code == 0 and "ages within the bound" in good.output
+    (path / "metrics.jsonl").write_text(json.dumps({**row, "staleness_max": 3}) + "\n")
+    bad = CliRunner().invoke(command, [str(path), "--check"])
+    assert bad.exit_code == 1 and "age 3; the bound is 0" in " ".join(bad.output.split())
+    assert "age 3; the bound is 0" in (path / "report.html").read_text()
+
+
 def test_a_run_without_a_kill_has_no_marks(tmp_path: Path) -> None:
     source = render(load_run(write_run(tmp_path / "calm", kill=False, steps=60)))
     assert 'class="rule' not in source and "<h3>Kills</h3>" not in source

@@ -71,7 +71,7 @@ def run(
     if PEERS in sections:
         result |= compare(peers, 1 if quick else rounds, say)
     ours = {name: run_section(name, say, quick=quick) for name in sections if name in SECTIONS}
-    return result | merge(ours, result.get("errors", {})) | {"machine": where, **_circumstances()}
+    return result | merge(ours, result.get("errors", {})) | {"machine": where, **circumstances()}
 
 
 def run_section(name: str, say: Say, *, quick: bool) -> dict[str, Any]:
@@ -148,7 +148,8 @@ def describe_job(job: GrpoJob | None = None) -> str:
     )
 
 
-def _circumstances() -> dict[str, Any]:
+def circumstances() -> dict[str, Any]:
+    """Date, versions of the packages, and the command."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -31,7 +32,7 @@ def command() -> None:
 PEERS_HELP = "Comma-separated peers to take turns with: "
 JSON_HELP = "Print one JSON object as the last line."
 SECTIONS_HELP = f"Comma-separated parts to measure, of peers, {', '.join(SECTIONS)}; default: all but peers."
-_WORDS = ("system", "version", "way", "figure")  # columns of text
+_WORDS = ("system", "role", "version", "way", "figure")  # columns of text
 
 
 @command.command(name="grpo_step")
@@ -68,6 +69,40 @@ def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) 
 
     chosen = bench.find_sections(_names(sections), peers=bool(_names(peers)))
     _run(bench, peers, rounds, as_json, _print_rollout, sections=chosen, quick=quick)
+
+
+@command.command(name="recovery")
+@click.option("--kills", default=20, show_default=True, type=click.IntRange(min=1), help="Of each role.")
+@click.option("--roles", default="", help="Comma-separated roles to kill; default: all, and the driver.")
+@click.option("--seed", default=0, show_default=True, help="Of the order of the kills and of the moments.")
+@click.option("--minutes", type=float, help="Begin no further kill after so long; default: make them all.")
+@click.option("--keep", type=click.Path(path_type=Path), help="A new directory to keep the runs in.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def recovery(
+    kills: int, roles: str, seed: int, minutes: float | None, keep: Path | None, as_json: bool
+) -> None:
+    """Seconds from kill -9 of a role to the next update, and whether the run's result is the same to the bit."""
+    from rich.console import Console
+
+    from mesh.compilation import enable_compilation_cache
+    from tools.bench import recovery as bench
+
+    console = Console(stderr=True)
+    enable_compilation_cache()
+    result = bench.run(
+        kills,
+        bench.find_roles(_names(roles)),
+        lambda line: console.print(line, markup=False, highlight=False),
+        seed=seed,
+        minutes=minutes,
+        keep=keep,
+    )
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        _print_recovery(result)
+    if not bench.succeeded(result):
+        raise SystemExit(1)
 
 
 def _names(listed: str) -> list[str]:
@@ -124,6 +159,17 @@ def _print_rollout(result: dict[str, Any]) -> None:
     for table in tables(result):
         _print_table(*table)
     _print_circumstances(result)
+
+
+def _print_recovery(result: dict[str, Any]) -> None:
+    from tools.bench import recovery as bench
+
+    figures = ("next update s", "back s", "longest gap s", "back CPU s")
+    columns = ("role", "kills", *(column for figure in figures for column in (figure, "worst")))
+    _print_table(f"seconds after kill -9, medians; {result['updates']} updates", columns, bench.rows(result))
+    names = ("lost_steps", "redone_steps", "regenerated_tokens", "double_consumed", "bit_identical")
+    click.echo(", ".join(f"{name}: {result[name]}" for name in names))
+    _print_circumstances(result | {"errors": ()})
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

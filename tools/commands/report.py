@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+from mesh.errors import UserError
+
+if TYPE_CHECKING:
+    from tools.report import Run
 
 
 @click.command("report")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=str))
 @click.option("--open", "open_page", is_flag=True, help="Show the page in the browser.")
-def command(run: str, open_page: bool) -> None:
+@click.option("--check", is_flag=True, help="Print what must hold of an RL run; exit status 1 if something is broken.")
+def command(run: str, open_page: bool, check: bool) -> None:
     """Rebuild report.html of the run directory RUN and print its tables.
 
     Also works while the run is still under way: parts that are not there yet are left out.
@@ -19,6 +27,22 @@ def command(run: str, open_page: bool) -> None:
     loaded = load_run(run)
     page = write_report(loaded)
     print_tables(loaded)
+    broken = check and _print_invariants(loaded)
     click.echo(f"report: {page}")
     if open_page:
         click.launch(str(page.resolve()))
+    if broken:
+        raise SystemExit(1)
+
+
+def _print_invariants(loaded: Run) -> bool:
+    """Whether one is broken."""
+    from rich.console import Console
+
+    from tools.report.invariants import findings, table
+
+    found = findings(loaded)
+    if not found:
+        raise UserError(f"{loaded.path} holds no updates of reinforcement learning to check")
+    Console().print(table(found))
+    return any(finding.broken for finding in found)

@@ -6,7 +6,7 @@ import time
 from html import escape
 from pathlib import Path
 
-from tools.report import sections, timeline
+from tools.report import invariants, sections, timeline
 from tools.report.charts import dumbbells
 from tools.report.headline import headline
 from tools.report.load import Run, mapping, number
@@ -25,7 +25,7 @@ def render(run: Run) -> str:
         (
             "timeline",
             "Who did what when",
-            timeline.overview(run) + timeline.close_up(run) + _kills(run),
+            timeline.overview(run) + timeline.close_up(run) + _kills(run) + invariants.section(run),
         ),
         ("offpolicy", "Off-policy by how much", sections.off_policy(run)),
         ("speed", "Speed", sections.speed(run)),

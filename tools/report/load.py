@@ -129,19 +129,19 @@ class Run:
 
     @cached_property
     def outages(self) -> list[Outage]:
-        """Kills of the event log, each with the first restart (or start) of its role after it."""
-        found = []
+        """Kills and deaths of the event log, each with the first start of its role after it.
+
+        A kill that is also noticed as a death is one outage. The driver is back with its next session.
+        """
+        found: list[Outage] = []
         for row in self.events:
-            if row.get("event") == "kill":
-                target, killed = str(row.get("target", row.get("role"))), float(row["time"])
-                backs = [
-                    float(later["time"])
-                    for later in self.events
-                    if later.get("event") in ("restart", "start")
-                    and target in (later.get("target"), later.get("role"))
-                    and float(later["time"]) > killed
-                ]
-                found.append(Outage(target, killed, min(backs, default=None)))
+            if row.get("event") not in ("kill", "died"):
+                continue
+            target, killed = str(row.get("target", row.get("role"))), float(row["time"])
+            if any(o.target == target and (o.back is None or o.back > killed) for o in found):
+                continue
+            backs = (float(later["time"]) for later in self.events if _returns(later, target))
+            found.append(Outage(target, killed, min((back for back in backs if back > killed), default=None)))
         return found
 
     def step_at(self, time: float) -> float | None:
@@ -152,6 +152,13 @@ class Run:
             if end <= time <= next_end:
                 return step + (next_step - step) * (time - end) / max(next_end - end, 1e-9)
         return None
+
+
+def _returns(row: Row, target: str) -> bool:
+    """Whether a row says that a role is (again) at work."""
+    if row.get("event") == "session":
+        return target == "driver"
+    return row.get("event") in ("restart", "start") and target in (row.get("target"), row.get("role"))
 
 
 def read_rows(path: Path, notes: list[str]) -> list[Row]:

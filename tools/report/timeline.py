@@ -42,9 +42,14 @@ class Span:
 
 
 def lanes(run: Run) -> dict[str, list[Span]]:
-    """Spans by role, roles in the order of the data flow, spans by start."""
+    """Spans by role, roles in the order of the data flow, spans by start.
+
+    Roles that log no spans have a lane all the same, where one sees when they were down.
+    """
     found: dict[str, list[Span]] = {}
     for row in run.events:
+        if row.get("event") == "start":
+            found.setdefault(str(row.get("role")), [])
         seconds, name = number(row.get("seconds")), str(row.get("event"))
         if seconds is None or name == "phase":
             continue
@@ -97,7 +102,7 @@ def phases(run: Run) -> list[tuple[str, float, float]]:
     """Phases as (name, start, end): from phase events, else from the times of the metrics."""
     rows = [row for row in run.events if row.get("event") == "phase"]
     found = []
-    for row, after in zip(rows, [*rows[1:], None], strict=True):
+    for row, after in zip(rows, [*rows[1:], None], strict=False):  # without a row there is no next either
         name, time, seconds = (
             str(row.get("phase") or row.get("name")),
             float(row["time"]),
@@ -116,6 +121,18 @@ def phases(run: Run) -> list[tuple[str, float, float]]:
     return found
 
 
+def versions(run: Run, start: float, end: float) -> list[tuple[float, int]]:
+    """When the trainer published which version, as (unix time, version); one made again appears again."""
+    return [
+        (float(row["time"]), int(version))
+        for row in run.events
+        if row.get("event") == "push"
+        and row.get("role") == "trainer"
+        and (version := number(row.get("version"))) is not None
+        and start <= float(row["time"]) <= end
+    ]
+
+
 def _end(run: Run) -> float:
     return max([float(row["time"]) for row in run.events], default=run.start)
 
@@ -130,7 +147,7 @@ class _Lanes:
         narrow = width == NARROW
         self.left, self.pitch, self.bar = (6, 48, 22) if narrow else (138, 40, 26)
         self.width, self.top = width, 34
-        self.height = self.top + self.pitch * len(roles) + 30
+        self.height = self.top + self.pitch * len(roles) + 48
         self.x = svg.Scale(self.start, self.end, self.left, width - 10)
         self.rows = {
             role: self.top + self.pitch * index + (18 if narrow else 4)
@@ -139,7 +156,7 @@ class _Lanes:
         self.parts: list[str] = []
         for role, spans in roles.items():
             row = self.rows[role]
-            share = f"{100 * busy(spans, self.start, self.end):.0f} % busy"
+            share = f"{100 * busy(spans, self.start, self.end):.0f} % busy" if spans else _lives(run, role)
             self.parts.append(self.box(self.start, self.end, row, "lane"))
             if narrow:
                 self.parts.append(svg.text(self.left, row - 5, f"{role} · {share}", class_="value"))
@@ -148,14 +165,28 @@ class _Lanes:
                 self.parts.append(svg.text(2, row + 26, share, class_="tick"))
         origin = run.start
         for tick in svg.time_ticks(self.start - origin, self.end - origin, 5 if narrow else 10):
-            column, foot = self.x(tick + origin), self.height - 24
+            column, foot = self.x(tick + origin), self.height - 42
             self.parts.append(
                 svg.element("path", d=f"M{column:.1f} {self.top}V{foot}", class_="grid")
             )
             words = svg.time_label(tick)
             self.parts.append(
-                svg.text(column, self.height - 8, words, text_anchor="middle", class_="tick")
+                svg.text(column, self.height - 26, words, text_anchor="middle", class_="tick")
             )
+        self._versions()
+
+    def _versions(self) -> None:
+        """A row below the times: versions of the weights where they were published, as many as fit."""
+        reached = self.left - 1.0
+        for time, version in versions(self.run, self.start, self.end):
+            column, words = self.x(time), f"v{version}"
+            if column - 4 * len(words) < reached or column + 4 * len(words) > self.width:
+                continue
+            reached = column + 4 * len(words) + 14
+            tip = svg.title(f"version {version} published {duration(time - self.run.start)} after the start")
+            mark = svg.element("path", d=f"M{column:.1f} {self.height - 18}v5", class_="grid")
+            drawn = svg.text(column, self.height - 3, words, text_anchor="middle", class_="tick")
+            self.parts.append(svg.element("g", tip + mark + drawn))
 
     def box(self, start: float, end: float, row: float, style: str, tip: str = "") -> str:
         """A rectangle of a lane's height from one time to another."""
@@ -179,7 +210,7 @@ class _Lanes:
             self.parts.append(
                 self.box(outage.killed, back, row, "outage", f"{outage.target} down for {seconds}")
             )
-        foot = self.height - 24
+        foot = self.height - 42
         for time, style, words in (
             (outage.killed, "kill", "killed"),
             (outage.back, "back", "replaced"),
@@ -207,6 +238,12 @@ class _Lanes:
     def render(self, name: str) -> str:
         """The finished ``<svg>``."""
         return svg.picture(self.width, self.height, name, "".join(self.parts))
+
+
+def _lives(run: Run, role: str) -> str:
+    """Of a role that logs no spans: how often it had to start."""
+    starts = sum(row.get("event") == "start" and row.get("role") == role for row in run.events)
+    return f"started {starts} time{'s' * (starts != 1)}"
 
 
 def _shares(spans: Sequence[Span], start: float, size: float, bins: int) -> dict[str, list[float]]:
@@ -260,7 +297,7 @@ def _key(roles: dict[str, list[Span]]) -> list[tuple[str, str]]:
 def overview(run: Run) -> str:
     """The whole run; an empty string if the event log has no spans."""
     roles = lanes(run)
-    if not roles:
+    if not any(roles.values()):
         return ""
     end = _end(run)
 
@@ -296,9 +333,9 @@ def overview(run: Run) -> str:
         return view.render("Timeline of all roles over the whole run")
 
     caption = (
-        "Time since the start. The height of a colour is its share of that moment; red is a "
-        "killed role until its replacement. Good: the trainer's lane is mostly update during RL, "
-        "not waiting, and only the killed lane notices the kill."
+        "Time since the start, below it the versions of the weights as they were published. The height "
+        "of a colour is its share of that moment; red is a dead role until its replacement. Good: the "
+        "trainer's lane is mostly update during RL, not waiting, and only the dead lane notices the death."
     )
     return figure("Whole run", caption, draw, FULL, _key(roles))
 
@@ -327,8 +364,9 @@ def close_up(run: Run) -> str:
     near = {
         role: [s for s in spans if s.end > start and s.start < end] for role, spans in roles.items()
     }
-    near = {role: spans for role, spans in near.items() if spans}
-    if not near:
+    down = {o.target for o in run.outages if o.killed < end and (o.back is None or o.back > start)}
+    near = {role: spans for role, spans in near.items() if spans or role in down}
+    if not any(near.values()):
         return ""
 
     def draw(width: int) -> str:

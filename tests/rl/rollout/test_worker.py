@@ -18,6 +18,7 @@ from rl.experiment import RLExperiment
 from rl.messages import Group, Score
 from rl.rollout.device import Placed
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.requests import Request
 from rl.rollout.worker import RolloutWorker
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
@@ -162,6 +163,111 @@ def test_what_a_dead_worker_had_leased_is_made_again_to_the_bit(place: Place, un
     while survivor.run_once():
         pass
     assert same(place.batch(), undisturbed)
+
+
+# ---- asked to leave
+
+
+class Called:
+    """Says yes from the n-th time that it is asked."""
+
+    def __init__(self, times: int):
+        self.left = times
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.fixture(scope="module")
+def stepwise() -> RolloutEngine:
+    """It draws two tokens a dispatch, of six."""
+    return EXPERIMENT.make_engine(steps_per_dispatch=2)
+
+
+@pytest.mark.parametrize("patience", [3, 4, 5, 6])
+def test_a_worker_that_must_go_hands_back_what_it_has_and_the_next_goes_on_from_there(
+    patience: int, tmp_path: Path, stepwise: RolloutEngine, undisturbed: list[Group]
+):
+    place = Place(tmp_path, stepwise)
+    place.worker("leaver").run(stop=Called(patience))
+    status = place.controller.status()
+    assert (status["leased"], status["workers"], status["expired"]) == (0, [], 0)
+    handed = sum(row["tokens"] for row in place.events("handed_back"))
+    other = place.worker("other")
+    while other.run_once():
+        pass
+    assert same(place.batch(), undisturbed)
+    whole = sum(len(rollout.tokens) for group in place.batch() for rollout in group.rollouts)
+    spans = [row for row in place.events("generate") if row["step"] == 0]
+    assert sum(row["tokens"] for row in spans) == whole  # none was drawn twice
+    assert sum(row["tokens"] for row in spans if row["role"] == "leaver") == handed
+    assert patience < 5 or handed > 0
+
+
+def test_a_worker_asked_to_leave_before_it_begins_takes_no_lease(place: Place):
+    place.worker("w").run(stop=lambda: True)
+    assert place.controller.status()["pending"] == 0 and place.events("handed_back") == []
+
+
+def test_when_there_is_no_more_time_whole_rollouts_are_handed_back_from_another_thread(
+    place: Place, undisturbed: list[Group]
+):
+    verifier = Hesitant(InlineVerifier.Config(scorer=FunctionScorer.Config(function=ascii_share)))
+    worker = place.worker("w", verifier=verifier)
+    verifier.meanwhile = worker.abandon
+    assert worker.run_once()
+    (row,) = place.events("handed_back")
+    assert place.controller.status()["turned_away"] == 1  # its own report, which came too late
+    (span,) = place.events("generate")
+    assert row["tokens"] == span["tokens"] > 0
+    other = place.worker("other")
+    while other.run_once():
+        pass
+    assert same(place.batch(), undisturbed)
+    assert [row["tokens"] for row in place.events("generate")][1] == 0  # they only had to be scored
+
+
+def test_a_worker_that_hears_that_its_lease_is_void_drops_the_work(tmp_path: Path, undisturbed: list[Group]):
+    experiment = tiny_experiment(staleness=1, engine=RolloutEngine.Config(slots=8, steps_per_dispatch=2)).build()
+    experiment.controller_cfg.lease_seconds = 1e-9  # it asks after every dispatch
+    place = Place(tmp_path, experiment.make_engine())
+    place.controller = experiment.controller_cfg.build(clock=lambda: 0.0, events=EventLog(place.run.events_path))
+    place.controller.begin(0, 0)
+    worker = place.worker("slow", weights=Slow(place.follower(), lambda: place.controller.join("slow")))
+    assert worker.run_once()
+    assert place.controller.status()["turned_away"] == 0 and place.events("score") == []
+    assert worker.run_once() and len(place.events("score")) == 1
+    assert place.events("generate")[0]["tokens"] < place.events("generate")[1]["tokens"]
+    while worker.run_once():
+        pass
+    assert same(place.batch(), undisturbed)
+
+
+def test_weights_of_a_trainer_that_began_again_are_pulled_again_although_the_version_is_in_place(place: Place):
+    """It may have died before it saved, and made other weights of the same number since."""
+    worker = place.worker("w")
+    assert worker.run_once()
+    place.weights.directory.rewind(-1)
+    other = tiny_params(CFG.policy, 7)  # pyright: ignore
+    publish(place.weights, other, 0)
+    place.controller.begin(0, 0)
+    while worker.run_once():
+        pass
+    assert [row["version"] for row in place.events("pull")] == [0, 0]
+    engine = EXPERIMENT.make_engine()
+    engine.set_weights(other, 0)
+    requests = [Request(prompt, CFG.samples, CFG.seed) for prompt in place.controller.prompts(0, 0)]
+    expected = [rollout.tokens.tobytes() for rollout in engine.generate(requests)]
+    assert [r.tokens.tobytes() for group in place.batch()[:2] for r in group.rollouts] == expected
+
+
+def test_the_first_rollouts_accepted_are_told_with_the_seconds_since_the_start(place: Place):
+    worker = place.worker("w")
+    while worker.run_once():
+        pass
+    (row,) = place.events("productive")
+    assert row["role"] == "w" and 0 < row["join_s"] < 300
 
 
 class Slow:

@@ -1,5 +1,7 @@
 """Experiments for the runtimes' tests, and what a run leaves behind in a form to compare."""
 
+import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,16 @@ def slow(**changes: Any) -> RLExperiment.Config:
     """The tiny experiment, slow enough for something to happen in the middle; no evaluation."""
     verifier = Verifier.Config(scorer=FunctionScorer.Config(function=slow_share), processes=1)
     return tiny_experiment(num_steps=12, evaluation=None, verifier=verifier).set(**changes)
+
+
+def failing_share(problem_id: int, answer: str) -> float:
+    """The tiny experiment's reward; fails, in a way that no user can mend, as often as the file in AXL_TEST_FAILS has
+    bytes."""
+    left = Path(os.environ["AXL_TEST_FAILS"])
+    if count := left.stat().st_size:
+        os.truncate(left, count - 1)
+        raise RuntimeError("the machine hiccupped")
+    return ascii_share(problem_id, answer)
 
 
 def short() -> RLExperiment.Config:
@@ -80,6 +92,12 @@ def parameters(path: Path) -> dict[str, bytes]:
     return {jax.tree_util.keystr(name): np.asarray(array).tobytes() for name, array in leaves}
 
 
+def checksums(path: Path) -> dict[str, dict[str, Any]]:
+    """Shape, type and checksum of every array of the last checkpoint: parameters, optimizer state, RNG, step."""
+    last = max((path / "checkpoints" / "rl").iterdir(), key=lambda folder: int(folder.name))
+    return json.loads((last / "manifest" / "metadata").read_text())
+
+
 def events(path: Path, event: str, role: str | None = None) -> list[dict[str, Any]]:
     """Rows of the event log, of one kind."""
     rows = read_rows(path / "events.jsonl")
@@ -87,7 +105,8 @@ def events(path: Path, event: str, role: str | None = None) -> list[dict[str, An
 
 
 def assert_same_outcome(path: Path, expected: Path) -> None:
-    """Every update once and in order, with the same figures; the same parameters to the bit."""
+    """Every update once and in order, with the same figures; the same parameters and trainer state to the bit."""
     assert metrics(path) == metrics(expected)
     assert [row["step"] for row in metrics(path)] == list(range(1, len(metrics(path)) + 1))
     assert parameters(path) == parameters(expected)
+    assert checksums(path) == checksums(expected)

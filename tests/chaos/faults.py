@@ -1,0 +1,84 @@
+"""A seeded schedule of faults, and how each is done to a run."""
+
+import dataclasses
+import random
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from tools.bench.recovery_run import DRIVER, PATIENCE_S, WatchedRun
+
+ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker-0", "worker-1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """Killed at once, or stopped for `seconds` and let go on."""
+
+    kind: Literal["kill", "stop"]
+    targets: tuple[str, ...]
+    seconds: float = 0.0
+
+
+def one_of_each(seed: int) -> list[Fault]:
+    """Every role killed once, and a worker and the trainer stopped for a while, in an order of the seed."""
+    faults = [Fault("kill", (role,)) for role in ROLES if role != "worker-1"]
+    faults += [Fault("stop", ("worker-1",), 2.0), Fault("stop", ("trainer",), 1.0)]
+    random.Random(seed).shuffle(faults)
+    return faults
+
+
+def many(seed: int, count: int) -> list[Fault]:
+    """So many faults: mostly kills of one role, some of two at once or of the command, some stops."""
+    rng = random.Random(seed)
+    faults = []
+    for _ in range(count):
+        kind = rng.random()
+        if kind < 0.15:
+            faults.append(Fault("kill", (DRIVER,)))
+        elif kind < 0.35:
+            faults.append(Fault("kill", tuple(rng.sample(ROLES, 2))))
+        elif kind < 0.6:
+            faults.append(Fault("stop", (rng.choice(ROLES),), rng.uniform(0.5, 8.0)))
+        else:
+            faults.append(Fault("kill", (rng.choice(ROLES),)))
+    return faults
+
+
+def run_through(run: WatchedRun, faults: Iterable[Fault], seed: int = 0) -> None:
+    """Start the run, do it all, each fault when the run is well again; then end it by SIGTERM."""
+    rng = random.Random(seed)
+    run.start()
+    run.wait_for("the first update", lambda: run.count("update") > 0, PATIENCE_S)
+    for fault in faults:
+        calm = run.step + rng.randint(1, 4)
+        run.wait_for(f"update {calm}", lambda calm=calm: run.step >= calm, PATIENCE_S)
+        time.sleep(rng.uniform(0.0, 0.5))
+        if fault.kind == "kill":
+            run.kill_and_wait(*fault.targets)
+        else:
+            stop(run, fault.targets, fault.seconds)
+    assert run.stop() == 0, run.said()
+
+
+def stop(run: WatchedRun, targets: Sequence[str], seconds: float) -> None:
+    """SIGSTOP, and SIGCONT after a while: a straggler."""
+    for target in targets:
+        assert run.signal(target, signal.SIGSTOP, "stop")
+    time.sleep(seconds)
+    for target in targets:
+        assert run.signal(target, signal.SIGCONT, "continue")
+    run.wait_for_update(f"an update after {' and '.join(targets)} went on")
+
+
+def flip_bytes(checkpoint: Path) -> Path:
+    """Damage the parameters in a checkpoint of a step, in the middle of its largest file; which one that was."""
+    files = [path for path in (checkpoint / "params").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    for at in range(len(content) // 2, min(len(content) // 2 + 64, len(content))):
+        content[at] ^= 0xFF
+    largest.write_bytes(content)
+    return largest

@@ -1,0 +1,88 @@
+"""A TCP proxy that does harm to the connections through it, by a plan: one entry a connection, then none."""
+
+import contextlib
+import dataclasses
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Literal
+
+Harm = Literal["none", "reset", "cut", "throttle", "silence", "refuse"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What befalls one connection.
+
+    `reset` (with RST) and `cut` (with FIN) end it after `nbytes` in the direction given; `throttle` lets them through
+    in small portions with pauses; `silence` takes everything and never answers; `refuse` ends it at once.
+    """
+
+    harm: Harm = "none"
+    direction: Literal["up", "down"] = "down"
+    nbytes: int = 0
+
+
+class Proxy:
+    """Listens on loopback before a server on loopback; use it with `with`."""
+
+    def __init__(self, port: int, plans: Iterable[Plan] = ()):
+        self._port, self._plans = port, iter(plans)
+        self.connections = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+
+    def __enter__(self) -> "Proxy":
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for one in (self._listener, *self._open):
+            with contextlib.suppress(OSError):
+                one.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            self.connections += 1
+            plan = next(self._plans, Plan())
+            self._open.append(client)
+            if plan.harm == "refuse":
+                _reset(client)
+                continue
+            server = socket.create_connection(("127.0.0.1", self._port))
+            self._open.append(server)
+            for direction, source, target in (("up", client, server), ("down", server, client)):
+                threading.Thread(target=self._pump, args=(plan, direction, source, target), daemon=True).start()
+
+    def _pump(self, plan: Plan, direction: str, source: socket.socket, target: socket.socket) -> None:
+        mine, passed = plan.direction == direction, 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                if plan.harm == "silence" and direction == "down":
+                    continue
+                if mine and plan.harm in ("reset", "cut") and passed + len(data) > plan.nbytes:
+                    target.sendall(data[: plan.nbytes - passed])
+                    for one in (source, target):
+                        _reset(one) if plan.harm == "reset" else one.shutdown(socket.SHUT_RDWR)
+                    return
+                if mine and plan.harm == "throttle":
+                    time.sleep(0.005)
+                target.sendall(data)
+                passed += len(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+def _reset(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        one.close()

@@ -1,0 +1,53 @@
+"""A seeded schedule of faults against a whole run: the invariants hold, and the result is the same to the bit."""
+
+from pathlib import Path
+
+import pytest
+
+from rl.invariants import check_run
+from tests.chaos.experiments import calm
+from tests.chaos.faults import Fault, many, one_of_each, run_through
+from tools.bench.recovery_compare import compare, make_undisturbed
+from tools.bench.recovery_run import WatchedRun
+
+pytestmark = pytest.mark.timeout(1800)  # half a dozen processes, again and again: a busy machine takes long
+
+
+def assert_survived(run: WatchedRun, tmp_path: Path, staleness: int = 0) -> None:
+    """Every invariant holds; every array and every figure is that of the run without trouble."""
+    findings = check_run(run.run_dir)
+    assert [line for finding in findings for line in finding.broken] == []
+    outcome = compare(run.run_dir, make_undisturbed(tmp_path / "calm", calm(run.step, staleness)), run.step)
+    assert outcome["arrays_compared"] > 10
+    assert outcome["bit_identical"], outcome
+    counts = {kind: run.count(kind) for kind in ("kill", "stop")}
+    facts = sum(finding.checked for finding in findings)
+    print(f"{run.step} updates; survived {counts}; {facts} facts about {len(findings)} invariants")
+
+
+def test_every_role_is_killed_and_some_are_stopped_while_connections_break_and_clocks_disagree(tmp_path) -> None:
+    with WatchedRun(tmp_path / "run", "tests.chaos.experiments:skewed") as run:
+        run_through(run, one_of_each(seed=1), seed=1)
+        times = [row["time"] for row in run.events]
+        assert max(times) - min(times) > 1800, "the clocks did disagree"
+        assert_survived(run, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("experiment", "staleness", "seed"),
+    [("flaky", 0, 2), ("flaky", 0, 3), ("flaky_behind", 1, 4), ("flaky_behind", 1, 5), ("skewed", 0, 6)],
+)
+def test_many_faults(experiment: str, staleness: int, seed: int, tmp_path) -> None:
+    with WatchedRun(tmp_path / "run", f"tests.chaos.experiments:{experiment}") as run:
+        run_through(run, many(seed, count=24), seed)
+        assert_survived(run, tmp_path, staleness)
+
+
+@pytest.mark.full
+def test_a_worker_that_is_stopped_for_longer_than_its_lease_is_overtaken_and_turned_away(tmp_path) -> None:
+    arguments = ("--set", "controller.lease_seconds=8")
+    with WatchedRun(tmp_path / "run", "tests.chaos.experiments:flaky", arguments) as run:
+        run_through(run, [Fault("stop", ("worker-0",), 20.0), Fault("stop", ("worker-1",), 20.0)])
+        assert [row for row in run.events if row["event"] == "lease_expired"]
+        assert_survived(run, tmp_path)

@@ -1,0 +1,38 @@
+"""What no user can mend happens to a worker: once that is the machine's fault, twice it is a bug."""
+
+from pathlib import Path
+
+import pytest
+
+from axlearn_like.config_text import to_text
+from axlearn_like.run_directory import RunDirectory
+from rl.runtime.ray_runtime import run_ray
+from rl.verification.inline import InlineVerifier
+from rl.verification.scorers import FunctionScorer
+from tests.rl.runtime.experiments import assert_same_outcome, events, failing_share, run_here, slow
+from tests.rl.tiny import tiny_experiment
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_worker_whose_loop_fails_is_started_again_unless_it_fails_twice_for_the_same_reason(
+    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a session of its own: what an actor finds in the environment is the session's."""
+    left, path = tmp_path / "failures", tmp_path / "run"
+    left.write_bytes(b"x" * failures)
+    monkeypatch.setenv("AXL_TEST_FAILS", str(left))
+    cfg = slow(num_steps=2, workers=1)
+    cfg.verifier = InlineVerifier.Config(scorer=FunctionScorer.Config(function=failing_share))
+    said: list[str] = []
+    with RunDirectory.open(path, to_text(cfg)) as run:
+        if failures == 2:
+            with pytest.raises(RuntimeError, match="the machine hiccupped"):
+                run_ray(cfg.build(), run, lambda: False, lambda step: None, said.append)
+            return
+        assert run_ray(cfg.build(), run, lambda: False, lambda step: None, said.append) == 2
+    [line] = [line for line in said if not line.startswith("waiting ")]
+    assert line == "worker-0 failed at update 0; starting it again. RuntimeError('the machine hiccupped')"
+    assert_same_outcome(path, run_here(tmp_path / "expected", tiny_experiment(num_steps=2, evaluation=None)))
+    assert [len(events(path, "start", role)) for role in ("worker-0", "verifier")] == [2, 1]

@@ -1,0 +1,44 @@
+"""A disturbed run beside the same run that nobody disturbed: equal to the bit, or where not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from axlearn_like.config_text import to_text
+from axlearn_like.metrics import read_rows
+from axlearn_like.run_directory import RunDirectory
+from rl.experiment import RLExperiment
+from rl.runtime.inprocess import run_inprocess
+
+_CLOCK = ("time", "wait_seconds", "step_seconds")
+
+
+def make_undisturbed(path: Path, cfg: RLExperiment.Config) -> Path:
+    """The run in this process."""
+    with RunDirectory.open(path, to_text(cfg)) as run:
+        run_inprocess(cfg.build(), run, lambda: False, lambda step: None)
+    return path
+
+
+def compare(disturbed: Path, calm: Path, step: int) -> dict[str, Any]:
+    """Every array of the checkpoints of `step`, and the figures of every update until then."""
+    ours, theirs = saved_arrays(disturbed, step), saved_arrays(calm, step)
+    rows, expected = figures(disturbed), figures(calm)
+    return {
+        "bit_identical": ours == theirs and rows == expected,
+        "arrays_compared": len(theirs),
+        "arrays_different": sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)),
+        "updates_different": [row["step"] for row, other in zip(rows, expected, strict=False) if row != other][:20],
+    }
+
+
+def saved_arrays(run: Path, step: int) -> dict[str, Any]:
+    """Shape, dtype and checksum of every array of a checkpoint, the optimizer's too, as its manifest has them."""
+    manifest = json.loads((run / "checkpoints" / "rl" / str(step) / "manifest" / "metadata").read_text())
+    return {f"{item}{name}": entry for item, arrays in manifest.items() for name, entry in arrays.items()}
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    """The rows of the metrics without what a clock says."""
+    rows = read_rows(run / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if name not in _CLOCK} for row in rows]

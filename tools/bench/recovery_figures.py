@@ -1,0 +1,127 @@
+"""What each kill cost, read off the event log of a run afterwards."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recovery:
+    """One kill. Seconds count from the kill; None: it did not happen before the log ended.
+
+    Attributes:
+        back_s: until a process of the role had started again.
+        back_cpu_s: CPU seconds that it took until then; of a driver's kill, all roles together.
+        update_s: until the next completed update: of a trainer's or driver's kill, by the new trainer.
+        gap_s: the longest time without a completed update, from the last before the kill to the first after `back_s`.
+        redone: updates made a second time.
+        lost: of these, updates that a checkpoint on disk should have spared.
+        regenerated: tokens drawn again.
+    """
+
+    target: str
+    step: int
+    back_s: float | None
+    back_cpu_s: float | None
+    update_s: float | None
+    gap_s: float | None
+    redone: int = 0
+    lost: int = 0
+    regenerated: int = 0
+
+
+def recoveries(events: Sequence[Row], parcels: int) -> list[Recovery]:
+    """All kills in the order of the log.
+
+    Args:
+        events: rows of `events.jsonl`; a kill among them says in `saved` what the newest checkpoint on disk was.
+        parcels: leases that a step is made of.
+    """
+    kills = [index for index, row in enumerate(events) if row["event"] == "kill"]
+    again = _regenerated(events, parcels)
+    ends = [*kills[1:], len(events)]
+    return [_recovery(events, kill, end, sum(again[kill:end])) for kill, end in zip(kills, ends, strict=True)]
+
+
+def seconds_by_role(found: Sequence[Recovery], field: str) -> dict[str, dict[str, float]]:
+    """Median and worst of a field in seconds, by role; workers together."""
+    groups: dict[str, list[float]] = {}
+    for recovery in found:
+        if (value := getattr(recovery, field)) is not None:
+            groups.setdefault(role_of(recovery.target), []).append(value)
+    return {
+        role: {"median": round(statistics.median(seconds), 2), "worst": round(max(seconds), 2)}
+        for role, seconds in sorted(groups.items())
+    }
+
+
+def role_of(name: str) -> str:
+    """`worker` of `worker-1`."""
+    return "worker" if name.startswith("worker-") else name
+
+
+def _recovery(events: Sequence[Row], kill: int, end: int, regenerated: int) -> Recovery:
+    """`end`: where the next kill stands; what comes later is not this kill's."""
+    at, target = events[kill]["time"], events[kill]["target"]
+    back = next((i for i in range(kill, end) if _is_back(events[i], target)), None)
+    new_trainer = target in ("trainer", "driver")
+    trainer = next((i for i in range(back or end, end) if _starts(events[i], "trainer")), end) if new_trainer else kill
+    updates = [i for i in range(trainer, end) if _updates(events[i])]
+    before = [row for row in events[:kill] if _updates(row)]
+    redone = lost = 0
+    if new_trainer and updates and before:
+        done = max(row["step"] for row in events[: updates[0]] if _updates(row)) + 1
+        first = events[updates[0]]["step"]
+        redone = done - first
+        lost = max(0, events[kill]["saved"] - first)
+    return Recovery(
+        target=target,
+        step=events[kill]["step"],
+        back_s=None if back is None else round(events[back]["time"] - at, 3),
+        back_cpu_s=next((row["cpu"] for row in events[kill:end] if row["event"] == "back"), None),
+        update_s=round(events[updates[0]]["time"] - at, 3) if updates else None,
+        gap_s=_longest_gap(events, kill, back, end),
+        redone=redone,
+        lost=lost,
+        regenerated=regenerated,
+    )
+
+
+def _longest_gap(events: Sequence[Row], kill: int, back: int | None, end: int) -> float | None:
+    if back is None:
+        return None
+    last = [row["time"] for row in events[:kill] if _updates(row)][-1:]
+    after = [(i, events[i]["time"]) for i in range(kill, end) if _updates(events[i])]
+    until = next((n for n, (i, _) in enumerate(after) if i > back), None)
+    if until is None or not last:
+        return None
+    times = last + [time for _, time in after[: until + 1]]
+    return round(max(b - a for a, b in zip(times, times[1:], strict=False)), 3)
+
+
+def _regenerated(events: Sequence[Row], parcels: int) -> list[int]:
+    """For each row the tokens that it reports beyond what its step needs."""
+    seen: dict[int, int] = {}
+    again = []
+    for row in events:
+        tokens = 0
+        if row["event"] == "generate" and "step" in row:
+            seen[row["step"]] = seen.get(row["step"], 0) + 1
+            tokens = row["tokens"] if seen[row["step"]] > parcels else 0
+        again.append(tokens)
+    return again
+
+
+def _is_back(row: Row, target: str) -> bool:
+    return row["event"] == "session" if target == "driver" else _starts(row, target)
+
+
+def _starts(row: Row, role: str) -> bool:
+    return row["event"] == "start" and row["role"] == role
+
+
+def _updates(row: Row) -> bool:
+    return row["event"] == "update" and row["role"] == "trainer"
