@@ -17,7 +17,6 @@ SESSION = "from rl.runtime.ray_session import ray_session\nwith ray_session():\n
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.xfail(strict=True, reason="ray.init joins what was started last; it needs address=local")
 def test_a_run_starts_beside_a_cluster_that_was_started_by_hand() -> None:
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as place:  # sockets need a short path
         environ = {**os.environ, "RAY_TMPDIR": place, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
