@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from axlearn_like.row_tail import RowTail
 from axlearn_like.run_directory import EventLog, RunDirectory
@@ -108,10 +109,16 @@ class Fleet:
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=0,
-            scheduling_strategy="SPREAD" if kind == "worker" else "DEFAULT",  # over the nodes, if there are several
+            scheduling_strategy=self._home(name) if kind == "worker" else "DEFAULT",
             runtime_env={"env_vars": _environment(kind)},
         )
         return actor.remote(kind, name, str(self._run.path), self._token, self._cfg.patience.grace)
+
+    def _home(self, worker: str) -> Any:
+        """Workers go to the nodes in turn, and to another when theirs is lost. (Ray's SPREAD is by chance.)"""
+        nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        index = int(worker.removeprefix("worker-")) % len(nodes)
+        return NodeAffinitySchedulingStrategy(nodes[index], soft=True)
 
     def _begin(self, name: str) -> None:
         self._left.discard(name)

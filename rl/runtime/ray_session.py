@@ -36,6 +36,7 @@ def ray_session(address: str | None = None) -> Iterator[None]:
             ray.init(**quiet)
         else:
             ray.init(
+                "local",  # and not whatever Ray was started last on this machine
                 num_cpus=64,  # roles are processes, not cores: placement on one machine is not Ray's to limit
                 include_dashboard=False,
                 object_store_memory=256 << 20,
