@@ -12,26 +12,32 @@ from typing import Any, TextIO
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; a torn last line (the writer was killed in the middle) is left out.
+    """The rows of a JSONL file; torn ones (the writer was killed in the middle, or the disk was full) are left out.
 
     Raises:
-        ValueError: a line before the last one is not a JSON object.
+        ValueError: a line that has an end is not a JSON object.
     """
     path = Path(path)
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
     rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
-            rows.append(json.loads(line))
+            rows += parse_row(line)
         except ValueError as error:
-            if number == len(lines):  # no newline behind it
-                break
             raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
     return rows
+
+
+def parse_row(line: bytes) -> list[dict[str, Any]]:
+    """The row of a line; none if the line is empty, or torn: without the brace that ends a row.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not line.strip() or not line.rstrip().endswith(b"}"):
+        return []
+    return [json.loads(line)]
 
 
 class MetricsWriter:

@@ -1,8 +1,9 @@
 """The end of a JSONL file that others write: what has come since the last look, without reading it all again."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from axlearn_like.metrics import parse_row
 
 
 class RowTail:
@@ -31,4 +32,4 @@ class RowTail:
             return []
         whole = data[: data.rfind(b"\n") + 1]  # the last line may still be in the writing
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+        return [row for line in whole.splitlines() for row in parse_row(line)]

@@ -169,7 +169,7 @@ class EventLog:
     """Appends rows `{"time", "role", "event", ...}` to a file that several processes may share.
 
     Each row is one write to a file opened for appending, which the operating system does not
-    interleave.
+    interleave. Behind a row that a full disk has torn comes a new line.
     """
 
     def __init__(self, path: str | Path):
@@ -178,9 +178,11 @@ class EventLog:
     def append(self, role: str, event: str, **fields: Any) -> None:
         """Records that `role` had `event` now; a span says how long it took in `seconds`."""
         row = {"time": round(time.time(), 3), "role": role, "event": event, **fields}
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, json.dumps(row).encode() + b"\n")
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            os.write(descriptor, b"\n" * torn + json.dumps(row).encode() + b"\n")
         finally:
             os.close(descriptor)
 

@@ -285,7 +285,8 @@ class PolicyTrainer(Configurable):
 
         def published(snapshot: Snapshot) -> None:
             seconds = round(time.monotonic() - began, 4)
-            self._events.append("trainer", "push", version=version, nbytes=snapshot.nbytes, seconds=seconds)
+            what = {"version": version, "nbytes": snapshot.nbytes, "checksum": snapshot.checksum}
+            self._events.append("trainer", "push", seconds=seconds, **what)
             self._controller.published(version)
 
         with jax.set_mesh(self._mesh):

@@ -193,7 +193,8 @@ class RolloutWorker:
 def _figures(moved: Moved) -> dict[str, Any]:
     """Of a pull, whose `seconds` are those that the worker has waited; most of the transfer goes on beside drawing."""
     seconds = round(moved.seconds, 4)
-    return {"nbytes": moved.needed, "travelled": moved.travelled, "by": moved.by, "transfer_seconds": seconds}
+    figures = {"nbytes": moved.needed, "travelled": moved.travelled, "by": moved.by, "checksum": moved.checksum}
+    return {**figures, "transfer_seconds": seconds}
 
 
 def check_whole(rollouts: Sequence[Rollout]) -> None:

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from axlearn_like.metrics import MetricsWriter, Progress, read_rows
+from axlearn_like.row_tail import RowTail
+from axlearn_like.run_directory import EventLog
 
 
 def test_rows_come_back_and_what_is_not_finite_is_null(tmp_path):
@@ -51,7 +53,7 @@ def test_a_resume_drops_later_rows_of_its_own_phase_only(tmp_path):
 
 def test_a_line_broken_in_the_middle_is_an_error_that_names_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    path.write_text('{"step": 1}\n{"step": }\n{"step": 3}\n')
     with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
         read_rows(path)
 
@@ -78,3 +80,14 @@ def test_progress_on_a_terminal_is_a_bar():
         progress.update(3, loss=0.25, tokens=100)
     assert "3/3" in stream.getvalue()
     assert "loss 0.2500" in stream.getvalue()
+
+
+def test_a_row_that_a_full_disk_has_torn_is_left_out_and_those_behind_it_are_read(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "first"}\n{"time": 1.0, "role": "trainer", "ev')  # as far as there was room
+    tail = RowTail(path)
+    assert [row["event"] for row in tail.new_rows()] == ["first"]
+    for event in ("second", "third"):
+        EventLog(path).append("driver", event)
+    assert [row["event"] for row in read_rows(path)] == ["first", "second", "third"]
+    assert [row["event"] for row in tail.new_rows()] == ["second", "third"]
