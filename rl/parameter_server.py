@@ -14,7 +14,7 @@ from rl.weights.directory import Directory
 from rl.weights.holder import Holder, Shard
 from rl.weights.piece_store import PieceStore
 from rl.weights.relays import Relays
-from rl.weights.service import serve
+from rl.weights.service import Handle, serve
 from rl.weights.shared import sweep
 from rl.weights.spill import Spill
 from rl.weights.tls import Tls
@@ -71,7 +71,7 @@ class ParameterServer(Configurable):
             tls = None if self.cfg.tls is None else self.cfg.tls.build()
             port = self.cfg.port and self.cfg.port + self._index
             self._server = Server(
-                serve(self.holder, self.directory),
+                self.answers(),
                 host=self.cfg.host,
                 port=port,
                 token=self._token,
@@ -79,6 +79,10 @@ class ParameterServer(Configurable):
                 advertise=own_address() if self.cfg.host in ("0.0.0.0", "::") else None,
             )
         return self._server.endpoint
+
+    def answers(self) -> Handle:
+        """To requests over the wire."""
+        return serve(self.holder, self.directory)
 
     def access(self) -> WeightAccess:
         """For roles that live in this process: no sockets, no copies."""

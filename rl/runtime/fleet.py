@@ -22,7 +22,7 @@ from rl.experiment import RLExperiment
 from rl.runtime.guests import invite, uninvite
 from rl.runtime.planned_kill import PlannedKill, Say
 from rl.runtime.pulse import Pulse
-from rl.runtime.ray_actors import RemoteRole, RoleHost, result
+from rl.runtime.ray_actors import RemoteRole, RoleHost, result, server_names
 
 DEATHS = 5  # of one role, without an update in between: then it is not bad luck
 _GUESTS_LEAVE = 5.0  # seconds
@@ -45,16 +45,12 @@ class Fleet:
         self._kill = PlannedKill(cfg, run)
         self._token = secrets.token_hex(16)
         self._namespace = f"{run.path.name}-{self._token[:8]}"
-        self._peers = {
-            "server": self._start("parameter_server", "parameter-server"),
-            "controller": self._start("controller", "controller"),
-            "verifier": self._start("verifier", "verifier"),
-        }
+        self._peers = {name: self._start("parameter_server", name) for name in server_names(cfg)}
+        self._peers |= {kind: self._start(kind, kind) for kind in ("controller", "verifier")}
         self._loopers = {"trainer": self._start("trainer", "trainer")}
         for name in (f"worker-{i}" for i in range(cfg.workers)):
             self._loopers[name] = self._start("worker", name)
-        actors = {"parameter-server" if name == "server" else name: actor for name, actor in self._peers.items()}
-        self._pulse = Pulse({**actors, **self._loopers}, cfg.patience, self._log, say)
+        self._pulse = Pulse({**self._peers, **self._loopers}, cfg.patience, self._log, say)
         self._waiting: dict[Any, tuple[str, Literal["loop", "restart"]]] = {}
 
     def run(self, stop: Callable[[], bool], on_step: Callable[[int], None], hurried: Callable[[], bool]) -> int:
@@ -112,7 +108,7 @@ class Fleet:
             scheduling_strategy=self._home(name) if kind == "worker" else "DEFAULT",
             runtime_env={"env_vars": _environment(kind)},
         )
-        return actor.remote(kind, name, str(self._run.path), self._token, self._cfg.patience.grace)
+        return actor.remote(kind, name, str(self._run.path), self._token, self._cfg.patience.grace, self._namespace)
 
     def _home(self, worker: str) -> Any:
         """Workers go to the nodes in turn, and to another when theirs is lost. (Ray's SPREAD is by chance.)"""

@@ -18,12 +18,11 @@ import ray
 from axlearn_like.config_text import from_text
 from axlearn_like.run_directory import EventLog, RunDirectory
 from mesh import UserError, make_mesh
+from rl.experiment import RLExperiment
 from rl.runtime.leaving import Leaving
 from rl.runtime.planned_kill import Say
-from rl.runtime.ray_actors import RoleGone, peers_of
+from rl.runtime.ray_actors import RoleGone, peers_of, server_names
 from rl.runtime.ray_session import ray_session
-
-ACTORS = {"controller": "controller", "server": "parameter-server", "verifier": "verifier"}
 
 
 def invite(run: RunDirectory, namespace: str) -> None:
@@ -61,14 +60,14 @@ def run_guest(run_dir: Path, name: str | None = None, say: Say = print) -> None:
     name = name or f"guest-{socket.gethostname()}-{os.getpid()}"
     experiment = from_text(run.config_path.read_text()).build()
     with ray_session(where["address"]):
-        _work(experiment, run, name, _actors(run, where), say)
+        _work(experiment, run, name, _actors(run, where, experiment.cfg), say)
 
 
 def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any], say: Say) -> None:
     events = EventLog(run.events_path)
     leaving = Leaving(name, events, experiment.cfg.patience.grace, signals=(signal.SIGTERM, signal.SIGINT))
     over = lambda: not _path(run).exists()  # noqa: E731
-    controller, weights, verifier = peers_of(name, actors, experiment.cfg.patience, events, over)
+    controller, weights, verifier = peers_of(name, actors, experiment.cfg, events, over)
     began = psutil.Process().create_time()
     try:
         worker = experiment.make_worker(name, run, controller, weights, verifier, began=began)
@@ -85,9 +84,10 @@ def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any],
         leaving.done()
 
 
-def _actors(run: RunDirectory, where: dict[str, str]) -> dict[str, Any]:
+def _actors(run: RunDirectory, where: dict[str, str], cfg: RLExperiment.Config) -> dict[str, Any]:
+    names = (*server_names(cfg), "controller", "verifier")
     try:
-        return {key: ray.get_actor(name, namespace=where["namespace"]) for key, name in ACTORS.items()}
+        return {name: ray.get_actor(name, namespace=where["namespace"]) for name in names}
     except ValueError as error:
         raise UserError(
             f"the run in {run.path} has lost its driver; resume it with `axl rl`, and join then"

@@ -24,7 +24,8 @@ def check_machine(cfg: RLExperiment.Config) -> None:
     """
     if not os.environ.get("RAY_ADDRESS"):
         check_memory(cfg.workers, psutil.virtual_memory().available)
-        check_port(cfg.parameter_server.host, cfg.parameter_server.port)
+        for shard in range(cfg.parameter_server.shards):
+            check_port(cfg.parameter_server.host, cfg.parameter_server.port and cfg.parameter_server.port + shard)
 
 
 def check_memory(workers: int, available: int) -> None:

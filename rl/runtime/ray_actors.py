@@ -16,18 +16,21 @@ from typing import Any
 import jax
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from axlearn_like.config_text import from_text
 from axlearn_like.run_directory import EventLog, RunDirectory
 from mesh import UserError, enable_compilation_cache, make_mesh
 from mesh.devices import one_device_per_core
 from rl.experiment import RLExperiment
+from rl.parameter_server import ParameterServer
 from rl.patience import Patience, Waits
 from rl.runtime.leaving import Leaving
 from rl.weights.access import WeightAccess, connect
-from rl.weights.wire import Endpoint
+from rl.weights.service import RemoteHolder
+from rl.weights.wire import Client, Endpoint
 
+_AT_ONCE = 5.0  # seconds
 _MARGIN = 60.0  # seconds that a call may last beyond the time after which a silent role is killed
 
 
@@ -119,17 +122,23 @@ class RemoteServer(RemoteRole):
         return self._patiently("endpoint", self._actor.endpoint.remote)
 
 
+def server_names(cfg: RLExperiment.Config) -> list[str]:
+    """The actors of the parameter server, the one with the directory first."""
+    return ["parameter-server", *(f"parameter-server-{n}" for n in range(1, cfg.parameter_server.shards))]
+
+
 def peers_of(
     caller: str,
     actors: dict[str, Any],
-    patience: Patience.Config,
+    cfg: RLExperiment.Config,
     events: EventLog,
     over: Callable[[], bool] = lambda: False,
 ) -> tuple[Any, WeightAccess, Any]:
     """Controller, parameter server and verifier as `caller` sees them."""
-    known: dict[str, Any] = {"caller": caller, "events": events, "over": over}
+    patience, known = cfg.patience, {"caller": caller, "events": events, "over": over}
     controller = RemoteRole("controller", actors["controller"], patience, **known)
-    weights = connect(server, [RemoteServer("parameter-server", actors["server"], patience, **known).locate])
+    servers = [RemoteServer(name, actors[name], patience, **known) for name in server_names(cfg)]
+    weights = connect(cfg.parameter_server, [server.locate for server in servers])
     verifier = RemoteRole("verifier", actors["verifier"], patience, limit=patience.batch, **known)
     return controller, weights, verifier
 
@@ -142,8 +151,8 @@ class RoleHost:
     finds room.
     """
 
-    def __init__(self, kind: str, name: str, run_path: str, token: str, grace: float):
-        self._kind, self._name, self._token = kind, name, token
+    def __init__(self, kind: str, name: str, run_path: str, token: str, grace: float, namespace: str):
+        self._kind, self._name, self._token, self._namespace = kind, name, token, namespace
         self._run = RunDirectory.attach(run_path)
         self._events = EventLog(self._run.events_path)
         self._peers: dict[str, Any] = {}
@@ -210,15 +219,32 @@ class RoleHost:
 
     def _build(self, experiment: RLExperiment) -> Any:
         if self._kind == "parameter_server":
-            return experiment.make_parameter_server(token=self._token)
+            return self._build_server(experiment)
         if self._kind == "verifier":
             return experiment.make_verifier()
         if self._kind == "controller":
             return experiment.make_controller(self._run)
-        controller, weights, verifier = peers_of(self._name, self._peers, experiment.cfg.patience, self._events)
+        controller, weights, verifier = peers_of(self._name, self._peers, experiment.cfg, self._events)
         if self._kind == "trainer":
             if experiment.trainer_cfg.mesh:
                 one_device_per_core()  # as in the command, which has seen that the mesh fits
             return experiment.make_trainer(self._run, controller, weights)
         began = psutil.Process().create_time()
         return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began)
+
+    def _build_server(self, experiment: RLExperiment) -> ParameterServer:
+        names = server_names(experiment.cfg)
+        index = names.index(self._name)
+        others = [self._shard(name) for name in names[1:]] if index == 0 else []
+        return experiment.make_parameter_server(index=index, others=others, token=self._token)
+
+    def _shard(self, name: str) -> RemoteHolder:
+        """A link for the directory, which wants to know at once whether the shard lives, and waits for nobody."""
+
+        def locate() -> Endpoint:
+            try:
+                return result(ray.get_actor(name, self._namespace).endpoint.remote(), _AT_ONCE)
+            except (RayError, ValueError) as error:
+                raise UserError(f"{name} is not there: {error}") from error
+
+        return RemoteHolder(Client(locate, name=name, connect_timeout=_AT_ONCE, patience=0.0))

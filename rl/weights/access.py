@@ -77,11 +77,18 @@ class WeightAccess:
 
 
 def connect(
-    cfg: "ParameterServer.Config", locate: Sequence[Callable[[], Endpoint]], *, patience: float = 90.0
+    cfg: "ParameterServer.Config",
+    locate: Sequence[Callable[[], Endpoint]],
+    *,
+    patience: float = 90.0,
+    connect_timeout: float = 10.0,
 ) -> WeightAccess:
     """To the shards that these functions find, the directory's first; each is asked anew, for up to `patience` seconds,
     when its shard is gone."""
     tls = None if cfg.tls is None else cfg.tls.build()
     names = [f"parameter server (shard {number})" if number else "parameter server" for number in range(len(locate))]
-    clients = [Client(where, name=name, tls=tls, patience=patience) for where, name in zip(locate, names, strict=True)]
+    clients = [
+        Client(where, name=name, tls=tls, patience=patience, connect_timeout=connect_timeout)
+        for where, name in zip(locate, names, strict=True)
+    ]
     return WeightAccess(cfg, RemoteDirectory(clients[0]), [RemoteHolder(client) for client in clients])

@@ -1,47 +1,51 @@
 """A parameter server whose connections break: some before a request is looked at, some when it is done but unanswered.
 
-The transport closes a connection without an answer when its store raises an `OSError`, which is what a client sees of a
-cable pulled; the client must repeat the request, and a push that had arrived comes twice. Others are slow.
+The client sees a connection that ends without an answer, as of a cable pulled, and must repeat the request; what had been
+done is then done twice. Others are slow.
 """
 
 import random
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 from rl.parameter_server import ParameterServer
-from rl.weights.encoding import EncodedWeights
+from rl.weights.link import LinkError
+from rl.weights.service import Handle, Reply
+from rl.weights.wire import Body
+
+_TROUBLED = ("open", "write", "adopt", "seal", "manifest", "read", "newer")
 
 
 class FlakyServer(ParameterServer):
-    """Drops and delays a share of the transfers, drawn with a seed of its own."""
+    """Drops and delays a share of the requests, drawn with a seed of its own."""
 
     class Config(ParameterServer.Config):
-        dropped: float = 0.25  # share of the transfers
+        dropped: float = 0.25  # share of the requests
         slow: float = 0.25
         seconds: float = 0.3  # that a slow one takes longer
         seed: int = 0
 
-    def __init__(self, cfg: Config):
-        super().__init__(cfg)
-        self._flaws, self._random = cfg, random.Random(cfg.seed)
+    def __init__(self, cfg: Config, **place: Any):
+        super().__init__(cfg, **place)
+        self._flaws, self._random, self._drawing = cfg, random.Random(cfg.seed), threading.Lock()
 
-    def push(self, weights: EncodedWeights) -> None:
-        with self._trouble():
-            super().push(weights)
+    def answers(self) -> Handle:
+        honest = super().answers()
 
-    def pull(self, version: int, timeout: float = 0.0) -> EncodedWeights:
-        with self._trouble():
-            return super().pull(version, timeout)
+        def handle(operation: str, fields: dict[str, Any], body: Body) -> Reply:
+            with self._drawing:
+                kind, late = self._random.random(), self._random.random() < 0.5
+            if operation not in _TROUBLED:
+                return honest(operation, fields, body)
+            if kind < self._flaws.slow:
+                time.sleep(self._flaws.seconds)
+            drop = kind > 1.0 - self._flaws.dropped
+            if drop and not late:
+                raise LinkError("dropped before it was looked at")
+            reply = honest(operation, fields, body)
+            if drop:
+                raise LinkError("dropped when it was done")
+            return reply
 
-    @contextmanager
-    def _trouble(self) -> Iterator[None]:
-        kind, late = self._random.random(), self._random.random() < 0.5
-        if kind < self._flaws.slow:
-            time.sleep(self._flaws.seconds)
-        drop = kind > 1.0 - self._flaws.dropped
-        if drop and not late:
-            raise ConnectionResetError("dropped before it was looked at")
-        yield
-        if drop and late:
-            raise ConnectionResetError("dropped when it was done")
+        return handle

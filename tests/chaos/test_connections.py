@@ -1,28 +1,33 @@
 """Connections to the parameter server that break at any byte, stall or crawl: weights arrive whole."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from axlearn_like.layers.base import Params
 from rl.parameter_server import ParameterServer
-from rl.weights.encoding import EncodedWeights, WeightsError, encode
-from rl.weights.transport import Endpoint, WeightClient, WeightServer
+from rl.weights.access import WeightAccess, connect
+from rl.weights.errors import WeightsError
+from rl.weights.wire import Endpoint
 from tests.chaos.proxy import Harm, Plan, Proxy
+from tests.rl.weights.small import host, publish, pull
 
 SIZE = 20_000  # float32 of one version: several of the proxy's portions
+CFG = ParameterServer.Config(keep=3, shared_memory=False)
 
 
-def version(number: int) -> EncodedWeights:
+def version(number: int) -> Params:
     """Weights of random numbers."""
-    values = np.random.default_rng(number).standard_normal(SIZE).astype(np.float32)
-    return encode({"w": values}, number)
+    return {"w": np.random.default_rng(number).standard_normal(SIZE).astype(np.float32)}
 
 
-def through(proxy: Proxy, server: WeightServer) -> WeightClient:
-    """A client that always asks where the server is, and is told of the proxy."""
-    endpoint = Endpoint("127.0.0.1", proxy.port, server.endpoint.token)
-    return WeightClient(lambda: endpoint, connect_timeout=1.0, patience=30.0)
+def through(proxy: Proxy, server: ParameterServer, patience: float = 30.0) -> WeightAccess:
+    """As a role that always asks where the server is, and is told of the proxy."""
+    endpoint = Endpoint("127.0.0.1", proxy.port, server.listen().token)
+    where: Callable[[], Endpoint] = lambda: endpoint  # noqa: E731
+    return connect(CFG, [where], patience=patience, connect_timeout=1.0)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -30,37 +35,32 @@ def test_every_version_arrives_whole_through_connections_that_fail_in_turn(seed:
     rng = random.Random(seed)
     harms: tuple[Harm, ...] = ("none", "reset", "cut", "throttle", "refuse")
     plans = [Plan(rng.choice(harms), rng.choice(("up", "down")), rng.randrange(4 * SIZE)) for _ in range(60)]
-    server = WeightServer(ParameterServer.Config(keep=3).build())
-    with Proxy(server.endpoint.port, [Plan("silence"), *plans]) as proxy:
-        client = through(proxy, server)
+    server = CFG.build()
+    with Proxy(server.listen().port, [Plan("silence"), *plans]) as proxy:
+        access = through(proxy, server)
         for number in range(8):
-            client.push(version(number))
-            pulled = client.pull(number, timeout=5.0)
-            assert pulled.manifest == version(number).manifest
-            assert bytes(pulled.buffer) == bytes(version(number).buffer)
-            assert client.latest() == number
-        assert proxy.connections > 3 * 8, "some had to be repeated"
+            publish(access, version(number), number)
+            assert host(pull(access, version(0), number, timeout=5.0)) == host(version(number))
+            assert access.directory.latest() == number
+        assert proxy.connections > 8, "some had to be made again"
     server.close()
 
 
 def test_a_push_that_breaks_off_shows_nothing_of_its_version() -> None:
-    store = ParameterServer.Config().build()
-    server = WeightServer(store)
-    with Proxy(server.endpoint.port, [Plan("cut", "up", SIZE)]) as proxy:
-        impatient = WeightClient(Endpoint("127.0.0.1", proxy.port, server.endpoint.token), connect_timeout=1.0)
-        with pytest.raises(WeightsError, match="push failed"):
-            impatient.push(version(0))
-        assert store.latest() == -1
-        impatient.push(version(0))
-        assert store.latest() == 0
+    server = CFG.build()
+    with Proxy(server.listen().port, [Plan("cut", "up", SIZE)] * 2) as proxy:
+        impatient = through(proxy, server, patience=0.0)
+        with pytest.raises(WeightsError, match="write failed"):
+            publish(impatient, version(0), 0)
+        assert server.access().directory.latest() == -1
+        publish(through(proxy, server), version(0), 0)
+        assert server.access().directory.latest() == 0
     server.close()
 
 
 def test_a_server_that_is_never_there_is_named_when_patience_ends() -> None:
-    server = WeightServer(ParameterServer.Config().build())
-    with Proxy(server.endpoint.port, [Plan("refuse")] * 1000) as proxy:
-        endpoint = Endpoint("127.0.0.1", proxy.port, server.endpoint.token)
-        client = WeightClient(lambda: endpoint, connect_timeout=1.0, patience=1.0)
-        with pytest.raises(WeightsError, match=rf"parameter server at 127.0.0.1:{proxy.port}: latest failed: "):
-            client.latest()
+    server = CFG.build()
+    with Proxy(server.listen().port, [Plan("refuse")] * 1000) as proxy:
+        with pytest.raises(WeightsError, match=rf"parameter server 127.0.0.1:{proxy.port}: latest failed: "):
+            through(proxy, server, patience=1.0).directory.latest()
     server.close()
