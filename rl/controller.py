@@ -178,8 +178,11 @@ class Controller(Configurable):
     def consumed(self, step: int) -> None:
         """The update of this step is done; its rollouts can never be used again."""
         with self._changed:
-            if self._begun:  # a controller that restarted meanwhile learns the step from `begin`
-                self._ledger.consume(step)
+            if not self._begun:
+                return  # a controller that restarted meanwhile learns the step from `begin`
+            leases = self._ledger.consume(step)
+            if self._events is not None:
+                self._events.append("controller", "consumed", step=step, leases=leases)
 
     def published(self, version: int) -> None:
         """This version can be pulled."""

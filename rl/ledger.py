@@ -106,17 +106,19 @@ class Ledger:
             raise LedgerError(f"step {step} is not complete: {self.missing(step)}")
         return [group for parcel in self._open(step) for group in parcel.groups]
 
-    def consume(self, step: int) -> None:
-        """The update of this step is done. Steps are consumed in order, whole, and once."""
+    def consume(self, step: int) -> list[int]:
+        """The update of this step is done. Steps are consumed in order, whole, and once. Returns the leases it had."""
         if step != self.consumed_steps:
             raise LedgerError(
                 f"step {step} cannot be consumed: steps are consumed once and in order, "
                 f"and the next is {self.consumed_steps}"
             )
         self.batch(step)
-        for parcel in self._steps.pop(step):
+        parcels = self._steps.pop(step)
+        for parcel in parcels:
             parcel.state = "consumed"
         self.consumed_steps += 1
+        return [parcel.lease for parcel in parcels]
 
     def skip_to(self, step: int) -> None:
         """Start (or resume) with this step; everything unconsumed is forgotten and will be generated again."""

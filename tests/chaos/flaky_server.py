@@ -1,7 +1,7 @@
 """A parameter server whose connections break: some before a request is looked at, some when it is done but unanswered.
 
-The client sees a connection that ends without an answer, as of a cable pulled, and must repeat the request; what had been
-done is then done twice. Others are slow.
+The client sees a connection that ends without an answer, as of a cable pulled, and must repeat the request; what had
+been done is then done twice. Others are slow.
 """
 
 import random
