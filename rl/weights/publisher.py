@@ -121,15 +121,17 @@ class Publisher:
             shard.write(key, [(p.tensor, p.box, p.array, mark) for p, mark in zip(chunk, digests, strict=True)])
             return digests
 
+        first, *others = _chunks(pieces)
+        if not others:
+            return send(first)
         with ThreadPoolExecutor(_STREAMS, "push") as pool:
-            return [digest for digests in pool.map(send, _chunks(pieces)) for digest in digests]
+            return [digest for digests in pool.map(send, [first, *others]) for digest in digests]
 
     def _give(self, shard: Shard, key: int, memory: Segment | None, pieces: Sequence[Copied]) -> list[str]:
         """Let a shard on this host take the snapshot's memory as it is; the pieces' digests, none if that cannot be."""
         if memory is None or shard.host() != host_identity():
             return []
-        with ThreadPoolExecutor(_STREAMS, "digest") as pool:
-            digests = list(pool.map(lambda piece: digest_of(piece.array), pieces))
+        digests = [digest_of(piece.array) for piece in pieces]
         entries = [
             (piece.tensor, piece.box, piece.array.dtype.name, piece.offset, digest)
             for piece, digest in zip(pieces, digests, strict=True)

@@ -16,11 +16,13 @@ from axlearn_like.layers.base import Params
 from mesh import UserError
 from rl.weights.boxes import Box, box_of, needed_boxes, owned_pieces, shape_of, slices, within
 from rl.weights.errors import WeightsError
+from rl.weights.fingerprint import fingerprint_version
 from rl.weights.manifest import TensorSpec
 from rl.weights.shared import Segment
 
 _ALIGNMENT = 64  # bytes; what XLA's CPU backend can use in place
-_COPIES = 4  # at a time
+_COPIES = 4  # at a time, if there is as much to copy as
+_MUCH = 1 << 24  # bytes
 _SMALL = 1 << 16  # bytes; less than this is not worth keeping
 
 
@@ -101,6 +103,11 @@ class Snapshot:
     def nbytes(self) -> int:
         return sum(piece.array.nbytes for piece in self.owned)
 
+    @property
+    def checksum(self) -> str:
+        """Of the whole version's contents, the same on any mesh."""
+        return fingerprint_version(self.fingerprints)
+
     def params(self, like: Params) -> Params:
         """The weights on the devices again, sharded as `like`.
 
@@ -173,6 +180,8 @@ def _copy(
             memory.write(np.ascontiguousarray(part), offset)  # its pages are new
         return Copied(tensor, box, array, offset)
 
+    if end < _MUCH:
+        return memory, tuple(map(copy, parts, offsets))
     with ThreadPoolExecutor(_COPIES, "copy") as pool:
         return memory, tuple(pool.map(copy, parts, offsets))
 
