@@ -70,14 +70,17 @@ class ParameterServer(Configurable):
         if self._server is None:
             tls = None if self.cfg.tls is None else self.cfg.tls.build()
             port = self.cfg.port and self.cfg.port + self._index
-            self._server = Server(
-                self.answers(),
-                host=self.cfg.host,
-                port=port,
-                token=self._token,
-                tls=tls,
-                advertise=own_address() if self.cfg.host in ("0.0.0.0", "::") else None,
-            )
+            try:
+                self._server = Server(
+                    self.answers(),
+                    host=self.cfg.host,
+                    port=port,
+                    token=self._token,
+                    tls=tls,
+                    advertise=own_address() if self.cfg.host in ("0.0.0.0", "::") else None,
+                )
+            except UserError as error:
+                raise UserError(f"parameter server {error} (parameter_server.host, parameter_server.port)") from error
         return self._server.endpoint
 
     def answers(self) -> Handle:

@@ -27,6 +27,7 @@ from rl.parameter_server import ParameterServer
 from rl.patience import Patience, Waits
 from rl.runtime.leaving import Leaving
 from rl.weights.access import WeightAccess, connect
+from rl.weights.errors import WeightsError
 from rl.weights.service import RemoteHolder
 from rl.weights.wire import Client, Endpoint
 
@@ -245,6 +246,6 @@ class RoleHost:
             try:
                 return result(ray.get_actor(name, self._namespace).endpoint.remote(), _AT_ONCE)
             except (RayError, ValueError) as error:
-                raise UserError(f"{name} is not there: {error}") from error
+                raise WeightsError(f"{name} is not there: {error}") from error
 
         return RemoteHolder(Client(locate, name=name, connect_timeout=_AT_ONCE, patience=0.0))

@@ -12,8 +12,8 @@ from rl.weights.codecs import get_codec
 from rl.weights.errors import WeightsError, WrongBase
 from rl.weights.holder import Answer, HolderLink, ReadOptions, Wanted, as_bytes, digest_of, view
 from rl.weights.manifest import Manifest
+from rl.weights.memory import MEMORY
 from rl.weights.shared import Segment, SegmentGone
-from rl.weights.snapshot import MEMORY
 
 _BATCH = 16 << 20  # decoded bytes that one request asks for, or one box if it is larger
 

@@ -12,7 +12,7 @@ from rl.weights.directory import Directory
 from rl.weights.errors import WeightsError
 from rl.weights.holder import Answer, Holder, Pushed, ReadOptions, Wanted, as_bytes
 from rl.weights.manifest import Manifest, Seal, as_box, manifest_from_text, seal_from_text, to_text
-from rl.weights.snapshot import MEMORY
+from rl.weights.memory import MEMORY
 from rl.weights.wire import Body, Client, Endpoint
 
 type Reply = dict[str, Any] | tuple[dict[str, Any], Sequence[Any]]

@@ -1,10 +1,6 @@
 """A version of the weights in the memory of one trainer process: what it pushes, once or, if the server dies, again."""
 
-import collections
 import dataclasses
-import math
-import threading
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,61 +14,11 @@ from rl.weights.boxes import Box, box_of, needed_boxes, owned_pieces, shape_of, 
 from rl.weights.errors import WeightsError
 from rl.weights.fingerprint import fingerprint_version
 from rl.weights.manifest import TensorSpec
+from rl.weights.memory import ALIGNMENT, MEMORY
 from rl.weights.shared import Segment
 
-_ALIGNMENT = 64  # bytes; what XLA's CPU backend can use in place
 _COPIES = 4  # at a time, if there is as much to copy as
 _MUCH = 1 << 24  # bytes
-_SMALL = 1 << 16  # bytes; less than this is not worth keeping
-
-
-class Memory:
-    """Memory for versions of the weights: they come and go in the same sizes, so what nobody looks at any more is used
-    again. The first touch of a gigabyte of new pages takes longer than all that is done with its bytes.
-
-    Safe to call from several threads. It never holds more than was in use at one time.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spare: list[np.ndarray] = []
-        self._returned: collections.deque[np.ndarray] = collections.deque()  # by finalizers, which must not wait
-
-    def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """As `np.empty`, at an address that devices of the CPU can use in place. It is given back when neither this
-        array nor a view of it is left."""
-        kind = np.dtype(dtype)
-        nbytes = math.prod(shape) * kind.itemsize
-        if nbytes < _SMALL:
-            return np.empty(shape, kind)
-        lent = _Lent(memory := self._find(nbytes))
-        weakref.finalize(lent, self._returned.append, memory).atexit = False
-        return np.asarray(lent).view(kind).reshape(shape)
-
-    def _find(self, nbytes: int) -> np.ndarray:
-        with self._lock:
-            while self._returned:
-                self._spare.append(self._returned.popleft())
-            for at, memory in enumerate(self._spare):
-                if memory.nbytes == nbytes:
-                    return self._spare.pop(at)
-            left = nbytes  # sizes have changed: spare memory makes room
-            while self._spare and left > 0:
-                left -= self._spare.pop(0).nbytes
-        whole = np.empty(nbytes + _ALIGNMENT, np.uint8)
-        start = -whole.__array_interface__["data"][0] % _ALIGNMENT
-        return whole[start : start + nbytes]
-
-
-class _Lent:
-    """What arrays over a piece of memory keep alive."""
-
-    def __init__(self, memory: np.ndarray):
-        self.__array_interface__ = memory.__array_interface__
-        self._memory = memory
-
-
-MEMORY = Memory()  # of this process
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,7 +113,7 @@ def _copy(
     offsets, end = [], 0
     for _, _, part in parts:
         offsets.append(end)
-        end += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
     memory = _segment(end) if shared and end else None
     buffer = MEMORY.empty((end,), np.uint8) if memory is None else memory.buffer
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Buffer, Callable, Sequence
 from typing import Any
 
-from mesh import UserError
 from rl.weights.endpoint import Endpoint
 from rl.weights.errors import WeightsError
 from rl.weights.handshake import enter
@@ -95,7 +94,7 @@ class Client:
                 return self._exchange(endpoint, header, views, into, wait)
             except LinkError as error:
                 reason, cause = str(error), error
-            except (OSError, UserError) as error:
+            except (OSError, WeightsError) as error:
                 if endpoint is not None:
                     raise  # the server's answer, or of `into`
                 reason, cause = f"where it is cannot be found: {error}", error

@@ -207,7 +207,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         where = Endpoint(host, port, "").address
         reason = error.strerror or error
-        raise UserError(f"weights: cannot listen on {where}: {reason}; port=0 takes any free port") from error
+        raise UserError(f"cannot listen on {where}: {reason}; port=0 takes any free port") from error
     return listener
 
 

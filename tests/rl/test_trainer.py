@@ -223,6 +223,7 @@ def test_without_a_difference_in_rewards_nothing_moves(fresh: Roles):
     assert host(fresh.trainer.state["params"]) == before
     (row,) = fresh.rows()
     assert (row["loss"], row["zero_variance_fraction"], row["train_tokens"]) == (0.0, 1.0, 0.0)
+    fresh.trainer.settle()
     assert fresh.weights.directory.latest() == 1  # and yet it is an update: version 1 has the content of version 0
 
 

@@ -11,6 +11,7 @@ import click
 
 from mesh.errors import UserError, did_you_mean
 from tools.bench.rollout_sections import SECTIONS
+from tools.bench.weights_sections import SECTIONS as WEIGHTS_SECTIONS
 
 
 class BenchmarkGroup(click.Group):
@@ -32,6 +33,7 @@ def command() -> None:
 PEERS_HELP = "Comma-separated peers to take turns with: "
 JSON_HELP = "Print one JSON object as the last line."
 SECTIONS_HELP = f"Comma-separated parts to measure, of peers, {', '.join(SECTIONS)}; default: all but peers."
+WEIGHTS_SECTIONS_HELP = f"Comma-separated parts to measure, of {', '.join(WEIGHTS_SECTIONS)}; default: all."
 _WORDS = ("system", "role", "version", "way", "figure")  # columns of text
 
 
@@ -105,6 +107,17 @@ def recovery(
         raise SystemExit(1)
 
 
+@command.command(name="weights")
+@click.option("--sections", default="", help=WEIGHTS_SECTIONS_HELP)
+@click.option("--quick", is_flag=True, help="Tiny jobs: shows that all runs, measures nothing.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def weights(sections: str, quick: bool, as_json: bool) -> None:
+    """Speed of push and pull of weights on this machine, pause of a swap, deltas, resharding, fan-out."""
+    from tools.bench import weights as bench
+
+    _run(bench, "", 0, as_json, _print_weights, sections=bench.find_sections(_names(sections)), quick=quick)
+
+
 def _names(listed: str) -> list[str]:
     return [name.strip() for name in listed.split(",") if name.strip()]
 
@@ -170,6 +183,13 @@ def _print_recovery(result: dict[str, Any]) -> None:
     names = ("lost_steps", "redone_steps", "regenerated_tokens", "double_consumed", "bit_identical")
     click.echo(", ".join(f"{name}: {result[name]}" for name in names))
     _print_circumstances(result | {"errors": ()})
+
+
+def _print_weights(result: dict[str, Any]) -> None:
+    from tools.bench import weights as bench
+
+    _print_table("weights through the parameter server", ("figure", "value"), bench.rows(result))
+    _print_circumstances(result)
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

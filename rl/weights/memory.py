@@ -1,0 +1,62 @@
+"""Memory that is used again for the next version of the weights."""
+
+import collections
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+ALIGNMENT = 64  # bytes; what XLA's CPU backend can use in place
+_SMALL = 1 << 16  # bytes; less than this is not worth keeping
+
+
+class Memory:
+    """Memory for versions of the weights: they come and go in the same sizes, so what nobody looks at any more is used
+    again. The first touch of a gigabyte of new pages takes longer than all that is done with its bytes.
+
+    Safe to call from several threads. It never holds more than was in use at one time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: list[np.ndarray] = []
+        self._returned: collections.deque[np.ndarray] = collections.deque()  # by finalizers, which must not wait
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """As `np.empty`, at an address that devices of the CPU can use in place. It is given back when neither this
+        array nor a view of it is left."""
+        kind = np.dtype(dtype)
+        nbytes = math.prod(shape) * kind.itemsize
+        if nbytes < _SMALL:
+            return np.empty(shape, kind)
+        lent = _Lent(memory := self._find(nbytes))
+        weakref.finalize(lent, self._returned.append, memory).atexit = False
+        return np.asarray(lent).view(kind).reshape(shape)
+
+    def _find(self, nbytes: int) -> np.ndarray:
+        with self._lock:
+            while self._returned:
+                self._spare.append(self._returned.popleft())
+            for at, memory in enumerate(self._spare):
+                if memory.nbytes == nbytes:
+                    return self._spare.pop(at)
+            left = nbytes  # sizes have changed: spare memory makes room
+            while self._spare and left > 0:
+                left -= self._spare.pop(0).nbytes
+        whole = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -whole.__array_interface__["data"][0] % ALIGNMENT
+        return whole[start : start + nbytes]
+
+
+class _Lent:
+    """What arrays over a piece of memory keep alive."""
+
+    def __init__(self, memory: np.ndarray):
+        self.__array_interface__ = memory.__array_interface__
+        self._memory = memory
+
+
+MEMORY = Memory()  # of this process
