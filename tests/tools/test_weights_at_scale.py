@@ -52,11 +52,13 @@ def test_bounds_by_hand() -> None:
 
 
 def test_a_delta_moves_fewer_bytes_over_nics_and_the_same_over_pcie() -> None:
-    dense, delta = pull_bounds(V5P_32B), pull_bounds(V5P_32B, ratio=10, cpu_s_per_gb=2)
+    dense, delta = pull_bounds(V5P_32B), pull_bounds(V5P_32B, ratio=10, codec=True)
     for part in ("worker NIC", "server NIC"):
         assert delta[part] == pytest.approx(dense[part] / 10)
     assert delta["PCIe"] == dense["PCIe"]
-    assert delta["decode"] == pytest.approx(2 * 65.6 / 104)
+    assert delta["decode"] == pytest.approx(weights_at_scale.DECODE * 65.6 / 104)
+    assert delta["encode"] == pytest.approx(weights_at_scale.ENCODE * 65.6 / 8 / 88)
+    assert dense["decode"] == dense["encode"] == 0.0
 
 
 def test_relays_stop_where_the_next_doubling_does_not_fit() -> None:
