@@ -13,7 +13,8 @@ PHASES = ("sft", "eval_before", "rl", "eval_after")
 
 
 def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
-    """Evaluation before and after, seconds, kills, throughput, staleness, trainer-sampler agreement, versions.
+    """Evaluation before and after, seconds, kills, throughput, weights on their way, staleness, trainer-sampler
+    agreement, versions.
 
     `joins`: of every start of a worker, the seconds from there to its first rollouts that were accepted.
     """
@@ -33,6 +34,7 @@ def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
         if event["event"] == "productive"
     ]
     report["throughput"] = _throughput(rows, events)
+    report["weights"] = _weights(events)
     report["staleness"] = {
         "mean": statistics.fmean(row["staleness_mean"] for row in rows),
         "max": max(row["staleness_max"] for row in rows),
@@ -65,6 +67,28 @@ def _throughput(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dic
         if updating
         else 0.0,
     }
+
+
+def _weights(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and largest, in seconds: `push` until published; `transfer` to a worker's devices, most of it beside
+    drawing; `wait` that was not; `pause` of the swap; `age` of a version when it is put in, since its publication."""
+    published = {e["version"]: e["time"] for e in events if e["event"] == "push"}  # of versions made twice, the last
+    swaps = [e for e in events if e["event"] == "swap"]
+    pulls = [e for e in events if e["event"] == "pull" and "error" not in e]
+    seconds = {
+        "push": [e["seconds"] for e in events if e["event"] == "push"],
+        "transfer": [e["transfer_seconds"] for e in pulls],
+        "wait": [e["seconds"] for e in pulls],
+        "pause": [e["seconds"] for e in swaps],
+        "age": [max(0.0, e["time"] - published[e["version"]]) for e in swaps if e["version"] in published],
+    }
+    figures: dict[str, Any] = {
+        name: {"median": round(statistics.median(values), 4), "max": round(max(values), 4)}
+        for name, values in seconds.items()
+        if values
+    }
+    moved = {name: sum(e[name] for e in pulls) for name in ("nbytes", "travelled")}
+    return {**figures, "pulled_bytes": moved["nbytes"], "travelled_bytes": moved["travelled"]}
 
 
 def _kill(

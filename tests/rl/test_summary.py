@@ -126,3 +126,30 @@ def test_evaluations_are_those_on_disk_and_absent_ones_stay_absent(tmp_path: Pat
 def test_how_long_workers_took_to_become_productive(tmp_path: Path):
     report = summarise_run(write(tmp_path, ROWS, EVENTS), name="run", seed=0)
     assert report["joins"] == [{"worker": "worker-1", "time": 15.6, "join_s": 1.75}]
+
+
+def test_weights_are_told_by_push_transfer_wait_pause_and_age(tmp_path: Path):
+    def pull(time: float, version: int, wait: float, transfer: float) -> dict[str, Any]:
+        what = {"version": version, "nbytes": 1000, "travelled": 40, "transfer_seconds": transfer}
+        return event(time, "worker-0", "pull", seconds=wait, **what)
+
+    events = [
+        *EVENTS,
+        event(1.0, "trainer", "push", version=0, seconds=0.5),
+        pull(2.0, 0, 0.3, 0.3),
+        event(2.5, "worker-0", "swap", version=0, seconds=0.01),
+        event(3.0, "trainer", "push", version=1, seconds=0.7),
+        event(3.5, "worker-0", "pull", version=1, seconds=9.0, error="not published"),
+        pull(4.0, 1, 0.1, 0.5),
+        event(4.5, "worker-0", "swap", version=1, seconds=0.03),
+    ]
+    report = summarise_run(write(tmp_path, ROWS, events), name="demo", seed=3)
+    assert report["weights"] == {
+        "push": {"median": 0.6, "max": 0.7},
+        "transfer": {"median": 0.4, "max": 0.5},
+        "wait": {"median": 0.2, "max": 0.3},
+        "pause": {"median": 0.02, "max": 0.03},
+        "age": {"median": 1.5, "max": 1.5},
+        "pulled_bytes": 2000,
+        "travelled_bytes": 80,
+    }

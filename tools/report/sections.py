@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from tools.report import svg
+from tools.report import svg, weights
 from tools.report.charts import FULL, Curve, curves, small_multiples
 from tools.report.load import Points, Run, mapping, number
 from tools.report.words import duration, label
@@ -130,7 +130,7 @@ def speed(run: Run) -> str:
         ],
         y_label="seconds",
     )
-    return _grid(tokens, waits) + _phases(run)
+    return _grid(tokens, waits) + weights.section(run) + _phases(run)
 
 
 def _per_second(run: Run, key: str) -> Points:
