@@ -4,6 +4,7 @@ It is made of data shards, each a store of pieces that may live in a process of 
 with the first of them. See rl/weights for the parts, docs/parameter-server.md for the whole.
 """
 
+import secrets
 from collections.abc import Sequence
 
 from axlearn_like.config import ConfigBase, Configurable
@@ -53,7 +54,7 @@ class ParameterServer(Configurable):
             self.directory = Directory(
                 [self.holder, *others],
                 keep=cfg.keep,
-                relays=Relays(fanout=cfg.fanout),
+                relays=Relays(fanout=cfg.fanout, first_id=secrets.randbits(40) << 20),
                 spills=cfg.spill is not None,
             )
         self._server: Server | None = None

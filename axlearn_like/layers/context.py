@@ -4,7 +4,8 @@ One attention layer serves training, scoring, prefill and decoding; these small 
 
 * `PackedContext`: rows of packed documents (supervised training).
 * `GroupContext`: a prompt (*trunk*) computed once, and the n completions (*branches*) that continue it (RL training).
-* in paged_context.py: `PagedContext` and `WindowContext`, with a cache (prefill, decoding), and `RowContext` (scoring).
+* in paged_context.py and window_context.py: `PagedContext` and `WindowContext`, with a cache (prefill, decoding), and
+  `RowContext` (scoring).
 
 A group's trunk is the prompt without its last token; each branch starts with that last token. So every branch of T
 inputs has exactly T targets.

@@ -5,17 +5,20 @@ page p is row `l * pages + p` of the pool. A sequence owns a list of pages (its 
 follows the tokens that exist, and sequences that begin alike can share.
 
 * `PagedContext`: reads and writes the pool at every call. Prefill everywhere, decoding on accelerators.
-* `WindowContext`: decoding by XLA. The pages of each row are gathered once into a contiguous *window*, several steps
-  run on it, and the new tokens are written back: what a kernel does in fast memory, amortised over steps.
+* `RowContext`: whole sequences without a cache, in the same order: scoring.
+* `WindowContext` (window_context.py): decoding by XLA, several steps on copies of the pages.
 
-All reduce in the same order: keys ascending by position, from the first token of the sequence. Padding behind adds
-exact zeros, so a token's output does not depend on chunk, window or batch (see `attend_window`).
+All reduce in the same order: keys ascending by position, from the first token of the sequence, in blocks that begin at
+fixed positions (`key_blocks`). Padding behind adds exact zeros, so a token's output does not depend on chunk, window
+or batch (see `attend_blocks`).
 
 Shape letters: r rows (one sequence each), c tokens of a row's chunk, w pages of a row, s keys of a window;
 k, q, h as in attention.py.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -89,33 +92,6 @@ class PagedContext:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class WindowContext:
-    """One decoding step of every row on its window.
-
-    Attributes:
-        lengths: int32 [r], tokens of the row before the one now fed.
-    """
-
-    lengths: jax.Array
-
-    @property
-    def positions(self) -> jax.Array:
-        return self.lengths[:, None]
-
-    def attend(
-        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: Window
-    ) -> tuple[jax.Array, Window]:
-        rows = jnp.arange(self.lengths.shape[0])
-        k, v = (constrain(x[:, 0], None, "heads", None) for x in (k_rckh, v_rckh))
-        window = {
-            "k": cache["k"].at[rows, :, :, self.lengths].set(k),
-            "v": cache["v"].at[rows, :, self.lengths].set(v),
-        }
-        return attend_window(q_rckqh, window, self.positions), window
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class RowContext:
     """Whole sequences in rows from position 0, without a cache, in the order of the cached contexts: scoring.
 
@@ -164,29 +140,66 @@ def read_window(pool: Pool, table: jax.Array, lengths: jax.Array) -> Window:
     }
 
 
-def attend_window(q_rckqh: jax.Array, window: Window, positions: jax.Array) -> jax.Array:
-    """Attention of each row's queries over its window, keys up to their own position; [r, c, k, q, h].
+def key_blocks(size: int, head_dim: int) -> list[slice]:
+    """The blocks of a window of `size` keys: up to key 64, 128, 256, 384, 512, 768, 1024, 1536, ...
 
-    The softmax is divided out at the end, as all blockwise kernels do. Keys are taken in blocks that start at fixed
-    positions, so narrow that XLA's CPU matmul never cuts a sum over one of them (see `linear._matmul`).
+    They begin at fixed positions, whatever the window, so that sums over keys are taken in one order; small ones first,
+    so that short rows need read little; none so wide that XLA's CPU matmul cuts a sum over it (see `linear._matmul`).
+    """
+    widest = max(1, WHOLE_SUM // max(head_dim, KEY_BLOCK) // KEY_BLOCK) * KEY_BLOCK
+    ends = [0, KEY_BLOCK]
+    while ends[-1] < size:
+        power = 1 << (ends[-1].bit_length() - 1)
+        ends.append(ends[-1] + min(widest, max(KEY_BLOCK, power // 2 if power > 2 * KEY_BLOCK else power)))
+    return [slice(start, min(end, size)) for start, end in itertools.pairwise(ends)]
+
+
+def attend_window(q_rckqh: jax.Array, window: Window, positions: jax.Array) -> jax.Array:
+    """Attention of each row's queries over its window, keys up to their own position; [r, c, k, q, h]."""
+    blocks = key_blocks(window["v"].shape[2], q_rckqh.shape[-1])
+    keys, values = [window["k"][..., block] for block in blocks], [window["v"][:, :, block] for block in blocks]
+    return attend_blocks(q_rckqh, keys, values, positions)
+
+
+def attend_blocks(
+    q_rckqh: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax.Array], positions: jax.Array
+) -> jax.Array:
+    """Attention of each row's queries over blocks of keys, up to the query's own position; [r, c, k, q, h].
+
+    The softmax is divided out at the end, as all blockwise kernels do.
+
+    Args:
+        q_rckqh: queries.
+        keys: by block (see `key_blocks`), [r, k, h, s], or cut up further: [r, k, s / 64, h, 64].
+        values: by block, [r, k, s, h].
+        positions: int32 [r, c], of the queries.
     """
     rows, length, heads, per_head, width = q_rckqh.shape
-    size = window["v"].shape[2]
     spread = ("batch", "heads", None, None)
     q = constrain(q_rckqh, "batch", None, "heads", None, None).transpose(0, 2, 1, 3, 4) * width**-0.5
     q = jnp.reshape(q, (rows, heads, length * per_head, width), out_sharding=partition(*spread))
-    k, v = constrain(window["k"], *spread), constrain(window["v"], *spread)
-    block = min(size, WHOLE_SUM // max(width, KEY_BLOCK))
-    blocks = [slice(start, min(start + block, size)) for start in range(0, size, block)]
-    scores = [batched_dot(q, k[..., part]) for part in blocks]
-    visible = jnp.arange(size) <= jnp.repeat(constrain(positions, "batch", None), per_head, axis=1)[..., None]
+    scores = [_scores(q, constrain(k, *spread, *[None] * (k.ndim - 4))) for k in keys]
     scores = jnp.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0]
+    last = jnp.repeat(constrain(positions, "batch", None), per_head, axis=1)
+    visible = jnp.arange(scores.shape[-1]) <= last[..., None]
     weights, total = exponentials(jnp.where(visible[:, None], scores, MASKED))
-    weights = weights.astype(v.dtype)
-    mixed = sum(_weighted_sum(weights[..., part], v[:, :, part]) for part in blocks) / total
+    weights = weights.astype(values[0].dtype)
+    parts = [weights[..., block] for block in key_blocks(scores.shape[-1], width)]
+    mixed = sum(_weighted_sum(part, constrain(v, *spread)) for part, v in zip(parts, values, strict=True)) / total
     split = partition("batch", "heads", None, None, None)
     mixed = jnp.reshape(mixed.astype(q_rckqh.dtype), (rows, heads, length, per_head, width), out_sharding=split)
     return mixed.transpose(0, 2, 1, 3, 4)
+
+
+def _scores(q_rknh: jax.Array, keys: jax.Array) -> jax.Array:
+    """float32 [r, k, n, s]."""
+    if keys.ndim == 4:
+        return batched_dot(q_rknh, keys)
+    rows, heads, count, _ = q_rknh.shape
+    blocks = keys.shape[2]
+    q = jnp.broadcast_to(q_rknh[:, :, None], (rows, heads, blocks, *q_rknh.shape[2:]))
+    scores = batched_dot(constrain(q, "batch", "heads", None, None, None), keys).transpose(0, 1, 3, 2, 4)
+    return jnp.reshape(scores, (rows, heads, count, -1), out_sharding=partition("batch", "heads", None, None))
 
 
 def _weighted_sum(weights_rkns: jax.Array, v_rksh: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.layers.attention import MERGEABLE
 from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.layers.paged_context import RUBBISH, make_pool
+from axlearn_like.layers.window_context import Cell, make_window
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.rollout.memory import PageCopy
 from rl.rollout.sequence import Sequence
@@ -61,6 +62,7 @@ class Device:
         self._kernel = self._mesh.devices.flat[0].platform == "tpu"
         self.params: Params | None = None
         self.traces = 0  # programs compiled
+        self._windows: dict[tuple[int, int], list[Any]] = {}  # by (place of the group, its rows); see `_windows_of`
         with jax.set_mesh(self._mesh):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
             self._abstract = to_named_sharding(split(abstract)[1], self._mesh)
@@ -69,6 +71,7 @@ class Device:
             self._layers, self.vocab = abstract.num_layers, abstract.vocab_size
             self._dtype = abstract.dtype
             empty = partial(self._empty_pool, *abstract.cache_shape)
+            self._make_window = partial(self._empty_window, *abstract.cache_shape)
             self._pool = empty() if described is None else to_named_sharding(jax.eval_shape(empty), self._mesh)
         self.shapes = Shapes(
             slots=cfg.slots,
@@ -100,6 +103,9 @@ class Device:
             dtype=self._dtype,
         )
 
+    def _empty_window(self, kv_heads: int, head_dim: int, rows: int) -> tuple[Cell, ...]:
+        return make_window(rows, self.shapes.widest, kv_heads=kv_heads, head_dim=head_dim, dtype=self._dtype)
+
     def _compile(self) -> None:
         graphdef, pages, kernel, steps = self._graphdef, self._pages, self._kernel, self._cfg.steps_per_dispatch
 
@@ -107,10 +113,12 @@ class Device:
             self.traces += 1
             return prefill(bind(graphdef, params), pool, chunks, pages=pages, kernel=kernel)
 
-        def run_decode(params: Params, pool: Any, rows: Rows, quorum: jax.Array, plain: bool) -> Any:
+        def run_decode(
+            params: Params, pool: Any, windows: Any, rows: Rows, quorum: jax.Array, plain: bool
+        ) -> Any:
             self.traces += 1
             model = bind(graphdef, params)
-            return decode(model, pool, rows, quorum, steps=steps, pages=pages, plain=plain, kernel=kernel)
+            return decode(model, pool, windows, rows, quorum, steps=steps, pages=pages, plain=plain, kernel=kernel)
 
         def run_copy(pool: Any, sources: jax.Array, targets: jax.Array) -> Any:
             self.traces += 1
@@ -121,7 +129,7 @@ class Device:
             return zero_pages(pool, targets, layers=self._layers, pages=pages)
 
         self._run_prefill = jax.jit(run_prefill, donate_argnums=1)
-        self._run_decode = jax.jit(run_decode, donate_argnums=1, static_argnames="plain")
+        self._run_decode = jax.jit(run_decode, donate_argnums=(1, 2), static_argnames="plain")
         self._run_copy = jax.jit(run_copy, donate_argnums=0)
         self._run_blank = jax.jit(run_blank, donate_argnums=0)
 
@@ -224,20 +232,37 @@ class Device:
         )
 
     def decode(self, sequences: Items[Sequence], *, waiting: bool) -> dict[str, jax.Array]:
-        """Start drawing; the arrays of `steps.decode`. `waiting`: others could use a row that gets free."""
+        """Start drawing; the arrays of `steps.decode`.
+
+        Args:
+            sequences: best the longest first.
+            waiting: others could use a row that gets free.
+        """
         size = self.shapes.rows(len(sequences))
         quorum = self.shapes.quorum(len(sequences), waiting=waiting)
         configs = [sequence.task.sampler for sequence in sequences]
         configs += [Sampler.Config()] * (size - len(sequences))
         rows = self._pack(sequences, configs, size)
         with jax.set_mesh(self._mesh):
-            self._pool, out = self._run_decode(
-                self.params, self._pool, rows, np.int32(quorum), plain=all(map(plain, configs))
+            self._pool, windows, out = self._run_decode(
+                self.params, self._pool, self._windows_of(size), rows, np.int32(quorum), plain=all(map(plain, configs))
             )
+        for layer, groups in enumerate(windows):
+            for key, cells in zip(enumerate(self.shapes.groups(size)), groups, strict=True):
+                self._windows[key][layer] = cells
         return out
 
+    def _windows_of(self, rows: int) -> list[list[Any]]:
+        """Memory to decode in, by layer and group of rows; kept, since to get it anew takes a tenth of a dispatch."""
+        if self._kernel:
+            return []
+        keys = list(enumerate(self.shapes.groups(rows)))
+        for index, size in keys:
+            if (index, size) not in self._windows:
+                self._windows[index, size] = [self._make_window(size) for _ in range(self._layers)]
+        return [[self._windows[key][layer] for key in keys] for layer in range(self._layers)]
+
     def _pack(self, sequences: Items[Sequence], configs: list[Sampler.Config], size: int) -> Rows:
-        most = max(map(self.shapes.reach, sequences), default=self.shapes.widest)
         stops = max((len(sequence.task.stop.tokens) for sequence in sequences), default=0)
         columns = np.zeros((4, size), np.int32)
         rows = Rows(
@@ -247,7 +272,7 @@ class Device:
             remaining=columns[3],
             identity=np.zeros((size, 4), np.uint32),
             stop=np.full((size, max(4, 1 << max(0, stops - 1).bit_length())), -1, np.int32),
-            page_table=np.full((size, self.shapes.width(most) // self._cfg.page_size), RUBBISH, np.int32),
+            page_table=np.full((size, self.shapes.widest // self._cfg.page_size), RUBBISH, np.int32),
             rules=pack_rules(configs, self.vocab),
             bias=pack_bias(configs, self.vocab),
             seen=_seen(sequences, size, self.vocab),
@@ -284,7 +309,8 @@ class Device:
             rows = self._pack([], [sampler] * cfg.slots, cfg.slots)
             if not plain(sampler):
                 rows = dataclasses.replace(rows, seen=np.zeros((cfg.slots, self.vocab), bool))
-            return lower(self._run_decode, self.params, self._pool, rows, np.int32(1), plain=plain(sampler))
+            windows = self._windows_of(cfg.slots)
+            return lower(self._run_decode, self.params, self._pool, windows, rows, np.int32(1), plain=plain(sampler))
 
         pages = np.zeros(_COPIES, np.int32)
         shapes = [self.shapes.prefill(chunk) for chunk in self.shapes.chunks]

@@ -244,22 +244,22 @@ class RolloutEngine(Configurable):
     def _turn(self) -> list[Finished]:
         began = time.monotonic()
         self._execution.poll()
-        out = [] if self.paused else self._dispatch()
+        rows, out = ([], None) if self.paused else self._dispatch()
         launched = time.monotonic()
         finished = self._execution.hand_out()
         handed = time.monotonic()
-        if out:
-            results = jax.device_get([drawn for _, drawn in out])
+        if out is not None:
+            drawn = jax.device_get(out)
             ready = time.monotonic()
-            self._absorb([(rows, drawn) for (rows, _), drawn in zip(out, results, strict=True)])
+            self._absorb(rows, drawn)
             self._seconds["device"] += ready - handed
             self._seconds["host"] += launched - began + time.monotonic() - ready
         elif not finished and not self._execution.idle:
             time.sleep(0.002)
         return finished
 
-    def _dispatch(self) -> list[tuple[list[Sequence], dict[str, Any]]]:
-        """Prefill what can be, then start drawing."""
+    def _dispatch(self) -> tuple[list[Sequence], dict[str, Any] | None]:
+        """Prefill what can be, then start drawing: for whom, and what will be drawn."""
         if self._next_weights is not None and not self._begun():
             self._put_in(*self._next_weights, recompute=False)
         scheduler, prefills = self._scheduler, 0
@@ -267,9 +267,11 @@ class RolloutEngine(Configurable):
             prefills += 1
         rows, copies = scheduler.to_decode(self.cfg.steps_per_dispatch)
         self._device.copy(copies)
-        groups = self._device.shapes.groups(rows)
-        self._counts["dispatches"] += len(groups)
-        return [(group, self._device.decode(group, waiting=scheduler.waiting > 0)) for group in groups]
+        if not rows:
+            return [], None
+        rows.sort(key=self._device.shapes.reach, reverse=True)
+        self._counts["dispatches"] += 1
+        return rows, self._device.decode(rows, waiting=scheduler.waiting > 0)
 
     def _prefill(self) -> bool:
         """One dispatch; False if there is nothing to prefill, or no room for it."""
@@ -292,14 +294,8 @@ class RolloutEngine(Configurable):
     def _begun(self) -> bool:
         return any(task.begun for task in self._execution.tasks.values())
 
-    def _absorb(self, out: list[tuple[list[Sequence], dict[str, Any]]]) -> None:
-        """What the dispatches have drawn becomes the sequences'."""
-        spoilt = [self._absorb_rows(rows, drawn) for rows, drawn in out]
-        if any(spoilt):
-            self._clean()
-
-    def _absorb_rows(self, rows: list[Sequence], out: dict[str, Any]) -> bool:
-        """Of one dispatch; whether some logits were not numbers."""
+    def _absorb(self, rows: list[Sequence], out: dict[str, Any]) -> None:
+        """What the dispatch has drawn becomes the sequences'."""
         spoilt, all_logprobs = False, out["chosen"].logprobs()
         for index, sequence in enumerate(rows):
             if sequence.ended:
@@ -319,7 +315,8 @@ class RolloutEngine(Configurable):
                 self._execution.leave_row(sequence, "stop")
             elif len(sequence.tokens) >= sequence.limit:
                 self._execution.leave_row(sequence, "length")
-        return spoilt
+        if spoilt:
+            self._clean()
 
     def _break(self, sequence: Sequence) -> None:
         """Its logits are not numbers: the request fails, and nothing of it is kept."""

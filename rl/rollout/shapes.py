@@ -1,8 +1,9 @@
-"""The few shapes of the engine's dispatches: how many rows, tokens of a chunk, keys of a window.
+"""The few shapes of the engine's dispatches: how many rows, tokens of a chunk, keys of a prefill's window.
 
 Each combination is one compiled program, so a size is rounded up to the next of a short list.
 """
 
+import itertools
 from collections.abc import Sequence as Items
 
 from axlearn_like.layers.paged_context import KEY_BLOCK
@@ -10,19 +11,18 @@ from rl.rollout.sequence import Sequence
 
 _LEAST_ROWS = 8
 _LEAST_CHUNK = 32
-_KEYS_OF_A_ROW = 256  # whose reading costs as much as all else that a row needs (a policy of millions, on a CPU)
 
 
 class Shapes:
-    """Sizes for an engine of `slots` rows, and which sequences share a dispatch."""
+    """Sizes for an engine of `slots` rows."""
 
     def __init__(self, *, slots: int, steps: int, prefill_tokens: int, longest: int, ragged: bool):
         """Args:
             steps: of a decoding dispatch.
             longest: tokens that a sequence can have.
-            ragged: whether each row reads its own keys alone, so that there is one window for all.
+            ragged: whether a prefill too reads each row's own keys alone, so that there is one window for all.
         """
-        self._steps, self._prefill_tokens, self._ragged = steps, prefill_tokens, ragged
+        self._steps, self._prefill_tokens = steps, prefill_tokens
         self._rows = halvings(slots, _LEAST_ROWS)
         self.chunks = [c for c in (_LEAST_CHUNK << 2 * i for i in range(16)) if c <= prefill_tokens]
         widest = -(-longest // KEY_BLOCK) * KEY_BLOCK
@@ -36,6 +36,17 @@ class Shapes:
         """Rows of a decoding dispatch of so many sequences."""
         return bucket(count, self._rows)
 
+    def groups(self, rows: int) -> list[int]:
+        """Rows of the windows of a dispatch (see window_context.py).
+
+        8, 8, 16, 32, ...: the longest rows differ most in length. The groups of fewer rows are the first of those of
+        more, so that all dispatches work in the same memory. Where windows are narrow, groups cost more than they save.
+        """
+        if self.widest <= 2 * KEY_BLOCK:
+            return [rows]
+        sizes = [size for size in reversed(self._rows) if size <= rows]
+        return [sizes[0], *(after - before for before, after in itertools.pairwise(sizes))]
+
     def quorum(self, count: int, *, waiting: bool) -> int:
         """Below how many rows a dispatch of `count` sequences ends early: when the rest would fit into a smaller one,
         or, if others could use the rows, when an eighth has ended."""
@@ -43,7 +54,7 @@ class Shapes:
         return max(1, smaller + 1, count - count // 8 if waiting else 0)
 
     def width(self, tokens: int) -> int:
-        """Keys of a window that holds so many."""
+        """Keys of a prefill's window that holds so many."""
         return bucket(tokens, self._widths)
 
     def prefill(self, unfilled: int) -> tuple[int, int]:
@@ -55,29 +66,9 @@ class Shapes:
         """Rows of a prefill of so many sequences."""
         return bucket(count, halvings(max(1, self._prefill_tokens // chunk), 1))
 
-    # ---- who shares a dispatch
-
-    def groups(self, sequences: Items[Sequence]) -> list[list[Sequence]]:
-        """Sequences of like length together, for a dispatch each: by XLA every row reads as far as the longest.
-
-        Splits off the longest 8, 16, 32, ... where that makes less of rows x (keys + what a row costs beside them).
-        """
-        rows = sorted(sequences, key=self.reach, reverse=True)
-        found: list[list[Sequence]] = []
-        while rows:
-            cuts = [len(rows), *(cut for cut in self._rows if cut < len(rows) and not self._ragged)]
-            cut = min(cuts, key=lambda cut: self._cost(rows[:cut]) + self._cost(rows[cut:]))
-            found.append(rows[:cut])
-            rows = rows[cut:]
-        return found
-
     def reach(self, sequence: Sequence) -> int:
         """Tokens of the sequence by the end of a dispatch."""
         return sequence.cached + min(self._steps, sequence.limit - len(sequence.tokens))
-
-    def _cost(self, rows: Items[Sequence]) -> int:
-        """Of a step of these rows, the longest first, in keys read."""
-        return self.rows(len(rows)) * (self.width(self.reach(rows[0])) + _KEYS_OF_A_ROW) if rows else 0
 
 
 def bucket(size: int, buckets: Items[int]) -> int:

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.layers.paged_context import PagedContext, Pool, WindowContext, read_window, write_tokens
+from axlearn_like.layers.paged_context import PagedContext, Pool, write_tokens
+from axlearn_like.layers.window_context import Cache, WindowContext, Windows, cells_needed, fill
 from axlearn_like.losses import Chosen
 from mesh import constrain
 from rl.sampling import Rules, distribution, draw, row_keys
@@ -61,27 +63,41 @@ def prefill(model: Any, pool: Pool, chunks: Chunks, *, pages: int, kernel: bool)
 
 
 def decode(
-    model: Any, pool: Pool, rows: Rows, quorum: jax.Array, *, steps: int, pages: int, plain: bool, kernel: bool
-) -> tuple[Pool, dict[str, jax.Array]]:
+    model: Any,
+    pool: Pool,
+    windows: Items[Windows],
+    rows: Rows,
+    quorum: jax.Array,
+    *,
+    steps: int,
+    pages: int,
+    plain: bool,
+    kernel: bool,
+) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` tokens of each row.
 
     Ends early when fewer than `quorum` rows are left (1 or more: at the latest when all have stopped).
 
+    Args:
+        windows: by layer, to work in; what is in them does not matter. Empty for the kernel.
+        rows: the longest first, lest short ones share a group with long ones.
+
     Returns:
-        The pool, and `tokens` int32 [steps, r], `chosen` (the parts of their log-probabilities) [steps, r], `counts`
-        int32 [r] (tokens drawn), `stopped` bool [r] (by a stop token), `broken` bool [r] (the last log-probability is
-        not a number), `steps`.
+        The pool, the windows, and `tokens` int32 [steps, r], `chosen` (the parts of their log-probabilities)
+        [steps, r], `counts` int32 [r] (tokens drawn), `stopped` bool [r] (by a stop token), `broken` bool [r] (the last
+        log-probability is not a number), `steps`.
     """
     size = rows.feed.shape[0]
     keys = row_keys(rows.identity)
     if kernel:
         cache, advance = pool, _paged_step(model, rows, pages)
     else:
-        cache, advance = _windows(model, pool, rows, pages), _window_step(model)
+        needed = cells_needed(windows[0], rows.lengths + jnp.minimum(rows.remaining, steps))
+        cache, advance = _filled(windows, pool, rows, needed, steps, pages), _window_step(model, needed)
 
     def body(state: dict[str, Any]) -> dict[str, Any]:
         step, alive = state["step"], state["alive"]
-        hidden, cache = advance(state["cache"], state["feed"], state["lengths"], alive)
+        hidden, cache = advance(state["cache"], state["feed"], state["lengths"], alive, step)
         logits = constrain(model.logits(hidden)[:, 0], None, None)
         logits = distribution(logits, rows.rules, seen_rv=state["seen"], bias_rv=rows.bias, plain=plain)
         tokens, chosen = draw(jax.vmap(jax.random.fold_in)(keys, rows.ordinals + step), logits)
@@ -121,9 +137,13 @@ def decode(
             "chosen": Chosen(*[jnp.ones((steps, size), jnp.float32)] * 3),
         },
     )
-    pool = final["cache"] if kernel else _write_back(pool, final["cache"], rows, final["counts"], steps, pages)
+    if kernel:
+        pool = final["cache"]
+    else:
+        pool = _write_back(pool, final["cache"], rows, final["counts"], pages)
+        windows = tuple(cache.windows for cache in final["cache"])
     out = {name: final[name] for name in ("tokens", "counts", "stopped", "broken")}
-    return pool, {**out, "chosen": final["chosen"], "steps": final["step"]}
+    return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
 
 
 def copy_pages(pool: Pool, sources: jax.Array, targets: jax.Array, *, layers: int, pages: int) -> Pool:
@@ -138,37 +158,47 @@ def zero_pages(pool: Pool, targets: jax.Array, *, layers: int, pages: int) -> Po
     return jax.tree.map(lambda x: x.at[targets + offsets].set(0), pool)
 
 
-Advance = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 def _paged_step(model: Any, rows: Rows, pages: int) -> Advance:
-    def advance(pool: Pool, feed: jax.Array, lengths: jax.Array, alive: jax.Array) -> tuple[jax.Array, Pool]:
+    def advance(
+        pool: Pool, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, Pool]:
+        del step
         context = PagedContext(rows.page_table, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=True)
         return model.hidden(feed[:, None], context, pool)
 
     return advance
 
 
-def _window_step(model: Any) -> Advance:
-    def advance(windows: Any, feed: jax.Array, lengths: jax.Array, alive: jax.Array) -> tuple[jax.Array, Any]:
+def _window_step(model: Any, needed: jax.Array) -> Advance:
+    def advance(
+        caches: Any, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, Any]:
         del alive  # a row that has ended writes behind its last token in its own window, which nobody reads
-        return model.hidden(feed[:, None], WindowContext(lengths), windows)
+        return model.hidden(feed[:, None], WindowContext(lengths, needed, step), caches)
 
     return advance
 
 
-def _windows(model: Any, pool: Pool, rows: Rows, pages: int) -> tuple[dict[str, jax.Array], ...]:
-    return tuple(read_window(pool, rows.page_table + layer * pages, rows.lengths) for layer in range(model.num_layers))
+def _filled(
+    windows: Items[Windows], pool: Pool, rows: Rows, needed: jax.Array, steps: int, pages: int
+) -> tuple[Cache, ...]:
+    """Of each layer: the windows with what the rows have in the pool, and room for the tokens of this dispatch."""
+    size, (_, heads, _, head_dim) = rows.feed.shape[0], pool["v"].shape
+    fresh = constrain(jnp.zeros((steps, size, heads, head_dim), pool["v"].dtype), None, None, "heads", None)
+    return tuple(
+        Cache(fill(window, pool, rows.page_table + layer * pages, rows.lengths, needed), fresh, fresh)
+        for layer, window in enumerate(windows)
+    )
 
 
-def _write_back(pool: Pool, windows: Any, rows: Rows, counts: jax.Array, steps: int, pages: int) -> Pool:
-    """The tokens of this dispatch from the windows into their pages."""
-    positions = rows.lengths[:, None] + jnp.arange(steps)
-    live = jnp.arange(steps) < counts[:, None]
-    index = jnp.minimum(positions, windows[0]["v"].shape[2] - 1)
-    each = jnp.arange(positions.shape[0])[:, None]
-    for layer, window in enumerate(windows):
-        k = window["k"][each, :, :, index]
-        v = window["v"][each, :, index]
+def _write_back(pool: Pool, caches: Items[Cache], rows: Rows, counts: jax.Array, pages: int) -> Pool:
+    """The tokens of this dispatch into their pages."""
+    for layer, cache in enumerate(caches):
+        k, v = (x.swapaxes(0, 1) for x in (cache.k, cache.v))
+        steps = jnp.arange(k.shape[1])
+        positions, live = rows.lengths[:, None] + steps, steps < counts[:, None]
         pool = write_tokens(pool, k, v, rows.page_table + layer * pages, positions, live)
     return pool

@@ -20,10 +20,17 @@ if TYPE_CHECKING:
 class WeightAccess:
     """Links to the directory and to the data shards, and what is made with them."""
 
-    def __init__(self, cfg: "ParameterServer.Config", directory: Directory | RemoteDirectory, shards: Sequence[Shard]):
+    def __init__(
+        self,
+        cfg: "ParameterServer.Config",
+        directory: Directory | RemoteDirectory,
+        shards: Sequence[Shard],
+        clients: Sequence[Client] = (),
+    ):
+        """`clients`: whose links these are, if they go over sockets."""
         self._cfg, self.directory, self._shards = cfg, directory, list(shards)
         self.remote = isinstance(directory, RemoteDirectory)
-        self._servers: list[Server] = []
+        self._closing: list[Client | Server] = list(clients)
 
     def publisher(self, *, pusher: str | None = None, process: int = 0, processes: int = 1) -> Publisher:
         """For one process of a trainer (see `Publisher`)."""
@@ -48,9 +55,9 @@ class WeightAccess:
         )
 
     def close(self) -> None:
-        """Serve no more."""
-        for server in self._servers:
-            server.close()
+        """End all connections, and serve no more."""
+        for end in self._closing:
+            end.close()
 
     def _apart(self) -> bool:
         if not self.remote:
@@ -64,16 +71,17 @@ class WeightAccess:
         server = Server(
             serve(holder), host=cfg.host if alone else "0.0.0.0", tls=tls, advertise=None if alone else own_address()
         )
-        self._servers.append(server)
-        self.directory.announce(worker, endpoint_text(server.endpoint))
+        self._closing.append(server)
         links: dict[str, RemoteHolder] = {}
 
         def link(endpoint: str) -> RemoteHolder:
             if endpoint not in links:
-                links[endpoint] = RemoteHolder(Client(endpoint_from_text(endpoint), name="worker", tls=tls))
+                client = Client(endpoint_from_text(endpoint), name="worker", tls=tls)
+                self._closing.append(client)
+                links[endpoint] = RemoteHolder(client)
             return links[endpoint]
 
-        return Relaying(worker, holder, link)
+        return Relaying(worker, endpoint_text(server.endpoint), holder, link)
 
 
 def connect(
@@ -91,4 +99,4 @@ def connect(
         Client(where, name=name, tls=tls, patience=patience, connect_timeout=connect_timeout)
         for where, name in zip(locate, names, strict=True)
     ]
-    return WeightAccess(cfg, RemoteDirectory(clients[0]), [RemoteHolder(client) for client in clients])
+    return WeightAccess(cfg, RemoteDirectory(clients[0]), [RemoteHolder(client) for client in clients], clients)

@@ -172,19 +172,16 @@ class Directory:
 
     # ---- workers that serve each other
 
-    def announce(self, worker: str, endpoint: str) -> None:
-        """A worker starts, or starts again, and can be read from at this endpoint."""
-        with self._changed:
-            self._relays.forget(worker)
-            self._holders[worker] = endpoint
-
-    def grant(self, worker: str, share: str, version: int, timeout: float = 0.0) -> tuple[int, str | None] | None:
-        """From whom a worker may read its share now: (number of the grant, endpoint; None: the shards of the server).
-
-        None if all places are taken for `timeout` seconds.
-        """
+    def grant(
+        self, worker: str, endpoint: str, share: str, version: int, timeout: float = 0.0
+    ) -> tuple[int, str | None] | None:
+        """From whom a worker, which itself can be read from at `endpoint`, may read its share now: (number of the
+        grant, endpoint; None: the shards of the server). None if all places are taken for `timeout` seconds."""
         end = self._clock() + timeout
         with self._changed:
+            if self._holders.setdefault(worker, endpoint) != endpoint:  # it was restarted, and holds nothing
+                self._relays.forget(worker)
+                self._holders[worker] = endpoint
             while True:
                 granted: Grant | None = self._relays.grant(worker, share, version)
                 if granted is not None:

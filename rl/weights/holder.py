@@ -108,7 +108,7 @@ class Holder:
         for tensor, box, array, digest in pieces:
             if (found := digest_of(array)) != digest:
                 raise WeightsError(f"{tensor} {box}: damaged on the way: digest {found}, expected {digest}")
-        self.store.add(key, [(tensor, box, array) for tensor, box, array, _ in pieces])
+        self._add(key, pieces)
 
     def adopt(self, key: int, segment: str, pieces: Sequence[tuple[str, Box, str, int, str]]) -> None:
         """Take pieces (tensor, box, dtype, offset, digest) that lie in shared memory, without a copy."""
@@ -120,7 +120,7 @@ class Holder:
         for tensor, box, array, digest in arrays:
             if (found := digest_of(array)) != digest:
                 raise WeightsError(f"{tensor} {box}: damaged in shared memory: digest {found}, expected {digest}")
-        self.store.add(key, [(tensor, box, array) for tensor, box, array, _ in arrays], keep_alive=memory)
+        self._add(key, arrays, memory)
 
     def keep(self, keys: Collection[int]) -> None:
         """Forget all versions but these."""
@@ -161,6 +161,11 @@ class Holder:
         del targets  # nothing travels
         same_host = options.host == host_identity()
         return [self._answer(key, tensor, box, options, same_host) for tensor, box in wanted]
+
+    def _add(self, key: int, pieces: Sequence[Pushed], memory: Segment | None = None) -> None:
+        """Hold pieces whose digests are verified."""
+        arrays, digests = [piece[:3] for piece in pieces], [digest for *_, digest in pieces]
+        self.store.add(key, arrays, keep_alive=memory, digests=digests)
 
     def _answer(self, key: int, tensor: str, box: Box, options: ReadOptions, same_host: bool) -> Answer:
         dtype, store = options.dtype.get(tensor), self.store

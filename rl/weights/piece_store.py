@@ -41,7 +41,14 @@ class PieceStore:
         self._lock = threading.Lock()
         self._versions: dict[int, _Version] = {}
 
-    def add(self, version: int, pieces: Sequence[tuple[str, Box, np.ndarray]], *, keep_alive: object = None) -> None:
+    def add(
+        self,
+        version: int,
+        pieces: Sequence[tuple[str, Box, np.ndarray]],
+        *,
+        keep_alive: object = None,
+        digests: Sequence[str] = (),
+    ) -> None:
         """Hold the pieces: all of them or, if one is refused, none. A version is held from its first piece on.
 
         Args:
@@ -51,6 +58,7 @@ class PieceStore:
             keep_alive: what the arrays' memory depends on; let go after the last reader of any of them. If it is a
                 `Segment` made by this process, it is the store's from now on: its name goes when none of its pieces
                 is held any more (at once, if all of them were held before).
+            digests: of the pieces, by their order, if the caller has computed them.
 
         Raises:
             WeightsError: a piece has not the shape of its box, not the dtype of its tensor's other pieces, or not
@@ -79,6 +87,9 @@ class PieceStore:
             for key, piece in held.items():
                 _require_same(_name(version, *key), piece.array, arriving[key].array)
             compared = held
+        for (tensor, box, _), digest in zip(pieces, digests, strict=bool(digests)):
+            if (tensor, box) not in held:
+                entry.digests.get((tensor, box, None), lambda known=digest: known)
         if segment is not None and segment.name not in kept:
             segment.unlink()
 

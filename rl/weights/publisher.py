@@ -1,6 +1,7 @@
 """The trainer's side: every process pushes the pieces it owns, from its own memory, and seals the version.
 
-Copying to the host is all that the next update has to wait for; what follows runs beside it on a thread.
+Copying to the host is all that the next update has to wait for. The rest runs beside it on threads, and what is copied
+leaves while more is being copied.
 """
 
 import secrets
@@ -12,7 +13,7 @@ from typing import Protocol
 
 from axlearn_like.layers.base import Params
 from rl.weights.errors import AttemptOver, VersionGone, WeightsError
-from rl.weights.fingerprint import fingerprints
+from rl.weights.fingerprint import begin_fingerprints
 from rl.weights.holder import Shard, digest_of
 from rl.weights.manifest import Piece, Seal
 from rl.weights.shared import Segment, host_identity
@@ -54,7 +55,7 @@ class Publisher:
 
     def copy(self, params: Params, version: int) -> Snapshot:
         """This process's part of a version, to be published at once or later."""
-        return take(params, version, fingerprints(params), shared=self._shared_memory)
+        return take(params, version, begin_fingerprints(params), shared=self._shared_memory).wait()
 
     def begin(
         self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None
@@ -62,9 +63,9 @@ class Publisher:
         """Publish on a thread; `then` is called when it is done.
 
         All processes of the trainer call this in the same order, since the contents' fingerprints are computed by all
-        of them together, here and now. The arrays may be given up when `Push.snapshot` returns.
+        of them together; the devices are told to here and now. The arrays may be given up when `Push.snapshot` returns.
         """
-        marks = fingerprints(params)
+        marks = begin_fingerprints(params)
         return Push(lambda: take(params, version, marks, shared=self._shared_memory), self.publish, then)
 
     def publish(self, snapshot: Snapshot) -> None:
@@ -99,6 +100,7 @@ class Publisher:
         pieces, incarnations = [], {}
         for number, mine in self._assign(snapshot.owned).items():
             shard = self._shards[number]
+            mine.sort(key=lambda piece: piece.offset)  # as they are copied
             incarnations[number] = shard.incarnation()
             digests = self._give(shard, key, snapshot.memory, mine) or self._send(shard, key, mine)
             pieces += [Piece(p.tensor, p.box, mark, number) for p, mark in zip(mine, digests, strict=True)]
@@ -146,9 +148,9 @@ class Publisher:
         """Pieces to data shards: the largest first, each to the shard with the fewest bytes so far."""
         loads = [0] * len(self._shards)
         assigned: dict[int, list[Copied]] = {}
-        for piece in sorted(pieces, key=lambda piece: -piece.array.nbytes):
+        for piece in sorted(pieces, key=lambda piece: -piece.nbytes):
             number = min(range(len(loads)), key=lambda n: (loads[n], (n - self._process) % len(loads)))
-            loads[number] += piece.array.nbytes
+            loads[number] += piece.nbytes
             assigned.setdefault(number, []).append(piece)
         return assigned
 
@@ -159,7 +161,7 @@ class Push:
     def __init__(
         self, copy: Callable[[], Snapshot], publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]
     ):
-        self._copied = threading.Event()
+        self._begun = threading.Event()
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._snapshot: Snapshot | None = None
@@ -167,12 +169,12 @@ class Push:
         self._thread.start()
 
     def snapshot(self) -> Snapshot:
-        """What was copied, as soon as it is."""
-        self._copied.wait()
+        """What was copied, as soon as all of it is."""
+        self._begun.wait()
         if self._snapshot is None:
             self.wait()
         assert self._snapshot is not None
-        return self._snapshot
+        return self._snapshot.wait()
 
     def wait(self) -> None:
         """Until it is published; raises what went wrong."""
@@ -189,13 +191,13 @@ class Push:
     ) -> None:
         try:
             self._snapshot = copy()
-            self._copied.set()
+            self._begun.set()
             publish(self._snapshot)
             then(self._snapshot)
         except BaseException as error:  # handed to whoever waits
             self._error = error
         finally:
-            self._copied.set()
+            self._begun.set()
             self._ended.set()
 
 
@@ -203,9 +205,9 @@ def _chunks(pieces: Sequence[Copied]) -> list[list[Copied]]:
     chunks: list[list[Copied]] = []
     room = 0
     for piece in pieces:
-        if piece.array.nbytes > room or not chunks:
+        if piece.nbytes > room or not chunks:
             chunks.append([])
             room = _CHUNK
         chunks[-1].append(piece)
-        room -= piece.array.nbytes
+        room -= piece.nbytes
     return chunks

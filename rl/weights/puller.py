@@ -35,7 +35,7 @@ class VersionDirectory(Protocol):
     def newer(self, version: int, timeout: float = 0.0) -> int: ...
     def manifest(self, version: int, timeout: float = 0.0) -> Manifest: ...
     def grant(
-        self, worker: str, share: str, version: int, timeout: float = 0.0
+        self, worker: str, endpoint: str, share: str, version: int, timeout: float = 0.0
     ) -> tuple[int, str | None] | None: ...
     def done(self, grant: int, serves: bool) -> None: ...
     def failed(self, grant: int, source_is_dead: bool) -> None: ...
@@ -47,11 +47,13 @@ class Relaying:
 
     Attributes:
         name: of the process.
-        holder: what it serves from, at an endpoint that the directory knows.
+        endpoint: where it serves, as text.
+        holder: what it serves from.
         link: makes a link to the holder at an endpoint.
     """
 
     name: str
+    endpoint: str
     holder: Holder
     link: Callable[[str], HolderLink]
 
@@ -162,7 +164,9 @@ class Puller:
         parts = [Part(tensor, box, box, self._dtypes[tensor]) for tensor, box in self._wanted]
         while True:
             left = end - time.monotonic()
-            granted = self.directory.grant(relaying.name, self._share, manifest.version, max(0.0, left))
+            granted = self.directory.grant(
+                relaying.name, relaying.endpoint, self._share, manifest.version, max(0.0, left)
+            )
             if granted is None:
                 raise WeightsError(
                     f"version {manifest.version}: no place to read from for {max(0.0, left):.0f} s, holders are busy"

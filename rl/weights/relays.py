@@ -42,6 +42,7 @@ class Relays:
         patience: seconds that a transfer may take that has its source to itself. A grant is void, and its place free,
             after ``fanout`` (from the server: ``seeds``) times as long; a reader that finishes later still counts.
         clock: seconds; only differences matter.
+        first_id: of grants; beyond those of a directory that died, whose readers may still report.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Relays:
         seeds: int = 1,
         patience: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        first_id: int = 1,
     ):
         for name, value in (("fanout", fanout), ("seeds", seeds), ("patience", patience)):
             if not value > 0:
@@ -60,7 +62,7 @@ class Relays:
         self._holders: dict[str, _Holder] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._changes: list[tuple[float, int]] = []  # a heap: when something changes by itself, the grant or 0
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(first_id)
 
     def grant(self, reader: str, share: str, version: int) -> Grant | None:
         """A place to read from, or None: wait. Asked again, a reader gets the grant that it already has."""

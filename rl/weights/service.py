@@ -22,7 +22,7 @@ _ENCODE_SECONDS = 60.0  # that a holder may take over what one request asks for
 _SPILL_SECONDS = 3600.0  # that writing a version to a bucket, or reading it, may take
 _PLAIN = (
     *("open", "outcome", "rewind", "latest", "oldest", "versions", "newer"),
-    *("announce", "grant", "done", "failed", "forget"),
+    *("grant", "done", "failed", "forget"),
 )
 
 
@@ -78,11 +78,11 @@ class RemoteDirectory:
     def newer(self, version: int, timeout: float = 0.0) -> int:
         return self._call("newer", version=version, timeout=timeout)
 
-    def announce(self, worker: str, endpoint: str) -> None:
-        self._call("announce", worker=worker, endpoint=endpoint)
-
-    def grant(self, worker: str, share: str, version: int, timeout: float = 0.0) -> tuple[int, str | None] | None:
-        granted = self._call("grant", worker=worker, share=share, version=version, timeout=timeout)
+    def grant(
+        self, worker: str, endpoint: str, share: str, version: int, timeout: float = 0.0
+    ) -> tuple[int, str | None] | None:
+        what = {"worker": worker, "endpoint": endpoint, "share": share, "version": version}
+        granted = self._call("grant", timeout=timeout, **what)
         return None if granted is None else (granted[0], granted[1])
 
     def done(self, grant: int, serves: bool) -> None:

@@ -1,8 +1,8 @@
 """A version of the weights in the memory of one trainer process: what it pushes, once or, if the server dies, again."""
 
 import dataclasses
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,23 +17,30 @@ from rl.weights.manifest import TensorSpec
 from rl.weights.memory import ALIGNMENT, MEMORY
 from rl.weights.shared import Segment
 
-_COPIES = 4  # at a time, if there is as much to copy as
-_MUCH = 1 << 24  # bytes
+_COPIES = 4  # at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copied:
-    """A box on the host."""
+    """A box on the host, or on its way there."""
 
     tensor: str
     box: Box
-    array: np.ndarray
-    offset: int  # in the snapshot's memory
+    nbytes: int
+    offset: int  # in the snapshot's memory, in the order in which they are copied
+    copy: "Future[np.ndarray]"
+
+    @property
+    def array(self) -> np.ndarray:
+        """What is in the box, as soon as it is copied."""
+        return self.copy.result()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Attributes:
+    """Can be used while it is being copied: each of its parts is waited for when it is asked for.
+
+    Attributes:
     owned: what this process has to push: every element of the weights lies in one piece of one process.
     others: boxes that its devices hold too, and other processes push.
     """
@@ -42,12 +49,24 @@ class Snapshot:
     tensors: tuple[TensorSpec, ...]
     owned: tuple[Copied, ...]
     others: tuple[Copied, ...]
-    fingerprints: dict[str, str]
+    marks: "Future[dict[str, str]]"
     memory: Segment | None  # where `owned` lies, if others on this host shall see it
+
+    def wait(self) -> "Snapshot":
+        """Until all of it is copied: from then on the devices' arrays may be given up (donated)."""
+        for piece in self.owned + self.others:
+            piece.copy.result()
+        self.marks.result()
+        return self
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of every tensor of the version."""
+        return self.marks.result()
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.array.nbytes for piece in self.owned)
+        return sum(piece.nbytes for piece in self.owned)
 
     @property
     def checksum(self) -> str:
@@ -71,13 +90,13 @@ class Snapshot:
         return jax.tree_util.tree_map_with_path(put, like)
 
 
-def take(params: Params, version: int, marks: dict[str, str], *, shared: bool) -> Snapshot:
-    """Copy this process's parts of the weights to the host.
+def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, shared: bool) -> Snapshot:
+    """Begin to copy this process's parts of the weights to the host, the small ones first.
 
-    The copy is one's own: the devices' arrays may be given up (donated) as soon as this returns.
+    The copy is one's own: the devices' arrays may be given up (donated) after `Snapshot.wait`.
 
     Args:
-        marks: their fingerprints.
+        marks: waits for their fingerprints.
         shared: into memory that other processes of this host can map. Where there is not enough of that, into
             ordinary memory.
     """
@@ -91,15 +110,19 @@ def take(params: Params, version: int, marks: dict[str, str], *, shared: bool) -
         others += [(name, box, part) for box, part in here.items() if box not in mine]
     for _, _, part in owned + others:
         part.copy_to_host_async()
-    memory, copied = _copy(owned, shared)
-    return Snapshot(
-        version=version,
-        tensors=tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name) for name, leaf in named),
-        owned=copied,
-        others=_copy(others, shared=False)[1],
-        fingerprints=marks,
-        memory=memory,
-    )
+    pool = ThreadPoolExecutor(_COPIES, "copy")
+    try:
+        memory, copied = _copy(owned, shared, pool)
+        return Snapshot(
+            version=version,
+            tensors=tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name) for name, leaf in named),
+            owned=copied,
+            others=_copy(others, False, pool)[1],
+            marks=pool.submit(marks),
+            memory=memory,
+        )
+    finally:
+        pool.shutdown(wait=False)  # its threads end when all is copied
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -108,8 +131,9 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def _copy(
-    parts: Sequence[tuple[str, Box, jax.Array]], shared: bool
+    parts: Sequence[tuple[str, Box, jax.Array]], shared: bool, pool: ThreadPoolExecutor
 ) -> tuple[Segment | None, tuple[Copied, ...]]:
+    parts = sorted(parts, key=lambda part: part[2].nbytes)  # so that there is soon something to send
     offsets, end = [], 0
     for _, _, part in parts:
         offsets.append(end)
@@ -117,19 +141,18 @@ def _copy(
     memory = _segment(end) if shared and end else None
     buffer = MEMORY.empty((end,), np.uint8) if memory is None else memory.buffer
 
-    def copy(one: tuple[str, Box, jax.Array], offset: int) -> Copied:
-        tensor, box, part = one
+    def copy(box: Box, part: jax.Array, offset: int) -> np.ndarray:
         array = buffer[offset : offset + part.nbytes].view(np.dtype(part.dtype)).reshape(shape_of(box))
         if memory is None:
             np.copyto(array, np.asarray(part))
         else:
             memory.write(np.ascontiguousarray(part), offset)  # its pages are new
-        return Copied(tensor, box, array, offset)
+        return array
 
-    if end < _MUCH:
-        return memory, tuple(map(copy, parts, offsets))
-    with ThreadPoolExecutor(_COPIES, "copy") as pool:
-        return memory, tuple(pool.map(copy, parts, offsets))
+    return memory, tuple(
+        Copied(tensor, box, part.nbytes, offset, pool.submit(copy, box, part, offset))
+        for (tensor, box, part), offset in zip(parts, offsets, strict=True)
+    )
 
 
 def _segment(nbytes: int) -> Segment | None:

@@ -98,12 +98,13 @@ class Client:
                 if endpoint is not None:
                     raise  # the server's answer, or of `into`
                 reason, cause = f"where it is cannot be found: {error}", error
+            if self._locate is not None:
+                self._endpoint = None  # asked again, now or by the next call
             began = began or time.monotonic()
             spent = time.monotonic() - began
             if self._locate is None or spent > self._patience or self._closed.is_set():
                 tried = f" (tried {tries} times in {spent:.0f} s)" if tries > 1 else ""
                 raise Unreachable(f"{self._peer(endpoint)}: {operation} failed: {reason}{tried}") from cause
-            self._endpoint = None
             self._closed.wait(0.2)
 
     def close(self) -> None:

@@ -25,16 +25,20 @@ class Deployment:
         others = [ParameterServer(cfg, index=index) for index in range(1, cfg.shards)]
         self.servers = [ParameterServer(cfg, others=[other.holder for other in others]), *others]
         self.cfg, self.remote = cfg, remote
+        self._accesses: list[WeightAccess] = []
 
     def access(self) -> WeightAccess:
         if not self.remote:
             return self.servers[0].access()
-        return connect(self.cfg, [server.listen for server in self.servers])
+        self._accesses.append(connect(self.cfg, [server.listen for server in self.servers]))
+        return self._accesses[-1]
 
     def held(self) -> int:
         return sum(server.holder.store.nbytes() for server in self.servers)
 
     def close(self) -> None:
+        for access in self._accesses:
+            access.close()
         for server in self.servers:
             server.close()
 

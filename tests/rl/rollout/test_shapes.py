@@ -1,9 +1,9 @@
-"""Which sizes dispatches have, and who shares one."""
+"""Which sizes dispatches have."""
+
+import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rl.messages import Prompt
 from rl.rollout.program import Generate, complete
@@ -12,60 +12,45 @@ from rl.rollout.sequence import Sequence, Task
 from rl.rollout.shapes import Shapes
 from rl.sampling import Sampler
 
-STEPS, MAX_NEW = 32, 1000
+STEPS = 32
 
 
-def shapes(*, ragged: bool = False, slots: int = 64) -> Shapes:
-    return Shapes(slots=slots, steps=STEPS, prefill_tokens=512, longest=600, ragged=ragged)
+def shapes(*, ragged: bool = False, slots: int = 64, longest: int = 600) -> Shapes:
+    return Shapes(slots=slots, steps=STEPS, prefill_tokens=512, longest=longest, ragged=ragged)
 
 
-def sequence(number: int, tokens: int) -> Sequence:
+def sequence(tokens: int, max_new: int) -> Sequence:
     """One that draws, with so many tokens."""
-    request = Request(Prompt(number, "any", np.zeros(1, np.int32)))
-    task = Task(number, request, Sampler.Config(), StopRules(max_new=MAX_NEW), None, None)
+    request = Request(Prompt(0, "any", np.zeros(1, np.int32)))
+    task = Task(0, request, Sampler.Config(), StopRules(max_new=max_new), None, None)
     made = Sequence(task, 0, [0] * tokens, complete)
     made.begin(Generate(), None)
     made.cached = tokens - 1
     return made
 
 
-def work(found: Shapes, groups: list[list[Sequence]]) -> int:
-    """Rows x (keys + 256), as the docstring has it."""
-    return sum(found.rows(len(group)) * (found.width(max(map(found.reach, group))) + 256) for group in groups)
+def test_the_reach_of_a_sequence_ends_with_the_dispatch_or_its_limit():
+    assert shapes().reach(sequence(tokens=40, max_new=100)) == 39 + STEPS
+    assert shapes().reach(sequence(tokens=40, max_new=45)) == 39 + 6
 
 
-LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=64)
+@pytest.mark.parametrize("slots", [4, 8, 50, 64, 100])
+def test_groups_of_fewer_rows_are_the_first_of_those_of_more(slots: int):
+    found = shapes(slots=slots)
+    sizes = sorted({found.rows(count) for count in range(1, slots + 1)})
+    groups = found.groups(sizes[-1])
+    assert list(itertools.accumulate(groups)) == sizes
+    for count, rows in enumerate(sizes, start=1):
+        assert found.groups(rows) == groups[:count]
 
 
-@given(LENGTHS)
-def test_groups_hold_everyone_once_and_are_never_more_work_than_all_together(lengths: list[int]):
-    found, everyone = shapes(), [sequence(i, length) for i, length in enumerate(lengths)]
-    groups = found.groups(everyone)
-    assert sorted(one.task.number for group in groups for one in group) == list(range(len(lengths)))
-    assert work(found, groups) <= work(found, [everyone])
-    for longer, shorter in zip(groups, groups[1:], strict=False):
-        assert min(map(found.reach, longer)) >= max(map(found.reach, shorter))
+def test_rows_of_narrow_windows_are_one_group():
+    assert shapes(longest=128).groups(32) == [32]
+    assert shapes(longest=129).groups(64) == [8, 8, 16, 32]
 
 
-def test_a_few_long_ones_do_not_make_the_short_read_as_far():
-    groups = shapes().groups([sequence(i, 450 if i < 8 else 20) for i in range(64)])
-    assert [len(group) for group in groups] == [8, 56]
-
-
-@pytest.mark.parametrize("count", [1, 8, 32, 64])
-def test_sequences_of_one_length_share_a_dispatch(count: int):
-    assert len(shapes().groups([sequence(i, 100) for i in range(count)])) == 1
-
-
-def test_nor_are_rows_filled_up_where_two_smaller_dispatches_hold_them():
-    assert [len(group) for group in shapes().groups([sequence(i, 100) for i in range(40)])] == [32, 8]
-
-
-@given(LENGTHS)
-def test_where_each_row_reads_its_own_keys_all_share_a_dispatch(lengths: list[int]):
-    found = shapes(ragged=True)
-    assert len(found.groups([sequence(i, length) for i, length in enumerate(lengths)])) == 1
-    assert found.width(1) == found.width(600) == 640
+def test_where_each_row_reads_its_own_keys_there_is_one_width():
+    assert shapes(ragged=True).width(1) == shapes(ragged=True).width(600) == 640
 
 
 def test_sizes_are_rounded_up_to_the_next_of_a_short_list():

@@ -44,6 +44,15 @@ def test_damaged_shared_memory_is_refused(holder: Holder):
     assert answer.location == (segment.name, 0) and not answer.data
 
 
+def test_the_digest_that_was_verified_is_the_one_that_is_given_out(holder: Holder):
+    array = BASE + 1
+    digest = digest_of(array)
+    holder.write(3, [("w", BOX, array, digest)])
+    array[17, 3] = 9  # damage in the holder's memory: a reader shall notice
+    (answer,) = holder.read(3, [("w", BOX)], ReadOptions())
+    assert answer.digest == digest != digest_of(answer.data)
+
+
 def test_pieces_that_reach_beyond_their_segment_are_refused(holder: Holder):
     segment = Segment.create(BASE.nbytes)
     with pytest.raises(WeightsError, match="ends before byte"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rl.parameter_server import ParameterServer
-from rl.weights.access import WeightAccess
+from rl.weights.access import WeightAccess, connect
 from rl.weights.holder import Answer, Holder
 from rl.weights.puller import Puller
 from tests.rl.test_parameter_server import Deployment
@@ -100,7 +100,28 @@ def test_a_reader_that_died_holds_up_nobody(deployment: Deployment):
     clock = [0.0]
     directory._relays._clock = lambda: clock[0]  # pyright: ignore
     ((_, puller),) = workers(deployment, 1)
-    assert directory.grant("dead", puller._share, 0) is not None
-    assert directory.grant("worker-0", puller._share, 0) is None
+    assert directory.grant("dead", "nowhere", puller._share, 0) is not None
+    assert directory.grant("worker-0", "somewhere", puller._share, 0) is None
     clock[0] += 1000.0
     assert host(puller.pull(0, 60)) == host(WEIGHTS)
+
+
+def test_a_directory_that_was_started_again_learns_who_serves_from_those_who_read():
+    """Workers outlive the parameter server: what they have read from its successor they serve."""
+    cfg = ParameterServer.Config(shared_memory=False)
+    old, new = cfg.build(token="secret"), cfg.build(token="secret")
+    places = [old.listen(), new.listen()]
+    accesses = [connect(cfg, [lambda: places[0]]) for _ in range(3)]
+    pullers = [access.puller(on_device(WEIGHTS), f"worker-{i}") for i, access in enumerate(accesses)]
+    publish(accesses[0], WEIGHTS, 0)
+    for puller in pullers:
+        puller.pull(0, 60)
+    old.close()
+    del places[0]
+    publish(accesses[0], WEIGHTS, 1)
+    for puller in pullers:
+        assert host(puller.pull(1, 60)) == host(WEIGHTS)
+    assert [puller.moved.by for puller in pullers] == ["server", "worker", "worker"]
+    for access in accesses:
+        access.close()
+    new.close()

@@ -252,3 +252,17 @@ def test_a_server_that_listens_everywhere_says_where_it_is(store: Store):
     assert server.endpoint.host == "127.0.0.1"
     Client(server.endpoint, name="parameter server").call("echo")
     server.close()
+
+
+def test_without_patience_the_next_call_finds_the_server_where_it_is_now(store: Store):
+    """A link that gives up at once must not remember where the server was."""
+    old, new = Server(store, token="secret"), Server(store, token="secret")
+    places = [old.endpoint, new.endpoint]
+    client = Client(lambda: places[0], name="parameter server", patience=0.0)
+    client.call("store", {"name": "w"}, [b"x"])
+    old.close()
+    del places[0]
+    with pytest.raises(Unreachable):
+        client.call("store", {"name": "w"}, [b"x"])
+    client.call("store", {"name": "w"}, [b"x"])
+    new.close()
