@@ -10,7 +10,7 @@ of layers). One more program adds the sums of all devices for all arrays, so the
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -35,13 +35,6 @@ def fingerprints(params: Params) -> dict[str, str]:
     Raises:
         WeightsError: an array whose elements have more than 32 bits.
     """
-    return begin_fingerprints(params)()
-
-
-def begin_fingerprints(params: Params) -> Callable[[], dict[str, str]]:
-    """As `fingerprints`, in two steps: when this returns, the devices have been told all that there is to do, and the
-    arrays may be given up (donated). The function that it returns waits for the result, on any thread.
-    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     by_mesh: dict[Any, list[tuple[str, jax.Array, PartitionSpec]]] = {}
     for path, leaf in leaves:
@@ -50,21 +43,14 @@ def begin_fingerprints(params: Params) -> Callable[[], dict[str, str]]:
             raise WeightsError(f"tensor {name} is of {leaf.dtype}; only numbers of at most 32 bits have fingerprints")
         array, sharding = _on_a_mesh(leaf)
         by_mesh.setdefault(sharding.mesh, []).append((name, array, sharding.spec))
-    begun: list[tuple[list[tuple[str, str, tuple[int, ...]]], jax.Array]] = []
+    found: dict[str, str] = {}
     for mesh, arrays in by_mesh.items():
         with jax.set_mesh(mesh):
             parts = [_device_sums(mesh, spec)(array) for _, array, spec in arrays]
-            sums = _add_up(mesh)(parts)
-        begun.append(([(name, array.dtype.name, array.shape) for name, array, _ in arrays], sums))
-
-    def finish() -> dict[str, str]:
-        return {
-            name: _digest(name, dtype, shape, lanes)
-            for arrays, sums in begun
-            for (name, dtype, shape), lanes in zip(arrays, np.asarray(sums), strict=True)
-        }
-
-    return finish
+            sums = np.asarray(_add_up(mesh)(parts))
+        for (name, array, _), lanes in zip(arrays, sums, strict=True):
+            found[name] = _digest(name, array.dtype.name, array.shape, lanes)
+    return found
 
 
 def fingerprint_version(fingerprints: Mapping[str, str]) -> str:

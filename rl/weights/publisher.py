@@ -8,12 +8,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from axlearn_like.layers.base import Params
 from rl.weights.errors import AttemptOver, VersionGone, WeightsError
-from rl.weights.fingerprint import begin_fingerprints
+from rl.weights.fingerprint import fingerprints
 from rl.weights.holder import Shard, digest_of
 from rl.weights.manifest import Piece, Seal
 from rl.weights.shared import Segment, host_identity
@@ -55,7 +55,9 @@ class Publisher:
 
     def copy(self, params: Params, version: int) -> Snapshot:
         """This process's part of a version, to be published at once or later."""
-        return take(params, version, begin_fingerprints(params), shared=self._shared_memory).wait()
+        marks: Future[dict[str, str]] = Future()
+        marks.set_result(fingerprints(params))
+        return take(params, version, marks, shared=self._shared_memory).wait()
 
     def begin(
         self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None
@@ -63,10 +65,16 @@ class Publisher:
         """Publish on a thread; `then` is called when it is done.
 
         All processes of the trainer call this in the same order, since the contents' fingerprints are computed by all
-        of them together; the devices are told to here and now. The arrays may be given up when `Push.snapshot` returns.
+        of them together, here and now, while the copies begin. The arrays may be given up when `Push.snapshot` returns.
         """
-        marks = begin_fingerprints(params)
-        return Push(lambda: take(params, version, marks, shared=self._shared_memory), self.publish, then)
+        marks: Future[dict[str, str]] = Future()
+        push = Push(lambda: take(params, version, marks, shared=self._shared_memory), self.publish, then)
+        try:
+            marks.set_result(fingerprints(params))
+        except BaseException as error:
+            marks.set_exception(error)
+            raise
+        return push
 
     def publish(self, snapshot: Snapshot) -> None:
         """Push this process's pieces and seal. With the last process's seal the version is there for all to read.

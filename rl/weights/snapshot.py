@@ -1,7 +1,7 @@
 """A version of the weights in the memory of one trainer process: what it pushes, once or, if the server dies, again."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ from rl.weights.manifest import TensorSpec
 from rl.weights.memory import ALIGNMENT, MEMORY
 from rl.weights.shared import Segment
 
-_COPIES = 4  # at a time
+_COPIES = 2  # at a time, beside what is computed and sent meanwhile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Snapshot:
     tensors: tuple[TensorSpec, ...]
     owned: tuple[Copied, ...]
     others: tuple[Copied, ...]
-    marks: "Future[dict[str, str]]"
+    marks: "Future[dict[str, str]]"  # the fingerprints
     memory: Segment | None  # where `owned` lies, if others on this host shall see it
 
     def wait(self) -> "Snapshot":
@@ -90,13 +90,13 @@ class Snapshot:
         return jax.tree_util.tree_map_with_path(put, like)
 
 
-def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, shared: bool) -> Snapshot:
+def take(params: Params, version: int, marks: "Future[dict[str, str]]", *, shared: bool) -> Snapshot:
     """Begin to copy this process's parts of the weights to the host, the small ones first.
 
     The copy is one's own: the devices' arrays may be given up (donated) after `Snapshot.wait`.
 
     Args:
-        marks: waits for their fingerprints.
+        marks: their fingerprints, which may be computed meanwhile.
         shared: into memory that other processes of this host can map. Where there is not enough of that, into
             ordinary memory.
     """
@@ -118,7 +118,7 @@ def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, s
             tensors=tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name) for name, leaf in named),
             owned=copied,
             others=_copy(others, False, pool)[1],
-            marks=pool.submit(marks),
+            marks=marks,
             memory=memory,
         )
     finally:
