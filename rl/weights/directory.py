@@ -41,6 +41,7 @@ class Directory:
         self._shards, self._keep, self._relays, self._clock = list(shards), keep, relays, clock
         self._spills = spills
         self._leaving: dict[int, Manifest] = {}  # by key: being spilled
+        self._coming: set[int] = set()  # keys: being brought back
         self._next_key = secrets.randbits(40) << 20  # never one that a directory before this one has given
         self._open: dict[int, dict[str, Any]] = {}  # key -> version, pusher, seals
         self._published: deque[int] = deque(maxlen=256)  # keys
@@ -253,20 +254,25 @@ class Directory:
         with self._changed:
             self._next_key += 1
             key = self._next_key
-        texts = [shard.recall(version, key) for shard in self._shards]
-        if None in texts or not texts[0]:
-            return
-        manifest = dataclasses.replace(manifest_from_text(texts[0]), key=key)
-        alive = self._alive()
-        with self._changed:
-            if version not in self._versions:
-                self._versions[version], self._incarnations[version] = manifest, alive
-            self._changed.notify_all()
+            self._coming.add(key)  # or a sweep meanwhile would take it for rubbish
+        try:
+            texts = [shard.recall(version, key) for shard in self._shards]
+            if None in texts or not texts[0]:
+                return
+            manifest = dataclasses.replace(manifest_from_text(texts[0]), key=key)
+            alive = self._alive()
+            with self._changed:
+                if version not in self._versions:
+                    self._versions[version], self._incarnations[version] = manifest, alive
+                self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._coming.discard(key)
 
     def _sweep(self) -> None:
         """Let shards drop what belongs to no version, held or under way. One that is dead has nothing to drop."""
         with self._changed:
-            keys = [m.key for m in self._versions.values()] + list(self._open) + list(self._leaving)
+            keys = {*(m.key for m in self._versions.values()), *self._open, *self._leaving, *self._coming}
         for shard in self._shards:
             try:
                 shard.keep(keys)

@@ -1,14 +1,13 @@
 """The trainer's side: every process pushes the pieces it owns, from its own memory, and seals the version.
 
-Copying to the host is all that the next update has to wait for. The rest runs beside it on threads, and what is copied
-leaves while more is being copied.
+Copying to the host is all that the next update has to wait for; what follows runs beside it on a thread.
 """
 
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from axlearn_like.layers.base import Params
@@ -55,9 +54,7 @@ class Publisher:
 
     def copy(self, params: Params, version: int) -> Snapshot:
         """This process's part of a version, to be published at once or later."""
-        marks: Future[dict[str, str]] = Future()
-        marks.set_result(fingerprints(params))
-        return take(params, version, marks, shared=self._shared_memory).wait()
+        return take(params, version, fingerprints(params), shared=self._shared_memory)
 
     def begin(
         self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None
@@ -65,16 +62,10 @@ class Publisher:
         """Publish on a thread; `then` is called when it is done.
 
         All processes of the trainer call this in the same order, since the contents' fingerprints are computed by all
-        of them together, here and now, while the copies begin. The arrays may be given up when `Push.snapshot` returns.
+        of them together, here and now. The arrays may be given up when `Push.snapshot` returns.
         """
-        marks: Future[dict[str, str]] = Future()
-        push = Push(lambda: take(params, version, marks, shared=self._shared_memory), self.publish, then)
-        try:
-            marks.set_result(fingerprints(params))
-        except BaseException as error:
-            marks.set_exception(error)
-            raise
-        return push
+        marks = fingerprints(params)
+        return Push(lambda: take(params, version, marks, shared=self._shared_memory), self.publish, then)
 
     def publish(self, snapshot: Snapshot) -> None:
         """Push this process's pieces and seal. With the last process's seal the version is there for all to read.
@@ -108,7 +99,6 @@ class Publisher:
         pieces, incarnations = [], {}
         for number, mine in self._assign(snapshot.owned).items():
             shard = self._shards[number]
-            mine.sort(key=lambda piece: piece.offset)  # as they are copied
             incarnations[number] = shard.incarnation()
             digests = self._give(shard, key, snapshot.memory, mine) or self._send(shard, key, mine)
             pieces += [Piece(p.tensor, p.box, mark, number) for p, mark in zip(mine, digests, strict=True)]
@@ -156,9 +146,9 @@ class Publisher:
         """Pieces to data shards: the largest first, each to the shard with the fewest bytes so far."""
         loads = [0] * len(self._shards)
         assigned: dict[int, list[Copied]] = {}
-        for piece in sorted(pieces, key=lambda piece: -piece.nbytes):
+        for piece in sorted(pieces, key=lambda piece: -piece.array.nbytes):
             number = min(range(len(loads)), key=lambda n: (loads[n], (n - self._process) % len(loads)))
-            loads[number] += piece.nbytes
+            loads[number] += piece.array.nbytes
             assigned.setdefault(number, []).append(piece)
         return assigned
 
@@ -169,7 +159,7 @@ class Push:
     def __init__(
         self, copy: Callable[[], Snapshot], publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]
     ):
-        self._begun = threading.Event()
+        self._copied = threading.Event()
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._snapshot: Snapshot | None = None
@@ -177,12 +167,12 @@ class Push:
         self._thread.start()
 
     def snapshot(self) -> Snapshot:
-        """What was copied, as soon as all of it is."""
-        self._begun.wait()
+        """What was copied, as soon as it is."""
+        self._copied.wait()
         if self._snapshot is None:
             self.wait()
         assert self._snapshot is not None
-        return self._snapshot.wait()
+        return self._snapshot
 
     def wait(self) -> None:
         """Until it is published; raises what went wrong."""
@@ -199,13 +189,13 @@ class Push:
     ) -> None:
         try:
             self._snapshot = copy()
-            self._begun.set()
+            self._copied.set()
             publish(self._snapshot)
             then(self._snapshot)
         except BaseException as error:  # handed to whoever waits
             self._error = error
         finally:
-            self._begun.set()
+            self._copied.set()
             self._ended.set()
 
 
@@ -213,9 +203,9 @@ def _chunks(pieces: Sequence[Copied]) -> list[list[Copied]]:
     chunks: list[list[Copied]] = []
     room = 0
     for piece in pieces:
-        if piece.nbytes > room or not chunks:
+        if piece.array.nbytes > room or not chunks:
             chunks.append([])
             room = _CHUNK
         chunks[-1].append(piece)
-        room -= piece.nbytes
+        room -= piece.array.nbytes
     return chunks

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,30 +17,23 @@ from rl.weights.manifest import TensorSpec
 from rl.weights.memory import ALIGNMENT, MEMORY
 from rl.weights.shared import Segment
 
-_COPIES = 2  # at a time, beside what is computed and sent meanwhile
+_COPIES = 4  # at a time, if there is as much to copy as
+_MUCH = 1 << 24  # bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copied:
-    """A box on the host, or on its way there."""
+    """A box on the host."""
 
     tensor: str
     box: Box
-    nbytes: int
-    offset: int  # in the snapshot's memory, in the order in which they are copied
-    copy: "Future[np.ndarray]"
-
-    @property
-    def array(self) -> np.ndarray:
-        """What is in the box, as soon as it is copied."""
-        return self.copy.result()
+    array: np.ndarray
+    offset: int  # in the snapshot's memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Can be used while it is being copied: each of its parts is waited for when it is asked for.
-
-    Attributes:
+    """Attributes:
     owned: what this process has to push: every element of the weights lies in one piece of one process.
     others: boxes that its devices hold too, and other processes push.
     """
@@ -49,24 +42,12 @@ class Snapshot:
     tensors: tuple[TensorSpec, ...]
     owned: tuple[Copied, ...]
     others: tuple[Copied, ...]
-    marks: "Future[dict[str, str]]"  # the fingerprints
+    fingerprints: dict[str, str]
     memory: Segment | None  # where `owned` lies, if others on this host shall see it
-
-    def wait(self) -> "Snapshot":
-        """Until all of it is copied: from then on the devices' arrays may be given up (donated)."""
-        for piece in self.owned + self.others:
-            piece.copy.result()
-        self.marks.result()
-        return self
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Of every tensor of the version."""
-        return self.marks.result()
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.owned)
+        return sum(piece.array.nbytes for piece in self.owned)
 
     @property
     def checksum(self) -> str:
@@ -90,13 +71,13 @@ class Snapshot:
         return jax.tree_util.tree_map_with_path(put, like)
 
 
-def take(params: Params, version: int, marks: "Future[dict[str, str]]", *, shared: bool) -> Snapshot:
-    """Begin to copy this process's parts of the weights to the host, the small ones first.
+def take(params: Params, version: int, marks: dict[str, str], *, shared: bool) -> Snapshot:
+    """Copy this process's parts of the weights to the host.
 
-    The copy is one's own: the devices' arrays may be given up (donated) after `Snapshot.wait`.
+    The copy is one's own: the devices' arrays may be given up (donated) as soon as this returns.
 
     Args:
-        marks: their fingerprints, which may be computed meanwhile.
+        marks: their fingerprints.
         shared: into memory that other processes of this host can map. Where there is not enough of that, into
             ordinary memory.
     """
@@ -110,19 +91,15 @@ def take(params: Params, version: int, marks: "Future[dict[str, str]]", *, share
         others += [(name, box, part) for box, part in here.items() if box not in mine]
     for _, _, part in owned + others:
         part.copy_to_host_async()
-    pool = ThreadPoolExecutor(_COPIES, "copy")
-    try:
-        memory, copied = _copy(owned, shared, pool)
-        return Snapshot(
-            version=version,
-            tensors=tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name) for name, leaf in named),
-            owned=copied,
-            others=_copy(others, False, pool)[1],
-            marks=marks,
-            memory=memory,
-        )
-    finally:
-        pool.shutdown(wait=False)  # its threads end when all is copied
+    memory, copied = _copy(owned, shared)
+    return Snapshot(
+        version=version,
+        tensors=tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name) for name, leaf in named),
+        owned=copied,
+        others=_copy(others, shared=False)[1],
+        fingerprints=marks,
+        memory=memory,
+    )
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -131,9 +108,8 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def _copy(
-    parts: Sequence[tuple[str, Box, jax.Array]], shared: bool, pool: ThreadPoolExecutor
+    parts: Sequence[tuple[str, Box, jax.Array]], shared: bool
 ) -> tuple[Segment | None, tuple[Copied, ...]]:
-    parts = sorted(parts, key=lambda part: part[2].nbytes)  # so that there is soon something to send
     offsets, end = [], 0
     for _, _, part in parts:
         offsets.append(end)
@@ -141,18 +117,19 @@ def _copy(
     memory = _segment(end) if shared and end else None
     buffer = MEMORY.empty((end,), np.uint8) if memory is None else memory.buffer
 
-    def copy(box: Box, part: jax.Array, offset: int) -> np.ndarray:
+    def copy(one: tuple[str, Box, jax.Array], offset: int) -> Copied:
+        tensor, box, part = one
         array = buffer[offset : offset + part.nbytes].view(np.dtype(part.dtype)).reshape(shape_of(box))
         if memory is None:
             np.copyto(array, np.asarray(part))
         else:
             memory.write(np.ascontiguousarray(part), offset)  # its pages are new
-        return array
+        return Copied(tensor, box, array, offset)
 
-    return memory, tuple(
-        Copied(tensor, box, part.nbytes, offset, pool.submit(copy, box, part, offset))
-        for (tensor, box, part), offset in zip(parts, offsets, strict=True)
-    )
+    if end < _MUCH:
+        return memory, tuple(map(copy, parts, offsets))
+    with ThreadPoolExecutor(_COPIES, "copy") as pool:
+        return memory, tuple(pool.map(copy, parts, offsets))
 
 
 def _segment(nbytes: int) -> Segment | None:
