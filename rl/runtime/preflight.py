@@ -90,9 +90,9 @@ def check_reachable(host: str, nodes: Sequence[str]) -> None:
     machines = {"loopback" if _is_loopback(address) else address for address in nodes}
     if _is_loopback(host) and len(machines) > 1:
         raise UserError(
-            f"parameter_server.host={host!r}: the cluster has nodes on several hosts ({', '.join(sorted(set(nodes)))}), "
-            "and roles on other hosts than the parameter server's could not reach it; "
-            "set parameter_server.host=0.0.0.0 (and parameter_server.tls where the network is not yours alone)"
+            f"parameter_server.host={host!r}: the cluster has nodes on several hosts "
+            f"({', '.join(sorted(set(nodes)))}), and roles on other hosts than the parameter server's could not reach "
+            "it; set parameter_server.host=0.0.0.0 (and parameter_server.tls where the network is not yours alone)"
         )
 
 
