@@ -21,6 +21,8 @@ from axlearn_like.checkpoint_manifest import (
     make_manifest,
 )
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.full_disk import DiskFull, is_full_disk, quieten_full_disk
+from mesh.errors import UserError
 
 # One checkpoint holds these items; parameters apart, so that another run can load them alone.
 _PARAMS, _REST, _MANIFEST, _EXTRAS = "params", "rest", "manifest", "extras"
@@ -54,7 +56,7 @@ class Checkpointer(Configurable):
         A step that is already on disk is left as it is: the same run and step, so the same content.
 
         Raises:
-            CheckpointError: this save, or an earlier one in the background, failed.
+            CheckpointError: this save, or an earlier one in the background, failed. DiskFull: for want of room.
         """
         import orbax.checkpoint as ocp
 
@@ -141,6 +143,7 @@ class Checkpointer(Configurable):
         if self._manager is None:
             import orbax.checkpoint as ocp
 
+            quieten_full_disk()
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self._cfg.keep,
                 enable_async_checkpointing=self._cfg.asynchronous,
@@ -165,7 +168,9 @@ class Checkpointer(Configurable):
         items = _read(path, {_PARAMS: abstract["params"], _REST: rest})
         return {"params": items[_PARAMS], **items[_REST]}, items[_EXTRAS]
 
-    def _write_error(self, error: BaseException) -> CheckpointError:
+    def _write_error(self, error: BaseException) -> UserError:
+        if is_full_disk(error):
+            return DiskFull(str(self.directory))
         return CheckpointError(f"could not write a checkpoint to {self.directory}: {_summary(error)}")
 
 

@@ -1,5 +1,6 @@
 """Metrics: one JSON row per logged step on disk, one line or bar on the terminal."""
 
+import errno
 import json
 import math
 import os
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
+
+from axlearn_like.full_disk import telling_full_disk
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
@@ -58,14 +61,18 @@ class MetricsWriter:
         """
         self.path = Path(run_dir) / "metrics.jsonl"
         self._phase = phase
-        self._mend(resume_step)
+        with telling_full_disk(self.path):
+            self._mend(resume_step)
         self._file = open(self.path, "ab", buffering=0)
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Appends one row and returns it. `scalars` are numbers or arrays of one element."""
+        """Appends one row and returns it. `scalars` are numbers or arrays of one element. DiskFull: no room."""
         row = {"phase": self._phase, "step": int(step), "time": round(time.time(), 3)}
         row |= {name: _plain(value) for name, value in scalars.items()}
-        self._file.write(json.dumps(row).encode() + b"\n")
+        line = json.dumps(row).encode() + b"\n"
+        with telling_full_disk(self.path):
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, "torn")
         return row
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from axlearn_like.full_disk import telling_full_disk
 from mesh.errors import UserError
 
 
@@ -176,13 +178,20 @@ class EventLog:
         self.path = Path(path)
 
     def append(self, role: str, event: str, **fields: Any) -> None:
-        """Records that `role` had `event` now; a span says how long it took in `seconds`."""
+        """Records that `role` had `event` now; a span says how long it took in `seconds`. DiskFull: there is no
+        room."""
         row = {"time": round(time.time(), 3), "role": role, "event": event, **fields}
+        with telling_full_disk(self.path):
+            self._append(json.dumps(row).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            os.write(descriptor, b"\n" * torn + json.dumps(row).encode() + b"\n")
+            if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            if os.write(descriptor, line) != len(line):
+                raise OSError(errno.ENOSPC, "torn")
         finally:
             os.close(descriptor)
 

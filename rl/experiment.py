@@ -166,7 +166,9 @@ class RLExperiment(Configurable):
 
     def make_controller(self, run: RunDirectory) -> Controller:
         events = read_rows(run.events_path)
-        lives = sum(row["role"] == "controller" and row["event"] == "start" for row in events)
+        starts = sum(row["role"] == "controller" and row["event"] == "start" for row in events)
+        sessions = sum(row["event"] == "phase_begin" and row["phase"] == "rl" for row in events)  # also in one process
+        lives = starts + max(sessions - 1, 0)
         return self.controller_cfg.build(events=EventLog(run.events_path), first_lease=lives * LEASES_PER_LIFE)
 
     def make_parameter_server(

@@ -18,6 +18,7 @@ import jax
 
 from axlearn_like.checkpoint import Checkpointer, restore_params, verify_latest
 from axlearn_like.config_text import to_text
+from axlearn_like.full_disk import DiskFull, telling_full_disk
 from axlearn_like.layers.base import Params
 from axlearn_like.metrics import Progress
 from axlearn_like.preemption import Stop, graceful_stop
@@ -69,12 +70,13 @@ class RLRun:
         """Go through the phases; returns the report, or None if SIGTERM or Ctrl-C asked for the end.
 
         Raises:
-            UserError: bad tasks, sizes or run directory; before anything expensive.
+            UserError: bad tasks, sizes or run directory; before anything expensive. DiskFull: there is no room for
+                what is written.
         """
         if self._checked != runtime:
             self.check(runtime)
         text = to_text(self._cfg)
-        with RunDirectory.open(run_dir, text, force=force) as run, graceful_stop() as stop:
+        with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as stop:
             run.resolved_config_path.write_text(to_text(self._experiment.resolved()))
             events = EventLog(run.events_path)
             self._check_checkpoints(run)
@@ -202,6 +204,17 @@ def _phase(events: EventLog, phase: str) -> Iterator[None]:
     finally:
         seconds = round(time.monotonic() - began, 3)
         events.append("driver", "phase", phase=phase, seconds=seconds)
+
+
+@contextmanager
+def _full_disk(run: RunDirectory) -> Iterator[None]:
+    """Says from where the run goes on when there is room again."""
+    try:
+        with telling_full_disk(run.path):
+            yield
+    except DiskFull as error:
+        step = _latest_step(run.checkpoints / "rl")
+        raise DiskFull(error.path, error.point if step is None else f"update {step}") from error
 
 
 def _latest_step(checkpoints: Path) -> int | None:

@@ -157,6 +157,8 @@ class PolicyTrainer(Configurable):
         self._metrics.write(self.step, {**metrics, **times})
         if self._checkpointer.should_save(self.step):
             self.save()
+        else:
+            self._checkpointer.check()  # a full disk is told now, not when the next one is due
         return True
 
     def save(self) -> None:

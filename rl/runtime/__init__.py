@@ -9,8 +9,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Actors get fresh processes, because of their environment: idle ones made in advance would stay idle.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+# Ray would have roles yield to everything else on the machine (nice 15).
+os.environ.setdefault("RAY_worker_niceness", "0")
 # The death of a process is told in a paragraph of Ray's; the runtime tells it in a line of ours.
-os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker died or was killed")
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker died or was killed|Raylet is terminated")
 if "RAY_ADDRESS" not in os.environ:
     # Unless it is off, Ray replaces 127.0.0.1 by an address of the network and listens there; the switch is named after
     # the systems on which off is the default.

@@ -53,8 +53,19 @@ class Fleet:
         self._pulse = Pulse({**self._peers, **self._loopers}, cfg.patience, self._log, say)
         self._waiting: dict[Any, tuple[str, Literal["loop", "restart"]]] = {}
 
-    def run(self, stop: Callable[[], bool], on_step: Callable[[int], None], hurried: Callable[[], bool]) -> int:
-        """Watch until the trainer's loop returns."""
+    @property
+    def step(self) -> int:
+        """Updates completed, as far as is known here."""
+        return self._step
+
+    def run(
+        self,
+        stop: Callable[[], bool],
+        on_step: Callable[[int], None],
+        hurried: Callable[[], bool],
+        check: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Watch until the trainer's loop returns. `check()` raises if Ray itself has died: all else follows from it."""
         for name in self._loopers:
             self._begin(name)
         invite(self._run, self._namespace)
@@ -64,6 +75,7 @@ class Fleet:
                 asked = time.monotonic()
                 self._loopers["trainer"].stop.remote()
             done, _ = ray.wait(list(self._waiting), timeout=0.25)
+            check()
             self._look()
             self._feel()
             on_step(self._step)

@@ -1,5 +1,6 @@
 """SIGTERM to a role's process (a spot notice, or somebody takes it away): hand back, save, exit 0 within the grace."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from axlearn_like.full_disk import DiskFull
 from axlearn_like.run_directory import EventLog
 
 _LAST_WORDS = 3.0  # seconds for what is done when there is no more time
@@ -39,7 +41,7 @@ class Leaving:
     def done(self, **fields: Any) -> None:
         """Everything is in order: write it down, and end the process as soon as the caller has its answer."""
         if self._settled.acquire(blocking=False):
-            self._events.append(self._name, "leave", pid=os.getpid(), seconds=self._seconds(), **fields)
+            self._note(**fields)
             self._end(_REPLY)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -60,8 +62,12 @@ class Leaving:
         last_words = threading.Thread(target=self.abandon, daemon=True)
         last_words.start()
         last_words.join(_LAST_WORDS)
-        self._events.append(self._name, "leave", pid=os.getpid(), seconds=self._seconds(), abandoned=True)
+        self._note(abandoned=True)
         self._end(0.0)
+
+    def _note(self, **fields: Any) -> None:
+        with contextlib.suppress(DiskFull):
+            self._events.append(self._name, "leave", pid=os.getpid(), seconds=self._seconds(), **fields)
 
     def _end(self, after: float) -> None:
         self._later(after, lambda: os._exit(0))  # an ordinary exit would have Ray's threads wait for each other

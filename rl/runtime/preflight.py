@@ -3,8 +3,10 @@
 Looked at before anything else is done, so that a run which could not go on past its warm start does not begin.
 """
 
+import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 
 import psutil
 
@@ -75,3 +77,27 @@ def check_port(host: str, port: int) -> None:
                 f"parameter server cannot listen on {host}:{port} "
                 f"(parameter_server.host, parameter_server.port): {why}; set parameter_server.port=0 for any free port"
             ) from error
+
+
+def check_reachable(host: str, nodes: Sequence[str]) -> None:
+    """Whether roles on all nodes of a cluster could reach a parameter server that listens on `host`.
+
+    `nodes`: their addresses. All on loopback are one machine.
+
+    Raises:
+        UserError: it listens on loopback, and there are other machines than its own.
+    """
+    machines = {"loopback" if _is_loopback(address) else address for address in nodes}
+    if _is_loopback(host) and len(machines) > 1:
+        raise UserError(
+            f"parameter_server.host={host!r}: the cluster has nodes on several hosts "
+            f"({', '.join(sorted(set(nodes)))}), and roles on other hosts than the parameter server's could not reach "
+            "it; set parameter_server.host=0.0.0.0 (and parameter_server.tls where the network is not yours alone)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

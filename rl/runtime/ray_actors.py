@@ -138,8 +138,14 @@ def peers_of(
     """Controller, parameter server and verifier as `caller` sees them."""
     patience, known = cfg.patience, {"caller": caller, "events": events, "over": over}
     controller = RemoteRole("controller", actors["controller"], patience, **known)
-    servers = [RemoteServer(name, actors[name], patience, **known) for name in server_names(cfg)]
-    weights = connect(cfg.parameter_server, [server.locate for server in servers])
+    names = server_names(cfg)
+    servers = [RemoteServer(name, actors[name], patience, **known) for name in names]
+
+    def on_wait(shard: int, what: str, seconds: float) -> None:
+        events.append(caller, "waiting", who=caller, what=f"{names[shard]} {what}", seconds=round(seconds, 1))
+
+    locate = [server.locate for server in servers]
+    weights = connect(cfg.parameter_server, locate, on_wait=on_wait, say_after=patience.say_after)
     verifier = RemoteRole("verifier", actors["verifier"], patience, limit=patience.batch, **known)
     return controller, weights, verifier
 

@@ -15,24 +15,25 @@ from mesh import UserError
 
 
 @contextmanager
-def ray_session(address: str | None = None) -> Iterator[None]:
-    """The cluster at `address` or `RAY_ADDRESS`, or one of our own on loopback.
+def ray_session(address: str | None = None) -> Iterator[bool]:
+    """The cluster at `address` or `RAY_ADDRESS`, or one of our own on loopback: whether it is our own.
 
-    A session that is open already is used and left open.
+    A session that is open already is used and left open, as another's.
 
     Raises:
         UserError: there is no cluster at `address`.
     """
     if ray.is_initialized():
-        yield
+        yield False
         return
+    own = address is None and not os.environ.get("RAY_ADDRESS")
     with _signals_kept(), warnings.catch_warnings():
         # Ray starts its processes by fork and exec, JAX warns of every fork; nothing runs between the two.
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is not None:
             _join(address, quiet)
-        elif os.environ.get("RAY_ADDRESS"):
+        elif not own:
             ray.init(**quiet)
         else:
             ray.init(
@@ -44,7 +45,7 @@ def ray_session(address: str | None = None) -> Iterator[None]:
                 **quiet,
             )
     try:
-        yield
+        yield own
     finally:
         ray.shutdown()
 

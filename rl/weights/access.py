@@ -1,6 +1,7 @@
 """The parameter server as trainers and workers see it, in this process or elsewhere."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from axlearn_like.layers.base import Params
@@ -90,13 +91,23 @@ def connect(
     *,
     patience: float = 90.0,
     connect_timeout: float = 10.0,
+    on_wait: Callable[[int, str, float], None] | None = None,
+    say_after: float = 30.0,
 ) -> WeightAccess:
     """To the shards that these functions find, the directory's first; each is asked anew, for up to `patience` seconds,
-    when its shard is gone."""
+    when its shard is gone. `on_wait` and `say_after` are those of `Client`, the number of the shard before the rest."""
     tls = None if cfg.tls is None else cfg.tls.build()
     names = [f"parameter server (shard {number})" if number else "parameter server" for number in range(len(locate))]
     clients = [
-        Client(where, name=name, tls=tls, patience=patience, connect_timeout=connect_timeout)
-        for where, name in zip(locate, names, strict=True)
+        Client(
+            where,
+            name=name,
+            tls=tls,
+            patience=patience,
+            connect_timeout=connect_timeout,
+            on_wait=None if on_wait is None else partial(on_wait, number),
+            say_after=say_after,
+        )
+        for number, (where, name) in enumerate(zip(locate, names, strict=True))
     ]
     return WeightAccess(cfg, RemoteDirectory(clients[0]), [RemoteHolder(client) for client in clients], clients)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import ssl
 import struct
@@ -117,6 +118,14 @@ class Link:
         if not isinstance(header, dict):
             raise LinkError("a header that is not a JSON object")
         return kind, header, nbytes
+
+    def readable(self, seconds: float) -> bool:
+        """Waits so long at most until there is something to read, or the other side has ended."""
+        if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+            return True
+        watch = select.poll()
+        watch.register(self._sock, select.POLLIN)
+        return bool(watch.poll(seconds * 1000))
 
     def read_into(self, views: Iterable[memoryview]) -> None:
         """Fills these views of bytes, in order. Raises LinkError."""

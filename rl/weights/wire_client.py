@@ -8,6 +8,7 @@ import time
 from collections.abc import Buffer, Callable, Sequence
 from typing import Any
 
+from rl.patience import Waits
 from rl.weights.endpoint import Endpoint
 from rl.weights.errors import WeightsError
 from rl.weights.handshake import enter
@@ -16,6 +17,10 @@ from rl.weights.tls import Tls, reason_of
 
 Fields = dict[str, Any]
 Into = Callable[[Fields, int], Sequence[Buffer]]
+OnWait = Callable[[str, float], None]
+
+_LOOK = 1.0  # seconds between looks at how long a call has lasted
+_NOW = 0.001  # seconds: what has come is taken
 
 
 class Unreachable(WeightsError):
@@ -33,6 +38,10 @@ class Client:
         patience: seconds.
         tls: our own certificate, or other options than to verify the server by its endpoint's `tls_ca`.
         max_nbytes: an answer that announces more is refused.
+        on_wait: told what a call waits for, and for how many seconds it has, once it has lasted (with all repetitions)
+            `say_after` seconds, and whenever that has doubled. Its field `timeout`, if it has one, is time in which
+            nothing need come.
+        say_after: seconds.
     """
 
     def __init__(
@@ -44,11 +53,14 @@ class Client:
         patience: float = 90.0,
         tls: Tls | None = None,
         max_nbytes: int = MAX_NBYTES,
+        on_wait: OnWait | None = None,
+        say_after: float = 30.0,
     ):
         self._locate = None if isinstance(where, Endpoint) else where
         self._endpoint = where if isinstance(where, Endpoint) else None
         self._name, self._connect_timeout, self._patience = name, connect_timeout, patience
         self._tls, self._max_nbytes = tls, max_nbytes
+        self._on_wait, self._say_after = on_wait, say_after
         self._lock = threading.Lock()
         self._idle: list[tuple[Endpoint, Link]] = []
         self._busy: set[Link] = set()
@@ -82,6 +94,7 @@ class Client:
         header = encode_header({"operation": operation, "fields": fields or {}})
         views = [view_of(buffer) for buffer in buffers]
         wait = self._connect_timeout + timeout
+        tell = self._teller(operation, fields)
         began: float | None = None
         tries = 0
         while True:
@@ -91,7 +104,7 @@ class Client:
                 if endpoint is None:
                     assert self._locate is not None
                     endpoint = self._endpoint = self._locate()
-                return self._exchange(endpoint, header, views, into, wait)
+                return self._exchange(endpoint, header, views, into, wait, tell)
             except LinkError as error:
                 reason, cause = str(error), error
             except (OSError, WeightsError) as error:
@@ -105,6 +118,7 @@ class Client:
             if self._locate is None or spent > self._patience or self._closed.is_set():
                 tried = f" (tried {tries} times in {spent:.0f} s)" if tries > 1 else ""
                 raise Unreachable(f"{self._peer(endpoint)}: {operation} failed: {reason}{tried}") from cause
+            tell()
             self._closed.wait(0.2)
 
     def close(self) -> None:
@@ -128,9 +142,10 @@ class Client:
         views: list[memoryview],
         into: Into | None,
         wait: float,
+        tell: Callable[[], None],
     ) -> tuple[Fields, bytearray | None]:
         """One request and its answer. LinkError: no answer; WeightsError: the answer."""
-        link, reply, kind, nbytes = self._ask(endpoint, header, views, wait)
+        link, reply, kind, nbytes = self._ask(endpoint, header, views, wait, tell)
         kept = False
         try:
             data = None
@@ -153,7 +168,7 @@ class Client:
         return reply, data
 
     def _ask(
-        self, endpoint: Endpoint, header: bytes, views: list[memoryview], wait: float
+        self, endpoint: Endpoint, header: bytes, views: list[memoryview], wait: float, tell: Callable[[], None]
     ) -> tuple[Link, Fields, int, int]:
         """Sends a request; the link with the answer's bytes still to read, its fields, kind and bytes."""
         while True:
@@ -169,7 +184,7 @@ class Client:
                     if message is None:
                         raise
                 else:
-                    message = link.read_message(wait)
+                    message = link.read_message(self._await(link, wait, tell))
                 if message is None:
                     raise LinkError("the connection was closed")
                 kind, reply, nbytes = message
@@ -183,6 +198,30 @@ class Client:
                 if not (used and isinstance(error, LinkError) and not error.stalled):
                     raise
                 self._forget_idle(endpoint)  # closed while it was idle, when the server was started again: once more
+
+    def _teller(self, operation: str, fields: Fields | None) -> Callable[[], None]:
+        """To be called now and then in the course of a call."""
+        if (on_wait := self._on_wait) is None:
+            return lambda: None
+        waits = Waits(self._say_after + float((fields or {}).get("timeout", 0.0)))
+        waits.begin(operation)
+
+        def tell() -> None:
+            if waits.due(operation):
+                on_wait(f"to answer ({operation})", waits.begin(operation))
+
+        return tell
+
+    def _await(self, link: Link, wait: float, tell: Callable[[], None]) -> float:
+        """Returns when an answer has begun or `wait` is over, and how much of `wait` is left then."""
+        if self._on_wait is None:
+            return wait
+        give_up = time.monotonic() + wait
+        while not link.readable(max(0.0, min(_LOOK, give_up - time.monotonic()))):
+            tell()
+            if time.monotonic() >= give_up:
+                break
+        return max(_NOW, give_up - time.monotonic())
 
     def _refusal(self, link: Link) -> tuple[int, Fields, int] | None:
         try:

@@ -149,8 +149,7 @@ def test_a_role_stopped_for_a_while_is_waited_for_by_name(role: str, tmp_path: P
     said = run_with(scenario, num_steps=6, patience=Patience.Config(say_after=3.0))
     assert_same_outcome(tmp_path, baseline(6))
     assert scenario.lives(role) == 1 and said == []
-    if role != "parameter-server":  # its bytes are asked for over sockets, whose client has no log
-        assert any(named(row) for row in events(tmp_path, "waiting") if row["who"] != "driver"), "its callers told too"
+    assert any(named(row) for row in events(tmp_path, "waiting") if row["who"] != "driver"), "its callers told it too"
 
 
 @pytest.mark.usefixtures("session")

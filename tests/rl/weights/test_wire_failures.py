@@ -266,3 +266,37 @@ def test_without_patience_the_next_call_finds_the_server_where_it_is_now(store: 
         client.call("store", {"name": "w"}, [b"x"])
     client.call("store", {"name": "w"}, [b"x"])
     new.close()
+
+
+def test_a_wait_for_an_answer_is_told_each_time_it_has_doubled(store: Store, server: Server):
+    told: list[tuple[str, float]] = []
+
+    def on_wait(what: str, seconds: float) -> None:
+        told.append((what, seconds))
+        if len(told) == 2:
+            store.release.set()
+
+    client = Client(server.endpoint, name="parameter server", on_wait=on_wait, say_after=0.5)
+    client.call("echo")
+    client.call("wait", timeout=60.0)
+    client.close()
+    assert [what for what, _ in told] == ["to answer (wait)"] * 2
+    assert 0.5 <= told[0][1] and 2 * told[0][1] <= told[1][1]
+
+
+def test_a_repeated_call_is_told_and_the_time_it_asks_for_is_not(store: Store, server: Server):
+    told: list[str] = []
+    endpoints = [dataclasses.replace(server.endpoint, port=1)] * 4 + [server.endpoint]
+    client = Client(
+        lambda: endpoints.pop(0), name="parameter server", on_wait=lambda what, _: told.append(what), say_after=0.1
+    )
+    client.call("echo", {"timeout": 60.0})
+    assert told == []
+    client.close()
+    endpoints = [dataclasses.replace(server.endpoint, port=1)] * 4 + [server.endpoint]
+    client = Client(
+        lambda: endpoints.pop(0), name="parameter server", on_wait=lambda what, _: told.append(what), say_after=0.1
+    )
+    client.call("echo")
+    assert set(told) == {"to answer (echo)"}
+    client.close()

@@ -1,0 +1,69 @@
+"""A disk without room: one message that says where, and that nothing is lost."""
+
+import errno
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import UserError
+
+_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
+_WORDS = ("No space left on device", "Disk quota exceeded")
+
+
+class DiskFull(UserError):
+    """There is no room on the disk of `path`; `point` says where the same command goes on from."""
+
+    def __init__(self, path: str, point: str = "the last checkpoint"):
+        super().__init__(path, point)
+        self.path, self.point = path, point
+
+    def __str__(self) -> str:
+        return (
+            f"no space left on device: {self.path}; free some and run the same command again: "
+            f"it goes on from {self.point}"
+        )
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether that is at the root of it. TensorStore tells only in words."""
+    while error is not None:
+        told = isinstance(error, OSError) and error.errno in _NUMBERS
+        if told or isinstance(error, DiskFull) or any(words in str(error) for words in _WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def telling_full_disk(path: str | Path) -> Iterator[None]:
+    """An OSError that says so becomes DiskFull."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NUMBERS:
+            raise
+        raise DiskFull(str(path)) from error
+
+
+def quieten_full_disk() -> None:
+    """Orbax logs a screen for each of its threads that found no room, besides what it raises; TensorStore prints one
+    more for each write that ends after its thread."""
+    logger = logging.getLogger("absl")
+    if _not_of_full_disk not in logger.filters:
+        logger.addFilter(_not_of_full_disk)
+        sys.unraisablehook = partial(_but_for_late_writes, sys.unraisablehook)
+
+
+def _not_of_full_disk(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not (is_full_disk(error) or any(words in record.getMessage() for words in _WORDS))
+
+
+def _but_for_late_writes(hook: Callable[[Any], Any], what: Any) -> None:
+    if not (what.exc_type is RuntimeError and str(what.exc_value) == "Event loop is closed"):
+        hook(what)
