@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mesh import UserError
@@ -161,12 +162,18 @@ def process() -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
         running.kill()
 
 
+def stop(pid: int) -> None:
+    """As SIGSTOP does, which takes effect a little later."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it stops")
+
+
 def test_a_server_that_is_stopped_is_an_error_that_says_so(process: tuple[subprocess.Popen[str], Endpoint]):
     running, endpoint = process
     client = Client(endpoint, name="parameter server", connect_timeout=0.5)
     data = os.urandom(1 << 20)
     client.call("echo", {}, [data], timeout=30)
-    os.kill(running.pid, signal.SIGSTOP)
+    stop(running.pid)
     with pytest.raises(Unreachable, match=r"parameter server 127.0.0.1:\d+: echo failed: nothing came for 0.7 s"):
         client.call("echo", timeout=0.2)  # on a connection that is there
     with pytest.raises(Unreachable, match=r"echo failed: nothing came for 0.5 s"):
@@ -180,7 +187,7 @@ def test_a_server_that_stops_taking_bytes_is_an_error_that_says_so(process: tupl
     running, endpoint = process
     client = Client(endpoint, name="parameter server", connect_timeout=0.5)
     client.call("echo", timeout=30)
-    os.kill(running.pid, signal.SIGSTOP)
+    stop(running.pid)
     with pytest.raises(Unreachable, match=r"echo failed: nothing was taken for 0.5 s"):
         client.call("echo", {}, [bytes(64 << 20)])
     client.close()
