@@ -79,6 +79,7 @@ class Device:
             prefill_tokens=cfg.prefill_tokens,
             longest=longest,
             ragged=self._kernel,
+            grouped=self._mesh.devices.flat[0].platform == "cpu",
         )
         self._compile()
         if described is not None:

@@ -16,12 +16,17 @@ _LEAST_CHUNK = 32
 class Shapes:
     """Sizes for an engine of `slots` rows."""
 
-    def __init__(self, *, slots: int, steps: int, prefill_tokens: int, longest: int, ragged: bool):
+    def __init__(
+        self, *, slots: int, steps: int, prefill_tokens: int, longest: int, ragged: bool, grouped: bool = True
+    ):
         """Args:
             steps: of a decoding dispatch.
             longest: tokens that a sequence can have.
             ragged: whether a prefill too reads each row's own keys alone, so that there is one window for all.
+            grouped: whether rows decode in groups that read as far as each needs. On CPUs; elsewhere small groups would
+                leave the device idle, and each group has to be compiled for each layer and width.
         """
+        self._grouped = grouped
         self._steps, self._prefill_tokens = steps, prefill_tokens
         self._rows = halvings(slots, _LEAST_ROWS)
         self.chunks = [c for c in (_LEAST_CHUNK << 2 * i for i in range(16)) if c <= prefill_tokens]
@@ -42,7 +47,7 @@ class Shapes:
         8, 8, 16, 32, ...: the longest rows differ most in length. The groups of fewer rows are the first of those of
         more, so that all dispatches work in the same memory. Where windows are narrow, groups cost more than they save.
         """
-        if self.widest <= 2 * KEY_BLOCK:
+        if not self._grouped or self.widest <= 2 * KEY_BLOCK:
             return [rows]
         sizes = [size for size in reversed(self._rows) if size <= rows]
         return [sizes[0], *(after - before for before, after in itertools.pairwise(sizes))]

@@ -65,3 +65,8 @@ def test_a_dispatch_ends_early_when_a_smaller_one_would_do_or_others_wait():
     found = shapes()
     assert [found.quorum(count, waiting=False) for count in (1, 8, 9, 40, 64)] == [1, 1, 9, 33, 33]
     assert [found.quorum(count, waiting=True) for count in (1, 8, 64)] == [1, 7, 56]
+
+
+def test_elsewhere_than_on_cpus_all_rows_are_one_group():
+    shapes = Shapes(slots=64, steps=STEPS, prefill_tokens=512, longest=1000, ragged=False, grouped=False)
+    assert [shapes.groups(rows) for rows in (8, 64)] == [[8], [64]]
