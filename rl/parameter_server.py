@@ -45,7 +45,10 @@ class ParameterServer(Configurable):
         for name, least in {"keep": 1, "shards": 1, "fanout": 1, "key_every": 0, "spill_keep": 1}.items():
             if getattr(cfg, name) < least:
                 raise UserError(f"parameter_server.{name}={getattr(cfg, name)}; expected {least} or more")
-        get_codec(cfg.codec)
+        try:
+            get_codec(cfg.codec)
+        except UserError as error:
+            raise UserError(f"parameter_server.codec: {error}") from error
         sweep()
         self.cfg = cfg
         self.holder = Holder(PieceStore(), None if cfg.spill is None else self._open_spill(cfg, index))
