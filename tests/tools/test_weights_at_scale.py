@@ -4,6 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from tools import weights_at_scale
+from tools.relay_simulation import simulate
 from tools.weights_at_scale import (
     CASES,
     DOC,
@@ -13,7 +14,6 @@ from tools.weights_at_scale import (
     pull_bounds,
     push_bounds,
     readers_within,
-    simulate,
 )
 
 V5P_32B, V5P_671B = CASES[0], CASES[3]

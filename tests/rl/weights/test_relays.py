@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rl.weights.errors import WeightsError
 from rl.weights.relays import Grant, Relays
-from tools.weights_at_scale import simulate
+from tools.relay_simulation import simulate
 
 PATIENCE = 10.0
 WORKERS = [f"w{i}" for i in range(5)]
