@@ -1,5 +1,6 @@
 """Versions are whole, immutable, never reused, verified and waited for: in one process and over sockets."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from mesh import UserError
 from rl.parameter_server import ParameterServer
 from rl.weights.access import WeightAccess, connect
 from rl.weights.errors import WeightsError
-from tests.rl.weights.small import constant, host, publish, pull
+from tests.rl.weights.small import constant, host, on_device, publish, pull
 
 
 class Deployment:
@@ -160,6 +161,17 @@ def test_float32_is_pulled_as_bfloat16_where_the_policy_wants_that(deployment: D
     assert host(puller.pull(0)) == host(like)
     if deployment.remote:
         assert puller.moved.travelled + puller.moved.mapped < sum(x.nbytes for x in jax.tree.leaves(weights(0)))
+
+
+def test_contents_that_are_not_what_the_trainers_devices_had_are_refused_on_the_workers(deployment: Deployment):
+    """Whatever went wrong between the two, digests of the way included: here the copy from the device."""
+    access = deployment.access()
+    publisher = access.publisher()
+    taken = publisher.copy(on_device(weights(0)), 0)
+    meant = publisher.copy(on_device({**weights(0), "count": np.int32(8)}), 0)
+    publisher.publish(dataclasses.replace(taken, fingerprints=meant.fingerprints))
+    with pytest.raises(WeightsError, match="version 0: count on this worker's devices is not what the trainer had"):
+        pull(access, weights(0), 0)
 
 
 # ---- versions on disk
