@@ -104,6 +104,7 @@ class PolicyTrainer(Configurable):
         self._learner = cfg.learner.build()
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
         self._push: Push | None = None  # of the current one
+        self._saving: set[int] = set()  # steps whose checkpoints may still be on their way to the disk
         with jax.set_mesh(self._mesh):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
             self._graphdef, _ = split(abstract)
@@ -159,6 +160,7 @@ class PolicyTrainer(Configurable):
             self.save()
         else:
             self._checkpointer.check()  # a full disk is told now, not when the next one is due
+        self._tell_saved()
         return True
 
     def save(self) -> None:
@@ -169,12 +171,22 @@ class PolicyTrainer(Configurable):
         recent += [self.state["params"]] * missing
         state = {**self.state, "recent": {str(i): params for i, params in enumerate(recent)}}
         self._checkpointer.save(self.step, state, {"step": self.step, "versions": versions})
+        self._saving.add(self.step)
+
+    def _tell_saved(self) -> None:
+        """Of checkpoints that are on disk by now."""
+        if not self._saving:
+            return
+        for step in self._saving.intersection(self._checkpointer.steps()):
+            self._saving.remove(step)
+            self._events.append("trainer", "saved", step=step)
 
     def close(self) -> None:
         """Save, and wait until it is on disk."""
         self.settle()
         self.save()
         self._checkpointer.close()
+        self._tell_saved()
         self._metrics.close()
 
     # ---- parts

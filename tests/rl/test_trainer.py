@@ -248,6 +248,14 @@ def test_engine_and_trainer_score_the_same_tokens_alike(fresh: Roles):
     assert logprobs[batch["action_mask"]].max() > -1 and logprobs[batch["action_mask"]].min() < -6  # far from uniform
 
 
+def test_checkpoints_are_told_when_they_are_on_disk(tmp_path: Path):
+    roles = Roles.make(tmp_path / "r", config())
+    roles.advance(STEPS)
+    roles.trainer.close()
+    saved = [row["step"] for row in read_rows(roles.run.events_path) if row["event"] == "saved"]
+    assert sorted(set(saved)) == list(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
+
+
 # ---- when others die
 
 
