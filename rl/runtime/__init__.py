@@ -11,6 +11,9 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 # Ray would have roles yield to everything else on the machine (nice 15).
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Errors of loops are told by the driver that waits for them; at the end, when the verifier closes before a worker has
+# heard that the run is over, nobody waits.
+os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 # The death of a process is told in a paragraph of Ray's; the runtime tells it in a line of ours.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker died or was killed|Raylet is terminated")
 if "RAY_ADDRESS" not in os.environ:
