@@ -38,7 +38,7 @@ def fingerprints(params: Params) -> dict[str, str]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     by_mesh: dict[Any, list[tuple[str, jax.Array, PartitionSpec]]] = {}
     for path, leaf in leaves:
-        name = "/".join(str(key.key) for key in path)
+        name = path_name(path)
         if leaf.dtype.itemsize > 4 or not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
             raise WeightsError(f"tensor {name} is of {leaf.dtype}; only numbers of at most 32 bits have fingerprints")
         array, sharding = _on_a_mesh(leaf)
@@ -51,6 +51,11 @@ def fingerprints(params: Params) -> dict[str, str]:
         for (name, array, _), lanes in zip(arrays, sums, strict=True):
             found[name] = _digest(name, array.dtype.name, array.shape, lanes)
     return found
+
+
+def path_name(path: Any) -> str:
+    """Of an array in nested dicts: its keys, joined by slashes."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def fingerprint_version(fingerprints: Mapping[str, str]) -> str:

@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
-import xxhash
 
 from rl.weights.boxes import Box
 from rl.weights.codecs import get_codec
+from rl.weights.digest import digest_of
 from rl.weights.errors import VersionGone, WeightsError
 from rl.weights.piece_store import PieceStore
 from rl.weights.shared import Segment, host_identity
@@ -198,18 +198,6 @@ class Holder:
                     self._encoded.pop(name, None)
                 future.set_exception(error)
         return future.result()
-
-
-def digest_of(data: Any) -> str:
-    """XXH3-128 of an array's bytes (in C order) or of a buffer: against accidents, not against malice."""
-    if isinstance(data, np.ndarray):
-        data = as_bytes(data)
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def as_bytes(array: np.ndarray) -> np.ndarray:
-    """uint8, flat; a view where the array is contiguous."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def view(memory: np.ndarray, offset: int, box: Box, dtype: str) -> np.ndarray:

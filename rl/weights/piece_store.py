@@ -13,10 +13,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from mesh import UserError, did_you_mean
 from rl.weights.boxes import Box, covering, describe, shape_of, slices, volume, within
+from rl.weights.digest import as_bytes, digest_of
 from rl.weights.errors import VersionGone, WeightsError
 from rl.weights.shared import Segment
 
@@ -119,7 +119,7 @@ class PieceStore:
         entry = self._entry(version)
 
         def compute() -> str:
-            return xxhash.xxh3_128_hexdigest(_bytes(entry.read(tensor, box, dtype)))
+            return digest_of(entry.read(tensor, box, dtype))
 
         return entry.digests.get((tensor, box, dtype), compute)
 
@@ -340,7 +340,7 @@ class _Tied:
 
     def __init__(self, array: np.ndarray, owner: object) -> None:
         self.owner = (array, owner)
-        self.__array_interface__ = {**_bytes(array).__array_interface__, "data": (_address(array), True)}
+        self.__array_interface__ = {**as_bytes(array).__array_interface__, "data": (_address(array), True)}
 
 
 def _tied(array: np.ndarray, owner: object) -> np.ndarray:
@@ -350,10 +350,6 @@ def _tied(array: np.ndarray, owner: object) -> np.ndarray:
         tied.flags.writeable = False
         return tied
     return np.asarray(_Tied(array, owner)).view(array.dtype).reshape(array.shape)
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -385,7 +381,7 @@ def _around(box: Box, held: Collection[Box]) -> Box | None:
 def _require_same(name: str, held: np.ndarray, arrived: np.ndarray) -> None:
     if held.dtype != arrived.dtype:
         raise WeightsError(f"{name} is held as {held.dtype}, and came again as {arrived.dtype}")
-    if held is not arrived and not np.array_equal(_bytes(held), _bytes(arrived)):
+    if held is not arrived and not np.array_equal(as_bytes(held), as_bytes(arrived)):
         raise WeightsError(f"{name} is held, and came again with other bytes")
 
 

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from axlearn_like.layers.base import Params
+from rl.weights.digest import digest_of
 from rl.weights.errors import AttemptOver, VersionGone, WeightsError
 from rl.weights.fingerprint import fingerprints
-from rl.weights.holder import Shard, digest_of
+from rl.weights.holder import Shard
 from rl.weights.manifest import Piece, Seal
 from rl.weights.shared import Segment, host_identity
 from rl.weights.snapshot import Copied, Snapshot, take

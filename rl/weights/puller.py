@@ -17,13 +17,13 @@ import numpy as np
 from axlearn_like.layers.base import Params
 from rl.weights.boxes import needed_boxes
 from rl.weights.codecs import get_codec
+from rl.weights.digest import digest_of
 from rl.weights.errors import VersionGone, WeightsError
-from rl.weights.fingerprint import fingerprints
-from rl.weights.holder import Holder, HolderLink, ReadOptions, Wanted, digest_of
+from rl.weights.fingerprint import fingerprints, path_name
+from rl.weights.holder import Holder, HolderLink, ReadOptions, Wanted
 from rl.weights.manifest import Manifest
 from rl.weights.reading import Moved, Part, Reading, parts_by_shard
 from rl.weights.shared import Segment, host_identity
-from rl.weights.snapshot import path_name
 
 _PAUSE = 0.2  # seconds between attempts
 

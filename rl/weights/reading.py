@@ -9,8 +9,9 @@ import numpy as np
 
 from rl.weights.boxes import Box, covering, describe, shape_of, slices, within
 from rl.weights.codecs import get_codec
+from rl.weights.digest import as_bytes, digest_of
 from rl.weights.errors import WeightsError, WrongBase
-from rl.weights.holder import Answer, HolderLink, ReadOptions, Wanted, as_bytes, digest_of, view
+from rl.weights.holder import Answer, HolderLink, ReadOptions, Wanted, view
 from rl.weights.manifest import Manifest
 from rl.weights.memory import MEMORY
 from rl.weights.shared import Segment, SegmentGone

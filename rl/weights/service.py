@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from rl.weights.boxes import Box, shape_of
+from rl.weights.digest import as_bytes
 from rl.weights.directory import Directory
 from rl.weights.errors import WeightsError
-from rl.weights.holder import Answer, Holder, Pushed, ReadOptions, Wanted, as_bytes
+from rl.weights.holder import Answer, Holder, Pushed, ReadOptions, Wanted
 from rl.weights.manifest import Manifest, Seal, as_box, manifest_from_text, seal_from_text, to_text
 from rl.weights.memory import MEMORY
 from rl.weights.wire import Body, Client, Endpoint

@@ -12,7 +12,7 @@ from axlearn_like.layers.base import Params
 from mesh import UserError
 from rl.weights.boxes import Box, box_of, needed_boxes, owned_pieces, shape_of, slices, within
 from rl.weights.errors import WeightsError
-from rl.weights.fingerprint import fingerprint_version
+from rl.weights.fingerprint import fingerprint_version, path_name
 from rl.weights.manifest import TensorSpec
 from rl.weights.memory import ALIGNMENT, MEMORY
 from rl.weights.shared import Segment
@@ -100,11 +100,6 @@ def take(params: Params, version: int, marks: dict[str, str], *, shared: bool) -
         fingerprints=marks,
         memory=memory,
     )
-
-
-def path_name(path: Sequence[Any]) -> str:
-    """Keys joined by slashes."""
-    return "/".join(str(key.key) for key in path)
 
 
 def _copy(

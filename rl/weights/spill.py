@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
-import xxhash
 
 from mesh import UserError, did_you_mean
 from rl.weights.boxes import Box, shape_of
+from rl.weights.digest import digest_of
 from rl.weights.errors import VersionGone, WeightsError
 
 _SCHEMES = ("file", "gs", "s3", "memory")
@@ -103,7 +103,7 @@ class Spill:
             try:
                 records = self._write_pieces(version, pieces, pending)
                 body = json.dumps({"manifest": manifest, "pieces": records}, separators=(",", ":")).encode()
-                signed = xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body
+                signed = digest_of(body).encode() + b"\n" + body
                 name = f"v{version}/{_MANIFEST}"
                 self._wait("write", name, self._store.write(name, signed))
             except BaseException:
@@ -135,7 +135,7 @@ class Spill:
             held = ", ".join(map(str, self.versions())) or "none"
             raise VersionGone(f"spill {self.url} has no version {version}; versions there: {held}")
         digest, _, body = found.value.partition(b"\n")
-        if xxhash.xxh3_128_hexdigest(body).encode() != digest:
+        if digest_of(body).encode() != digest:
             raise WeightsError(f"spill {self.url}: {name} is damaged ({len(found.value)} bytes)")
         raw = json.loads(body)
         records = [
@@ -174,7 +174,7 @@ class Spill:
         in_flight = 0
         for tensor, box, array in pieces:
             data = array.tobytes()
-            record = _Record(tensor, box, array.dtype.name, xxhash.xxh3_128_hexdigest(data), len(data))
+            record = _Record(tensor, box, array.dtype.name, digest_of(data), len(data))
             records.append(record)
             if record.digest in written:
                 continue
@@ -215,7 +215,7 @@ class Spill:
             if version not in self.versions():
                 raise VersionGone(f"{what} went while it was read: the version has been retired")
             raise WeightsError(f"{what} is missing")
-        if len(found.value) != record.nbytes or xxhash.xxh3_128_hexdigest(found.value) != record.digest:
+        if len(found.value) != record.nbytes or digest_of(found.value) != record.digest:
             raise WeightsError(f"{what} is damaged: {len(found.value)} bytes, of {record.nbytes} that were written")
         return np.frombuffer(found.value, np.dtype(record.dtype)).reshape(shape_of(record.box))
 

@@ -39,7 +39,7 @@ from rl.trainer import PolicyTrainer
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import ReasoningGymScorer
 from rl.weights.codecs import get_codec
-from tools.bench.interleave import machine
+from tools.bench.circumstances import machine
 
 LEARNING_RATES = (1e-7, 1e-6, 1e-5, 1e-4)
 GAPS = (1, 4, 16, 64)

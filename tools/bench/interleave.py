@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -164,18 +163,6 @@ def measure_with_peers(
             say(f"left out: {error}")
             unmade[peer.name] = Measured(error=str(error))
     return measure(commands, steps, say, fields) | unmade
-
-
-def machine() -> dict[str, Any]:
-    """Where it ran: usable cores, processor model, load over one minute."""
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cores": cores, "cpu": model, "load": round(os.getloadavg()[0], 2)}
 
 
 def _leave_out(result: Measured, worker: StepWorker, error: WorkerError, say: Say) -> None:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
-from tools.bench.interleave import machine
+from tools.bench.circumstances import circumstances, machine
 from tools.bench.recovery_compare import compare, make_undisturbed
 from tools.bench.recovery_figures import Recovery, recoveries, role_of, seconds_by_role
 from tools.bench.recovery_job import recovery_job, undisturbed
 from tools.bench.recovery_run import DRIVER, PATIENCE_S, RunFailed, WatchedRun
-from tools.bench.rollout import circumstances
 
 BENCHMARK = "recovery"
 ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker", DRIVER)

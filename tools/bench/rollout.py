@@ -6,26 +6,15 @@ run, and those of `rollout_sections`, one after the other, each alone in a proce
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
+from tools.bench.circumstances import circumstances, machine
 from tools.bench.grpo_job import GrpoJob
-from tools.bench.interleave import (
-    OURS,
-    Measured,
-    Say,
-    machine,
-    measure_with_peers,
-    median_over_rounds,
-    our_command,
-)
+from tools.bench.interleave import OURS, Measured, Say, measure_with_peers, median_over_rounds, our_command
 from tools.bench.peers.environments import Peer, peers_of
 from tools.bench.rollout_sections import SECTIONS
 from tools.bench.step_protocol import GENERATION_FIELDS
@@ -33,7 +22,6 @@ from tools.bench.step_protocol import GENERATION_FIELDS
 BENCHMARK = "rollout"
 PEERS = "peers"  # the name of the comparison among sections
 _SECTION_TIMEOUT_S = 3600.0
-_PACKAGES = ("axlearn-like", "jax", "jaxlib", "numpy")
 
 
 def find_sections(names: Iterable[str], *, peers: bool) -> list[str]:
@@ -146,21 +134,6 @@ def describe_job(job: GrpoJob | None = None) -> str:
         f"{job.layers} layers x {job.dim}, {job.prompts} prompts x {job.group}, "
         f"{job.prompt_tokens} + {job.new_tokens} tokens with log-probabilities, float32, one core"
     )
-
-
-def circumstances() -> dict[str, Any]:
-    """Date, versions of the packages, and the command."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "source tree"
-    return {
-        "date": datetime.date.today().isoformat(),
-        "versions": versions,
-        "command": " ".join(["axl", *sys.argv[1:]]),
-    }
 
 
 def _tok_per_cpu_s(result: Measured) -> float:

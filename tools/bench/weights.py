@@ -5,23 +5,19 @@ The result is made of the keys of sections (`weights_sections`), each measured a
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
-from tools.bench.interleave import Say, machine, our_command
+from tools.bench.circumstances import PACKAGES, circumstances, machine
+from tools.bench.interleave import Say, our_command
 from tools.bench.peers.environments import Peer
 from tools.bench.weights_sections import SECTIONS
 
 BENCHMARK = "weights"
 _SECTION_TIMEOUT_S = 3600.0
-_PACKAGES = ("axlearn-like", "jax", "jaxlib", "numpy", "xxhash", "zstandard")
 
 type Rows = list[list[str]]
 
@@ -57,7 +53,7 @@ def run(
     for part in parts.values():
         result |= {key: value for key, value in part.items() if key != "error"}
     errors = {name: part["error"] for name, part in parts.items() if "error" in part}
-    return result | {"errors": errors, "machine": where, **_circumstances()}
+    return result | {"errors": errors, "machine": where, **circumstances((*PACKAGES, "xxhash", "zstandard"))}
 
 
 def run_section(name: str, say: Say, *, quick: bool) -> dict[str, Any]:
@@ -140,17 +136,3 @@ def _fan_out(result: Mapping[str, Any]) -> Rows:
         text = f"{one['server_copies']:.2f} copies from the server, {one['seconds_to_last']:.2f} s to the last"
         found.append([f"{result['fan_out']['workers']} workers, {way}", text])
     return found
-
-
-def _circumstances() -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "source tree"
-    return {
-        "date": datetime.date.today().isoformat(),
-        "versions": versions,
-        "command": " ".join(["axl", *sys.argv[1:]]),
-    }

@@ -7,7 +7,7 @@ import numpy as np
 
 from axlearn_like.layers.base import Params
 from rl.weights.access import WeightAccess
-from rl.weights.snapshot import path_name
+from rl.weights.fingerprint import path_name
 
 
 def publish(access: WeightAccess, params: Params, version: int) -> None:

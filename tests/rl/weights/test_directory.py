@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from rl.weights.boxes import Box
+from rl.weights.digest import digest_of
 from rl.weights.directory import Directory
 from rl.weights.errors import AttemptOver, WeightsError
-from rl.weights.holder import Holder, digest_of
+from rl.weights.holder import Holder
 from rl.weights.manifest import (
     Piece,
     Seal,

@@ -5,33 +5,12 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from rl.weights.errors import WeightsError
 from rl.weights.wire import Client, Endpoint, Server, Unreachable
 from tests.rl.weights.wire_bed import Store, connections, say, until
-
-
-@pytest.fixture
-def store() -> Store:
-    return Store()
-
-
-@pytest.fixture
-def server(store: Store) -> Iterator[Server]:
-    running = Server(store)
-    yield running
-    store.release.set()
-    running.close()
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    asking = Client(server.endpoint, name="parameter server")
-    yield asking
-    asking.close()
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "gänzlich falsch"])

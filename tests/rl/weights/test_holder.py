@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from rl.weights.codecs import get_codec
+from rl.weights.digest import as_bytes, digest_of
 from rl.weights.errors import VersionGone, WeightsError
-from rl.weights.holder import Holder, ReadOptions, as_bytes, digest_of
+from rl.weights.holder import Holder, ReadOptions
 from rl.weights.piece_store import PieceStore
 from rl.weights.shared import Segment, host_identity
 

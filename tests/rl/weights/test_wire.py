@@ -4,7 +4,6 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -14,26 +13,6 @@ import pytest
 from rl.weights.errors import VersionGone, WeightsError, WrongBase
 from rl.weights.wire import Body, Client, Server
 from tests.rl.weights.wire_bed import Store, connections, until
-
-
-@pytest.fixture
-def store() -> Store:
-    return Store()
-
-
-@pytest.fixture
-def server(store: Store) -> Iterator[Server]:
-    running = Server(store)
-    yield running
-    store.release.set()
-    running.close()
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    asking = Client(server.endpoint, name="parameter server")
-    yield asking
-    asking.close()
 
 
 def test_fields_and_bytes_go_both_ways(client: Client):

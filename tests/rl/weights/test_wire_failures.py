@@ -26,26 +26,6 @@ from tests.rl.weights.wire_bed import Store, connections, say, until
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def store() -> Store:
-    return Store()
-
-
-@pytest.fixture
-def server(store: Store) -> Iterator[Server]:
-    running = Server(store)
-    yield running
-    store.release.set()
-    running.close()
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    asking = Client(server.endpoint, name="parameter server")
-    yield asking
-    asking.close()
-
-
 @pytest.mark.parametrize("arrives", [0, 1, 999])
 def test_half_a_request_is_none(server: Server, client: Client, store: Store, arrives: int):
     header = b'{"operation":"store","fields":{"name":"w"}}'

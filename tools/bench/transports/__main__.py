@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
-from tools.bench.interleave import machine, worker_environ
+from tools.bench.circumstances import machine
+from tools.bench.interleave import worker_environ
 from tools.bench.peers.environments import Environment, EnvironmentFailed, ensure_environment
 from tools.bench.transports.yardsticks import ROOT, Spent, memcpy_gbps, raw_stream_gbps
 
