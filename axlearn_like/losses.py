@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from axlearn_like.layers.base import Params, bind
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.layers.aux import Aux
+from axlearn_like.layers.base import bind
+from axlearn_like.layers.chunks import in_chunks
 from axlearn_like.layers.context import PackedContext
 from axlearn_like.layers.reduction import apart, exponentials
+from mesh.errors import UserError
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -56,35 +60,75 @@ def chosen_tokens(logits_btv: jax.Array, targets_bt: jax.Array) -> Chosen:
     return Chosen(logit, apart(jnp.max(logits, axis=-1)), total[..., 0])
 
 
-def supervised_loss(logits_btv: jax.Array, batch: Batch) -> tuple[jax.Array, Metrics]:
-    """Weighted cross entropy and its metrics, all additive over slices of the batch.
+class SupervisedLoss(Configurable):
+    """Weighted cross entropy of next tokens, the layers' own losses, and metrics, all additive over slices."""
+
+    class Config(ConfigBase["SupervisedLoss"]):
+        chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
+        z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, arXiv 2204.02311, 5)
+
+    def __init__(self, cfg: Config):
+        if cfg.chunks < 1 or cfg.z_loss < 0:
+            raise UserError(
+                f"SupervisedLoss.Config: expected chunks >= 1 and z_loss >= 0, got {cfg.chunks} and {cfg.z_loss}"
+            )
+        self._cfg = cfg
+
+    def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
+        """Loss and metrics of a decoder on a packed batch of `SupervisedInput`.
+
+        The batch's `weights`, float32 [batch, length], are 1 / (number of target tokens in the *global* batch) on
+        target tokens and 0 elsewhere, so that the sum over any split into microbatches is the mean over the global
+        batch. A layer's own loss, a mean over the tokens of a slice, counts by the slice's share of that weight.
+        """
+        context = PackedContext(positions=batch["positions"], segment_ids=batch["segment_ids"])
+        hidden = model.hidden(batch["tokens"], context)
+
+        def head(x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
+            return supervised_loss(
+                model.logits(x), {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss
+            )
+
+        parts = in_chunks(head, self._cfg.chunks, hidden.x, batch["targets"], batch["weights"])
+        loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), parts)
+        return _with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
+
+
+def supervised_loss(logits_btv: jax.Array, batch: Batch, *, z_loss: float = 0.0) -> tuple[jax.Array, Metrics]:
+    """Weighted cross entropy and its metrics, from logits.
 
     Args:
         logits_btv: [batch, length, vocab].
-        batch: `targets` int32 [batch, length] and `weights` float32 [batch, length]. The weights
-            are 1 / (number of target tokens in the *global* batch) on target tokens and 0
-            elsewhere, so the sum over any split into microbatches is the mean over the global
-            batch.
+        batch: `targets` int32 [batch, length] and `weights` float32 [batch, length] (see `SupervisedLoss`).
+        z_loss: weight of the squared logsumexp.
 
     Returns:
-        The loss, and the metrics `loss`, `accuracy` (fractions of the global batch) and `tokens` (a
-        count).
+        The loss, and the metrics `loss` (cross entropy alone), `accuracy` (fractions of the global batch), `tokens` (a
+        count) and, where it has a weight, `z_loss`.
     """
     weights = batch["weights"]
     loss = -jnp.sum(token_logprobs(logits_btv, batch["targets"]) * weights)
     hits = jnp.argmax(logits_btv, axis=-1).astype(batch["targets"].dtype) == batch["targets"]
-    return loss, {
+    metrics = {
         "loss": loss,
         "accuracy": jnp.sum(jnp.where(hits, weights, 0.0)),
         "tokens": jnp.sum(weights > 0, dtype=jnp.int32),
     }
+    if z_loss:
+        peak = jax.nn.logsumexp(logits_btv.astype(jnp.float32), axis=-1)
+        metrics["z_loss"] = z_loss * jnp.sum(peak * peak * weights)
+        loss = loss + metrics["z_loss"]
+    return loss, metrics
 
 
-def make_supervised_loss(graphdef: nnx.GraphDef[Any]) -> LossFn:
+def _with_aux(loss: jax.Array, metrics: Metrics, aux: Aux, share: jax.Array) -> tuple[jax.Array, Metrics]:
+    """With what the layers add, where the slice is this share of the global batch."""
+    losses = {name: value * share for name, value in aux.losses.items()}
+    others = {name: value if name.endswith("_max") else value * share for name, value in aux.metrics.items()}
+    return sum(losses.values(), loss), {**metrics, **losses, **others}
+
+
+def make_supervised_loss(graphdef: nnx.GraphDef[Any], loss: SupervisedLoss | None = None) -> LossFn:
     """`loss_fn(params, batch)` of a decoder on the packed batches of `SupervisedInput`."""
-
-    def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        context = PackedContext(positions=batch["positions"], segment_ids=batch["segment_ids"])
-        return supervised_loss(bind(graphdef, params)(batch["tokens"], context), batch)
-
-    return loss_fn
+    loss = loss or SupervisedLoss.Config().build()
+    return lambda params, batch: loss(bind(graphdef, params), batch)

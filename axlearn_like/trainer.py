@@ -18,7 +18,7 @@ from axlearn_like.config_text import to_text
 from axlearn_like.input import InputError, SupervisedInput
 from axlearn_like.layers.base import split
 from axlearn_like.learner import Learner
-from axlearn_like.losses import make_supervised_loss
+from axlearn_like.losses import SupervisedLoss, make_supervised_loss
 from axlearn_like.metrics import MetricsWriter, Progress, read_rows
 from axlearn_like.preemption import Stop, graceful_stop
 from axlearn_like.run_directory import EventLog, RunDirectory
@@ -69,6 +69,7 @@ class Trainer(Configurable):
         model: ConfigBase = REQUIRED
         input: SupervisedInput.Config = REQUIRED
         learner: Learner.Config = REQUIRED
+        loss: SupervisedLoss.Config = SupervisedLoss.Config()
         checkpoint: Checkpointer.Config = Checkpointer.Config()
         mesh: dict[str, int] = {}  # axis -> size; absent axes have size 1, one may be -1
         microbatches: int = 1
@@ -135,7 +136,7 @@ class Trainer(Configurable):
             stack.enter_context(progress)
         evaluators: list[Evaluator] = [e.build(graphdef=graphdef) for e in cfg.evaluators]
         log = _Log(writer, progress, start, _rows(run_dir))
-        step_fn = make_train_step(make_supervised_loss(graphdef), self._learner, cfg.microbatches)
+        step_fn = make_train_step(make_supervised_loss(graphdef, cfg.loss.build()), self._learner, cfg.microbatches)
 
         step, reached = start, cfg.stop_when.build() if cfg.stop_when else lambda rows: False
 

@@ -43,5 +43,5 @@ def score_rows(model: Any, tokens: jax.Array, targets: jax.Array, temperature: j
     `temperature` is an array [1], since XLA divides by an array but multiplies by a constant's reciprocal.
     """
     positions = constrain(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), "batch", None)
-    hidden, _ = model.hidden(tokens, RowContext(positions))
+    hidden = model.hidden(tokens, RowContext(positions)).x
     return chosen_tokens(apart(model.logits(hidden) / temperature), targets)

@@ -246,7 +246,7 @@ class PolicyTrainer(Configurable):
         trunk = batch["trunk"]
         context = GroupContext(batch["trunk_lengths"], trunk.shape[1], samples, length)
         tokens = jnp.concatenate([trunk, batch["inputs"].reshape(groups, -1)], axis=1)
-        hidden, _ = model.hidden(tokens, context)
+        hidden = model.hidden(tokens, context).x
         logits = model.logits(hidden[:, trunk.shape[1] :]) / self.cfg.temperature
         chosen = token_logprobs(logits, batch["targets"].reshape(groups, -1))
         logp = jax.nn.log_softmax(logits, axis=-1)

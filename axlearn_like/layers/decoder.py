@@ -3,7 +3,7 @@
 Llama, Qwen and the like are configs of this one class (see models/).
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.aux import Aux, over_layers
 from axlearn_like.layers.base import Layer
 from axlearn_like.layers.context import Context
 from axlearn_like.layers.embedding import Embedding, Head
@@ -34,10 +35,27 @@ class Block(Layer):
         self.feed_forward = cfg.feed_forward.clone(dim=cfg.dim).build(rngs=rngs)
         self.cache_shape: tuple[int, int] = self.attention.cache_shape
 
-    def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x_btd: jax.Array, context: Context, cache: Any, routing: Any = None
+    ) -> tuple[jax.Array, Any, Aux]:
         mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
         x_btd = x_btd + mixed
-        return x_btd + self.feed_forward(self.feed_forward_norm(x_btd)), cache
+        y_btd, aux = self.feed_forward(self.feed_forward_norm(x_btd), routing)
+        return x_btd + y_btd, cache, aux
+
+
+class Hidden(NamedTuple):
+    """What the stack of blocks makes of tokens.
+
+    Attributes:
+        x: final hidden states [batch, length, dim], normalised.
+        cache: as the context left it.
+        aux: of all layers.
+    """
+
+    x: jax.Array
+    cache: Any
+    aux: Aux
 
 
 class Decoder(Layer):
@@ -70,40 +88,43 @@ class Decoder(Layer):
 
     def __call__(self, tokens_bt: jax.Array, context: Context) -> jax.Array:
         """float32 logits [batch, length, vocab]."""
-        return self.logits(self.hidden(tokens_bt, context)[0])
+        return self.logits(self.hidden(tokens_bt, context).x)
 
-    def hidden(
-        self, tokens_bt: jax.Array, context: Context, cache: Any = None
-    ) -> tuple[jax.Array, Any]:
-        """Final hidden states [batch, length, dim] and the cache as the context left it.
+    def hidden(self, tokens_bt: jax.Array, context: Context, cache: Any = None, routing: Any = None) -> Hidden:
+        """Final hidden states, the cache as the context left it, and the layers' auxiliary outputs.
 
-        `cache` is None; or a tuple with one pytree per layer (then the loop is unrolled); or one pytree for all layers,
-        which goes from layer to layer, each being given (cache, its index): a large pool is updated in place.
+        Args:
+            tokens_bt: int32 [batch, length].
+            context: what may look at what.
+            cache: None; or a tuple with one pytree per layer (then the loop is unrolled); or one pytree for all layers,
+                which goes from layer to layer, each being given (cache, its index): a large pool is updated in place.
+            routing: int32 [layers, batch, length, top_k], experts to be used again (see `Aux`), or None: chosen anew.
         """
         x = self.embedding(tokens_bt, self.dtype)
 
-        def apply(carry: tuple[jax.Array, Any], layer_and_index: tuple[Block, Any]) -> tuple[Any, None]:
-            (x, cache), (layer, index) = carry, layer_and_index
+        def apply(carry: tuple[jax.Array, Any], each: tuple[Block, Any, Any]) -> tuple[Any, Aux]:
+            (x, cache), (layer, index, routing) = carry, each
             if cache is None:
-                return (layer(x, context, None)[0], None), None
-            x, (cache, _) = layer(x, context, (cache, index))
-            return (x, cache), None
+                x, _, aux = layer(x, context, None, routing)
+                return (x, None), aux
+            x, (cache, _), aux = layer(x, context, (cache, index), routing)
+            return (x, cache), aux
 
         if isinstance(cache, tuple):
             caches = []
             for layer, layer_cache in zip(self._unstacked(), cache, strict=True):
-                x, layer_cache = layer(x, context, layer_cache)
+                x, layer_cache, _ = layer(x, context, layer_cache)
                 caches.append(layer_cache)
-            return self.norm(x), tuple(caches)
+            return Hidden(self.norm(x), tuple(caches), Aux())
         if isinstance(self.layers, tuple):
             for index, layer in enumerate(self.layers):
-                (x, cache), _ = apply((x, cache), (layer, jnp.int32(index)))
-            return self.norm(x), cache
+                (x, cache), _ = apply((x, cache), (layer, jnp.int32(index), None))
+            return Hidden(self.norm(x), cache, Aux())
         if self.remat == "everything":
             apply = jax.checkpoint(apply)
-        stack = (self.layers, jnp.arange(self.num_layers))
-        (x, cache), _ = jax.lax.scan(apply, (x, cache), stack, unroll=self.scan_unroll)
-        return self.norm(x), cache
+        stack = (self.layers, jnp.arange(self.num_layers), routing)
+        (x, cache), aux = jax.lax.scan(apply, (x, cache), stack, unroll=self.scan_unroll)
+        return Hidden(self.norm(x), cache, over_layers(aux))
 
     def unstack(self) -> "Decoder":
         """The same model with its layers in a list: XLA's CPU backend copies each weight that it cuts from a stack."""

@@ -1,9 +1,12 @@
 """Gated feed-forward network (SwiGLU, Shazeer 2020, arXiv 2002.05202)."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.linear import project
 
@@ -21,7 +24,9 @@ class SwiGLU(Layer):
         self.up_df = param(rngs, (cfg.dim, cfg.hidden), ("embed", "hidden"), wide)
         self.down_fd = param(rngs, (cfg.hidden, cfg.dim), ("hidden", "embed"), narrow)
 
-    def __call__(self, x_btd: jax.Array) -> jax.Array:
+    def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
+        """[b, t, d] -> [b, t, d]; there is nothing to route."""
+        del routing
         gate = project(x_btd, self.gate_df[...], out_axis="hidden")
         up = project(x_btd, self.up_df[...], out_axis="hidden")
-        return project(jax.nn.silu(gate) * up, self.down_fd[...], in_axis="hidden")
+        return project(jax.nn.silu(gate) * up, self.down_fd[...], in_axis="hidden"), Aux()

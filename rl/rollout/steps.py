@@ -59,7 +59,7 @@ def prefill(model: Any, pool: Pool, chunks: Chunks, *, pages: int, kernel: bool)
     context = PagedContext(
         chunks.page_table, chunks.starts, chunks.counts, chunk=chunks.tokens.shape[1], pages=pages, kernel=kernel
     )
-    return model.hidden(chunks.tokens, context, pool)[1]
+    return model.hidden(chunks.tokens, context, pool).cache
 
 
 def decode(
@@ -167,7 +167,8 @@ def _paged_step(model: Any, rows: Rows, pages: int) -> Advance:
     ) -> tuple[jax.Array, Pool]:
         del step
         context = PagedContext(rows.page_table, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=True)
-        return model.hidden(feed[:, None], context, pool)
+        hidden = model.hidden(feed[:, None], context, pool)
+        return hidden.x, hidden.cache
 
     return advance
 
@@ -177,7 +178,8 @@ def _window_step(model: Any, needed: jax.Array) -> Advance:
         caches: Any, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, Any]:
         del alive  # a row that has ended writes behind its last token in its own window, which nobody reads
-        return model.hidden(feed[:, None], WindowContext(lengths, needed, step), caches)
+        hidden = model.hidden(feed[:, None], WindowContext(lengths, needed, step), caches)
+        return hidden.x, hidden.cache
 
     return advance
 

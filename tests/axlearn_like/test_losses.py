@@ -1,8 +1,13 @@
+import math
+import re
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.losses import supervised_loss, token_logprobs
+from axlearn_like.losses import SupervisedLoss, make_supervised_loss, supervised_loss, token_logprobs
+from tests.axlearn_like.layers.small import initialise, small_decoder
 
 
 def test_token_logprobs_are_log_softmax_in_float32():
@@ -35,3 +40,60 @@ def test_supervised_loss_counts_only_weighted_targets():
     np.testing.assert_allclose(loss, (good + bad) / 2, rtol=1e-5)
     assert metrics["accuracy"] == 0.5
     assert metrics["tokens"] == 2
+
+
+def tiny_loss(**loss):
+    """Loss, metrics and gradients of a small decoder under a loss config."""
+    graphdef, params = initialise(small_decoder())
+    rng = np.random.default_rng(1)
+    batch = {
+        "tokens": rng.integers(0, 40, (2, 8)),
+        "targets": rng.integers(0, 40, (2, 8)),
+        "positions": np.tile(np.arange(8), (2, 1)),
+        "segment_ids": np.ones((2, 8), np.int32),
+        "weights": rng.integers(0, 2, (2, 8)).astype(np.float32) / 16,
+    }
+    loss_fn = make_supervised_loss(graphdef, SupervisedLoss.Config(**loss).build())
+    return jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
+
+
+def test_chunks_of_the_head_change_nothing():
+    (whole, metrics), gradients = tiny_loss()
+    (chunked, chunked_metrics), chunked_gradients = tiny_loss(chunks=4)
+    np.testing.assert_allclose(chunked, whole, rtol=1e-6)
+    assert chunked_metrics["tokens"] == metrics["tokens"]
+    np.testing.assert_allclose(chunked_metrics["accuracy"], metrics["accuracy"])
+    chex.assert_trees_all_close(chunked_gradients, gradients, atol=1e-6)
+
+
+def test_the_z_loss_is_the_squared_logsumexp_and_has_a_gradient():
+    (plain, _), without = tiny_loss()
+    (total, metrics), with_it = tiny_loss(z_loss=0.1)
+    np.testing.assert_allclose(total - plain, metrics["z_loss"], rtol=1e-4)
+    logits = np.random.default_rng(2).normal(size=(1, 2, 5))
+    weights = np.asarray([[0.25, 0.5]])
+    batch = {"targets": jnp.zeros((1, 2), jnp.int32), "weights": jnp.asarray(weights)}
+    squared = np.log(np.exp(logits).sum(-1)) ** 2
+    got = supervised_loss(jnp.asarray(logits, jnp.float32), batch, z_loss=0.1)[1]["z_loss"]
+    np.testing.assert_allclose(got, 0.1 * (squared * weights).sum(), rtol=1e-5)
+    assert not np.allclose(jax.tree.leaves(without)[0], jax.tree.leaves(with_it)[0])
+
+
+def test_no_array_of_all_logits_exists_where_the_head_works_in_chunks():
+    graphdef, params = initialise(small_decoder(vocab_size=4096))
+
+    def compiled(chunks: int) -> tuple[int, bool]:
+        """Temporary bytes, and whether there is any array as large as all logits."""
+        loss_fn = make_supervised_loss(graphdef, SupervisedLoss.Config(chunks=chunks).build())
+        ints = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+        batch = {name: ints for name in ("tokens", "targets", "positions", "segment_ids")}
+        batch["weights"] = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+        program = jax.jit(jax.grad(loss_fn, has_aux=True)).lower(params, batch).compile()
+        sizes = [math.prod(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", program.as_text())]
+        memory = program.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes, max(sizes) >= 4 * 64 * 4096
+
+    whole, chunked = compiled(1), compiled(8)
+    assert whole[1] and not chunked[1]
+    assert chunked[0] < 0.7 * whole[0]

@@ -10,7 +10,7 @@ from tests.axlearn_like.layers import reference
 def test_it_is_the_equation():
     graphdef, params = split(SwiGLU.Config(dim=12, hidden=20).build(rngs=nnx.Rngs(0)))
     x = np.random.default_rng(0).normal(size=(2, 3, 12)).astype(np.float32)
-    y = jax.jit(lambda p, x: bind(graphdef, p)(x))(params, x)
+    y = jax.jit(lambda p, x: bind(graphdef, p)(x)[0])(params, x)
     expected = reference.feed_forward(reference.float64(params), x.astype(np.float64))
     np.testing.assert_allclose(y, expected, atol=1e-6)
 

@@ -54,17 +54,17 @@ class Policy:
     def score(self, params: Params, tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         model = bind(self.graphdef, params)
-        return model.logits(model.hidden(tokens, RowContext(positions))[0])
+        return model.logits(model.hidden(tokens, RowContext(positions)).x)
 
     def chunk(self, chunk: int, params: Params, pool: Any, table: Any, starts: Any, counts: Any, tokens: Any) -> Any:
         model = bind(self.graphdef, params)
-        hidden, pool = model.hidden(tokens, PagedContext(table, starts, counts, chunk=chunk, pages=PAGES), pool)
+        hidden, pool, _ = model.hidden(tokens, PagedContext(table, starts, counts, chunk=chunk, pages=PAGES), pool)
         return model.logits(hidden), pool
 
     def step(self, params: Params, caches: Any, lengths: jax.Array, feed: jax.Array) -> Any:
         model = bind(self.graphdef, params)
         context = WindowContext(lengths, cells_needed(caches[0].windows, lengths + 1), jnp.int32(0))
-        hidden, caches = model.hidden(feed[:, None], context, caches)
+        hidden, caches, _ = model.hidden(feed[:, None], context, caches)
         return model.logits(hidden)[:, 0], caches
 
     def scored(self, tokens: np.ndarray) -> np.ndarray:

@@ -103,7 +103,7 @@ def _model(weights: Params) -> Any:
 def _plain_logits(weights: Params, tokens: jax.Array) -> jax.Array:
     model = _model(weights)
     context = RowContext(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
-    return model.logits(model.hidden(tokens, context)[0])
+    return model.logits(model.hidden(tokens, context).x)
 
 
 _ROWS, _LENGTH = 16, 64
