@@ -13,6 +13,9 @@ import jax
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.kernels.attention.all_gather import AllGather
+from axlearn_like.kernels.attention.interface import FirstSupported, Mixing
+from axlearn_like.kernels.attention.kernel import Rules
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.context import Context
 from axlearn_like.layers.linear import project
@@ -37,6 +40,13 @@ class Attention(Layer):
         qkv_bias: bool = False  # Qwen 2 and 2.5
         qk_norm: RMSNorm.Config | None = None  # Qwen 3
         rope: Rope.Config = Rope.Config()
+        causal: bool = True
+        window: int | None = None  # tokens that a query sees, its own included; None: all before it
+        soft_cap: float | None = None  # scores become cap * tanh(score / cap); Gemma 2
+        scale: float | None = None  # of scores; None: head_dim ** -0.5
+        sinks: bool = False  # a learned score for each head, which takes weight and gives nothing; gpt-oss
+        kernel: ConfigBase = FirstSupported.Config()
+        sequence: ConfigBase = AllGather.Config()  # or Ring: what devices do that share a row (mesh axis sequence)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         kv_heads = cfg.num_kv_heads or cfg.num_heads
@@ -78,6 +88,9 @@ class Attention(Layer):
         self.v_bias_kh = bias((kv_heads, head_dim))
         self.q_norm, self.k_norm = head_norm(), head_norm()
         self.rope = cfg.rope.clone(head_dim=head_dim).build(rngs=rngs)
+        self.rules = Rules(causal=cfg.causal, window=cfg.window, soft_cap=cfg.soft_cap, scale=cfg.scale)
+        self.kernel, self.sequence = cfg.kernel.build(), cfg.sequence.build()
+        self.sinks_kq = param(rngs, (kv_heads, per_kv), ("heads", None), zeros) if cfg.sinks else None
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
@@ -92,7 +105,8 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = self.rope(context.positions)
-        mixed, cache = context.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
+        mixing = Mixing(self.rules, self.kernel, self.sequence, None if self.sinks_kq is None else self.sinks_kq[...])
+        mixed, cache = context.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, mixing)
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads")
         return out, cache
 
