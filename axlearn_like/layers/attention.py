@@ -56,7 +56,7 @@ class Attention(Layer):
             )
         if cfg.head_dim is None and cfg.dim % cfg.num_heads:
             raise UserError(f"Attention: dim={cfg.dim} is not a multiple of num_heads={cfg.num_heads}")
-        _check_spread(kv_heads)
+        check_spread("Attention: num_kv_heads", kv_heads)
         head_dim = cfg.head_dim or cfg.dim // cfg.num_heads
         self.cache_shape = (kv_heads, head_dim)  # of one token's keys, and of its values
         per_kv = cfg.num_heads // kv_heads
@@ -111,9 +111,13 @@ class Attention(Layer):
         return out, cache
 
 
-def _check_spread(kv_heads: int) -> None:
-    """A key/value head is never cut, nor separated from its query heads."""
+def check_spread(name: str, heads: int) -> None:
+    """A key/value head is never cut, nor separated from its query heads.
+
+    Raises:
+        UserError: so many heads do not divide over the mesh; the name is told.
+    """
     sizes = axis_sizes("heads")
-    if kv_heads % math.prod(sizes.values()):
+    if heads % math.prod(sizes.values()):
         over = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise UserError(f"Attention: num_kv_heads={kv_heads} do not divide evenly over the mesh ({over})")
+        raise UserError(f"{name}={heads} do not divide evenly over the mesh ({over})")

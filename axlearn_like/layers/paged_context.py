@@ -221,7 +221,8 @@ def attend_blocks(
     parts = [weights[..., block] for block in key_blocks(scores.shape[-1], width)]
     mixed = sum(_weighted_sum(part, constrain(v, *spread)) for part, v in zip(parts, values, strict=True)) / total
     split = partition("batch", "heads", None, None, None)
-    mixed = jnp.reshape(mixed.astype(q_rckqh.dtype), (rows, heads, length, per_head, width), out_sharding=split)
+    shape = (rows, heads, length, per_head, values[0].shape[-1])
+    mixed = jnp.reshape(mixed.astype(q_rckqh.dtype), shape, out_sharding=split)
     return mixed.transpose(0, 2, 1, 3, 4)
 
 

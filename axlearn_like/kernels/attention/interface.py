@@ -151,20 +151,19 @@ def _on_each_device(
     """Every device works on its rows, its heads and its part of the length."""
     body = functools.partial(ring.on_one_device if call.ring else all_gather.on_one_device, kernel, call)
     heads = ("batch", "length", "heads", None)
-    axes = ((*heads, None), heads, heads, ("batch", "length"))
-    args = [constrain(x, *names) for x, names in zip((q, k, v, segments), axes, strict=True)]
+    axes = ((*heads, None), heads, heads, ("batch", "length"), ("length",))
+    args = [constrain(x, *names) for x, names in zip((q, k, v, segments, jnp.asarray(places)), axes, strict=True)]
+    specs: list[Any] = [partition(*names) for names in axes]
     sinks = None if mixing.sinks is None else constrain(mixing.sinks, "heads", None)
-    tables = None if call.ring else kernel.tables(call)
     length = partition("length")
     cut = length[0] if length else None
+    tables = None if call.ring else jax.tree.map(jnp.asarray, kernel.tables(call))
+    table_specs = jax.tree.map(
+        lambda x: PartitionSpec(*(None,) * (x.ndim - 2), cut, *(None,) * (x.ndim > 1)), tables
+    )
     return jax.shard_map(
         body,
-        in_specs=(
-            *(partition(*names) for names in axes),
-            PartitionSpec(cut),
-            None if sinks is None else partition("heads", None),
-            jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 2), cut, *(None,) * (x.ndim > 1)), tables),
-        ),
-        out_specs=partition(*axes[0]),
+        in_specs=(*specs, None if sinks is None else partition("heads", None), table_specs),
+        out_specs=specs[0],
         check_vma=False,
-    )(*args, jnp.asarray(places), sinks, tables)
+    )(*args, sinks, jax.tree.map(jax.sharding.reshard, tables, table_specs))
