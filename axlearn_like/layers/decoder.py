@@ -16,7 +16,9 @@ from axlearn_like.layers.base import Layer
 from axlearn_like.layers.context import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.linear import residual_length, whole_length
 from axlearn_like.layers.norm import RMSNorm
+from axlearn_like.layers.remat import checkpoint, find_remat, named
 
 
 class Block(Layer):
@@ -38,6 +40,7 @@ class Block(Layer):
     def __call__(
         self, x_btd: jax.Array, context: Context, cache: Any, routing: Any = None
     ) -> tuple[jax.Array, Any, Aux]:
+        x_btd = named(x_btd, "block_input")
         mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
         x_btd = x_btd + mixed
         y_btd, aux = self.feed_forward(self.feed_forward_norm(x_btd), routing)
@@ -71,7 +74,7 @@ class Decoder(Layer):
         head: Head.Config | None = None  # None: tied to the embedding
         dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are float32
         scan_unroll: int = 1  # layers per iteration of the scan: more is faster to run, slower to compile
-        remat: Literal["nothing", "everything"] = "nothing"  # recomputed in the backward pass
+        remat: str | dict[str, Literal["save", "offload"]] = "nothing"  # recomputed in the backward pass (remat.py)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         sizes = {"dim": cfg.dim, "vocab_size": cfg.vocab_size}
@@ -85,6 +88,7 @@ class Decoder(Layer):
         self.cache_shape: tuple[int, int] = self.layers.cache_shape  # key/value heads and their width
         self.dtype = jnp.dtype(cfg.dtype)
         self.remat, self.scan_unroll = cfg.remat, cfg.scan_unroll
+        find_remat(cfg.remat)  # refused here, before anything is compiled
 
     def __call__(self, tokens_bt: jax.Array, context: Context) -> jax.Array:
         """float32 logits [batch, length, vocab]."""
@@ -101,6 +105,8 @@ class Decoder(Layer):
             routing: int32 [layers, batch, length, top_k], experts to be used again (see `Aux`), or None: chosen anew.
         """
         x = self.embedding(tokens_bt, self.dtype)
+        if cache is None:
+            x = residual_length(x)
 
         def apply(carry: tuple[jax.Array, Any], each: tuple[Block, Any, Any]) -> tuple[Any, Aux]:
             (x, cache), (layer, index, routing) = carry, each
@@ -120,11 +126,10 @@ class Decoder(Layer):
             for index, layer in enumerate(self.layers):
                 (x, cache), _ = apply((x, cache), (layer, jnp.int32(index), None))
             return Hidden(self.norm(x), cache, Aux())
-        if self.remat == "everything":
-            apply = jax.checkpoint(apply)
+        apply = checkpoint(apply, find_remat(self.remat))
         stack = (self.layers, jnp.arange(self.num_layers), routing)
         (x, cache), aux = jax.lax.scan(apply, (x, cache), stack, unroll=self.scan_unroll)
-        return Hidden(self.norm(x), cache, over_layers(aux))
+        return Hidden(whole_length(self.norm(x)), cache, over_layers(aux))
 
     def unstack(self) -> "Decoder":
         """The same model with its layers in a list: XLA's CPU backend copies each weight that it cuts from a stack."""
