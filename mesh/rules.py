@@ -21,7 +21,7 @@ LOGICAL_AXES: dict[str, tuple[str, ...] | str | None] = {
     "heads": "tensor",
     "hidden": "tensor",
     "vocab": "tensor",
-    "layers": None,
+    "layers": "pipeline",
 }
 
 
