@@ -33,7 +33,7 @@ def test_names_become_mesh_axes():
         assert partition("layers", "embed") == PartitionSpec(None, "fsdp")
         assert axis_sizes("batch") == {"data": 2, "fsdp": 2}
         assert axis_sizes("heads") == {"tensor": 2}
-        assert axis_sizes("layers") == {}
+        assert axis_sizes("layers") == {"pipeline": 1}
 
 
 def test_an_unknown_name_is_an_error():
