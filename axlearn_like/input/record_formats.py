@@ -1,5 +1,6 @@
 """Files of records: ArrayRecord and Parquet."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -49,24 +50,20 @@ class ArrayRecord(FileSource):
 
     def check(self, path: Path, fields: tuple[str, ...]) -> None:
         del fields
-        reader = _open(path)
-        records = reader.num_records()
-        reader.close()
+        with _array_record(path) as reader:
+            records = reader.num_records()
         if not records:
             raise InputError(f"{path} has no records")
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
         del fields
-        reader = _open(path)
-        try:
+        with _array_record(path) as reader:
             count = reader.num_records()
             for begin in range(0, count, _AT_ONCE):
                 end = min(begin + _AT_ONCE, count)
                 for number, data in enumerate(reader.read(list(range(begin, end))), start=begin):
                     where = f"{path}, record {number}"
                     yield self._fields(data, where), where, (number + 1) / count
-        finally:
-            reader.close()
 
     def _fields(self, data: bytes, where: str) -> Mapping[str, Any]:
         try:
@@ -80,15 +77,16 @@ class ArrayRecord(FileSource):
             ) from error
 
 
-def _open(path: Path) -> Any:
+@contextlib.contextmanager
+def _array_record(path: Path) -> Iterator[Any]:
     from array_record.python.array_record_module import ArrayRecordReader
 
     try:
         reader = ArrayRecordReader(str(path))
-        reader.num_records()
-    except (RuntimeError, ValueError, IndexError, OSError) as error:
-        raise InputError(f"{path} is not an ArrayRecord file: {error}") from error
-    return reader
+        yield reader
+        reader.close()
+    except (RuntimeError, IndexError, OSError) as error:
+        raise InputError(f"{path} is not a whole ArrayRecord file: {error}") from error
 
 
 class Parquet(FileSource):
