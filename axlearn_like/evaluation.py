@@ -24,6 +24,7 @@ class LossEvaluator(Configurable):
         self.every = cfg.every
         data = cfg.input.build()
         self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
+        data.close()
         self._loss = eval_step(graphdef)
 
     def run(self, params: Params, step: int) -> dict[str, float]:

@@ -128,6 +128,7 @@ class Trainer(Configurable):
     ) -> dict[str, Any]:
         cfg, events = self._cfg, EventLog(run_dir.events_path)
         data: SupervisedInput = cfg.input.build()
+        stack.callback(data.close)
         program = train_program(cfg, self._mesh, self._learner)
         graphdef, step_fn = program.graphdef, program.step
         state, start = self._start(program, checkpointer, data)
@@ -150,7 +151,7 @@ class Trainer(Configurable):
             state, metrics = step_fn(state, shard_batch(next(data)))
             step += 1
             checkpointer.check()
-            log.add(step, metrics, wanted=step % cfg.log_every == 0 or step == cfg.num_steps)
+            log.add(step, metrics | data.metrics(), wanted=step % cfg.log_every == 0 or step == cfg.num_steps)
             due = [e for e in evaluators if step % e.every == 0 or step == cfg.num_steps]
             for evaluator in due:
                 log.extend(step, evaluator.run(state["params"], step))
@@ -203,7 +204,7 @@ class _Log:
         self._pending: tuple[int, dict[str, Any], bool] | None = None
         self._now = self._written = (start, time.monotonic())
 
-    def add(self, step: int, metrics: dict[str, jax.Array], *, wanted: bool) -> None:
+    def add(self, step: int, metrics: Mapping[str, jax.Array | float], *, wanted: bool) -> None:
         self.flush()
         self._pending = (step, dict(metrics), wanted)
         self._now = (step, time.monotonic())
