@@ -12,7 +12,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.zigzag import spread
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind
-from axlearn_like.layers.chunks import in_chunks
+from axlearn_like.layers.chunks import in_chunks, spread_like
 from axlearn_like.layers.context import PackedContext
 from axlearn_like.layers.reduction import apart, exponentials
 from mesh.errors import UserError
@@ -91,7 +91,8 @@ class SupervisedLoss(Configurable):
                 model.logits(x), {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss
             )
 
-        parts = in_chunks(head, self._cfg.chunks, hidden.x, batch["targets"], batch["weights"])
+        targets, weights = (spread_like(batch[name], hidden.x) for name in ("targets", "weights"))
+        parts = in_chunks(head, self._cfg.chunks, hidden.x, targets, weights)
         loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), parts)
         return _with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
 

@@ -1,7 +1,6 @@
 """The supervised trainer: one config, and one `run` that starts or resumes by itself."""
 
 import contextlib
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,16 +14,16 @@ from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.config_resolve import resolve
 from axlearn_like.config_text import to_text
-from axlearn_like.input import InputError, SupervisedInput
-from axlearn_like.layers.base import split
+from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import Learner
-from axlearn_like.losses import SupervisedLoss, make_supervised_loss
+from axlearn_like.losses import SupervisedLoss
+from axlearn_like.mesh_rules import MeshRules
 from axlearn_like.metrics import MetricsWriter, Progress, read_rows
 from axlearn_like.preemption import Stop, graceful_stop
 from axlearn_like.run_directory import EventLog, RunDirectory
-from axlearn_like.train_step import State, init_state, make_train_step
-from mesh import make_mesh, shard_batch, to_named_sharding
-from mesh.rules import LOGICAL_AXES
+from axlearn_like.train_program import Program, check_length, check_rows, train_program
+from axlearn_like.train_step import State
+from mesh import make_mesh, shard_batch
 
 
 class Evaluator(Protocol):
@@ -72,6 +71,7 @@ class Trainer(Configurable):
         loss: SupervisedLoss.Config = SupervisedLoss.Config()
         checkpoint: Checkpointer.Config = Checkpointer.Config()
         mesh: dict[str, int] = {}  # axis -> size; absent axes have size 1, one may be -1
+        mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
         microbatches: int = 1
         num_steps: int = REQUIRED
         stop_when: StopWhen.Config | None = None  # None: all steps
@@ -87,8 +87,9 @@ class Trainer(Configurable):
             )
         self._cfg = cfg
         self._mesh = make_mesh(cfg.mesh)
-        self._check_batch()
         self._learner: Learner = cfg.learner.build()
+        check_rows(cfg.input, self._mesh, cfg.microbatches)
+        check_length(cfg.model, cfg.input.seq_len, "Trainer.Config.input.seq_len")
 
     def resolved(self) -> Config:
         """The config with every value that a parent hands down filled in; nothing is allocated."""
@@ -127,7 +128,10 @@ class Trainer(Configurable):
     ) -> dict[str, Any]:
         cfg, events = self._cfg, EventLog(run_dir.events_path)
         data: SupervisedInput = cfg.input.build()
-        graphdef, state, start = self._start(checkpointer, data)
+        stack.callback(data.close)
+        program = train_program(cfg, self._mesh, self._learner)
+        graphdef, step_fn = program.graphdef, program.step
+        state, start = self._start(program, checkpointer, data)
         events.append("trainer", "start", step=start)
         writer = MetricsWriter(run_dir.path, phase="sft", resume_step=start)
         stack.callback(writer.close)
@@ -136,7 +140,6 @@ class Trainer(Configurable):
             stack.enter_context(progress)
         evaluators: list[Evaluator] = [e.build(graphdef=graphdef) for e in cfg.evaluators]
         log = _Log(writer, progress, start, _rows(run_dir))
-        step_fn = make_train_step(make_supervised_loss(graphdef, cfg.loss.build()), self._learner, cfg.microbatches)
 
         step, reached = start, cfg.stop_when.build() if cfg.stop_when else lambda rows: False
 
@@ -148,7 +151,7 @@ class Trainer(Configurable):
             state, metrics = step_fn(state, shard_batch(next(data)))
             step += 1
             checkpointer.check()
-            log.add(step, metrics, wanted=step % cfg.log_every == 0 or step == cfg.num_steps)
+            log.add(step, metrics | data.metrics(), wanted=step % cfg.log_every == 0 or step == cfg.num_steps)
             due = [e for e in evaluators if step % e.every == 0 or step == cfg.num_steps]
             for evaluator in due:
                 log.extend(step, evaluator.run(state["params"], step))
@@ -163,42 +166,16 @@ class Trainer(Configurable):
         events.append("trainer", "stop", step=step, reason="done" if done else stop.reason)
         return (log.rows[-1] if log.rows else {}) | {"step": step, "finished": done}
 
-    def _start(self, checkpointer: Checkpointer, data: SupervisedInput) -> tuple[Any, State, int]:
-        """Graph definition, state and step, from the newest checkpoint (the input too) or new."""
-        graphdef, abstract, init = self._abstract()
+    def _start(self, program: Program, checkpointer: Checkpointer, data: SupervisedInput) -> tuple[State, int]:
+        """State and step, from the newest checkpoint (the input too) or new."""
+        abstract = program.state
         latest = checkpointer.latest_step()
         if latest is None:
             shardings = jax.tree.map(lambda a: a.sharding, abstract)
-            state = jax.jit(init, out_shardings=shardings)(jax.random.key(self._cfg.seed))
-            return graphdef, state, 0
+            return jax.jit(program.init, out_shardings=shardings)(jax.random.key(self._cfg.seed)), 0
         state, extras = checkpointer.restore(abstract, latest)
         data.restore(extras["input"])
-        return graphdef, state, latest
-
-    def _abstract(self) -> tuple[nnx.GraphDef[Any], State, Any]:
-        """The model's graph definition, the abstract state, and the function that makes one."""
-        graphdefs: list[nnx.GraphDef[Any]] = []
-
-        def init(key: jax.Array) -> State:
-            graphdef, params = split(self._cfg.model.build(rngs=nnx.Rngs(key)))
-            graphdefs.append(graphdef)  # static: tracing is all that it needs
-            return init_state(params, self._learner)
-
-        abstract = jax.eval_shape(init, jax.random.key(self._cfg.seed))
-        return graphdefs[0], to_named_sharding(abstract, self._mesh), init
-
-    def _check_batch(self) -> None:
-        cfg = self._cfg
-        axes = LOGICAL_AXES["batch"] or ()
-        axes = (axes,) if isinstance(axes, str) else axes
-        ways = math.prod(self._mesh.shape[axis] for axis in axes)
-        rows = cfg.input.batch_size
-        if rows % (ways * cfg.microbatches):
-            raise InputError(
-                f"Trainer.Config.input.batch_size is {rows}; expected a multiple of "
-                f"{ways * cfg.microbatches}: {cfg.microbatches} microbatches, each spread over "
-                f"{ways} parts of the mesh ({' x '.join(axes)})"
-            )
+        return state, latest
 
 
 def resolve_model(model: ConfigBase) -> ConfigBase:
@@ -227,7 +204,7 @@ class _Log:
         self._pending: tuple[int, dict[str, Any], bool] | None = None
         self._now = self._written = (start, time.monotonic())
 
-    def add(self, step: int, metrics: dict[str, jax.Array], *, wanted: bool) -> None:
+    def add(self, step: int, metrics: Mapping[str, jax.Array | float], *, wanted: bool) -> None:
         self.flush()
         self._pending = (step, dict(metrics), wanted)
         self._now = (step, time.monotonic())

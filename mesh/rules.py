@@ -16,11 +16,12 @@ from mesh.errors import UserError
 LOGICAL_AXES: dict[str, tuple[str, ...] | str | None] = {
     "batch": ("data", "fsdp"),
     "length": "sequence",
+    "residual": ("sequence", "tensor"),  # the length between layers, where nothing needs heads or hidden units whole
     "embed": "fsdp",
     "heads": "tensor",
     "hidden": "tensor",
     "vocab": "tensor",
-    "layers": None,
+    "layers": "pipeline",
 }
 
 
@@ -31,7 +32,13 @@ def partition(*axes: str | None) -> PartitionSpec | None:
     """
     if jax.sharding.get_abstract_mesh().empty:
         return None
-    return PartitionSpec(*(None if axis is None else LOGICAL_AXES[axis] for axis in axes))
+    return PartitionSpec(*(None if axis is None else _mesh_axes(axis) for axis in axes))
+
+
+def _mesh_axes(axis: str) -> tuple[str, ...] | str | None:
+    """Where a logical axis is cut: axes of size 1 are left out, so that equal partitions are written equally."""
+    names = tuple(name for name, size in axis_sizes(axis).items() if size > 1)
+    return names if len(names) > 1 else names[0] if names else None
 
 
 def axis_sizes(axis: str) -> dict[str, int]:

@@ -18,8 +18,9 @@ from axlearn_like.kernels.attention.interface import FirstSupported, Mixing
 from axlearn_like.kernels.attention.kernel import Rules
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.context import Context
-from axlearn_like.layers.linear import project
+from axlearn_like.layers.linear import project, whole_length
 from axlearn_like.layers.norm import RMSNorm
+from axlearn_like.layers.remat import named
 from axlearn_like.layers.rope import Rope, rotate
 from mesh.errors import UserError
 from mesh.rules import axis_sizes
@@ -95,8 +96,10 @@ class Attention(Layer):
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
 
+        whole_btd = whole_length(x_btd)
+
         def heads(weight: nnx.Param, bias: nnx.Param | None, shape: tuple[int, ...]) -> jax.Array:
-            y = project(x_btd, weight[...], out_axis="heads", out=shape)
+            y = project(whole_btd, weight[...], out_axis="heads", out=shape)
             return y if bias is None else y + bias[...].astype(y.dtype)
 
         q = heads(self.q_dkqh, self.q_bias_kqh, self.query_shape)
@@ -105,10 +108,11 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = self.rope(context.positions)
+        q, k, v = named(rotate(q, cos, sin), "query"), named(rotate(k, cos, sin), "key"), named(v, "value")
         mixing = Mixing(self.rules, self.kernel, self.sequence, None if self.sinks_kq is None else self.sinks_kq[...])
-        mixed, cache = context.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, mixing)
-        out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads")
-        return out, cache
+        mixed, cache = context.attend(q, k, v, cache, mixing)
+        out = project(named(mixed, "context"), self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
+        return named(out, "attention_out"), cache
 
 
 def check_spread(name: str, heads: int) -> None:

@@ -8,7 +8,8 @@ from flax import nnx
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer, fan_in_init, param
-from axlearn_like.layers.linear import project
+from axlearn_like.layers.linear import project, whole_length
+from axlearn_like.layers.remat import named
 
 
 class SwiGLU(Layer):
@@ -27,6 +28,8 @@ class SwiGLU(Layer):
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
         """[b, t, d] -> [b, t, d]; there is nothing to route."""
         del routing
-        gate = project(x_btd, self.gate_df[...], out_axis="hidden")
-        up = project(x_btd, self.up_df[...], out_axis="hidden")
-        return project(jax.nn.silu(gate) * up, self.down_fd[...], in_axis="hidden"), Aux()
+        whole_btd = whole_length(x_btd)
+        gate = named(project(whole_btd, self.gate_df[...], out_axis="hidden"), "gate")
+        up = named(project(whole_btd, self.up_df[...], out_axis="hidden"), "up")
+        y_btd = project(jax.nn.silu(gate) * up, self.down_fd[...], in_axis="hidden", like=x_btd)
+        return named(y_btd, "feed_forward_out"), Aux()

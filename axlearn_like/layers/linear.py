@@ -6,12 +6,14 @@ the compilers of accelerators see no difference.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from mesh.rules import axis_sizes, partition
+from mesh.rules import axis_sizes, constrain, partition
 
 WHOLE_SUM = 32768  # entries of a matrix over whose depth XLA's CPU matmul sums in one go, however few the rows
 
@@ -25,6 +27,7 @@ def project(
     out_axis: str | None = None,
     out: Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
+    like: jax.Array | None = None,
 ) -> jax.Array:
     """Contract the last `inputs` axes of x [batch, length, *in] with weight [*in, *out].
 
@@ -34,8 +37,10 @@ def project(
         inputs: how many axes are contracted.
         in_axis: logical name of the first contracted axis *of the activations*, None if it is whole.
         out_axis: logical name of the first output axis, None if it is whole.
-        out: output axes, for a weight that has them merged into one; by default the weight's.
-        dtype: of the result, and of the accumulation; by default that of x.
+        out: output axes, if the weight has them merged into one.
+        dtype: of the result; that of x if not given. Sums are exact to float32 in any case on accelerators.
+        like: an array whose batch and length the result is spread like; those of x if not given. What is summed over
+            devices is then scattered over them at once.
 
     Returns:
         [batch, length, *out].
@@ -43,13 +48,50 @@ def project(
     batch, length = x.shape[:2]
     out = out or weight.shape[inputs:]
     width = math.prod(weight.shape[:inputs])
-    flat = jnp.reshape(x, (batch * length, width), out_sharding=partition("batch", in_axis))
     matrix = _as_matrix(weight.astype(x.dtype), inputs)
-    y = _matmul(flat, matrix, dtype, out_axis)
     whole = [None] * (len(out) - 1)
-    return jnp.reshape(
-        y, (batch, length, *out), out_sharding=partition("batch", None, out_axis, *whole)
-    )
+    before, after = _length_axes(x), _length_axes(x if like is None else like)
+    if before is None and after is None:
+        flat = jnp.reshape(x, (batch * length, width), out_sharding=partition("batch", in_axis))
+        y = _matmul(flat, matrix, dtype, out_axis)
+        return jnp.reshape(y, (batch, length, *out), out_sharding=partition("batch", None, out_axis, *whole))
+    # Rows and length cannot be merged where both are spread.
+    rows, inside, outside = partition("batch", in_axis, out_axis) or (None,) * 3
+    x = jnp.reshape(x, (batch, length, width), out_sharding=PartitionSpec(rows, before, inside))
+    spread = PartitionSpec(rows, after, outside)
+    y = jnp.einsum("bti,io->bto", x, matrix, preferred_element_type=dtype, out_sharding=spread)
+    return jnp.reshape(y, (batch, length, *out), out_sharding=PartitionSpec(rows, after, outside, *whole))
+
+
+def whole_length(x: jax.Array) -> jax.Array:
+    """x [batch, length, ...] with its length gathered where heads, hidden units and words are to be spread instead."""
+    length = _length_axes(x)
+    names = (length,) if isinstance(length, str) else length or ()
+    kept = tuple(name for name in names if name not in axis_sizes("heads"))
+    if kept == tuple(names):
+        return x
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, PartitionSpec(spec[0], kept or None, *spec[2:]))
+
+
+def residual_length(x: jax.Array) -> jax.Array:
+    """x [batch, length, ...] with its length spread as far as it can be between layers, if it divides evenly.
+
+    The norms and sums there cost every device of a tensor-parallel group the same work on the same numbers otherwise
+    (Korthikanti et al. 2022, arXiv 2205.05198).
+    """
+    ways = math.prod(axis_sizes("residual").values())
+    if ways == 1 or x.shape[1] % ways:
+        return x
+    return constrain(x, "batch", "residual", *[None] * (x.ndim - 2))
+
+
+def _length_axes(x: jax.Array) -> Any:
+    """The mesh axes that cut the second axis of x; None for none."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return None
+    spec = jax.typeof(x).sharding.spec
+    return spec[1] if len(spec) > 1 else None
 
 
 def batched_dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> jax.Array:

@@ -21,8 +21,9 @@ from axlearn_like.kernels.attention.kernel import Rules
 from axlearn_like.layers.attention import check_spread
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.context import Context
-from axlearn_like.layers.linear import project
+from axlearn_like.layers.linear import project, whole_length
 from axlearn_like.layers.norm import RMSNorm
+from axlearn_like.layers.remat import named
 from axlearn_like.layers.rope import Rope, rotate
 from mesh.errors import UserError
 
@@ -85,13 +86,17 @@ class LatentAttention(Layer):
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
         cos, sin = self.rope(context.positions)
-        q = self._queries(x_btd, cos, sin)
-        k, v = self._keys_and_values(x_btd, cos, sin)
+        whole_btd = whole_length(x_btd)
+        q = named(self._queries(whole_btd, cos, sin), "query")
+        k, v = self._keys_and_values(whole_btd, cos, sin)
+        k, v = named(k, "key"), named(v, "value")
         value_dim = v.shape[-1]
         if cache is not None:
             v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - value_dim)])
         mixed, cache = context.attend(q, k, v, cache, Mixing(self.rules, self.kernel, self.sequence))
-        return project(mixed[..., :value_dim], self.out_kqhd[...], inputs=3, in_axis="heads"), cache
+        mixed = named(mixed[..., :value_dim], "context")
+        out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
+        return named(out, "attention_out"), cache
 
     def _queries(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         nope, rope, _ = self._widths

@@ -89,7 +89,8 @@ def test_no_array_of_all_logits_exists_where_the_head_works_in_chunks():
         batch = {name: ints for name in ("tokens", "targets", "positions", "segment_ids")}
         batch["weights"] = jax.ShapeDtypeStruct((4, 64), jnp.float32)
         program = jax.jit(jax.grad(loss_fn, has_aux=True)).lower(params, batch).compile()
-        sizes = [math.prod(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", program.as_text())]
+        arrays = re.findall(r"f32\[([\d,]+)\]", program.as_text() or "")
+        sizes = [math.prod(map(int, array.split(","))) for array in arrays]
         memory = program.memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes, max(sizes) >= 4 * 64 * 4096

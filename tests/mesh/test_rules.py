@@ -33,7 +33,7 @@ def test_names_become_mesh_axes():
         assert partition("layers", "embed") == PartitionSpec(None, "fsdp")
         assert axis_sizes("batch") == {"data": 2, "fsdp": 2}
         assert axis_sizes("heads") == {"tensor": 2}
-        assert axis_sizes("layers") == {}
+        assert axis_sizes("layers") == {"pipeline": 1}
 
 
 def test_an_unknown_name_is_an_error():
@@ -47,14 +47,18 @@ def test_what_is_newly_made_can_be_spread():
     assert made.sharding.spec == PartitionSpec(("data", "fsdp"), None)
 
 
-def test_a_batch_is_spread_along_its_rows_and_scalars_are_copied():
+def test_axes_of_size_one_are_left_out_so_that_equal_partitions_are_written_equally():
+    narrow = make_mesh({"fsdp": 2}, jax.devices()[:1] * 2).abstract_mesh
+    with jax.sharding.use_abstract_mesh(narrow):
+        assert partition("batch", "residual", "heads") == PartitionSpec("fsdp", None, None)
+
+
+def test_a_batch_is_copied_to_a_device_whole():
     batch = {"tokens": np.arange(12).reshape(4, 3), "weights": np.ones(4, np.float32), "scale": np.float32(2)}
     with jax.set_mesh(ONE):
         put = shard_batch(batch)
-    specs = {name: x.sharding.spec for name, x in put.items()}
-    rows = ("data", "fsdp")
-    assert specs == {"tokens": PartitionSpec(rows, None), "weights": PartitionSpec(rows), "scale": PartitionSpec()}
     for name, x in batch.items():
+        assert put[name].sharding.is_fully_replicated
         np.testing.assert_array_equal(put[name], x)
 
 
@@ -80,6 +84,6 @@ def test_abstract_shardings_get_devices():
     with jax.set_mesh(ONE):
         abstract = jax.eval_shape(lambda: {"w": constrain(jnp.zeros((4, 2)), "embed", None), "n": jnp.zeros(())})
     named = to_named_sharding(abstract, ONE)
-    assert named["w"].sharding == jax.sharding.NamedSharding(ONE, PartitionSpec("fsdp", None))
+    assert named["w"].sharding == jax.sharding.NamedSharding(ONE, PartitionSpec(None, None))
     assert named["n"].sharding.is_fully_replicated
     assert (named["w"].shape, named["w"].dtype) == ((4, 2), jnp.float32)

@@ -1,5 +1,6 @@
 """Windows, soft caps, scales and sinks mean the same in every context: what numpy in float64 computes of whole rows."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,13 @@ def expected() -> np.ndarray:
 
 
 def mixing(**changes: Any) -> Mixing:
-    return Mixing(Rules(**{**RULES.__dict__, **changes}), Xla.Config().build(), AllGather.Config().build(), jnp.asarray(WHOLE.sinks))
+    rules = dataclasses.replace(RULES, **changes)
+    return Mixing(rules, Xla.Config().build(), AllGather.Config().build(), jnp.asarray(WHOLE.sinks))
+
+
+def mixed(context: Any, x: Any, cache: Any = None, **changes: Any) -> tuple[Any, Any]:
+    q, k, v = x[:3]
+    return context.attend(q, k, v, cache, mixing(**changes))
 
 
 def positions() -> jax.Array:
@@ -41,7 +48,7 @@ def positions() -> jax.Array:
 
 
 def test_scoring_in_rows(expected):
-    found, _ = RowContext(positions()).attend(*WHOLE[:3], None, mixing())
+    found, _ = mixed(RowContext(positions()), WHOLE)
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
@@ -52,8 +59,8 @@ def prefilled(tokens: int) -> tuple[list[np.ndarray], Any]:
         part = slice(start, min(start + 40, tokens))
         counts = jnp.full(ROWS, part.stop - start)
         context = PagedContext(jnp.asarray(TABLE), jnp.full(ROWS, start), counts, chunk=part.stop - start, pages=17)
-        mixed, (pool, _) = context.attend(*(x[:, part] for x in WHOLE[:3]), (pool, jnp.int32(0)), mixing())
-        found.append(np.asarray(mixed))
+        out, (pool, _) = mixed(context, [x[:, part] for x in WHOLE[:3]], (pool, jnp.int32(0)))
+        found.append(np.asarray(out))
     return found, pool
 
 
@@ -69,9 +76,9 @@ def test_decoding_in_windows(expected):
     needed = cells_needed(windows, lengths + 1)
     windows = fill(windows, pool, jnp.asarray(TABLE), lengths, needed)
     fresh = jnp.zeros((1, ROWS, HEADS[0], WIDTH))
-    last = (jnp.asarray(x[:, -1:]) for x in WHOLE[:3])
+    last = [jnp.asarray(x[:, -1:]) for x in WHOLE[:3]]
     context = WindowContext(lengths, needed, jnp.int32(0))
-    found, _ = jax.jit(lambda cache: context.attend(*last, cache, mixing()))(Cache(windows, fresh, fresh))
+    found, _ = jax.jit(lambda cache: mixed(context, last, cache))(Cache(windows, fresh, fresh))
     np.testing.assert_allclose(found[:, 0], expected[:, -1], atol=2e-5)
 
 
@@ -79,7 +86,7 @@ def test_groups_of_branches():
     lengths, trunk, branches, size = [5, 9], 9, 2, 7
     x = reference.inputs(batch=2, length=trunk + branches * size, heads=HEADS, width=WIDTH)
     context = GroupContext(jnp.asarray(lengths), trunk, branches, size)
-    found, _ = context.attend(*x[:3], None, mixing())
+    found, _ = mixed(context, x)
     for group, length in enumerate(lengths):
         for branch in range(branches):
             own = slice(trunk + branch * size, trunk + (branch + 1) * size)
@@ -92,24 +99,24 @@ def test_groups_of_branches():
 
 def test_a_cache_is_causal():
     with pytest.raises(UserError, match="Attention.causal=False cannot be had with a cache"):
-        RowContext(positions()).attend(*WHOLE[:3], None, mixing(causal=False, window=None))
+        mixed(RowContext(positions()), WHOLE, causal=False, window=None)
 
 
 def test_the_paged_kernel_refuses_sinks():
     context = PagedContext(jnp.asarray(TABLE), jnp.zeros(2), jnp.ones(2), chunk=LENGTH, pages=17, kernel=True)
     with pytest.raises(UserError, match="Attention.sinks: the TPU kernel of paged attention has none"):
-        context.attend(*WHOLE[:3], (None, jnp.int32(0)), mixing())
+        mixed(context, WHOLE, (None, jnp.int32(0)))
 
 
 @pytest.mark.parametrize("context", [RowContext(positions()), GroupContext(jnp.ones(2, jnp.int32), 10, 2, 30)])
 def test_rows_that_are_cut_are_refused_by_contexts_that_need_them_whole(context):
     mesh = make_mesh({"sequence": 2}, jax.devices()[:1] * 2).abstract_mesh
-    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(UserError, match="sequence 2: .*Context needs rows in one"):
-        jax.eval_shape(lambda q, k, v: context.attend(q, k, v, None, mixing())[0], *WHOLE[:3])
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(UserError, match="sequence 2: .*Context needs rows"):
+        jax.eval_shape(lambda q, k, v: mixed(context, (q, k, v))[0], *WHOLE[:3])
 
 
 def test_packed_rows_end_where_their_segments_do():
     x = reference.inputs(batch=2, length=14, heads=HEADS, width=WIDTH)
     context = PackedContext(jnp.zeros((2, 14), jnp.int32), jnp.asarray(x.segments))
-    found, _ = context.attend(*x[:3], None, mixing())
+    found, _ = mixed(context, x)
     np.testing.assert_allclose(found, reference.attention(x._replace(sinks=WHOLE.sinks), RULES, sinks=True), atol=2e-5)

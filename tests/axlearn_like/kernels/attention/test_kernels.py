@@ -1,5 +1,6 @@
 """Every kernel that runs here against numpy in float64: values, and gradients by finite differences."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_what_cudnn_is_asked_is_the_equation(kind):
 
 def test_the_first_kernel_that_can_is_chosen_and_the_others_say_why_not():
     def on(platform: str, kernel: Any = FirstSupported.Config(), **changes: Any) -> Any:
-        return choose(kernel.build(), Call(**{**CALL.__dict__, "platform": platform, **changes}))
+        return choose(kernel.build(), dataclasses.replace(CALL, platform=platform, **changes))
 
     assert isinstance(on("tpu").kernel, Splash)
     assert isinstance(on("gpu").kernel, Cudnn)
@@ -97,7 +98,7 @@ def test_blocks_are_clipped_to_the_length():
     assert [fitting(1024, n) for n in (4096, 1024, 640, 128, 1152)] == [1024, 1024, 640, 128, 384]
     for bad in ("block_q", "block_kv", "block_kv_compute"):
         with pytest.raises(UserError, match=f"Splash.{bad}=100; expected a multiple of 128"):
-            Splash.Config(**{bad: 100}).build()
+            Splash.Config().set(**{bad: 100}).build()
     with pytest.raises(UserError, match="block_kv=256 is not a multiple of block_kv_compute=384"):
         Splash.Config(block_kv=256, block_kv_compute=384).build()
 
