@@ -27,6 +27,7 @@ def command(
     Ctrl-C or SIGTERM saves and stops; the same command goes on from there.
     """
     cfg = load_experiment(experiment, sets, seed)
+    from axlearn_like.operations.goodput import process_began
     from axlearn_like.trainer import Trainer
     from mesh.compilation import enable_compilation_cache
     from mesh.devices import one_device_per_core
@@ -41,7 +42,7 @@ def command(
     where = default_run_dir(experiment, run_dir)
     with config_errors(building=True):
         trainer = cfg.build()
-    row = trainer.run(where, progress=not quiet)
+    row = trainer.run(where, progress=not quiet, began=process_began())
     if not row["finished"]:
         click.echo(f"stopped at step {row['step']} of {cfg.num_steps}; the same command goes on")
     else:
