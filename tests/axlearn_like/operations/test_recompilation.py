@@ -81,7 +81,8 @@ def test_an_error_of_the_step_itself_stays_what_it_is():
 
 
 def test_weak_types_and_shardings_are_told():
-    first, second = (jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in (None, "pinned_host"))
+    device = jax.devices()[0]
+    first, second = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in (None, "pinned_host"))
     x = jax.device_put(np.ones(4, np.float32), first)
     before = signature(x, jnp.float32(2.0))
     assert differences(before, signature(x, jnp.asarray(2.0))) == []  # a weak type alone compiles nothing
