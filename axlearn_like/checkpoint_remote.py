@@ -124,13 +124,19 @@ class RemoteTier(Configurable):
             self._write(f"{step}/{name}", content)
         self._write(f"{step}/{_COMPLETE}", json.dumps(listing).encode())
         for old in self.steps()[: -self._cfg.keep]:
-            self._write(f"{old}/{_COMPLETE}", None)  # first, so that no half checkpoint is listed
-            for key in self._do("list", f"{old}/", self._store.list()):
-                if key.startswith(f"{old}/".encode()):
-                    self._write(key.decode(), None)
+            self._delete(old)
         size = sum(size for size, _ in listing.values())
         seconds = round(time.monotonic() - began, 3)
         self._events.append("trainer", "copied", step=step, seconds=seconds, nbytes=size, to=self._cfg.url)
+
+    def _delete(self, step: int) -> None:
+        self._write(f"{step}/{_COMPLETE}", None)  # first, so that no half checkpoint is listed
+        for key in self._do("list", f"{step}/", self._store.list()):
+            if key.startswith(f"{step}/".encode()):
+                self._write(key.decode(), None)
+        spec = self._store.spec().to_json()
+        if spec["driver"] == "file":  # which leaves the directories
+            shutil.rmtree(Path(spec["path"]) / str(step), ignore_errors=True)
 
     def _listing(self, step: int) -> dict[str, tuple[int, str]]:
         return json.loads(self._read(f"{step}/{_COMPLETE}"))

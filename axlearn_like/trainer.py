@@ -30,6 +30,7 @@ from axlearn_like.operations.live_figures import LiveFigures
 from axlearn_like.operations.profiler import Profiler
 from axlearn_like.operations.recompilation import StepProgram
 from axlearn_like.operations.step_log import StepLog
+from axlearn_like.operations.utilisation import peak_flops, step_flops
 from axlearn_like.operations.watchdog import Watchdog
 from axlearn_like.preemption import Stop, graceful_stop
 from axlearn_like.run_directory import EventLog, RunDirectory
@@ -174,7 +175,10 @@ class Trainer(Configurable):
             stack.callback(other.close)
         progress = stack.enter_context(Progress(cfg.num_steps, start=start)) if show else None
         past = account(read_rows(run_dir.events_path))
-        figures = LiveFigures(clock, past, list(self._mesh.devices.flat))
+        devices = list(self._mesh.devices.flat)
+        peak = peak_flops(devices)
+        flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if peak else None
+        figures = LiveFigures(clock, past, devices, flops=flops, peak=peak)
         last = deque(_rows(run_dir), maxlen=cfg.stop_when.rows + 1 if cfg.stop_when else 1)
         return StepLog(writer, others, progress, figures, start, last)
 

@@ -60,10 +60,10 @@ class BitCheck(Configurable):
         """
         copy = jax.device_put(state, jax.tree.map(lambda x: x.sharding, state), may_alias=False)
         first = step_fn(copy, batch)
-        expected = self._digests(first)
+        expected = self._digests(_named(first))
         jax.tree.map(lambda x: x.delete(), first)  # room for the second
         result = step_fn(state, batch)
-        found = _differing(result, expected, self._digests(result))
+        found = _differing(_named(result), expected, self._digests(_named(result)))
         if found:
             raise CorruptionError(step, found)
         return result
@@ -84,6 +84,10 @@ class BitCheck(Configurable):
             self._programs[specs] = jax.jit(mapped)
         digests = self._programs[specs](*leaves)
         return {shard.device: np.asarray(shard.data)[:, 0] for shard in digests.addressable_shards}
+
+
+def _named(result: tuple[Any, Any]) -> dict[str, Any]:
+    return {"state": result[0], "metrics": result[1]}
 
 
 def _differing(tree: Any, before: Digests, after: Digests) -> list[tuple[str, list[str]]]:

@@ -133,7 +133,9 @@ def account(events: Iterable[Mapping[str, Any]]) -> Account:
             continue
         now = float(row["time"])
         if row["event"] == "start":
-            began = float(row.get("began", now))
+            if "began" not in row:
+                continue  # of a trainer that keeps no account
+            began = float(row["began"])
             if last is not None and not done:
                 seconds["down"] += max(0.0, began - last)
             spans = _give_up(spans, int(row["step"]), seconds)

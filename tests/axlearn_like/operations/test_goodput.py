@@ -58,7 +58,7 @@ def test_the_days_after_a_run_that_was_done_are_not_down_but_those_after_a_stop_
 def test_other_roles_and_logs_without_accounts_are_left_out():
     assert account([{**line, "role": "worker-0"} for line in FIRST]) == Account({}, 0)
     assert lines(Account()) == []
-    older = account([row(1, "start", step=0), row(9, "stop", step=3, reason="done")])
+    older = account([row(1, "start", step=0), row(9, "stop", step=3), row(20, "start", pid=7)])
     assert older.total == 0 and lines(older) == []
 
 

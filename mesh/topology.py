@@ -1,0 +1,236 @@
+"""TPU generations, and slices of them that need not be there: what chips can do, and how a slice is named.
+
+A *device* is what jax shows as one: a chip on v4 (its two cores as one), v5e, v5p and v6e, one of the two chiplets on
+tpu7x. A topology is written as libtpu writes it, generation and chips (`v5p:8x8x16`), or by the name under which it is
+sold (`v5p-2048`), whose number counts TensorCores on v4, v5p and tpu7x, and chips on v5e and v6e.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from mesh.errors import UserError, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What one kind of TPU can do, by its makers.
+
+    Peak FLOP/s, HBM and DCN: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x). Links: the same pages state the sum
+    of all links of a chip in both directions; what one link carries in one direction in practice is a tenth less, as
+    in "How to Scale Your Model" (jax-ml.github.io/scaling-book, part 2), and those are the figures here.
+
+    Attributes:
+        name: as in topologies.
+        chips: of the largest slice, by dimension.
+        cores: TensorCores of a chip.
+        counted: what the number in a name like v5p-256 counts, per chip.
+        devices: that jax shows per chip.
+        flops: bfloat16 FLOP/s of a chip.
+        hbm: bytes of a chip, as sold; what a program may use is less, and is asked of the compiler.
+        hbm_bandwidth: bytes/s of a chip.
+        link: bytes/s of one ICI link in one direction; a chip has two for each dimension.
+        dcn: bytes/s of a chip, to other slices.
+        clock: Hz, as follows from the peak and the size of the matrix units.
+        wrap: a dimension closes to a ring when its length is a multiple of this.
+    """
+
+    name: str
+    chips: tuple[int, ...]
+    cores: int
+    counted: int
+    devices: int
+    flops: float
+    hbm: float
+    hbm_bandwidth: float
+    link: float
+    dcn: float
+    clock: float
+    wrap: int
+
+    def per_device(self, chip_figure: float) -> float:
+        """A figure of a chip, for one of its devices."""
+        return chip_figure / self.devices
+
+
+_GIB = float(1 << 30)
+GENERATIONS = {
+    one.name: one
+    for one in (
+        Generation("v4", (12, 16, 16), 2, 2, 1, 275e12, 32 * _GIB, 1228e9, 45e9, 6.25e9, 1.05e9, 4),
+        Generation("v5e", (16, 16), 1, 1, 1, 197e12, 16 * _GIB, 819e9, 45e9, 3.125e9, 1.5e9, 16),
+        Generation("v5p", (16, 20, 28), 2, 2, 1, 459e12, 95 * _GIB, 2765e9, 90e9, 6.25e9, 1.75e9, 4),
+        Generation("v6e", (16, 16), 1, 1, 1, 918e12, 32 * _GIB, 1638e9, 90e9, 12.5e9, 1.75e9, 16),
+        Generation("tpu7x", (16, 24, 24), 2, 2, 2, 2307e12, 192 * _GIB, 7380e9, 90e9, 12.5e9, 2.2e9, 4),
+    )
+}
+_ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """`slices` equal slices of one generation.
+
+    Attributes:
+        shape: chips of one slice by dimension.
+    """
+
+    generation: Generation
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def name(self) -> str:
+        """As libtpu takes it."""
+        return f"{self.generation.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def devices(self) -> int:
+        """In all slices."""
+        return math.prod(self.shape) * self.generation.devices * self.slices
+
+    @property
+    def sold_as(self) -> str:
+        return f"{self.generation.name}-{math.prod(self.shape) * self.generation.counted}"
+
+    def __str__(self) -> str:
+        return self.name if self.slices == 1 else f"{self.slices} x {self.name}"
+
+
+def parse_topology(text: str, slices: int = 1) -> Topology:
+    """The topology of `v5p:8x8x16`, or of `v5p-2048` (the shape with that many chips that is nearest to a cube).
+
+    Raises:
+        UserError: there is no such generation or slice; the nearest are listed.
+    """
+    if slices < 1:
+        raise UserError(f"--slices {slices}: expected 1 or more")
+    found = re.fullmatch(r"([a-z0-9]+?)(?:(?::|=)(\d+(?:x\d+)*)|-(\d+))", text.strip().lower())
+    if found is None:
+        raise UserError(f"no TPU topology {text!r}; expected generation and chips, as in v5p:2x2x1, v6e:2x4 or v5p-32")
+    name = _ALIASES.get(found[1], found[1])
+    if name not in GENERATIONS:
+        raise UserError(f"no TPU generation {found[1]!r} in {text!r}{did_you_mean(found[1], GENERATIONS)}")
+    generation = GENERATIONS[name]
+    if found[3]:
+        return Topology(generation, _shape_of(generation, int(found[3]), text), slices)
+    shape = tuple(map(int, found[2].split("x")))
+    if shape not in _shapes(generation):
+        near = sorted(_shapes(generation), key=lambda other: _distance(shape, other))[:4]
+        listed = ", ".join(f"{name}:{'x'.join(map(str, one))}" for one in near)
+        raise UserError(f"no TPU topology {text!r}; the nearest: {listed}")
+    return Topology(generation, shape, slices)
+
+
+def topology_devices(topology: Topology) -> list[Any]:
+    """Devices that can be compiled for, in libtpu's order.
+
+    Raises:
+        UserError: libtpu is not installed, or refuses the topology.
+    """
+    prepare_compiler()
+    import jax
+    from jax.experimental import topologies
+
+    more: dict[str, Any] = {} if topology.slices == 1 else {"num_slices": topology.slices}
+    if topology.generation.name == "v4":
+        more["chip_config_name"] = "megacore"  # as jax shows a v4 chip where there is one
+    try:
+        with _silence():
+            described = topologies.get_topology_desc(topology_name=topology.name, platform="tpu", **more)
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"libtpu knows no topology {topology}: {str(error).splitlines()[0]}") from None
+    return list(described.devices)
+
+
+def prepare_compiler() -> None:
+    """Make libtpu work as a compiler in this process: before jax's first use of a backend.
+
+    Raises:
+        UserError: libtpu is not installed.
+    """
+    if not compiler_installed():
+        raise UserError("libtpu, the TPU compiler, is not installed; on x86-64 Linux: pip install 'axlearn-like[aot]'")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def compiler_installed() -> bool:
+    """Whether libtpu can be found."""
+    return os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")) or importlib.util.find_spec("libtpu") is not None
+
+
+# Without these libtpu asks the cloud where it is, writes logs to a common folder, lets in one process at a time, and
+# complains about unknown workers.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+}
+
+
+class _silence:
+    """Standard error of C code, to nowhere: libtpu warns of everything that a machine without a TPU lacks."""
+
+    def __enter__(self) -> None:
+        sys.stderr.flush()
+        self._saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+
+    def __exit__(self, *_: Any) -> None:
+        os.dup2(self._saved, 2)
+        os.close(self._saved)
+
+
+@functools.cache
+def _shapes(generation: Generation) -> frozenset[tuple[int, ...]]:
+    """All slices: up to four chips of one host, or whole hosts; in three dimensions, whole cubes of 64 from there on.
+
+    cloud.google.com/tpu/docs/v4, /v5p and /tpu7x (dimensions in ascending order), /v5e and /v6e.
+    """
+    if len(generation.chips) == 2:
+        return frozenset([(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)])
+    small = {(1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)}
+    largest = generation.chips
+    cubes = itertools.product(*(range(4, max(largest) + 1, 4) for _ in largest))
+    return frozenset(small.union(shape for shape in cubes if _fits(shape, largest)))
+
+
+def _fits(shape: tuple[int, ...], largest: tuple[int, ...]) -> bool:
+    return shape == tuple(sorted(shape)) and all(a <= b for a, b in zip(shape, sorted(largest), strict=True))
+
+
+def _shape_of(generation: Generation, number: int, text: str) -> tuple[int, ...]:
+    by_number: dict[int, tuple[int, ...]] = {}
+    for shape in sorted(_shapes(generation), key=lambda one: (max(one) / min(one), one)):
+        by_number.setdefault(math.prod(shape) * generation.counted, shape)
+    if number not in by_number:
+        near = sorted(by_number, key=lambda other: abs(math.log(other / max(number, 1))))[:4]
+        counted = "chips" if generation.counted == 1 else "TensorCores, two to a chip"
+        listed = ", ".join(f"{generation.name}-{one}" for one in near)
+        raise UserError(f"no TPU topology {text!r} (the number counts {counted}); the nearest: {listed}")
+    return by_number[number]
+
+
+def _distance(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[float, float]:
+    """By the number of chips, then by the form."""
+    chips = abs(math.log(math.prod(shape) / math.prod(other))) if math.prod(shape) else math.inf
+    pairs: Iterator[tuple[int, int]] = itertools.zip_longest(sorted(shape), sorted(other), fillvalue=1)
+    return chips, sum(abs(a - b) for a, b in pairs)
+
+
+def generation_of(device: Any) -> Generation | None:
+    """The generation of a jax device, by its kind; None for what is no TPU (or no longer sold)."""
+    kind = str(device.device_kind).lower().removeprefix("tpu").strip()
+    names = {"v4": "v4", "v5": "v5p", "v5p": "v5p", "v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v6e": "v6e"}
+    return GENERATIONS.get("tpu7x" if kind in ("7x", "v7x") else names.get(kind, ""))
