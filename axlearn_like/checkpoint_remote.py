@@ -21,7 +21,7 @@ from axlearn_like.hard_links import link_tree
 from axlearn_like.object_store import open_store
 from axlearn_like.run_directory import EventLog
 
-_COMPLETE = "COMPLETE"
+_COMPLETE, _CONFIG = "COMPLETE", "config.txt"
 _ATTEMPTS, _PAUSE = 3, 2.0  # a bucket's own retries come first
 
 
@@ -34,13 +34,13 @@ class RemoteTier(Configurable):
         keep: int = 2  # newest remote checkpoints kept
         timeout: float = 600.0  # seconds for one file
 
-    def __init__(self, cfg: Config, *, directory: Path, events: EventLog):
-        """`directory` holds the local checkpoints. UserError: the URL cannot be opened."""
+    def __init__(self, cfg: Config, *, directory: Path, config: str, events: EventLog):
+        """`directory` holds the local checkpoints of the run with this `config`. UserError: the URL cannot be opened."""
         if cfg.copy_every < 1 or cfg.keep < 1:
             raise ValueError(
                 f"RemoteTier.Config: expected copy_every >= 1 and keep >= 1, got {cfg.copy_every} and {cfg.keep}"
             )
-        self._cfg, self._directory, self._events = cfg, directory, events
+        self._cfg, self._directory, self._config, self._events = cfg, directory, config.encode(), events
         self._store = open_store(cfg.url, "remote.url")
         self._staged = directory.parent / f"{directory.name}.outgoing"
         shutil.rmtree(self._staged, ignore_errors=True)  # what a killed process left
@@ -63,8 +63,9 @@ class RemoteTier(Configurable):
         """Brings the newest remote checkpoint in if it is newer than the newest local one, and tells its step.
 
         Raises:
-            CheckpointError: it cannot be read, or is not what was written.
+            CheckpointError: it cannot be read, is not what was written, or is of another run.
         """
+        self._check_config()
         newest = max(self.steps(), default=None)
         if newest is None or (local is not None and newest <= local):
             return None
@@ -122,12 +123,25 @@ class RemoteTier(Configurable):
             name, content = path.relative_to(folder).as_posix(), path.read_bytes()
             listing[name] = (len(content), xxhash.xxh3_128_hexdigest(content))
             self._write(f"{step}/{name}", content)
+        self._write(_CONFIG, self._config)
         self._write(f"{step}/{_COMPLETE}", json.dumps(listing).encode())
         for old in self.steps()[: -self._cfg.keep]:
             self._delete(old)
         size = sum(size for size, _ in listing.values())
         seconds = round(time.monotonic() - began, 3)
         self._events.append("trainer", "copied", step=step, seconds=seconds, nbytes=size, to=self._cfg.url)
+
+    def _check_config(self) -> None:
+        found = self._do("read", _CONFIG, self._store.read(_CONFIG))
+        if found.state != "value" or found.value == self._config:
+            return
+        theirs, ours = (set(text.decode(errors="replace").splitlines()) for text in (found.value, self._config))
+        differing = [f"  -{line}" for line in sorted(theirs - ours)] + [f"  +{line}" for line in sorted(ours - theirs)]
+        raise CheckpointError(
+            f"{self._cfg.url} holds checkpoints of a run of another config (-: there, +: this run):\n"
+            + "\n".join(differing[:6])
+            + "\nGive each run a remote.url of its own"
+        )
 
     def _delete(self, step: int) -> None:
         self._write(f"{step}/{_COMPLETE}", None)  # first, so that no half checkpoint is listed

@@ -117,7 +117,7 @@ class Trainer(Configurable):
             stack.callback(checkpointer.close)
             where = {"directory": run_dir.checkpoints}
             best = cfg.keep_best.build(**where) if cfg.keep_best else None
-            remote = cfg.remote.build(**where, events=events) if cfg.remote else None
+            remote = cfg.remote.build(**where, config=to_text(cfg), events=events) if cfg.remote else None
             tiers = CheckpointTiers(checkpointer, best, remote, events)
             stack.callback(tiers.close)
             return self._run(run_dir, events, clock, tiers, stop, stack, progress)

@@ -14,12 +14,13 @@ from mesh import UserError
 from tests.axlearn_like.test_checkpoint import abstract, assert_equal, make_state
 
 
-def tiers(run_dir, *, remote=None, best=None, **changes):
+def tiers(run_dir, *, remote=None, best=None, config="a: 1\nb: 2\n", **changes):
     directory, events = run_dir / "checkpoints", EventLog(run_dir / "events.jsonl")
     run_dir.mkdir(exist_ok=True)
     local = Checkpointer.Config(save_every=1, keep=2).build(directory=directory)
     kept = KeepBest.Config(metric="eval_loss", **best).build(directory=directory) if best is not None else None
-    away = RemoteTier.Config(url=str(remote), **changes).build(directory=directory, events=events) if remote else None
+    where = {"directory": directory, "config": config, "events": events}
+    away = RemoteTier.Config(url=str(remote), **changes).build(**where) if remote else None
     return CheckpointTiers(local, kept, away, events)
 
 
@@ -38,13 +39,18 @@ def test_the_newest_of_either_tier_is_restored(tmp_path):
     save(one, range(1, 8))
     one.close()
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["6", "7"]
-    assert sorted(p.name for p in away.iterdir()) == ["4", "6"]  # 2 was let go
+    assert sorted(p.name for p in away.iterdir()) == ["4", "6", "config.txt"]  # 2 was let go
     assert events(run, "copied") == [2, 4, 6] and events(run, "saved") == list(range(1, 8))
     assert not (tmp_path / "run" / "checkpoints.outgoing").exists()
     # The local one is newer.
     one = tiers(run, remote=away, copy_every=2)
     assert one.latest_step() == 7
     one.close()
+    # A run of another config does not take them.
+    other = tiers(tmp_path / "other", remote=away, copy_every=2, config="a: 1\nb: 3\n")
+    with pytest.raises(CheckpointError, match=rf"{away} holds .* run of another config .*\n  -b: 2\n  \+b: 3"):
+        other.latest_step()
+    other.close()
     # The disk is gone; of the remote ones the newest is incomplete.
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(away / "6", away / "8")
