@@ -1,6 +1,6 @@
 """Evaluators: what a trainer measures of its parameters now and then."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -10,6 +10,16 @@ from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import Params
 from axlearn_like.train_program import eval_step
 from mesh import shard_batch
+
+
+class Evaluator(Protocol):
+    """Measures parameters now and then; built by `config.build(graphdef=...)`."""
+
+    every: int  # steps; the last step is always measured
+
+    def run(self, params: Any, step: int) -> dict[str, float]:
+        """Scalars for the metrics row of `step`."""
+        ...
 
 
 class LossEvaluator(Configurable):
