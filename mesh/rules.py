@@ -14,11 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mesh.errors import UserError
 
 LOGICAL_AXES: dict[str, tuple[str, ...] | str | None] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": "sequence",
     "embed": "fsdp",
     "heads": "tensor",
     "hidden": "tensor",
+    "experts": "expert",
     "vocab": "tensor",
     "layers": None,
 }
