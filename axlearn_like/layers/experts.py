@@ -86,14 +86,11 @@ class Experts(Layer):
         spec = jax.typeof(x_btd).sharding.spec
         rows = PartitionSpec((partition("batch") or (None,))[0], spec[1], None)
         inner, outer = partition("experts", "embed", "hidden"), partition("experts", "hidden", "embed")
-        x_btd, experts_btk, weights_btk = (jax.sharding.reshard(x, rows) for x in (x_btd, experts_btk, weights_btk))
+        specs = (rows, rows, rows, Weights(inner, inner, outer))
         run = jax.shard_map(
-            self._on_device,
-            in_specs=(rows, rows, rows, Weights(inner, inner, outer)),
-            out_specs=(rows, PartitionSpec()),
-            axis_names=set(axes),
+            self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes)
         )
-        return run(x_btd, experts_btk, weights_btk, weights)
+        return run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
 
     def _on_device(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, cut: Weights
