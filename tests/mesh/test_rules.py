@@ -29,9 +29,9 @@ def test_without_a_mesh_nothing_is_spread():
 
 def test_names_become_mesh_axes():
     with jax.sharding.use_abstract_mesh(EIGHT):
-        assert partition("batch", None, "heads") == PartitionSpec(("data", "fsdp"), None, "tensor")
+        assert partition("batch", None, "heads") == PartitionSpec(("data", "fsdp", "expert"), None, "tensor")
         assert partition("layers", "embed") == PartitionSpec(None, "fsdp")
-        assert axis_sizes("batch") == {"data": 2, "fsdp": 2}
+        assert axis_sizes("batch") == {"data": 2, "fsdp": 2, "expert": 1}
         assert axis_sizes("heads") == {"tensor": 2}
         assert axis_sizes("layers") == {}
 
@@ -44,7 +44,7 @@ def test_an_unknown_name_is_an_error():
 def test_what_is_newly_made_can_be_spread():
     with jax.sharding.use_abstract_mesh(EIGHT):
         made = jax.eval_shape(lambda: constrain(jnp.zeros((8, 3)), "batch", None))
-    assert made.sharding.spec == PartitionSpec(("data", "fsdp"), None)
+    assert made.sharding.spec == PartitionSpec(("data", "fsdp", "expert"), None)
 
 
 def test_a_batch_is_spread_along_its_rows_and_scalars_are_copied():
@@ -52,7 +52,7 @@ def test_a_batch_is_spread_along_its_rows_and_scalars_are_copied():
     with jax.set_mesh(ONE):
         put = shard_batch(batch)
     specs = {name: x.sharding.spec for name, x in put.items()}
-    rows = ("data", "fsdp")
+    rows = ("data", "fsdp", "expert")
     assert specs == {"tokens": PartitionSpec(rows, None), "weights": PartitionSpec(rows), "scale": PartitionSpec()}
     for name, x in batch.items():
         np.testing.assert_array_equal(put[name], x)
@@ -62,7 +62,7 @@ def test_rows_that_do_not_divide_are_refused_by_name():
     batch = {"tokens": np.zeros((8, 3)), "extra": {"weights": np.zeros((6, 3))}}
     with (
         jax.sharding.use_abstract_mesh(EIGHT),
-        pytest.raises(UserError, match=r"extra\.weights has 6 rows, which do not divide .* \(data 2 x fsdp 2\)"),
+        pytest.raises(UserError, match=r"extra\.weights has 6 rows, which do not divide .* \(data 2 x fsdp 2 x expert 1\)"),
     ):
         shard_batch(batch)
 
