@@ -1,7 +1,7 @@
 """Metrics of steps on their way to disk, screen and other writers, one step late."""
 
 import time
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any
 
 import jax
