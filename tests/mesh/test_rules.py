@@ -71,6 +71,15 @@ def test_rows_that_do_not_divide_are_refused_by_name():
         shard_batch(batch)
 
 
+def test_rows_that_cannot_be_cut_over_a_sequence_axis_are_refused_by_name():
+    mesh = make_mesh({"fsdp": 2, "sequence": 4}, jax.devices()[:1] * 8).abstract_mesh
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(UserError, match=r"tokens has 6 tokens in a row, which do not divide .* \(sequence 4\)"),
+    ):
+        shard_batch({"tokens": np.zeros((8, 6))})
+
+
 def test_abstract_shardings_get_devices():
     with jax.set_mesh(ONE):
         abstract = jax.eval_shape(lambda: {"w": constrain(jnp.zeros((4, 2)), "embed", None), "n": jnp.zeros(())})
