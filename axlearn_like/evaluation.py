@@ -8,7 +8,7 @@ from flax import nnx
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import Params
-from axlearn_like.losses import make_supervised_loss
+from axlearn_like.train_program import eval_step
 from mesh import shard_batch
 
 
@@ -34,7 +34,8 @@ class LossEvaluator(Configurable):
         self.every = cfg.every
         data = cfg.input.build()
         self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
-        self._loss = jax.jit(make_supervised_loss(graphdef))
+        data.close()
+        self._loss = eval_step(graphdef)
 
     def run(self, params: Params, step: int) -> dict[str, float]:
         """`eval_loss` and `eval_accuracy`: means over the batches, each of which counts alike."""

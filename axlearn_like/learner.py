@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from axlearn_like.balancing import with_balancing, without_loads
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -125,11 +126,15 @@ class Learner(Configurable):
         optimizer: ConfigBase = AdamW.Config()
         schedule: ConfigBase = Constant.Config()
         clip_norm: float | None = 1.0  # of the global gradient norm; None: no clipping
+        balance_rate: float = 0.001  # step of the biases that balance experts, where there are any
 
     def __init__(self, cfg: Config):
         if cfg.clip_norm is not None and cfg.clip_norm <= 0:
             raise ValueError(f"Learner.Config.clip_norm: expected > 0 or None, got {cfg.clip_norm}")
+        if cfg.balance_rate < 0:
+            raise ValueError(f"Learner.Config.balance_rate: expected 0 or more, got {cfg.balance_rate}")
         self._schedule: Schedule = cfg.schedule.build()
+        self._balance_rate = cfg.balance_rate
         clip = [] if cfg.clip_norm is None else [optax.clip_by_global_norm(cfg.clip_norm)]
         self._transformation = optax.chain(*clip, cfg.optimizer.build().transformation())
 
@@ -156,12 +161,14 @@ class Learner(Configurable):
             `lr`, `update_norm` (of what was added to the parameters) and `skipped` (updates skipped
             so far).
         """
+        loads, grads = grads, without_loads(grads)
         grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         finite = jnp.isfinite(grad_norm)
         lr = self._schedule(opt_state["applied"])
         direction, new_optax = self._transformation.update(grads, opt_state["optax"], params)
         # Select, never multiply by zero: 0 * nan is nan.
         updates = jax.tree.map(lambda d, p: jnp.where(finite, -lr * d, 0.0).astype(p.dtype), direction, params)
+        updates = with_balancing(updates, loads, self._balance_rate, finite)
         new_state = {
             "applied": opt_state["applied"] + finite.astype(jnp.int32),
             "skipped": opt_state["skipped"] + (~finite).astype(jnp.int32),

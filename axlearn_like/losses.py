@@ -9,9 +9,10 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.kernels.attention.zigzag import spread
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind
-from axlearn_like.layers.chunks import in_chunks
+from axlearn_like.layers.chunks import in_chunks, spread_like
 from axlearn_like.layers.context import PackedContext
 from axlearn_like.layers.reduction import apart, exponentials
 from mesh.errors import UserError
@@ -81,7 +82,8 @@ class SupervisedLoss(Configurable):
         target tokens and 0 elsewhere, so that the sum over any split into microbatches is the mean over the global
         batch. A layer's own loss, a mean over the tokens of a slice, counts by the slice's share of that weight.
         """
-        context = PackedContext(positions=batch["positions"], segment_ids=batch["segment_ids"])
+        batch, layout = spread(batch)
+        context = PackedContext(batch["positions"], batch["segment_ids"], layout)
         hidden = model.hidden(batch["tokens"], context)
 
         def head(x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -89,7 +91,8 @@ class SupervisedLoss(Configurable):
                 model.logits(x), {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss
             )
 
-        parts = in_chunks(head, self._cfg.chunks, hidden.x, batch["targets"], batch["weights"])
+        targets, weights = (spread_like(batch[name], hidden.x) for name in ("targets", "weights"))
+        parts = in_chunks(head, self._cfg.chunks, hidden.x, targets, weights)
         loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), parts)
         return _with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
 

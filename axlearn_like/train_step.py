@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
+from axlearn_like.layers.chunks import split_rows
 from axlearn_like.learner import Learner
 from axlearn_like.losses import LossFn, Metrics
 
@@ -79,17 +79,7 @@ def _combined(name: str, values: jax.Array) -> jax.Array:
 
 
 def _split(x: jax.Array, count: int) -> jax.Array:
-    """[batch, ...] -> [count, batch / count, ...]; slice i takes rows i, i + count, ...
-
-    Strided, because contiguous slices of an axis that is spread over devices would each live on a
-    few devices only. This way every device contributes equally to every slice and nothing is
-    communicated.
-    """
+    """[batch, ...] -> [count, batch / count, ...]."""
     if x.shape[0] % count:
         raise ValueError(f"a batch of {x.shape[0]} rows does not divide into {count} microbatches")
-    shape = (x.shape[0] // count, count, *x.shape[1:])
-    spec = getattr(jax.typeof(x).sharding, "spec", None)
-    out_sharding = None
-    if not jax.sharding.get_abstract_mesh().empty and spec:
-        out_sharding = PartitionSpec(spec[0], None, *spec[1:])
-    return jnp.swapaxes(jnp.reshape(x, shape, out_sharding=out_sharding), 0, 1)
+    return split_rows(x, count)

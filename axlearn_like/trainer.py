@@ -1,7 +1,6 @@
 """The supervised trainer: one config, and one `run` that starts or resumes by itself."""
 
 import contextlib
-import math
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ from axlearn_like.checkpoint_tiers import CheckpointTiers
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.config_resolve import resolve
 from axlearn_like.config_text import to_text
-from axlearn_like.input import InputError, SupervisedInput
-from axlearn_like.layers.base import split
+from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import Learner
-from axlearn_like.losses import SupervisedLoss, make_supervised_loss
+from axlearn_like.losses import SupervisedLoss
+from axlearn_like.mesh_rules import MeshRules
 from axlearn_like.metrics import MetricsWriter, Progress, read_rows
 from axlearn_like.operations.bit_check import BitCheck
 from axlearn_like.operations.goodput import CauseClock, account, lines
@@ -36,10 +35,10 @@ from axlearn_like.preemption import Stop, graceful_stop
 from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.spans import span
 from axlearn_like.stop_when import StopWhen
-from axlearn_like.train_step import State, init_state, make_train_step
+from axlearn_like.train_program import Program, check_length, check_rows, train_program
+from axlearn_like.train_step import State, init_state
 from axlearn_like.training_loop import TrainingLoop
-from mesh import make_mesh, to_named_sharding
-from mesh.rules import LOGICAL_AXES
+from mesh import make_mesh
 
 
 class Trainer(Configurable):
@@ -57,6 +56,7 @@ class Trainer(Configurable):
         loss: SupervisedLoss.Config = SupervisedLoss.Config()
         checkpoint: Checkpointer.Config = Checkpointer.Config()
         mesh: dict[str, int] = {}  # axis -> size; absent axes have size 1, one may be -1
+        mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
         microbatches: int = 1
         num_steps: int = REQUIRED
         stop_when: StopWhen.Config | None = None  # None: all steps
@@ -80,8 +80,9 @@ class Trainer(Configurable):
             )
         self._cfg = cfg
         self._mesh = make_mesh(cfg.mesh)
-        self._check_batch()
         self._learner: Learner = cfg.learner.build()
+        check_rows(cfg.input, self._mesh, cfg.microbatches)
+        check_length(cfg.model, cfg.input.seq_len, "Trainer.Config.input.seq_len")
 
     def resolved(self) -> Config:
         """The config with every value that a parent hands down filled in; nothing is allocated."""
@@ -136,21 +137,22 @@ class Trainer(Configurable):
         watchdog = cfg.watchdog.build(**here, doing=lambda: clock.cause) if cfg.watchdog else None
         beat = stack.enter_context(watchdog).beat if watchdog else lambda step: None
         data: SupervisedInput = cfg.input.build()
-        graphdef, state, start = self._start(tiers, data)
+        stack.callback(data.close)
+        program = train_program(cfg, self._mesh, self._learner)
+        state, start = self._start(program, tiers, data)
         events.append("trainer", "start", step=start, began=round(clock.began, 3))
         clock.start(start)
-        step_fn = make_train_step(make_supervised_loss(graphdef, cfg.loss.build()), self._learner, cfg.microbatches)
         loop = TrainingLoop(
             state=state,
             step=start,
             num_steps=cfg.num_steps,
             log_every=cfg.log_every,
-            program=StepProgram(step_fn, allowed=cfg.programs, around=lambda: _compiling(events, clock)),
+            program=StepProgram(program.step, allowed=cfg.programs, around=lambda: _compiling(events, clock)),
             data=data,
             log=self._log(run_dir, clock, stack, start, show),
             clock=clock,
             tiers=tiers,
-            evaluators=[evaluator.build(graphdef=graphdef) for evaluator in cfg.evaluators],
+            evaluators=[evaluator.build(graphdef=program.graphdef) for evaluator in cfg.evaluators],
             profiler=stack.enter_context(cfg.profile.build(**here)),
             check=cfg.bit_check.build(mesh=self._mesh) if cfg.bit_check else None,
             beat=beat,
@@ -182,45 +184,19 @@ class Trainer(Configurable):
         last = deque(_rows(run_dir), maxlen=cfg.stop_when.rows + 1 if cfg.stop_when else 1)
         return StepLog(writer, others, progress, figures, start, last)
 
-    def _start(self, tiers: CheckpointTiers, data: SupervisedInput) -> tuple[Any, State, int]:
-        """Graph definition, state and step, from the newest checkpoint (the input too) or new."""
-        graphdef, abstract, init = self._abstract()
+    def _start(self, program: Program, tiers: CheckpointTiers, data: SupervisedInput) -> tuple[State, int]:
+        """State and step, from the newest checkpoint (the input too) or new."""
         latest = tiers.latest_step()
         if latest is not None:
-            state, extras = tiers.restore(abstract, latest)
+            state, extras = tiers.restore(program.state, latest)
             data.restore(extras["input"])
-            return graphdef, state, latest
-        shardings = jax.tree.map(lambda a: a.sharding, abstract)
+            return state, latest
+        shardings = jax.tree.map(lambda a: a.sharding, program.state)
         if self._cfg.start_from is None:
-            return graphdef, jax.jit(init, out_shardings=shardings)(jax.random.key(self._cfg.seed)), 0
-        params = self._cfg.start_from.build().params(abstract["params"])
+            return jax.jit(program.init, out_shardings=shardings)(jax.random.key(self._cfg.seed)), 0
+        params = self._cfg.start_from.build().params(program.state["params"])
         begin = jax.jit(lambda params: init_state(params, self._learner), out_shardings=shardings, donate_argnums=0)
-        return graphdef, begin(params), 0
-
-    def _abstract(self) -> tuple[nnx.GraphDef[Any], State, Any]:
-        """The model's graph definition, the abstract state, and the function that makes one."""
-        graphdefs: list[nnx.GraphDef[Any]] = []
-
-        def init(key: jax.Array) -> State:
-            graphdef, params = split(self._cfg.model.build(rngs=nnx.Rngs(key)))
-            graphdefs.append(graphdef)  # static: tracing is all that it needs
-            return init_state(params, self._learner)
-
-        abstract = jax.eval_shape(init, jax.random.key(self._cfg.seed))
-        return graphdefs[0], to_named_sharding(abstract, self._mesh), init
-
-    def _check_batch(self) -> None:
-        cfg = self._cfg
-        axes = LOGICAL_AXES["batch"] or ()
-        axes = (axes,) if isinstance(axes, str) else axes
-        ways = math.prod(self._mesh.shape[axis] for axis in axes)
-        rows = cfg.input.batch_size
-        if rows % (ways * cfg.microbatches):
-            raise InputError(
-                f"Trainer.Config.input.batch_size is {rows}; expected a multiple of "
-                f"{ways * cfg.microbatches}: {cfg.microbatches} microbatches, each spread over "
-                f"{ways} parts of the mesh ({' x '.join(axes)})"
-            )
+        return begin(params), 0
 
 
 def resolve_model(model: ConfigBase) -> ConfigBase:

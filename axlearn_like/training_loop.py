@@ -76,7 +76,7 @@ class TrainingLoop:
                     self.state, metrics = self.check.run(self.program, step, self.state, batch)
         self.step = step
         self.tiers.check()
-        log.add(step, metrics, wanted=step % self.log_every == 0 or step == self.num_steps)
+        log.add(step, metrics | self.data.metrics(), wanted=step % self.log_every == 0 or step == self.num_steps)
         self.beat(step)
         clock.completed(step)
 

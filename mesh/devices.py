@@ -1,6 +1,8 @@
 """What the devices are called in mesh rules."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,15 @@ def device_name(devices: Sequence[Any] | None = None) -> str:
     if not kind.startswith(first.platform):
         kind = f"{first.platform}-{kind}"
     return f"{_SOLD_AS.get(kind, kind)}-{len(devices)}"
+
+
+def device_name_elsewhere() -> str:
+    """`device_name()` of this machine, found by another process, so that this one does not take the accelerators."""
+    code = "from mesh.devices import device_name, one_device_per_core as f; f(); print(device_name())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the devices of this machine could not be listed: {done.stderr[-1000:]}")
+    return done.stdout.split()[-1]
 
 
 def one_device_per_core(limit: int = 8) -> None:

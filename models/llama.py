@@ -1,4 +1,5 @@
-"""Llama 3, 3.1, 3.2 and 3.3 (Grattafiori et al. 2024, arXiv 2407.21783), as their `config.json` files say."""
+"""Llama 2 (Touvron et al. 2023, arXiv 2307.09288) and Llama 3, 3.1, 3.2 and 3.3 (Grattafiori et al. 2024, arXiv
+2407.21783), as their `config.json` files say."""
 
 from typing import Any
 
@@ -27,6 +28,12 @@ LLAMA: dict[str, float | None] = {
     "Llama-3.3-70B": 8.0,
 }
 
+_LLAMA2: dict[str, dict[str, Any]] = {
+    "Llama-2-7B": dict(dim=4096, hidden=11008, num_layers=32, num_heads=32, num_kv_heads=32),
+    "Llama-2-13B": dict(dim=5120, hidden=13824, num_layers=40, num_heads=40, num_kv_heads=40),
+    "Llama-2-70B": dict(dim=8192, hidden=28672, num_layers=80, num_heads=64, num_kv_heads=8),
+}
+
 
 def llama(name: str) -> Decoder.Config:
     """The model of that name, e.g. "Llama-3.2-1B"; activations are bfloat16, parameters float32.
@@ -34,8 +41,12 @@ def llama(name: str) -> Decoder.Config:
     Raises:
         UserError: there is no such model; the nearest names are given.
     """
+    if name in _LLAMA2:
+        shape = _LLAMA2[name]
+        return dense(vocab_size=32_000, head_dim=128, tied=False, theta=1e4, eps=1e-5, **shape).set(dtype="bfloat16")
     if name not in LLAMA:
-        raise UserError(f"no Llama model {name!r}{did_you_mean(name, LLAMA, limit=len(LLAMA))}")
+        known = [*_LLAMA2, *LLAMA]
+        raise UserError(f"no Llama model {name!r}{did_you_mean(name, known, limit=len(known))}")
     factor = LLAMA[name]
     scaling = None if factor is None else Llama3Scaling.Config(factor=factor, original_length=8192)
     return dense(

@@ -14,6 +14,7 @@ from axlearn_like.checkpoint import restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import Params, split
 from axlearn_like.learner import Learner
+from axlearn_like.mesh_rules import MeshRules
 from axlearn_like.metrics import read_rows
 from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.tokenizer import ByteTokenizer
@@ -68,6 +69,7 @@ class RLExperiment(Configurable):
         evaluation: Evaluation.Config | None = Evaluation.Config()
 
         swap: Literal["go_on", "recompute"] = "go_on"  # of sequences under way, if controller.weights="in_flight"
+        mesh_rules: MeshRules = ()  # what changes with the devices of the trainer (see axlearn_like/mesh_rules.py)
         workers: int = 2  # rollout workers, where the runtime has processes; more may join
         patience: Patience.Config = Patience.Config()  # where the runtime has processes
         kill_worker_after: float | None = None  # share of the updates after which one worker is killed -9

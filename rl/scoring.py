@@ -20,6 +20,11 @@ from rl.messages import Group
 _MULTIPLE = 16  # rows have a multiple of so many tokens
 
 
+def row_length(max_prompt: int, max_new: int) -> int:
+    """Tokens in a row that holds every prompt with its completion, the last token being a target only."""
+    return -(-(max_prompt + max_new - 1) // _MULTIPLE) * _MULTIPLE
+
+
 def pack_rows(groups: Sequence[Group], *, max_prompt: int, max_new: int, row_multiple: int = 1) -> dict[str, Any]:
     """Whole sequences as arrays of one shape for all batches of as many rollouts.
 
@@ -28,7 +33,7 @@ def pack_rows(groups: Sequence[Group], *, max_prompt: int, max_new: int, row_mul
         first: for each rollout, the index at which its completion's first token is a target.
     """
     rows = [(group.prompt.tokens, rollout.tokens) for group in groups for rollout in group.rollouts]
-    length = -(-(max_prompt + max_new - 1) // _MULTIPLE) * _MULTIPLE
+    length = row_length(max_prompt, max_new)
     whole = np.zeros((-(-len(rows) // row_multiple) * row_multiple, length + 1), np.int32)
     for index, (prompt, completion) in enumerate(rows):
         whole[index, : len(prompt)] = prompt

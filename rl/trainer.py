@@ -18,9 +18,7 @@ from jax.sharding import Mesh
 from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import Params, bind, split
-from axlearn_like.layers.context import GroupContext
 from axlearn_like.learner import Learner
-from axlearn_like.losses import token_logprobs
 from axlearn_like.metrics import MetricsWriter
 from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.spans import span
@@ -29,7 +27,8 @@ from mesh import UserError, make_mesh, shard_batch, to_named_sharding
 from rl.batching import Batch, pack_groups
 from rl.messages import Group
 from rl.objective import Objective
-from rl.scoring import pack_rows, score_rows
+from rl.policy_program import make_policy_loss, make_score_rows, policy_logprobs
+from rl.scoring import pack_rows
 from rl.weights.access import WeightAccess
 from rl.weights.publisher import Push
 from rl.weights.snapshot import Snapshot
@@ -71,13 +70,17 @@ class PolicyTrainer(Configurable):
                 UserError: naming the field that does not fit.
             """
             mesh = make_mesh(self.mesh)
+            self.check_rows(mesh)
+            return mesh
+
+        def check_rows(self, mesh: Mesh) -> None:
+            """Refuse batches that do not divide over the mesh and into microbatches (UserError)."""
             rows = mesh.shape["data"] * mesh.shape["fsdp"] * self.microbatches
             if self.row_multiple % rows:
                 raise UserError(
                     f"trainer.row_multiple={self.row_multiple} is not a multiple of "
                     f"data x fsdp x microbatches = {rows}"
                 )
-            return mesh
 
     def __init__(
         self,
@@ -108,9 +111,10 @@ class PolicyTrainer(Configurable):
         with jax.set_mesh(self._mesh):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
             self._graphdef, _ = split(abstract)
-            self._step = make_train_step(self._loss, self._learner, cfg.microbatches)
+            loss = make_policy_loss(self._graphdef, self._objective, cfg.temperature)
+            self._step = make_train_step(loss, self._learner, cfg.microbatches)
             self._score = jax.jit(self._logprobs)
-            self._score_rows = jax.jit(lambda params, **rows: score_rows(bind(self._graphdef, params), **rows))
+            self._score_rows = make_score_rows(self._graphdef)
             self.state, self.step = self._restore_or_start(initial, seed)
         self._wait_began: float | None = None
         self._metrics = MetricsWriter(run.path, phase="rl", resume_step=self.step)
@@ -233,25 +237,8 @@ class PolicyTrainer(Configurable):
         figures["train_tokens"] = float(live.sum() + batch["trunk_lengths"].sum())
         return {**figures, **metrics, "staleness_mean": np.mean(ages), "staleness_max": max(ages)}
 
-    def _loss(self, params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        logprobs, entropy = self._logprobs(params, batch)
-        return self._objective.loss(logprobs, batch, entropy)
-
-    def _logprobs(
-        self, params: Params, batch: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """log pi of the targets and the entropy at each, float32 [g, n, t], at the behaviour temperature."""
-        model = bind(self._graphdef, params)
-        groups, samples, length = batch["inputs"].shape
-        trunk = batch["trunk"]
-        context = GroupContext(batch["trunk_lengths"], trunk.shape[1], samples, length)
-        tokens = jnp.concatenate([trunk, batch["inputs"].reshape(groups, -1)], axis=1)
-        hidden = model.hidden(tokens, context).x
-        logits = model.logits(hidden[:, trunk.shape[1] :]) / self.cfg.temperature
-        chosen = token_logprobs(logits, batch["targets"].reshape(groups, -1))
-        logp = jax.nn.log_softmax(logits, axis=-1)
-        entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-        return chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape)
+    def _logprobs(self, params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return policy_logprobs(bind(self._graphdef, params), batch, self.cfg.temperature)
 
     def _agreement(
         self, groups: list[Group], batch: Batch, arrays: dict[str, jax.Array]

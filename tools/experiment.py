@@ -49,29 +49,35 @@ def experiment_options[F: Callable[..., Any]](function: F) -> F:
     return function
 
 
-def load_experiment(name: str, sets: Sequence[str] = (), seed: int | None = None) -> ConfigBase:
+def load_experiment(
+    name: str, sets: Sequence[str] = (), seed: int | None = None, device: Callable[[], str] | None = None
+) -> ConfigBase:
     """Returns the config of an experiment with the edits applied in order.
 
     Args:
         name: A registered name, `file.py:function` or `package.module:function`.
         sets: Edits `path=value`.
         seed: Passed to the experiment's function if not None.
+        device: Name of the devices, asked for where the experiment has mesh rules, which are applied before the edits.
 
     Raises:
         UserError: For an unknown experiment, a path or a value that does not fit, or an experiment
             without a seed.
     """
     check_name(name)
+    from axlearn_like.mesh_rules import has_mesh_rules, with_mesh_rules
     from experiments import registry
     from tools.commands import config
 
     with config_errors():
-        if seed is None:
-            return config.load(name, sets)
+        arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
         function = registry.find(name)
-        if "seed" not in function.__code__.co_varnames[: _parameter_count(function)]:
+        if arguments and "seed" not in function.__code__.co_varnames[: _parameter_count(function)]:
             raise UserError(f"experiment {name!r} takes no argument 'seed'; use --set path=value")
-        return config.load(name, sets, seed=seed)
+        cfg = config.load(name, **arguments)
+        if device is not None and has_mesh_rules(cfg):
+            cfg = with_mesh_rules(cfg, device())
+        return config.edit(cfg, sets)
 
 
 def check_name(name: str) -> None:

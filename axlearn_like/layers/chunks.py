@@ -51,6 +51,31 @@ def merge_length(x: jax.Array) -> jax.Array:
     return jnp.reshape(jnp.moveaxis(x, 0, 2), (batch, length * chunks, *x.shape[3:]), out_sharding=out)
 
 
+def spread_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """x [batch, length], cut over devices as the first two axes of `other` are."""
+    spec = _spec(other)
+    return x if spec is None else jax.sharding.reshard(x, PartitionSpec(*spec[:2]))
+
+
+def split_rows(x: jax.Array, count: int) -> jax.Array:
+    """[batch, ...] -> [count, batch / count, ...]; part i has rows i, i + count, ...
+
+    Strided, because contiguous parts of an axis that is spread over devices would each live on a few devices only.
+    This way every device contributes equally to every part and nothing is communicated.
+    """
+    spec = _spec(x)
+    out = None if spec is None else PartitionSpec(spec[0], None, *spec[1:])
+    return jnp.swapaxes(jnp.reshape(x, (x.shape[0] // count, count, *x.shape[1:]), out_sharding=out), 0, 1)
+
+
+def merge_rows(x: jax.Array) -> jax.Array:
+    """[count, batch / count, ...] -> [batch, ...]: the rows in their places again."""
+    spec = _spec(x)
+    out = None if spec is None else PartitionSpec(spec[1], *spec[2:])
+    x = jnp.swapaxes(x, 0, 1)
+    return jnp.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), out_sharding=out)
+
+
 def _spec(x: jax.Array) -> PartitionSpec | None:
     """The partition of x with an entry for each axis, None where no mesh is set."""
     if jax.sharding.get_abstract_mesh().empty:

@@ -3,6 +3,7 @@
 Llama, Qwen and the like are configs of this one class (see models/).
 """
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +19,9 @@ from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.linear import residual_length, whole_length
 from axlearn_like.layers.norm import RMSNorm
+from axlearn_like.layers.pipeline import Pipeline, spread_layers
 from axlearn_like.layers.remat import checkpoint, find_remat, named
+from mesh.errors import UserError
 
 
 class Block(Layer):
@@ -73,6 +76,7 @@ class Decoder(Layer):
         norm: RMSNorm.Config = RMSNorm.Config()
         head: Head.Config | None = None  # None: tied to the embedding
         dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are float32
+        pipeline: Pipeline.Config = Pipeline.Config()  # where the mesh has such an axis
         scan_unroll: int = 1  # layers per iteration of the scan: more is faster to run, slower to compile
         remat: str | dict[str, Literal["save", "offload"]] = "nothing"  # recomputed in the backward pass (remat.py)
 
@@ -81,13 +85,14 @@ class Decoder(Layer):
         self.embedding = cfg.embedding.clone(**sizes).build(rngs=rngs)
         block = cfg.block.clone(dim=cfg.dim)
         keys = jax.random.split(rngs.params(), cfg.num_layers)
-        self.layers: Any = jax.vmap(lambda key: block.build(rngs=nnx.Rngs(key)))(keys)
+        self.layers: Any = spread_layers(jax.vmap(lambda key: block.build(rngs=nnx.Rngs(key)))(keys), cfg.num_layers)
         self.norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         self.head = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
         self.num_layers, self.vocab_size = cfg.num_layers, cfg.vocab_size
         self.cache_shape: tuple[int, int] = self.layers.cache_shape  # key/value heads and their width
         self.dtype = jnp.dtype(cfg.dtype)
         self.remat, self.scan_unroll = cfg.remat, cfg.scan_unroll
+        self.pipeline = cfg.pipeline.build()
         find_remat(cfg.remat)  # refused here, before anything is compiled
 
     def __call__(self, tokens_bt: jax.Array, context: Context) -> jax.Array:
@@ -108,7 +113,9 @@ class Decoder(Layer):
         if cache is None:
             x = residual_length(x)
 
-        def apply(carry: tuple[jax.Array, Any], each: tuple[Block, Any, Any]) -> tuple[Any, Aux]:
+        def apply(
+            carry: tuple[jax.Array, Any], each: tuple[Block, Any, Any], context: Context = context
+        ) -> tuple[Any, Aux]:
             (x, cache), (layer, index, routing) = carry, each
             if cache is None:
                 x, _, aux = layer(x, context, None, routing)
@@ -127,9 +134,22 @@ class Decoder(Layer):
                 (x, cache), _ = apply((x, cache), (layer, jnp.int32(index), None))
             return Hidden(self.norm(x), cache, Aux())
         apply = checkpoint(apply, find_remat(self.remat))
+        if self.pipeline.stages > 1:
+            return self._pipelined(apply, x, context, cache, routing)
         stack = (self.layers, jnp.arange(self.num_layers), routing)
         (x, cache), aux = jax.lax.scan(apply, (x, cache), stack, unroll=self.scan_unroll)
         return Hidden(whole_length(self.norm(x)), cache, over_layers(aux))
+
+    def _pipelined(self, apply: Any, x: jax.Array, context: Context, cache: Any, routing: Any) -> Hidden:
+        if cache is not None or routing is not None:
+            raise UserError("Decoder: a mesh with a pipeline axis is for training; nothing can be decoded on it")
+
+        def stage(layers: Any, x: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
+            (x, _), aux = jax.lax.scan(partial(apply, context=context), (x, None), (layers, None, None))
+            return x, aux
+
+        x, aux = self.pipeline(stage, self.layers, x, context)
+        return Hidden(whole_length(self.norm(x)), None, aux)
 
     def unstack(self) -> "Decoder":
         """The same model with its layers in a list: XLA's CPU backend copies each weight that it cuts from a stack."""

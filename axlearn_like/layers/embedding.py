@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.linear import project
-from mesh.rules import partition
+from mesh.rules import axis_sizes, partition
 
 
 class Embedding(Layer):
@@ -24,8 +25,16 @@ class Embedding(Layer):
         self.weight_vd = param(rngs, (cfg.vocab_size, cfg.dim), ("vocab", "embed"), init)
 
     def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
-        table = self.weight_vd[...].astype(dtype)
-        return table.at[tokens_bt].get(out_sharding=partition("batch", None, None))
+        table, spread = self.weight_vd[...].astype(dtype), partition("batch", "length", None)
+        if spread is None:
+            return table[tokens_bt]
+        # Each device looks up its columns for the rows of all who have other columns, and then they exchange: that is
+        # little beside a whole table, and the same the other way round for the gradient.
+        columns = axis_sizes("embed")
+        rows = tuple(name for name, size in axis_sizes("batch").items() if name not in columns and size > 1) or None
+        tokens_bt = jax.sharding.reshard(tokens_bt, PartitionSpec(rows, spread[1]))
+        x_btd = table.at[tokens_bt].get(out_sharding=PartitionSpec(rows, spread[1], *(partition("embed") or ())))
+        return jax.sharding.reshard(x_btd, spread)
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """float32 logits [batch, length, vocab] by the transposed table."""

@@ -64,10 +64,14 @@ def project(
 
 
 def whole_length(x: jax.Array) -> jax.Array:
-    """x [batch, length, ...] with a length that only context parallelism spreads: gathered from the `residual` axis."""
-    if _length_axes(x) is None:
+    """x [batch, length, ...] with its length gathered where heads, hidden units and words are to be spread instead."""
+    length = _length_axes(x)
+    names = (length,) if isinstance(length, str) else length or ()
+    kept = tuple(name for name in names if name not in axis_sizes("heads"))
+    if kept == tuple(names):
         return x
-    return constrain(x, "batch", "length", *[None] * (x.ndim - 2))
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, PartitionSpec(spec[0], kept or None, *spec[2:]))
 
 
 def residual_length(x: jax.Array) -> jax.Array:

@@ -44,6 +44,7 @@ class Rope(Layer):
         head_dim: int = REQUIRED
         theta: float = 10_000.0
         scaling: Llama3Scaling.Config | None = None
+        max_length: int | None = None  # positions that the model was made for; longer training rows are refused
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         del rngs

@@ -1,7 +1,7 @@
 """Metrics of steps on their way to disk, screen and other writers, one step late."""
 
 import time
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class StepLog:
         """Whether nothing that was dispatched is still being computed."""
         return self._pending is None or self._pending[1]["loss"].is_ready()
 
-    def add(self, step: int, metrics: dict[str, jax.Array], *, wanted: bool) -> None:
+    def add(self, step: int, metrics: Mapping[str, jax.Array | float], *, wanted: bool) -> None:
         """Reads and writes what the step before left, and takes that of `step`."""
         self.flush()
         self._pending = (step, dict(metrics), wanted)

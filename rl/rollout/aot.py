@@ -1,30 +1,20 @@
-"""The engine's programs, compiled for TPUs that are not there.
-
-libtpu holds the whole TPU compiler and runs on any x86-64 Linux machine. So these are the programs that a TPU would
-get, with the compiler's own plan of their memory, and its refusal where they do not fit. Nothing is executed: that
-results are right is for other tests, and nothing here says how fast a step is.
-"""
+"""The engine's programs, compiled for TPUs that are not there (see `mesh.ahead_of_time`)."""
 
 import dataclasses
-import importlib.util
 import math
-import os
-import re
-import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from mesh import UserError
+from mesh.ahead_of_time import compile_step
+from mesh.ahead_of_time import memory_per_device as _memory_per_device
+from mesh.topology import Topology, parse_topology, topology_devices
 from rl.rollout.device import Device
 from rl.rollout.engine import RolloutEngine
-
-# Without these libtpu asks the cloud where it is, writes logs to a common folder, and lets in one process at a time.
-_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +52,12 @@ class CompiledStep:
         return from_host + self.outputs - self.aliased + self.temporary
 
 
+def engine_tracings(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[Mesh, dict[str, Callable[[], Any]]]:
+    """The engine's mesh, and the largest dispatch of each kind, to be traced when called, with that mesh in force."""
+    device = _described_device(cfg, devices)
+    return device.mesh, device.tracings()
+
+
 def compile_engine(
     cfg: RolloutEngine.Config, topology: str, *, only: Items[str] = ("prefill", "decode", "copy", "blank")
 ) -> list[CompiledStep]:
@@ -75,38 +71,34 @@ def compile_engine(
     Raises:
         UserError: libtpu is missing, there is no such topology, the mesh is not one of it, or a program does not fit.
     """
-    device = _described_device(cfg, topology)
+    found = parse_topology(topology)
+    device = _described_device(cfg, topology_devices(found))
     assert device.params is not None
     weights, pool = _bytes(device.params), _bytes(device.pool)
     steps = []
-    for name, lower in device.lowerings().items():
+    for name, trace in device.tracings().items():
         if name.split()[0] not in only:
             continue
-        lowered = lower()
-        began = time.monotonic()
-        try:
-            compiled = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
+        compiled = compile_step(name, trace, device.mesh, found)
+        if compiled.executable is None or compiled.memory is None:
+            assert compiled.shortage is not None
             raise UserError(
                 f"{name} does not fit {topology}: weights of {_gib(weights)} and pages of {_gib(pool)} per device; "
-                f"the compiler says: {str(error).splitlines()[0]}"
-            ) from None
-        memory = compiled.memory_analysis()
-        assert memory is not None
+                f"the compiler says: {compiled.shortage.message}"
+            )
+        memory = compiled.memory
         steps.append(
             CompiledStep(
                 name=name,
-                arguments=memory.argument_size_in_bytes,
-                outputs=memory.output_size_in_bytes,
-                aliased=memory.alias_size_in_bytes,
-                temporary=memory.temp_size_in_bytes,
-                code=memory.generated_code_size_in_bytes,
+                arguments=memory.arguments,
+                outputs=memory.output,
+                aliased=memory.alias,
+                temporary=memory.temp,
+                code=memory.code,
                 weights=weights,
                 pool=pool,
                 tokens=_pages(cfg) * cfg.page_size,
-                seconds=time.monotonic() - began,
+                seconds=compiled.cost.compile_s,
             )
         )
     return steps
@@ -135,37 +127,14 @@ def largest_pool(cfg: RolloutEngine.Config, topology: str, *, weights_held: int 
     return pages
 
 
-def memory_per_device(topology: str) -> int:
-    """Bytes that the compiler gives to programs, read from its refusal of one that is far too large."""
-    device = _devices(topology)[0]
-    huge = jax.ShapeDtypeStruct((1 << 40,), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device))
-    try:
-        jax.jit(lambda x: x + 1).lower(huge).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if found := re.search(r"available HBM \(([\d.]+)([KMGT]?)\)", str(error)):
-            return int(float(found[1]) * (1 << _UNITS[found[2]]))
-        raise
-    raise RuntimeError(f"the compiler for {topology} accepted an array of 2 TiB")
+def memory_per_device(topology: str | Topology) -> int:
+    """Bytes that the compiler gives to programs."""
+    return _memory_per_device(parse_topology(topology) if isinstance(topology, str) else topology)
 
 
-def _described_device(cfg: RolloutEngine.Config, topology: str) -> Device:
-    devices = _devices(topology)
+def _described_device(cfg: RolloutEngine.Config, devices: Items[Any]) -> Device:
     cfg = cfg.clone(mesh=cfg.mesh or {"tensor": len(devices)})
     return Device(cfg, pages=_pages(cfg), longest=cfg.max_prompt + cfg.max_new, described=devices)
-
-
-def _devices(topology: str) -> Items[Any]:
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu, the TPU compiler, is not installed; on x86-64 Linux: pip install 'axlearn-like[aot]'")
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    except jax.errors.JaxRuntimeError as error:
-        raise UserError(
-            f"no TPU topology {topology!r}; expected generation and chips, as in v5p:2x2x1 or v6e:2x4 "
-            f"({str(error).splitlines()[0]})"
-        ) from None
 
 
 def _pages(cfg: RolloutEngine.Config) -> int:

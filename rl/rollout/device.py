@@ -186,6 +186,11 @@ class Device:
     # ---- pages
 
     @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """Of the devices, whether they are there or not."""
+        return self._mesh
+
+    @property
     def pool(self) -> Any:
         """The pages of all layers, or what they would be."""
         return self._pool
@@ -294,24 +299,20 @@ class Device:
 
     # ---- ahead of time
 
-    def lowerings(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """The largest dispatch of each kind by name, to be lowered for the compiler when called."""
+    def tracings(self) -> dict[str, Callable[[], Any]]:
+        """The largest dispatch of each kind by name, to be traced when called, with the mesh in force."""
         cfg = self._cfg
         ruled = Sampler.Config(top_p=0.9, repetition_penalty=1.1, logit_bias=((0, 1.0),))
 
-        def lower(step: Any, *args: Any, **static: Any) -> jax.stages.Lowered:
-            with jax.set_mesh(self._mesh):
-                return step.lower(*args, **static)
+        def prefill(rows: int, chunk: int) -> Any:
+            return self._run_prefill.trace(self.params, self._pool, self._idle_chunks(rows, chunk, self.shapes.widest))
 
-        def prefill(rows: int, chunk: int) -> jax.stages.Lowered:
-            return lower(self._run_prefill, self.params, self._pool, self._idle_chunks(rows, chunk, self.shapes.widest))
-
-        def decode(sampler: Sampler.Config) -> jax.stages.Lowered:
+        def decode(sampler: Sampler.Config) -> Any:
             rows = self._pack([], [sampler] * cfg.slots, cfg.slots)
             if not plain(sampler):
                 rows = dataclasses.replace(rows, seen=np.zeros((cfg.slots, self.vocab), bool))
             windows = self._windows_of(cfg.slots)
-            return lower(self._run_decode, self.params, self._pool, windows, rows, np.int32(1), plain=plain(sampler))
+            return self._run_decode.trace(self.params, self._pool, windows, rows, np.int32(1), plain=plain(sampler))
 
         pages = np.zeros(_COPIES, np.int32)
         shapes = [self.shapes.prefill(chunk) for chunk in self.shapes.chunks]
@@ -319,8 +320,8 @@ class Device:
             **{f"prefill {rows} x {chunk}": partial(prefill, rows, chunk) for rows, chunk in shapes},
             f"decode {cfg.slots}, plain": partial(decode, Sampler.Config()),
             f"decode {cfg.slots}, all rules": partial(decode, ruled),
-            "copy pages": partial(lower, self._run_copy, self._pool, pages, pages),
-            "blank pages": partial(lower, self._run_blank, self._pool, pages),
+            "copy pages": partial(self._run_copy.trace, self._pool, pages, pages),
+            "blank pages": partial(self._run_blank.trace, self._pool, pages),
         }
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from axlearn_like.layers.base import split
 from axlearn_like.layers.embedding import Head
+from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.losses import make_supervised_loss
 from axlearn_like.train_step import init_state, make_train_step
@@ -26,6 +27,8 @@ MESHES: dict[str, dict[str, int] | None] = {
     "fsdp": {"fsdp": 8},
     "fsdp_tensor": {"fsdp": 4, "tensor": 2},
     "data_fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "pipeline_fsdp": {"pipeline": 2, "fsdp": 4},
+    "pipeline_tensor": {"pipeline": 2, "data": 2, "tensor": 2},
 }
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 
@@ -48,7 +51,7 @@ def make_batch() -> dict[str, np.ndarray]:
 def train_step(shape: dict[str, int] | None, microbatches: int) -> dict[str, Any]:
     """Loss, gradients and new parameters of one step, and how the program communicates."""
     mesh = None if shape is None else make_mesh(shape)
-    cfg = small_decoder(num_layers=2, head=Head.Config())
+    cfg = small_decoder(num_layers=2, head=Head.Config(), pipeline=Pipeline.Config(microbatches=4))
     cfg.embedding.init_std = 0.5
     learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3), clip_norm=None).build()
     graphdefs = []

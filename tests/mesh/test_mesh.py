@@ -1,8 +1,11 @@
 """A mesh that fits is made; one that does not is explained."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
+from jax.experimental import topologies
 
 from mesh import MESH_AXES, MeshError, UserError, make_mesh
 
@@ -70,3 +73,22 @@ def test_a_size_below_one_is_refused(size):
 
 def test_the_error_is_one_that_the_user_can_mend():
     assert issubclass(MeshError, UserError)
+
+
+def test_slices_that_are_not_there_are_refused():
+    with pytest.raises(MeshError, match=r"slices data 2 is for 2 slices but there are 1"):
+        make_mesh({"data": 2, "fsdp": 4}, EIGHT, slices={"data": 2})
+    with pytest.raises(MeshError, match=r"slices has no axis 'dat'; did you mean 'data'"):
+        make_mesh({"data": 2, "fsdp": 4}, EIGHT, slices={"dat": 2})
+
+
+def test_an_axis_goes_over_slices_as_it_is_told():
+    pytest.importorskip("libtpu")
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_LOG_DIR="disabled", ALLOW_MULTIPLE_LIBTPU_LOAD="true")
+    two = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4", num_slices=2).devices
+    mesh = make_mesh({"data": 4, "fsdp": 8}, two, slices={"data": 2})
+    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices.reshape(4, 8))
+    np.testing.assert_array_equal(slices, [[0] * 8, [0] * 8, [1] * 8, [1] * 8])
+    assert make_mesh({"fsdp": 32}, two).devices.reshape(2, 16)[1, 0].slice_index == 1
+    with pytest.raises(MeshError, match=r"mesh axis 'data' has size 1, no multiple of slices.data=2"):
+        make_mesh({"fsdp": 32}, two, slices={"data": 2})

@@ -42,11 +42,15 @@ def load(experiment: str, sets: Iterable[str] = (), **arguments: Any) -> ConfigB
         ValueError: for an edit without `=`.
         LookupError, AttributeError, TypeError: for names, paths or values that do not fit.
     """
-    cfg = registry.get(experiment, **arguments)
-    for edit in sets:
-        path, equals, value = edit.partition("=")
+    return edit(registry.get(experiment, **arguments), sets)
+
+
+def edit(cfg: ConfigBase[Any], sets: Iterable[str]) -> ConfigBase[Any]:
+    """Applies the edits `path=value` in order, in place; errors as in `load`."""
+    for one in sets:
+        path, equals, value = one.partition("=")
         if not equals:
-            raise ValueError(f"--set {edit!r}: expected path=value, like trainer.learner.lr=3e-4")
+            raise ValueError(f"--set {one!r}: expected path=value, like trainer.learner.lr=3e-4")
         set_path(cfg, path.strip(), value)
     return cfg
 

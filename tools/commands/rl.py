@@ -9,6 +9,7 @@ import click
 
 from mesh.errors import UserError
 from tools.experiment import (
+    check_name,
     config_errors,
     default_run_dir,
     experiment_options,
@@ -39,9 +40,12 @@ def command(
 
     Ctrl-C or SIGTERM saves and stops all roles; the same command goes on from there.
     """
-    cfg = load_experiment(experiment, sets, seed)
+    check_name(experiment)
+    # Asked of another process: with roles in processes of their own, this one must leave accelerators alone.
+    from mesh.devices import device_name_elsewhere, one_device_per_core
+
+    cfg = load_experiment(experiment, sets, seed, device=device_name_elsewhere)
     from mesh.compilation import enable_compilation_cache
-    from mesh.devices import one_device_per_core
     from rl.experiment import RLExperiment
 
     if not isinstance(cfg, RLExperiment.Config):

@@ -8,6 +8,7 @@ import click
 
 from mesh.errors import UserError
 from tools.experiment import (
+    check_name,
     config_errors,
     default_run_dir,
     experiment_options,
@@ -26,18 +27,20 @@ def command(
 
     Ctrl-C or SIGTERM saves and stops; the same command goes on from there.
     """
-    cfg = load_experiment(experiment, sets, seed)
+    check_name(experiment)
+    from mesh.devices import device_name, one_device_per_core
+
+    one_device_per_core()
+    cfg = load_experiment(experiment, sets, seed, device=device_name)
     from axlearn_like.operations.goodput import process_began
     from axlearn_like.trainer import Trainer
     from mesh.compilation import enable_compilation_cache
-    from mesh.devices import one_device_per_core
 
     if not isinstance(cfg, Trainer.Config):
         raise UserError(
             f"experiment {experiment!r} builds {owner_of(cfg)}, `axl train` runs "
             "axlearn_like.trainer:Trainer; for reinforcement learning see `axl rl`"
         )
-    one_device_per_core()
     enable_compilation_cache()
     where = default_run_dir(experiment, run_dir)
     with config_errors(building=True):

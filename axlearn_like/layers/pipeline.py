@@ -1,0 +1,145 @@
+"""Pipeline parallelism (GPipe, Huang et al. 2019, arXiv 1811.06965): every stage holds some of the layers.
+
+The rows of a batch are cut into microbatches that go from stage to stage, one stage a tick; after M + S - 1 ticks all M
+have passed the S stages. The backward pass is the same the other way round. A stage has nothing to do in S - 1 of the
+ticks: the bubble, (S - 1) / (M + S - 1) of the time.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.layers.aux import Aux, over_layers
+from axlearn_like.layers.chunks import merge_rows, split_rows
+from mesh.errors import UserError
+from mesh.rules import axis_sizes, partition
+
+AXIS = "pipeline"
+# Of a stage: (its layers, x, context) -> (x, aux stacked over its layers).
+Stage = Callable[[Any, jax.Array, Any], tuple[jax.Array, Aux]]
+
+
+class Pipeline(Configurable):
+    """How a stack of layers runs where the mesh has a pipeline axis; elsewhere it is not used."""
+
+    class Config(ConfigBase["Pipeline"]):
+        microbatches: int | None = None  # None: four for each stage, which leaves a bubble of a fifth
+
+    def __init__(self, cfg: Config):
+        if cfg.microbatches is not None and cfg.microbatches < 1:
+            raise UserError(f"Pipeline.Config.microbatches: expected 1 or more, got {cfg.microbatches}")
+        self._cfg = cfg
+
+    @property
+    def stages(self) -> int:
+        """On the mesh in force."""
+        return axis_sizes("layers").get(AXIS, 1)
+
+    @property
+    def microbatches(self) -> int:
+        return self._cfg.microbatches or 4 * self.stages
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which a stage waits."""
+        return (self.stages - 1) / (self.microbatches + self.stages - 1)
+
+    def __call__(self, stage: Stage, layers: Any, x: jax.Array, context: Any) -> tuple[jax.Array, Aux]:
+        """The whole stack.
+
+        Args:
+            stage: applies some of the layers, pure.
+            layers: pytree of arrays [layers, ...], cut by the pipeline axis.
+            x: [batch, length, dim].
+            context: pytree of arrays [batch, ...].
+
+        Raises:
+            UserError: the rows do not divide into microbatches.
+        """
+        count, last = self.microbatches, self.stages - 1
+        ways = math.prod(axis_sizes("batch").values())
+        if x.shape[0] % (count * ways):
+            raise UserError(
+                f"Pipeline: a batch of {x.shape[0]} rows does not divide into {count} microbatches "
+                f"(Pipeline.Config.microbatches), each spread over {ways} devices"
+            )
+        parts = split_rows(x, count), jax.tree.map(lambda leaf: split_rows(leaf, count), context)
+
+        def run(layers: Any, x: jax.Array, context: Any) -> tuple[jax.Array, Aux]:
+            return _ticks(stage, layers, x, context, last)
+
+        y, aux = jax.shard_map(
+            run,
+            in_specs=(PartitionSpec(AXIS), PartitionSpec(), PartitionSpec()),
+            out_specs=PartitionSpec(AXIS),
+            axis_names={AXIS},
+        )(layers, *parts)
+        # Only what the last stage made counts. As a product this scatters it over the stages, which share the head's
+        # work so.
+        chosen = jnp.zeros(last + 1, y.dtype).at[last].set(1)
+        rows, length, width = jax.typeof(x).sharding.spec
+        over = (AXIS, *_names(length)) if x.shape[1] % ((last + 1) * _size(length)) == 0 else length
+        y = jnp.einsum("smbtd,s->mbtd", y, chosen, out_sharding=PartitionSpec(None, rows, over, width))
+        return merge_rows(y), over_layers(aux)
+
+
+def spread_layers(layers: Any, count: int) -> Any:
+    """A stack [layers, ...] newly made, cut by the pipeline axis.
+
+    Raises:
+        UserError: the layers do not divide into stages.
+    """
+    stages = axis_sizes("layers").get(AXIS, 1)
+    if stages == 1:
+        return layers
+    if count % stages:
+        raise UserError(f"Decoder: num_layers={count} do not divide into the mesh's {stages} pipeline stages")
+    first = partition("layers")
+    assert first is not None
+    return jax.tree.map(
+        lambda leaf: jax.sharding.reshard(leaf, PartitionSpec(*first, *jax.typeof(leaf).sharding.spec[1:])), layers
+    )
+
+
+def _ticks(stage: Stage, layers: Any, x: jax.Array, context: Any, last: int) -> tuple[jax.Array, Aux]:
+    """What one stage does: x [microbatches, rows, ...] -> [1, microbatches, rows, ...], and its layers' aux."""
+    count, index = x.shape[0], jax.lax.axis_index(AXIS)
+    first = (index == 0).astype(x.dtype)
+    onward = [(i, (i + 1) % (last + 1)) for i in range(last + 1)]
+
+    def tick(received: jax.Array, time: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
+        number = time - index  # of the microbatch that is here now
+        valid = ((number >= 0) & (number < count)).astype(jnp.float32)
+        at = jnp.clip(number, 0, count - 1)
+
+        def here(leaf: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False)
+
+        fresh = jax.lax.dynamic_index_in_dim(x, jnp.clip(time, 0, count - 1), 0, keepdims=False)
+        y, aux = stage(layers, fresh * first + received * (1 - first), jax.tree.map(here, context))
+        aux = Aux(*(jax.tree.map(lambda a: a * valid, part) for part in (aux.losses, aux.metrics)))
+        return jax.lax.ppermute(y, AXIS, onward), (y, aux)
+
+    nothing = jax.lax.pcast(jnp.zeros_like(x[0]), (AXIS,), to="varying")
+    _, (ys, aux) = jax.lax.scan(tick, nothing, jnp.arange(count + last))
+
+    def over_ticks(name: str, values: jax.Array) -> jax.Array:
+        return jnp.max(values, axis=0) if name.endswith("_max") else jnp.sum(values, axis=0) / count
+
+    losses = {name: over_ticks(name, values) for name, values in aux.losses.items()}
+    metrics = {name: over_ticks(name, values) for name, values in aux.metrics.items()}
+    return ys[last:][None], Aux(losses, metrics)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _size(entry: Any) -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in _names(entry))

@@ -1,0 +1,1 @@
+"""`axl aot`: an experiment's steps, compiled for TPUs that are not there."""

@@ -1,0 +1,106 @@
+"""What `axl aot` says of a compiled step, as data."""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+from mesh.ahead_of_time import Compiled
+from mesh.buffers import largest_buffers
+from mesh.collectives import by_axis, collectives
+from mesh.roofline import TRUST, estimate
+from mesh.topology import Topology
+from mesh.traced_buffers import largest_traced
+from tools.aot.steps import Step
+
+Report = dict[str, Any]
+
+# What a change of the code may change; times and this machine's figures are left out.
+_GOLDEN = ("step", "topology", "slices", "mesh", "fits", "hbm", "flops_analytic", "flops_executed", "collectives")
+
+
+def report_dict(step: Step, compiled: Compiled) -> Report:
+    """Everything that is known of a step; JSON-able. All bytes and seconds are of one device and one step.
+
+    Where it does not fit there are no figures of the compiler's plan: `oom` says what it said, and the largest arrays
+    are those of the traced program, before any fusion.
+    """
+    topology, mesh = compiled.topology, compiled.mesh
+    chip = topology.generation
+    report: Report = {
+        "step": step.name,
+        **describe_topology(topology),
+        "mesh": {name: size for name, size in mesh.shape.items() if size > 1},
+        "fits": compiled.shortage is None,
+        "hbm": None if compiled.memory is None else dataclasses.asdict(compiled.memory),
+        "flops_analytic": step.flops,
+        "flops_of": step.counted,
+        "flops_executed": compiled.products.total,
+        "flops_in_kernels": compiled.products.kernels,
+        "collectives": None,
+        "roofline_s": None,
+        "estimated_step_s": None,
+        "mfu_estimate": None,
+        "largest_buffers": [],
+        "oom": None if compiled.shortage is None else dataclasses.asdict(compiled.shortage),
+        "unknown_loops": 0,
+        "compile_s": round(compiled.cost.compile_s, 2),
+        "trace_s": round(compiled.cost.trace_s, 2),
+        "compile_cpu_s": round(compiled.cost.compile_cpu_s, 2),
+        "host_rss": compiled.cost.host_rss,
+        "versions": {name: _version(name) for name in ("jax", "libtpu")},
+        "trust": TRUST,
+    }
+    if compiled.program is None:
+        report["largest_buffers"] = list(map(dataclasses.asdict, largest_traced(compiled.jaxpr)))
+        return report
+    found = collectives(compiled.program, mesh)
+    time = estimate(
+        compiled.program,
+        mesh,
+        topology,
+        found,
+        flops=compiled.products.xla,
+        kernel_flops=compiled.products.kernels,
+    )
+    peak = chip.per_device(chip.flops) * mesh.devices.size
+    report |= {
+        "collectives": by_axis(found, time.hidden),
+        "roofline_s": {"compute": time.compute, "hbm": time.hbm, **{f"link {a}": s for a, s in time.links.items()}},
+        "exposed_s": time.exposed,
+        "estimated_step_s": time.step,
+        "mfu_estimate": step.flops / peak / time.step if time.step else None,
+        "largest_buffers": list(map(dataclasses.asdict, largest_buffers(compiled.program))),
+        "unknown_loops": compiled.program.unknown_loops(),
+    }
+    return report
+
+
+def golden(report: Report) -> Report:
+    """What of a report is the same on every machine with the same compiler: to be stored and compared."""
+    kept: Report = {name: report[name] for name in _GOLDEN}
+    if report["collectives"] is not None:  # what is hidden follows from estimates
+        kept["collectives"] = {
+            axis: {kind: {"count": row["count"], "bytes": row["bytes"]} for kind, row in kinds.items()}
+            for axis, kinds in report["collectives"].items()
+        }
+    kept["largest_buffers"] = [
+        f"{row['bytes']} {row['array']} {row['what']} {row['path']}" for row in report["largest_buffers"]
+    ]
+    return kept
+
+
+def describe_topology(topology: Topology) -> Mapping[str, Any]:
+    return {
+        "topology": topology.name,
+        "sold_as": topology.sold_as,
+        "slices": topology.slices,
+        "devices": topology.devices,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,69 @@
+"""The report of `axl aot` to read."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tools.aot.report import Report
+from tools.aot.steps import described
+
+_GIB = 1 << 30
+
+
+def print_report(report: Report, advice: Iterable[str] = (), console: Console | None = None) -> None:
+    """Verdict, memory, time, collectives and the largest arrays."""
+    console = console or Console()
+    where = report["topology"] if report["slices"] == 1 else f"{report['slices']} x {report['topology']}"
+    console.print(
+        Text(f"{report['step']} on {where} ({report['sold_as']}, {report['devices']} devices): "), end=""
+    )
+    console.print(Text(described(report["mesh"])))
+    if report["hbm"] is not None:
+        hbm = report["hbm"]
+        verdict = "fits" if report["fits"] else "does not fit"
+        parts = ", ".join(f"{name} {hbm[name] / _GIB:.2f}" for name in ("arguments", "temp", "output", "alias"))
+        console.print(Text(f"{verdict}: peak {hbm['peak'] / _GIB:.2f} of {hbm['available'] / _GIB:.2f} GiB ({parts})"))
+    else:
+        console.print(Text(f"does not fit: {report['oom']['message']}", style="red"))
+        for line in advice:
+            console.print(Text(f"  try {line}"))
+    console.print(Text(f"FLOPs of the model {report['flops_analytic']:.4g} ({report['flops_of']}), "), end="")
+    console.print(Text(f"executed {report['flops_executed']:.4g}"))
+    if report["estimated_step_s"] is not None:
+        bounds = ", ".join(f"{name} {seconds:.4g}" for name, seconds in report["roofline_s"].items())
+        console.print(Text(f"lower bounds in s: {bounds}"))
+        console.print(
+            Text(
+                f"estimated step {report['estimated_step_s']:.4g} s (0.9 to 1.5 times that), of which communication "
+                f"beside nothing {report['exposed_s']:.4g}; MFU about {report['mfu_estimate']:.0%}"
+            )
+        )
+        console.print(_collectives(report["collectives"]))
+    console.print(_buffers(report["largest_buffers"]))
+    console.print(
+        Text(
+            f"compiled in {report['compile_s']:.1f} s ({report['compile_cpu_s']:.1f} CPU-s with tracing), host memory "
+            f"{report['host_rss'] / 1e9:.2f} GB; what each figure is worth: docs/aot.md"
+        )
+    )
+
+
+def _collectives(axes: dict[str, Any]) -> Table:
+    table = Table("axes", "collective", "count", "MiB received", "beside computation", box=None, pad_edge=False)
+    for axis, kinds in axes.items():
+        for kind, row in kinds.items():
+            share = row["overlapped"] / row["bytes"] if row["bytes"] else 0.0
+            table.add_row(axis, kind, str(row["count"]), f"{row['bytes'] / (1 << 20):.1f}", f"{share:.0%}")
+    return table
+
+
+def _buffers(rows: list[dict[str, Any]]) -> Table:
+    table = Table("MiB", "largest arrays", "pass", "layer", box=None, pad_edge=False)
+    for row in rows:
+        size = f"{row['bytes'] / (1 << 20):.1f}"
+        where = f"{row['path']} {row['source']}".strip()
+        table.add_row(size, Text(row["array"]), row["what"], Text(where, overflow="fold"))
+    return table

@@ -1,0 +1,78 @@
+"""`axl aot EXPERIMENT`: compiles a step of an experiment for TPUs that are not there, and says what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from mesh.errors import UserError
+from tools.experiment import check_name
+
+STEPS = ("train", "eval", "score", "prefill", "decode")
+
+
+@click.command("aot")
+@click.argument("experiment")
+@click.option("--topology", "topology_text", required=True, help="Generation and chips, e.g. v5p:8x8x16, or v5p-2048.")
+@click.option("--slices", default=1, show_default=True, help="Slices of that topology, joined by the network.")
+@click.option("--step", type=click.Choice(STEPS), default="train", show_default=True, help="What to compile.")
+@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change one field first. May be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+@click.option("--sweep", is_flag=True, help="Search mesh shapes, remat and microbatches for the best step that fits.")
+@click.option("--sweep-limit", default=12, show_default=True, type=click.IntRange(1), help="Compilations of a sweep.")
+@click.option("--sweep-cache", type=click.Path(path_type=Path), help="JSON lines by which a sweep goes on.")
+@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Write the executable.")
+@click.option("--hlo", type=click.Path(path_type=Path, dir_okay=False), help="Write the optimised program's text.")
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of the compiler. May be repeated.")
+def command(
+    experiment: str,
+    topology_text: str,
+    slices: int,
+    step: str,
+    sets: tuple[str, ...],
+    as_json: bool,
+    sweep: bool,
+    sweep_limit: int,
+    sweep_cache: Path | None,
+    save: Path | None,
+    hlo: Path | None,
+    options: tuple[str, ...],
+) -> None:
+    """Compile a step of EXPERIMENT for a TPU topology, with no TPU, and say what it needs.
+
+    A step that does not fit is a verdict, with exit status 0; what cannot be is refused before anything is compiled.
+    """
+    check_name(experiment)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else jax would look for a TPU
+    from mesh.topology import parse_topology, prepare_compiler
+
+    topology = parse_topology(topology_text, slices)
+    prepare_compiler()
+    chosen = {name: value for name, _, value in (option.partition("=") for option in options)}
+    from tools.aot.run import compile_experiment, load_for
+
+    cfg = load_for(experiment, sets, topology)
+    if sweep:
+        if save or hlo or step != "train":
+            raise UserError("--sweep searches for a train step; give --save, --hlo or another --step without it")
+        from tools.aot.sweep import run_sweep
+
+        run_sweep(cfg, topology, limit=sweep_limit, cache=sweep_cache, options=chosen, as_json=as_json)
+        return
+    outcome = compile_experiment(cfg, step, topology, chosen)
+    from tools.aot.advice import advice
+    from tools.aot.table import print_report
+
+    report = {"experiment": experiment, **outcome.report, "advice": advice(cfg, outcome)}
+    if not as_json:
+        print_report(report, report["advice"])
+    if hlo and outcome.compiled.executable is not None:
+        hlo.write_text(outcome.compiled.executable.as_text() or "")
+    if save and outcome.compiled.executable is not None:
+        size = outcome.compiled.save(save)
+        click.echo(f"{save}: {size / (1 << 20):.1f} MiB; to be loaded by mesh.ahead_of_time.load_executable", err=True)
+    if as_json:
+        click.echo(json.dumps(report))
