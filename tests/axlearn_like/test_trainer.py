@@ -15,7 +15,7 @@ from axlearn_like.checkpoint_conversion import StartFrom
 from axlearn_like.checkpoint_remote import RemoteTier
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, config_items
 from axlearn_like.evaluation import LossEvaluator
-from axlearn_like.input import InputError, SupervisedInput
+from axlearn_like.input import FirstFit, InputError, SupervisedInput
 from axlearn_like.metrics import read_rows
 from axlearn_like.operations.bit_check import BitCheck
 from axlearn_like.operations.goodput import account
@@ -265,7 +265,7 @@ class Failing(Counting):
 
 def test_every_step_in_the_last_checkpoint_has_its_row(tmp_path):
     cfg = tiny_trainer(12, checkpoint=Checkpointer.Config(save_every=1))
-    cfg.input.set(source=Failing.Config())
+    cfg.input.set(source=Failing.Config(), rows=FirstFit.Config(window=8))
     with pytest.raises(OSError, match="the disk is gone"):
         cfg.build().run(tmp_path / "run", progress=False)
     saved = max(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())
@@ -276,7 +276,7 @@ def test_every_step_in_the_last_checkpoint_has_its_row(tmp_path):
 def test_an_example_too_long_is_named(tmp_path):
     cfg = tiny_trainer(5)
     cfg.input.set(source=Counting.Config(max_length=40))
-    with pytest.raises(InputError, match=r"example \d+ has \d+ tokens"):
+    with pytest.raises(InputError, match=r"example \d+ of Counting has \d+ tokens"):
         cfg.build().run(tmp_path / "run", progress=False)
 
 
