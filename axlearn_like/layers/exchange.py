@@ -59,17 +59,16 @@ def from_experts(y: jax.Array, plan: Plan, rows: int, axis: str) -> jax.Array:
 def _ragged_there(x: jax.Array, plan: Plan, *, capacity: int, axis: str) -> jax.Array:
     devices = len(plan.sent)
     mine = jnp.full_like(plan.sent, jax.lax.axis_index(axis) * capacity)
-    out = jnp.zeros_like(x, shape=(devices * capacity, x.shape[1]))
-    return jax.lax.ragged_all_to_all(x, vary(out, varying(x)), plan.starts, plan.sent, mine, plan.received, axis_name=axis)
+    out = vary(jnp.zeros_like(x, shape=(devices * capacity, x.shape[1])), varying(x))
+    return jax.lax.ragged_all_to_all(x, out, plan.starts, plan.sent, mine, plan.received, axis_name=axis)
 
 
 def _ragged_back(y: jax.Array, plan: Plan, *, rows: int, axis: str) -> jax.Array:
     capacity = len(y) // len(plan.sent)
-    blocks = jnp.arange(len(plan.sent), dtype=jnp.int32) * capacity
+    blocks = vary(jnp.arange(len(plan.sent), dtype=jnp.int32) * capacity, varying(plan.sent))
     theirs = jax.lax.all_to_all(plan.starts, axis, 0, 0, tiled=True)  # where our rows begin there
-    out = jnp.zeros_like(y, shape=(rows, y.shape[1]))
-    blocks = vary(blocks, varying(plan.sent))
-    return jax.lax.ragged_all_to_all(y, vary(out, varying(y)), blocks, plan.received, theirs, plan.sent, axis_name=axis)
+    out = vary(jnp.zeros_like(y, shape=(rows, y.shape[1])), varying(y))
+    return jax.lax.ragged_all_to_all(y, out, blocks, plan.received, theirs, plan.sent, axis_name=axis)
 
 
 def _padded_there(x: jax.Array, plan: Plan, *, capacity: int, axis: str) -> jax.Array:

@@ -5,7 +5,7 @@ places. Over a mesh, experts lie on the axis `expert`, their width on `tensor`, 
 Tokens travel to their experts' devices and back (`axlearn_like.layers.exchange`).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,11 @@ _ROWS = 8  # capacities are multiples of so many rows
 
 
 class Weights(NamedTuple):
-    """Of all experts of a device, in the type of the activations."""
+    """Of all experts of a device: arrays in the type of the activations, or how these are spread."""
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    gate: Any
+    up: Any
+    down: Any
 
 
 class Experts(Layer):

@@ -36,7 +36,7 @@ CFG = MoE.Config(
 X = np.random.default_rng(0).normal(1.0, size=(8, 6, 16)).astype(np.float32)
 
 
-def results(shape: dict[str, int] | None, cfg: MoE.Config) -> tuple[Any, str]:
+def results(shape: dict[str, int] | None, cfg: MoE.Config) -> tuple[Any, Any]:
     """Outputs, loss, metrics and gradients on the host, and the compiled program."""
     mesh = make_mesh(shape) if shape else None
     _, params = initialise(cfg)
