@@ -20,7 +20,7 @@ def without_loads(grads: Any) -> Any:
 
 
 def with_balancing(updates: Any, grads: Any, rate: float, finite: jax.Array) -> Any:
-    """Updates of the parameters, with those of the biases: -rate for an expert with more than the mean load, else +rate.
+    """Updates of the parameters, with those of the biases: -rate for experts above the mean load, +rate below it.
 
     Args:
         updates: to be added to the parameters.

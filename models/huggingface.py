@@ -1,4 +1,4 @@
-"""Weights of Llama, Qwen and Qwen's mixtures of experts from and to Hugging Face names: one table, read in both directions.
+"""Weights of Llama and Qwen, mixtures of experts too, from and to Hugging Face names: one table, both directions.
 
 There, a matrix is stored [out, in], a layer and an expert have tensors of their own, and heads lie flat with the query
 heads of one key/value head next to each other. Here, a matrix is [*in, *out] with the heads as axes, and layers, and in

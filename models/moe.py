@@ -1,7 +1,7 @@
 """Decoders with mixtures of experts: Qwen3 MoE, Mixtral, DeepSeek-V3's feed-forward layer, and a tiny one.
 
-As their `config.json` files say. Technical reports: Qwen 3 arXiv 2505.09388, Mixtral arXiv 2401.04088, DeepSeek-V3 arXiv
-2412.19437.
+As their `config.json` files say. Technical reports: Qwen 3 arXiv 2505.09388, Mixtral arXiv 2401.04088, DeepSeek-V3
+arXiv 2412.19437.
 """
 
 from typing import Any
@@ -43,7 +43,9 @@ def deepseek_v3_feed_forward() -> MoE.Config:
     )
 
 
-def tiny_moe(*, vocab_size: int, num_experts: int = 8, top_k: int = 2, expert_hidden: int = 192, **shape: Any):
+def tiny_moe(
+    *, vocab_size: int, num_experts: int = 8, top_k: int = 2, expert_hidden: int = 192, **shape: Any
+) -> Decoder.Config:
     """`tiny` with as many parameters in use for a token, and 2.1 M more in other experts."""
     router = SoftmaxRouter.Config(top_k=top_k, load_balance=0.01, z_loss=0.001)
     experts = Experts.Config(hidden=expert_hidden)

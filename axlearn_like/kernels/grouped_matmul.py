@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -71,7 +71,7 @@ def _with_gradient(product: Product, *, only_tpu: bool = False) -> Product:
 
         return backward
 
-    def by_platform(native: Callable[..., object], plain: Callable[..., object], blocked: Callable[..., object]):
+    def by_platform(native: Callable[..., Any], plain: Callable[..., Any], blocked: Callable[..., Any]) -> Any:
         branches = {"tpu": native, "default": plain} if only_tpu else {"default": native}
         return lambda *args: jax.lax.platform_dependent(*args, cpu=blocked, **branches)
 
@@ -84,7 +84,8 @@ def _with_gradient(product: Product, *, only_tpu: bool = False) -> Product:
 
     def backward(kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
         choice = by_platform(gradients(product), gradients(jax.lax.ragged_dot), blocked_matmul.backward)
-        return (*choice(*kept, dy), None)
+        dx, dw = choice(*kept, dy)
+        return dx, dw, None
 
     chosen.defvjp(forward, backward)
     return chosen

@@ -41,7 +41,7 @@ def to_experts(x: jax.Array, plan: Plan, capacity: int, axis: str) -> jax.Array:
         x,
         plan,
         tpu=functools.partial(_ragged_there, capacity=capacity, axis=axis),
-        default=functools.partial(_padded_there, capacity=capacity, axis=axis),
+        default=functools.partial(padded_there, capacity=capacity, axis=axis),
     )
 
 
@@ -52,34 +52,58 @@ def from_experts(y: jax.Array, plan: Plan, rows: int, axis: str) -> jax.Array:
         y,
         plan,
         tpu=functools.partial(_ragged_back, rows=rows, axis=axis),
-        default=functools.partial(_padded_back, rows=rows, axis=axis),
+        default=functools.partial(padded_back, rows=rows, axis=axis),
     )
 
 
-def _ragged_there(x: jax.Array, plan: Plan, *, capacity: int, axis: str) -> jax.Array:
-    devices = len(plan.sent)
+class Slices(NamedTuple):
+    """The arguments of a ragged all-to-all; int32 [devices] each, as `jax.lax.ragged_all_to_all` says.
+
+    Attributes:
+        input_offsets: where the rows for each device begin here.
+        send_sizes: how many go there.
+        output_offsets: where they are put there.
+        recv_sizes: how many come from each.
+    """
+
+    input_offsets: jax.Array
+    send_sizes: jax.Array
+    output_offsets: jax.Array
+    recv_sizes: jax.Array
+
+
+def slices_there(plan: Plan, capacity: int, axis: str) -> Slices:
+    """Of the way to the experts: into this device's block of every receiver."""
     mine = jnp.full_like(plan.sent, jax.lax.axis_index(axis) * capacity)
-    out = jnp.zeros_like(x, shape=(devices * capacity, x.shape[1]))
-    return jax.lax.ragged_all_to_all(x, vary(out, varying(x)), plan.starts, plan.sent, mine, plan.received, axis_name=axis)
+    return Slices(plan.starts, plan.sent, mine, plan.received)
+
+
+def slices_back(plan: Plan, capacity: int, axis: str) -> Slices:
+    """Of the way back: out of each sender's block, to where its rows were."""
+    blocks = vary(jnp.arange(len(plan.sent), dtype=jnp.int32) * capacity, varying(plan.sent))
+    return Slices(blocks, plan.received, jax.lax.all_to_all(plan.starts, axis, 0, 0, tiled=True), plan.sent)
+
+
+def _ragged_there(x: jax.Array, plan: Plan, *, capacity: int, axis: str) -> jax.Array:
+    out = vary(jnp.zeros_like(x, shape=(len(plan.sent) * capacity, x.shape[1])), varying(x))
+    return jax.lax.ragged_all_to_all(x, out, *slices_there(plan, capacity, axis), axis_name=axis)
 
 
 def _ragged_back(y: jax.Array, plan: Plan, *, rows: int, axis: str) -> jax.Array:
-    capacity = len(y) // len(plan.sent)
-    blocks = jnp.arange(len(plan.sent), dtype=jnp.int32) * capacity
-    theirs = jax.lax.all_to_all(plan.starts, axis, 0, 0, tiled=True)  # where our rows begin there
-    out = jnp.zeros_like(y, shape=(rows, y.shape[1]))
-    blocks = vary(blocks, varying(plan.sent))
-    return jax.lax.ragged_all_to_all(y, vary(out, varying(y)), blocks, plan.received, theirs, plan.sent, axis_name=axis)
+    out = vary(jnp.zeros_like(y, shape=(rows, y.shape[1])), varying(y))
+    return jax.lax.ragged_all_to_all(y, out, *slices_back(plan, len(y) // len(plan.sent), axis), axis_name=axis)
 
 
-def _padded_there(x: jax.Array, plan: Plan, *, capacity: int, axis: str) -> jax.Array:
+def padded_there(x: jax.Array, plan: Plan, *, capacity: int, axis: str) -> jax.Array:
+    """`to_experts` by an all-to-all of whole blocks."""
     place = jnp.arange(capacity, dtype=jnp.int32)
     row = jnp.minimum(plan.starts[:, None] + place, len(x) - 1)
     blocks = jnp.where((place < plan.sent[:, None])[..., None], x[row], 0)
     return jax.lax.all_to_all(blocks, axis, 0, 0, tiled=True).reshape(-1, x.shape[1])
 
 
-def _padded_back(y: jax.Array, plan: Plan, *, rows: int, axis: str) -> jax.Array:
+def padded_back(y: jax.Array, plan: Plan, *, rows: int, axis: str) -> jax.Array:
+    """`from_experts` by an all-to-all of whole blocks."""
     devices = len(plan.sent)
     capacity = len(y) // devices
     blocks = jax.lax.all_to_all(y.reshape(devices, capacity, -1), axis, 0, 0, tiled=True)

@@ -5,7 +5,7 @@ places. Over a mesh, experts lie on the axis `expert`, their width on `tensor`, 
 Tokens travel to their experts' devices and back (`axlearn_like.layers.exchange`).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,11 @@ _ROWS = 8  # capacities are multiples of so many rows
 
 
 class Weights(NamedTuple):
-    """Of all experts of a device, in the type of the activations."""
+    """Of all experts of a device: arrays in the type of the activations, or how these are spread."""
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    gate: Any
+    up: Any
+    down: Any
 
 
 class Experts(Layer):
@@ -83,14 +83,17 @@ class Experts(Layer):
         # Inside a pipeline, say, an axis may be manual already.
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         axes = tuple(name for name, kind in kinds if kind != AxisType.Manual)
-        spec = jax.typeof(x_btd).sharding.spec
-        rows = PartitionSpec((partition("batch") or (None,))[0], spec[1], None)
+        was = jax.typeof(x_btd).sharding.spec
+        # Tokens may be spread by length, but not over `tensor`, which has the experts' width here.
+        whole, spread = partition("batch", None, None), partition("batch", "length", None)
+        rows = spread if spread is not None and was[1] == spread[1] else whole
         inner, outer = partition("experts", "embed", "hidden"), partition("experts", "hidden", "embed")
         specs = (rows, rows, rows, Weights(inner, inner, outer))
         run = jax.shard_map(
             self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes)
         )
-        return run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
+        y_btd, dropped = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
+        return jax.sharding.reshard(y_btd, was), dropped
 
     def _on_device(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, cut: Weights

@@ -66,7 +66,8 @@ def test_a_lopsided_router_is_balanced_by_its_bias_alone_however_the_batch_is_cu
 
     ends, biases = [], []
     for microbatches in (1, 4):
-        learner = LEARNER.clone(optimizer=AdamW.Config()).build()  # without decay the matrix, which has no gradient, stays
+        # Without decay the matrix, which has no gradient, stays as it is.
+        learner = LEARNER.clone(optimizer=AdamW.Config()).build()
         step = make_train_step(loss, learner, microbatches)
         state, loads = init_state(jax.tree.map(jnp.copy, params), learner), []
         for _ in range(100):

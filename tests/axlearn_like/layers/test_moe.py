@@ -97,8 +97,7 @@ def test_gradients_are_those_of_all_experts_computed_for_all_tokens():
 
     found = jax.jit(jax.grad(ours, argnums=(0, 1)))(params, X)
     expected = jax.jit(jax.grad(plain, argnums=(0, 1)))(params, X)
-    for name, gradient in jax.tree_util.tree_leaves_with_path(expected):
-        assert np.abs(gradient).max() > 1e-2
+    assert min(float(np.abs(gradient).max()) for gradient in jax.tree.leaves(expected)) > 1e-2
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 

@@ -10,12 +10,14 @@ import pytest
 from flax import nnx
 
 from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.context import PackedContext
+from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.experts import Experts
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.moe import MoE
 from axlearn_like.layers.router import SoftmaxRouter
 from mesh import make_mesh, shard_batch, to_named_sharding
-from tests.axlearn_like.layers.small import initialise
+from tests.axlearn_like.layers.small import initialise, small_decoder
 from tests.elsewhere import elsewhere
 
 # Compiling is all that takes time here.
@@ -36,7 +38,7 @@ CFG = MoE.Config(
 X = np.random.default_rng(0).normal(1.0, size=(8, 6, 16)).astype(np.float32)
 
 
-def results(shape: dict[str, int] | None, cfg: MoE.Config) -> tuple[Any, str]:
+def results(shape: dict[str, int] | None, cfg: MoE.Config) -> tuple[Any, Any]:
     """Outputs, loss, metrics and gradients on the host, and the compiled program."""
     mesh = make_mesh(shape) if shape else None
     _, params = initialise(cfg)
@@ -78,7 +80,25 @@ def compare() -> dict[str, Any]:
         "y": float(np.abs(there["y"] - y).max()),
         "dropped": [float(there["metrics"]["expert_dropped"]), dropped],
     }
+    found["ragged_for_tpus"] = ragged_for_tpus()
     return found
+
+
+def ragged_for_tpus() -> int:
+    """Ragged exchanges in the gradient of a decoder that computes everything again, as it would be given to TPUs."""
+    cfg = small_decoder(num_layers=2, remat="everything")
+    assert isinstance(cfg.block, Block.Config)
+    cfg.block.feed_forward = CFG.clone(dim=cfg.dim)
+    mesh = make_mesh({"expert": 4, "fsdp": 2})
+    with jax.set_mesh(mesh):
+        graphdef, abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))
+        tokens = shard_batch(np.zeros((8, 4), np.int32))
+
+        def loss(params: Any) -> jax.Array:
+            return jnp.sum(bind(graphdef, params)(tokens, PackedContext(tokens, tokens)))
+
+        traced = jax.jit(jax.grad(loss)).trace(to_named_sharding(abstract, mesh))
+        return traced.lower(lowering_platforms=("tpu",)).as_text().count("@ragged_all_to_all(")
 
 
 def with_capacity(cfg: MoE.Config, like: np.ndarray) -> tuple[np.ndarray, float]:
@@ -118,6 +138,10 @@ def test_outputs_losses_metrics_and_gradients_are_those_of_one_device(found, mes
 def test_tokens_travel_only_where_experts_lie_apart(found):
     assert found["expert_fsdp"]["all_to_all"] > 0 and found["data_expert_tensor"]["all_to_all"] > 0
     assert found["fsdp"]["all_to_all"] == 0
+
+
+def test_tpus_send_only_the_rows_there_are(found):
+    assert found["ragged_for_tpus"] == 6  # there and back, once more when computed again, and both in the gradient
 
 
 def test_with_a_capacity_the_last_rows_are_dropped_and_counted(found):
