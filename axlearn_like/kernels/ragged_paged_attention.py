@@ -26,6 +26,7 @@ from axlearn_like.kernels.attention.kernel import Rules
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 
+PLAIN = Rules()
 LANES = 128  # the width of a TPU register: narrower heads are padded to it
 TOKENS_PER_BLOCK = 512  # of the cache, fetched and attended to at once
 ROW_BLOCK, CHUNK_BLOCK = 8, 64  # queries of a block: decoding, chunks
@@ -57,7 +58,7 @@ def paged_attention_tpu(
     page_table_rw: jax.Array,
     starts_r: jax.Array,
     counts_r: jax.Array,
-    rules: Rules = Rules(),
+    rules: Rules = PLAIN,
     sinks: bool = False,
     pages_per_block: int | None = None,
     queries_per_block: int | None = None,
@@ -253,7 +254,7 @@ def check_rules(rules: Rules, sinks: bool) -> None:
         UserError: it is asked for that.
     """
     if sinks:
-        raise UserError("Attention.sinks: the TPU kernel of paged attention has none; expected sinks=False to decode there")
+        raise UserError("Attention.sinks: the TPU kernel of paged attention has none; expected sinks=False")
     if not rules.causal:
         raise UserError("Attention.causal=False cannot be had with a cache; expected causal attention")
 

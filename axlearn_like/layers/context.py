@@ -126,7 +126,7 @@ class GroupContext:
         return trunk, jnp.reshape(rest, shape, out_sharding=spread)
 
 
-def whole_rows_only(context: Context) -> None:
+def whole_rows_only(context: Any) -> None:
     """Refuse to go on where the mesh cuts rows.
 
     Raises:

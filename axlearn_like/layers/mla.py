@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1.2-2.1.3): keys and values made from one small vector.
 
 A token's keys and values are projections of a normalised latent of `kv_rank` numbers; positions go by a separate part
-of queries and keys, `rope_dim` wide, whose keys all heads share. Used as it is trained: keys and values are expanded, so
-a cache holds as much as with plain multi-head attention. (Folding the projections into queries and output, so that a
-cache holds latents alone, is for a kernel of its own.)
+of queries and keys, `rope_dim` wide, whose keys all heads share. Keys and values are expanded, so a cache holds as much
+as with plain multi-head attention. (Folding the projections into queries and output, so that a cache holds latents
+alone, is for a kernel of its own.)
 
 Shape letters: b batch, t length, d model width, k heads, q = 1, r rank of a latent, h head width.
 """
@@ -34,7 +34,7 @@ class LatentAttention(Layer):
     class Config(ConfigBase["LatentAttention"]):
         dim: int = REQUIRED
         num_heads: int = REQUIRED
-        q_rank: int | None = None  # of the latent of queries; None: queries come straight from the model width (V2-Lite)
+        q_rank: int | None = None  # of the latent of queries; None: there is none (V2-Lite)
         kv_rank: int = 512
         nope_dim: int = 128  # of a query or key head, the part without positions
         rope_dim: int = 64  # the part with them

@@ -146,7 +146,14 @@ def attend(
 
 
 def _on_each_device(
-    kernel: Kernel, call: Call, mixing: Mixing, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, places: Any
+    kernel: Kernel,
+    call: Call,
+    mixing: Mixing,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    places: np.ndarray,
 ) -> jax.Array:
     """Every device works on its rows, its heads and its part of the length."""
     body = functools.partial(ring.on_one_device if call.ring else all_gather.on_one_device, kernel, call)
@@ -161,9 +168,12 @@ def _on_each_device(
     table_specs = jax.tree.map(
         lambda x: PartitionSpec(*(None,) * (x.ndim - 2), cut, *(None,) * (x.ndim > 1)), tables
     )
+    rest = [sinks, jax.tree.map(jax.sharding.reshard, tables, table_specs)]
+    mesh = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
         body,
         in_specs=(*specs, None if sinks is None else partition("heads", None), table_specs),
         out_specs=specs[0],
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),  # a pipeline has taken its own
         check_vma=False,
-    )(*args, sinks, jax.tree.map(jax.sharding.reshard, tables, table_specs))
+    )(*args, *rest)

@@ -99,7 +99,8 @@ class _Ring:
 
     def forward(self, q: jax.Array, kv: Any, mine: Any) -> tuple[jax.Array, jax.Array]:
         def block(queries: slice, keys: slice, kv: Any, theirs: Any, case: str) -> tuple[jax.Array, jax.Array]:
-            return self.blocks.forward(*self._cut(q, kv, mine, theirs, queries, keys), case)
+            q_cut, k, v, segments, places = self._cut(q, kv, mine, theirs, queries, keys)
+            return self.blocks.forward(q_cut, k, v, segments, places, case)
 
         def hop(state: Any, number: jax.Array) -> tuple[Any, None]:
             kv, theirs, out, lse = state
@@ -120,9 +121,9 @@ class _Ring:
     def backward(self, q: jax.Array, kv: Any, mine: Any, out: Any, lse: Any, d_out: Any) -> tuple[jax.Array, Any]:
         def block(queries: slice, keys: slice, kv: Any, theirs: Any, case: str) -> Any:
             """Gradients over the whole length, zero outside of the slices."""
-            cut = self._cut(q, kv, mine, theirs, queries, keys)
-            of = (out[..., queries, :], lse[..., queries], d_out[..., queries, :])
-            dq, dk, dv = self.blocks.backward(*cut, case, *of)
+            q_cut, k, v, segments, places = self._cut(q, kv, mine, theirs, queries, keys)
+            of = {"out": out[..., queries, :], "lse": lse[..., queries], "d_out": d_out[..., queries, :]}
+            dq, dk, dv = self.blocks.backward(q_cut, k, v, segments, places, case, **of)
             return _put(dq, queries, q.shape[-2]), *(_put(x, keys, kv[0].shape[-2]) for x in (dk, dv))
 
         def nothing(kv: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Splash attention, the block-sparse flash attention of JAX for TPUs (jax.experimental.pallas.ops.tpu.splash_attention).
+"""Splash attention, the block-sparse flash attention for TPUs of jax.experimental.pallas.ops.tpu.splash_attention.
 
 No array of scores exists; blocks of which nothing is visible are neither fetched nor computed, so a window of w tokens
 costs w / length of the whole. Keys and values are not repeated for the query heads that share them.
@@ -59,7 +59,7 @@ class Splash(Kernel):
         length = padded(call.length)
         places = zigzag.order(length, call.ways, call.layout)
         mask = ("causal", call.rules.window) if call.rules.causal else ("full", None)
-        return self._tables(mask, (length, length), places, call.ways)
+        return self.tables_of(mask, (length, length), places, call.ways)
 
     def attend(
         self,
@@ -77,7 +77,7 @@ class Splash(Kernel):
         batch, length, _, _, width = q_btkqh.shape
         q = _filled(_queries_by_head(_scaled(q_btkqh, call.rules.scale_of(width))), 2)
         k, v = (_filled(x.transpose(0, 2, 1, 3), 2) for x in (k_bskh, v_bskh))
-        kernel = self._kernel(call, tables, (q.shape[2], k.shape[2]), save_residuals=False)
+        kernel = self.bound(call, tables, (q.shape[2], k.shape[2]), save_residuals=False)
         sinks = None if sinks_kq is None else sinks_kq.reshape(-1).astype(jnp.float32)
         ids = tuple(_filled(x, 1, _NO_SEGMENT) for x in segments)
         mixed = jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, _segment_ids(*ids), sinks))(q, k, v, *ids)
@@ -87,10 +87,10 @@ class Splash(Kernel):
     def blocks(self, call: Call) -> "SplashBlocks":
         return SplashBlocks(self, call)
 
-    def _tables(self, mask: tuple[str, int | None], shape: tuple[int, int], places: Any, ways: int) -> "Tables":
-        return _make_tables(mask, shape, np.asarray(places, np.int32).tobytes(), ways, self._sizes(shape, ways))
+    def tables_of(self, mask: tuple[str, int | None], shape: tuple[int, int], places: Any, ways: int) -> "Tables":
+        return _make_tables(mask, shape, np.asarray(places, np.int32).tobytes(), ways, self.sizes(shape, ways))
 
-    def _sizes(self, shape: tuple[int, int], ways: int = 1) -> "Sizes":
+    def sizes(self, shape: tuple[int, int], ways: int = 1) -> "Sizes":
         queries, keys = shape[0] // ways, shape[1]
         kv = fitting(self.cfg.block_kv, keys)
         fused = self.cfg.fused_backward
@@ -101,20 +101,19 @@ class Splash(Kernel):
             fused=keys < UNFUSED_FROM if fused is None else fused,
         )
 
-    def _kernel(self, call: Call, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool) -> Any:
+    def bound(self, call: Call, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool) -> Any:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
         return splash.SplashAttentionKernel(
-            *tables.arrays, **self._arguments(call, tables, shape, save_residuals=save_residuals)
+            *tables.arrays, **self.arguments(call, tables, shape, save_residuals=save_residuals)
         )
 
-    def _arguments(
+    def arguments(
         self, call: Call, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool
     ) -> dict[str, Any]:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-        sizes = self._sizes(shape)
-        unfused = {} if sizes.fused else {"block_q_dq": sizes.q, "block_kv_dq": sizes.kv}
+        sizes = self.sizes(shape)  # of one device already
         return {
             "block_sizes": splash.BlockSizes(
                 block_q=sizes.q,
@@ -124,7 +123,8 @@ class Splash(Kernel):
                 block_kv_dkv=sizes.kv,
                 block_kv_dkv_compute=sizes.compute,
                 use_fused_bwd_kernel=sizes.fused,
-                **unfused,
+                block_q_dq=None if sizes.fused else sizes.q,
+                block_kv_dq=None if sizes.fused else sizes.kv,
             ),
             "is_mqa": False,
             "save_residuals": save_residuals,
@@ -161,7 +161,9 @@ class Tables:
 
 
 @functools.lru_cache(maxsize=64)
-def _make_tables(mask: tuple[str, int | None], shape: tuple[int, int], places: bytes, ways: int, sizes: Sizes) -> Tables:
+def _make_tables(
+    mask: tuple[str, int | None], shape: tuple[int, int], places: bytes, ways: int, sizes: Sizes
+) -> Tables:
     """Made by numpy, block by block; all heads share them."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
@@ -191,7 +193,7 @@ class SplashBlocks:
         del places
         batch, heads, per_head, length, width = q_bkqth.shape
         shape = (length, k_bksh.shape[2])
-        kernel = self._kernel._kernel(self._call, self._tables(case, shape), shape, save_residuals=True)
+        kernel = self._kernel.bound(self._call, self._tables(case, shape), shape, save_residuals=True)
         q = _scaled(q_bkqth, self._call.rules.scale_of(width)).reshape(batch, -1, length, width)
         run = jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, _segment_ids(*ids)))
         out, (lse,) = run(q, k_bksh, v_bksh, *segments)
@@ -216,7 +218,7 @@ class SplashBlocks:
         batch, _, _, length, width = q_bkqth.shape
         shape = (length, k_bksh.shape[2])
         tables = self._tables(case, shape)
-        arguments = self._kernel._arguments(self._call, tables, shape, save_residuals=False)
+        arguments = self._kernel.arguments(self._call, tables, shape, save_residuals=False)
         scale = self._call.rules.scale_of(width)
 
         def one(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, *ids: Any) -> Any:
@@ -236,7 +238,7 @@ class SplashBlocks:
 
     def _tables(self, case: str, shape: tuple[int, int]) -> Tables:
         mask = ("causal", None) if case == "diagonal" else ("full", None)
-        return self._kernel._tables(mask, shape, np.arange(shape[0]), 1)
+        return self._kernel.tables_of(mask, shape, np.arange(shape[0]), 1)
 
 
 def padded(length: int) -> int:

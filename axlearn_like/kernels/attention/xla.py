@@ -82,7 +82,8 @@ def mix(
 
 def _reshape(x: jax.Array, *shape: int) -> jax.Array:
     """Batch and heads stay in front and spread as they were: a plain reshape forgets that where their size is 1."""
-    if jax.sharding.get_abstract_mesh().manual_axes:  # one device's part
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.manual_axes) == set(mesh.axis_names):  # one device's part
         return jnp.reshape(x, shape)
     return jnp.reshape(x, shape, out_sharding=partition("batch", "heads", *[None] * (len(shape) - 2)))
 

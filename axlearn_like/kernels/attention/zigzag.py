@@ -27,8 +27,8 @@ def order(length: int, ways: int, layout: Layout = "zigzag") -> np.ndarray:
     if length % parts:
         nearest = max(parts, round(length / parts) * parts)
         raise UserError(
-            f"rows of {length} tokens cannot be cut over the mesh axis sequence {ways}: expected a multiple of {parts}, "
-            f"such as {nearest}"
+            f"rows of {length} tokens cannot be cut over the mesh axis sequence {ways}: "
+            f"expected a multiple of {parts}, such as {nearest}"
         )
     places = np.arange(length, dtype=np.int32)
     if layout == "straight":

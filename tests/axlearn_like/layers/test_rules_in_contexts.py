@@ -58,7 +58,7 @@ def prefilled(tokens: int) -> tuple[list[np.ndarray], Any]:
     for start in range(0, tokens, 40):
         part = slice(start, min(start + 40, tokens))
         counts = jnp.full(ROWS, part.stop - start)
-        context = PagedContext(jnp.asarray(TABLE), jnp.full(ROWS, start), counts, chunk=part.stop - start, pages=17)
+        context: Any = PagedContext(jnp.asarray(TABLE), jnp.full(ROWS, start), counts, chunk=part.stop - start, pages=17)
         out, (pool, _) = mixed(context, [x[:, part] for x in WHOLE[:3]], (pool, jnp.int32(0)))
         found.append(np.asarray(out))
     return found, pool

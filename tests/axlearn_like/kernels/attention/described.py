@@ -35,7 +35,7 @@ def gradient_program(
         arrays = array(jnp.bfloat16, 1, length, 8, 4, 128), keys, keys, array(jnp.int32, 1, length)
         program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays).compile()
     memory, text = program.memory_analysis(), program.as_text()
-    assert memory is not None
+    assert memory is not None and text is not None
     return {
         "temporary": memory.temp_size_in_bytes,
         "kernels": text.count("tpu_custom_call"),

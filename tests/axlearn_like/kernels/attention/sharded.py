@@ -28,7 +28,7 @@ RULES = {
 
 
 def value_and_grad(
-    x: reference.Inputs, rules: Rules, sinks: bool, kernel: Any, sequence: Any = AllGather.Config(), order: str = ""
+    x: reference.Inputs, rules: Rules, sinks: bool, kernel: Any, sequence: Any = None, order: str = ""
 ) -> Any:
     """Mixed values and gradients, rows straight again, under the mesh in force."""
     ways = jax.sharding.get_abstract_mesh().shape.get("sequence", 1)
@@ -39,10 +39,11 @@ def value_and_grad(
     weights = np.random.default_rng(3).normal(size=(*x.q.shape[:-1], x.v.shape[-1])).astype(np.float32)
 
     def loss(q: Any, k: Any, v: Any, s: Any) -> Any:
-        mixing = Mixing(rules, kernel.build(), sequence.build(), s if sinks else None)
+        mixing = Mixing(rules, kernel.build(), (sequence or AllGather.Config()).build(), s if sinks else None)
         layout: Any = order or "straight"
         segments = constrain(jnp.asarray(x.segments[:, places]), "batch", "length")
-        out = attend(*(a[:, places] for a in (q, k, v)), mixing, segment_ids=segments, layout=layout)
+        q, k, v = (a[:, places] for a in (q, k, v))
+        out = attend(q, k, v, mixing, segment_ids=segments, layout=layout)
         out = constrain(out, "batch", None, "heads", None, None)[:, back]
         return jnp.sum(out * weights), out
 

@@ -25,6 +25,7 @@ RULES: dict[str, tuple[Rules, bool]] = {
     "window, cap, sinks": (Rules(window=7, soft_cap=2.0), True),
     "both ways": (Rules(causal=False), True),
 }
+FIRST = FirstSupported.Config()
 CALL = Call("tpu", np.dtype(jnp.bfloat16), 4096, 8, 4, 128, 128, Rules())
 
 
@@ -72,14 +73,13 @@ def test_what_cudnn_is_asked_is_the_equation(kind):
     x, rules = reference.inputs(batch=2, length=12, heads=(2, 3), width=8), RULES[kind][0]
     call = Call("gpu", np.dtype(jnp.float32), 12, 2, 3, 8, 8, rules)
     segments = jnp.asarray(x.segments)
-    found = dot_product(
-        *(jnp.asarray(a) for a in (x.q, x.k, x.v)), call, (segments, segments), jnp.arange(12), implementation="xla"
-    )
+    q, k, v = (jnp.asarray(a) for a in (x.q, x.k, x.v))
+    found = dot_product(q, k, v, call, (segments, segments), jnp.arange(12), "xla")
     np.testing.assert_allclose(found, reference.attention(x, rules), atol=2e-5)
 
 
 def test_the_first_kernel_that_can_is_chosen_and_the_others_say_why_not():
-    def on(platform: str, kernel: Any = FirstSupported.Config(), **changes: Any) -> Any:
+    def on(platform: str, kernel: Any = FIRST, **changes: Any) -> Any:
         return choose(kernel.build(), dataclasses.replace(CALL, platform=platform, **changes))
 
     assert isinstance(on("tpu").kernel, Splash)
@@ -105,9 +105,9 @@ def test_blocks_are_clipped_to_the_length():
 
 @pytest.mark.parametrize("length, fused", [(4096, True), (16_384, False), (32_768, False)])
 def test_the_backward_pass_is_not_fused_for_long_rows(length, fused):
-    sizes = partial(Splash.Config().build()._sizes, (length, length))
+    sizes = partial(Splash.Config().build().sizes, (length, length))
     assert sizes().fused == fused
-    assert Splash.Config(fused_backward=True).build()._sizes((length, length)).fused
+    assert Splash.Config(fused_backward=True).build().sizes((length, length)).fused
 
 
 def test_rules_that_contradict_are_refused():
