@@ -17,7 +17,7 @@ from axlearn_like.config_resolve import resolve
 from axlearn_like.config_text import to_text
 from axlearn_like.input import InputError, SupervisedInput
 from axlearn_like.layers.base import split
-from axlearn_like.learner import Learner
+from axlearn_like.learner import Learner, LearnerError
 from axlearn_like.losses import SupervisedLoss, make_supervised_loss
 from axlearn_like.metrics import MetricsWriter, Progress, read_rows
 from axlearn_like.preemption import Stop, graceful_stop
@@ -31,6 +31,7 @@ class Evaluator(Protocol):
     """Measures parameters now and then; built by `config.build(graphdef=...)`."""
 
     every: int  # steps; the last step is always measured
+    # With `averaged: bool` set, `run` gets the learner's average of the parameters.
 
     def run(self, params: Any, step: int) -> dict[str, float]:
         """Scalars for the metrics row of `step`."""
@@ -89,6 +90,10 @@ class Trainer(Configurable):
         self._mesh = make_mesh(cfg.mesh)
         self._check_batch()
         self._learner: Learner = cfg.learner.build()
+        for index, evaluator in enumerate(cfg.evaluators):
+            if getattr(evaluator, "averaged", False) and cfg.learner.average is None:
+                place = f"Trainer.evaluators.{index}.averaged"
+                raise LearnerError(f"{place}: expected Trainer.learner.average to be set, it is None")
 
     def resolved(self) -> Config:
         """The config with every value that a parent hands down filled in; nothing is allocated."""
@@ -135,8 +140,10 @@ class Trainer(Configurable):
         if progress:
             stack.enter_context(progress)
         evaluators: list[Evaluator] = [e.build(graphdef=graphdef) for e in cfg.evaluators]
+        averaged = jax.jit(self._learner.averaged)
         log = _Log(writer, progress, start, _rows(run_dir))
-        step_fn = make_train_step(make_supervised_loss(graphdef, cfg.loss.build()), self._learner, cfg.microbatches)
+        loss_fn = make_supervised_loss(graphdef, cfg.loss.build())
+        step_fn = make_train_step(loss_fn, self._learner, cfg.microbatches, like=state)
 
         step, reached = start, cfg.stop_when.build() if cfg.stop_when else lambda rows: False
 
@@ -151,7 +158,9 @@ class Trainer(Configurable):
             log.add(step, metrics, wanted=step % cfg.log_every == 0 or step == cfg.num_steps)
             due = [e for e in evaluators if step % e.every == 0 or step == cfg.num_steps]
             for evaluator in due:
-                log.extend(step, evaluator.run(state["params"], step))
+                wanted = getattr(evaluator, "averaged", False)
+                params = averaged(state["params"], state["opt_state"]) if wanted else state["params"]
+                log.extend(step, evaluator.run(params, step))
             if checkpointer.should_save(step):
                 # The row first: a resume from this checkpoint would never write it again.
                 log.flush()
@@ -185,7 +194,8 @@ class Trainer(Configurable):
             return init_state(params, self._learner)
 
         abstract = jax.eval_shape(init, jax.random.key(self._cfg.seed))
-        return graphdefs[0], to_named_sharding(abstract, self._mesh), init
+        abstract = to_named_sharding(abstract, self._mesh)
+        return graphdefs[0], {**abstract, "opt_state": self._learner.placed(abstract["opt_state"])}, init
 
     def _check_batch(self) -> None:
         cfg = self._cfg

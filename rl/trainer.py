@@ -108,10 +108,10 @@ class PolicyTrainer(Configurable):
         with jax.set_mesh(self._mesh):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
             self._graphdef, _ = split(abstract)
-            self._step = make_train_step(self._loss, self._learner, cfg.microbatches)
             self._score = jax.jit(self._logprobs)
             self._score_rows = jax.jit(lambda params, **rows: score_rows(bind(self._graphdef, params), **rows))
             self.state, self.step = self._restore_or_start(initial, seed)
+            self._step = make_train_step(self._loss, self._learner, cfg.microbatches, like=self.state)
         self._wait_began: float | None = None
         self._metrics = MetricsWriter(run.path, phase="rl", resume_step=self.step)
 
@@ -200,6 +200,7 @@ class PolicyTrainer(Configurable):
 
         key = jax.random.key(seed)
         abstract = to_named_sharding(jax.eval_shape(create, key), self._mesh)
+        abstract["opt_state"] = self._learner.placed(abstract["opt_state"])
         latest = self._checkpointer.latest_step()
         if latest is not None:
             copies = {str(i): abstract["params"] for i in range(self.cfg.staleness)}
