@@ -89,7 +89,7 @@ class Adafactor(Configurable):
 
         return AdafactorState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(moment, params))
 
-    def _update(self, grads: Any, state: AdafactorState, params: Any = None) -> tuple[Any, AdafactorState]:
+    def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, AdafactorState]:
         beta = 1.0 - (state.count + 1).astype(jnp.float32) ** -self._cfg.decay_rate
 
         def one(path: tuple[Any, ...], g: jax.Array, nu: Whole | Factored, p: jax.Array) -> Any:
@@ -99,9 +99,9 @@ class Adafactor(Configurable):
             )
             return self._scaled(update, p, self._matrices.block(path_name(path), g.ndim)), nu
 
-        both = jax.tree_util.tree_map_with_path(one, grads, state.nu, params)
-        updates, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], grads, both) for i in (0, 1))
-        return updates, AdafactorState(state.count + 1, nu)
+        both = jax.tree_util.tree_map_with_path(one, updates, state.nu, params)
+        made, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], updates, both) for i in (0, 1))
+        return made, AdafactorState(state.count + 1, nu)
 
     def _scaled(self, update: jax.Array, p: jax.Array, block: tuple[int, ...]) -> jax.Array:
         if self._cfg.clip_rms is not None:

@@ -4,9 +4,10 @@ import fnmatch
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.config import ConfigBase, Configurable, config_items
 from axlearn_like.config_edit import walk_configs
 from axlearn_like.learner.errors import LearnerError, check, where
 from axlearn_like.learner.kinds import KINDS, Kind, kind_of, path_name
@@ -88,7 +89,7 @@ class Groups:
     def without_frozen(self, grads: Any) -> Any:
         """The gradients with zeros for what is frozen: then the compiler does not compute them."""
         frozen = {_label(index) for index, group in enumerate(self._groups) if group.frozen}
-        zero = jax.numpy.zeros_like
+        zero = jnp.zeros_like
         return jax.tree.map(lambda g, label: zero(g) if label in frozen else g, grads, self.labels(grads))
 
     def trained(self, params: Any) -> Any:
@@ -101,7 +102,7 @@ class Groups:
         if not by_path:
             return f"{group.where}.match: {group.match!r} matches no parameter{did_you_mean(group.match, names)}"
         if group.kinds == KINDS:
-            return f"{group.where}.match: what {group.match!r} matches belongs to groups before it: {', '.join(by_path)}"
+            return f"{group.where}.match: all that {group.match!r} matches is in groups before it: {', '.join(by_path)}"
         kinds = " or ".join(group.kinds)
         return f"{group.where}: nothing that {group.match!r} matches and no group before it has is of kind {kinds}"
 
@@ -112,7 +113,7 @@ def _label(index: int) -> str:
 
 def _set_weight_decay(optimizer: ConfigBase, value: float, group: str) -> None:
     """In the optimizer and in those that it holds (`others`)."""
-    fields = [cfg for _, cfg in walk_configs(optimizer) if "weight_decay" in type(cfg).__dataclass_fields__]
+    fields = [cfg for _, cfg in walk_configs(optimizer) if "weight_decay" in dict(config_items(cfg))]
     if not fields:
         raise LearnerError(f"{group}.weight_decay: {type(optimizer).__qualname__} has no weight decay; expected None")
     for cfg in fields:

@@ -79,8 +79,10 @@ class Matrices(Configurable):
 
     def __init__(self, cfg: Config):
         for suffix, split in cfg.splits.items():
-            if split.count(",") != 1 or split.replace(",", "") != suffix or split.startswith(",") or split[-1] == ",":
-                raise LearnerError(f"{where(cfg)}.splits[{suffix!r}]: expected its letters cut by a comma, got {split!r}")
+            inputs, comma, outputs = split.partition(",")
+            if not (inputs and comma and outputs and inputs + outputs == suffix):
+                place = f"{where(cfg)}.splits[{suffix!r}]"
+                raise LearnerError(f"{place}: expected its letters cut in two by a comma, got {split!r}")
         self._stack, self._splits = cfg.stack, cfg.splits
 
     def axes(self, name: str, ndim: int) -> MatrixAxes | None:

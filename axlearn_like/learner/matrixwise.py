@@ -60,7 +60,7 @@ class Matrixwise(Configurable):
 
         return jax.tree_util.tree_map_with_path(one, params)
 
-    def _update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def one(path: tuple[Any, ...], g: jax.Array, state: Any, p: jax.Array) -> Any:
             axes = self._axes(path, g)
             plan = make_plan(g, axes, whole=True)
@@ -72,9 +72,9 @@ class Matrixwise(Configurable):
             ins, outs = (plan.spec, plan.stack_spec, plan.spec), (plan.spec, plan.stack_spec)
             return _on_devices(body, plan, ins, outs)(g, state, p)
 
-        both = jax.tree_util.tree_map_with_path(one, grads, state, params)
-        updates, state = (jax.tree.map(lambda _, pair, i=i: pair[i], grads, both) for i in (0, 1))
-        return updates, state
+        both = jax.tree_util.tree_map_with_path(one, updates, state, params)
+        made, state = (jax.tree.map(lambda _, pair, i=i: pair[i], updates, both) for i in (0, 1))
+        return made, state
 
 
 def _over_stack(function: Callable[..., Any], axes: MatrixAxes) -> Callable[..., Any]:

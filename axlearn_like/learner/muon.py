@@ -64,13 +64,13 @@ class Muon(Configurable):
     def _init(self, params: Any) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
-    def _update(self, grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+    def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         del params
         beta, count = self._cfg.beta, state.count + 1
-        mu = jax.tree.map(lambda g, m: ((1 - beta) * g + beta * m).astype(m.dtype), grads, state.mu)
+        mu = jax.tree.map(lambda g, m: ((1 - beta) * g + beta * m).astype(m.dtype), updates, state.mu)
         if self._cfg.nesterov:  # as optax has it: the momentum that the next update would have, were the gradient 0
             weight_mu, weight_g = beta / (1 - beta ** (count + 1)), (1 - beta) / (1 - beta**count)
-            direction = jax.tree.map(lambda m, g: weight_mu * m + weight_g * g, mu, grads)
+            direction = jax.tree.map(lambda m, g: weight_mu * m + weight_g * g, mu, updates)
         else:
             direction = jax.tree.map(lambda m: m / (1 - beta**count), mu)
         return jax.tree_util.tree_map_with_path(self._orthogonal, direction), MuonState(count, mu)

@@ -90,10 +90,11 @@ class WarmupLinear(Configurable):
 
 
 class WarmupStableDecay(Configurable):
-    """Linear from 0 to `peak_lr`, constant, and over the last `decay_steps` down to `end_lr` (MiniCPM, arXiv 2404.06395).
+    """Linear from 0 to `peak_lr`, constant, and over the last `decay_steps` down to `end_lr`.
 
-    A run is prolonged by starting again from a checkpoint of the constant part. `shape` is how it falls, a function of
-    `decay_shapes` or one like them; Haegele et al. 2024 (arXiv 2405.18392) found `one_minus_sqrt` best.
+    The schedule of MiniCPM (Hu et al. 2024, arXiv 2404.06395). A run is prolonged by starting again from a checkpoint of
+    the constant part. `shape` is how it falls, a function of `decay_shapes` or one like them; Haegele et al. 2024
+    (arXiv 2405.18392) found `one_minus_sqrt` best.
     """
 
     class Config(ConfigBase["WarmupStableDecay"]):
@@ -123,7 +124,10 @@ class WarmupStableDecay(Configurable):
 
 
 class InverseSqrt(Configurable):
-    """Linear from 0 to `peak_lr` at `warmup_steps`, then peak_lr * sqrt(warmup_steps / count) (arXiv 1706.03762, 5.3)."""
+    """Linear from 0 to `peak_lr` at `warmup_steps`, then peak_lr * sqrt(warmup_steps / count).
+
+    Vaswani et al. 2017, arXiv 1706.03762, section 5.3.
+    """
 
     class Config(ConfigBase["InverseSqrt"]):
         peak_lr: float = REQUIRED

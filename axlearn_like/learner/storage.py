@@ -18,9 +18,9 @@ class BFloat16(Configurable):
     """float32 arrays whose path fits `match`, as bfloat16; the update itself is computed in float32.
 
     Rounded stochastically: up with the probability of what is cut off, so that the mean over many updates is right.
-    Rounding to the nearest would lose every change below 2**-9 of the value, as a second moment with b2 = 0.999 has. The
-    random bits follow from `seed`, the number of updates and the array's place: resumed runs are the same. A value that
-    bfloat16 can hold stays itself, so a skipped update changes nothing.
+    Rounding to the nearest would lose every change below 2**-9 of the value, as a second moment with b2 = 0.999 has.
+    The random bits follow from `seed`, the number of updates and the array's place: resumed runs are the same. A value
+    that bfloat16 can hold stays itself, so a skipped update changes nothing.
     """
 
     class Config(ConfigBase["BFloat16"]):
