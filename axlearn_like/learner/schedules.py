@@ -92,8 +92,8 @@ class WarmupLinear(Configurable):
 class WarmupStableDecay(Configurable):
     """Linear from 0 to `peak_lr`, constant, and over the last `decay_steps` down to `end_lr`.
 
-    The schedule of MiniCPM (Hu et al. 2024, arXiv 2404.06395). A run is prolonged by starting again from a checkpoint of
-    the constant part. `shape` is how it falls, a function of `decay_shapes` or one like them; Haegele et al. 2024
+    The schedule of MiniCPM (Hu et al. 2024, arXiv 2404.06395). A run is prolonged by starting again from a checkpoint
+    of the constant part. `shape` is how it falls, a function of `decay_shapes` or one like them; Haegele et al. 2024
     (arXiv 2405.18392) found `one_minus_sqrt` best.
     """
 

@@ -80,7 +80,7 @@ def sharded_differences(text: str, mesh: dict[str, int]) -> dict[str, Any]:
         params = put(arrays(0))
         state = jax.jit(built.init)(params)
         spread = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): str(leaf.sharding.spec)
+            jax.tree_util.keystr(path, simple=True, separator="/"): str(tuple(leaf.sharding.spec))
             for path, leaf in jax.tree_util.tree_leaves_with_path(state)
             if leaf.ndim > 1
         }

@@ -17,7 +17,7 @@ GROUPS = (
 
 
 def test_each_group_is_updated_by_its_own_rules():
-    params, state, metrics = train(learner(Lion.Config(weight_decay=0.5), groups=GROUPS, clip_norm=1.0))
+    params, state, metrics = train(learner(Lion.Config(weight_decay=0.5), groups=GROUPS))
     start = arrays(0)
     np.testing.assert_array_equal(params["embedding"]["weight_vd"], start["embedding"]["weight_vd"])
 
@@ -26,7 +26,7 @@ def test_each_group_is_updated_by_its_own_rules():
 
     # What is frozen does not count in the norm.
     np.testing.assert_allclose([m["grad_norm"] for m in metrics], [norm(seed) for seed in (1, 2, 3)], rtol=1e-5)
-    moved = sum(arrays(seed)["layers"]["norm"]["scale"] / norm(seed) for seed in (1, 2, 3))
+    moved = sum(arrays(seed)["layers"]["norm"]["scale"] for seed in (1, 2, 3))
     close(params["layers"]["norm"]["scale"], start["layers"]["norm"]["scale"] - 0.1 * 0.5 * moved)
     for match, decay in (("attention", 0.2), ("moe", 0.5)):
         alone, _, _ = train(learner(Lion.Config(weight_decay=decay)))
@@ -38,14 +38,14 @@ def test_each_group_is_updated_by_its_own_rules():
 def test_groups_without_rules_change_nothing():
     expected, _, _ = train(learner(AdamW.Config(weight_decay=0.1)))
     found, _, _ = train(learner(AdamW.Config(weight_decay=0.1), groups=(Group.Config(match="*norm*"),)))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    close(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ((Group.Config(match="embeding/weight_vd"),), "Learner.groups.0.match.*no parameter; did you mean 'embedding/weight_vd'"),
-        ((Group.Config(match="*norm*"), Group.Config(match="*scale")), "groups.1.match: all that '.scale' matches is in"),
+        ((Group.Config(match="embeding/weight_vd"),), "Learner.groups.0.match.*did you mean 'embedding/weight_vd'"),
+        ((Group.Config(match="*norm*"), Group.Config(match="*scale")), "groups.1.match: all that .* is in groups"),
         ((Group.Config(match="*norm*", kinds=("matrix",)),), "groups.0: nothing .* is of kind matrix"),
     ],
 )

@@ -65,7 +65,8 @@ def test_inverse_sqrt_turns_at_the_end_of_warmup():
 
 
 def test_joined_parts_count_from_their_own_beginning():
-    parts = (Linear.Config(start_lr=0.0, end_lr=1.0, steps=4), Constant.Config(lr=1.0), Linear.Config(start_lr=1.0, steps=2))
+    up, down = Linear.Config(start_lr=0.0, end_lr=1.0, steps=4), Linear.Config(start_lr=1.0, steps=2)
+    parts = (up, Constant.Config(lr=1.0), down)
     found = values(Join.Config(parts=parts, boundaries=(4, 6)), [0, 2, 3, 4, 5, 6, 7, 8, 9])
     np.testing.assert_allclose(found, [0, 0.5, 0.75, 1, 1, 1, 0.5, 0, 0])
 

@@ -1,5 +1,6 @@
 """State in bfloat16 and on the host."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -72,27 +73,27 @@ def on_host(directory: str) -> list[Any]:
     def loss(params: Any, batch: Any) -> Any:
         return sum(jnp.sum(p * g) for p, g in zip(jax.tree.leaves(params), jax.tree.leaves(batch), strict=True)), {}
 
-    with jax.set_mesh(make_mesh({"fsdp": 2, "expert": 2, "tensor": 2})):
+    mesh = make_mesh({"fsdp": 2, "expert": 2, "tensor": 2})
+    with jax.set_mesh(mesh):
 
         def put(tree: Any) -> Any:
             return jax.tree.map(jax.device_put, tree, SPECS)
 
-        abstract = to_named_sharding(
-            jax.eval_shape(lambda params: init_state(params, built), put(arrays(0))), make_mesh({"fsdp": 2, "expert": 2, "tensor": 2})
-        )
+        abstract = jax.eval_shape(lambda params: init_state(params, built), put(arrays(0)))
+        abstract = to_named_sharding(abstract, mesh)
         abstract["opt_state"] = built.placed(abstract["opt_state"])
         shardings = jax.tree.map(lambda a: a.sharding, abstract)
         state = jax.jit(lambda params: init_state(params, built), out_shardings=shardings)(put(arrays(0)))
         step = make_train_step(loss, built, like=state)
         for seed in (1, 2, 3):
             state, _ = step(state, put(arrays(seed)))
-        checkpointer = Checkpointer.Config().build(directory=__import__("pathlib").Path(directory))
+        checkpointer = Checkpointer.Config().build(directory=Path(directory))
         checkpointer.save(3, state, {})
         checkpointer.wait()
         restored, _ = checkpointer.restore(abstract, 3)
         checkpointer.close()
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(restored["opt_state"]) if x.ndim}
-    same = all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), restored, state)))
+    same = jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), restored, state))
     apart = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), state["params"], expected)
     return [sorted(kinds), same, max(jax.tree.leaves(apart)), step._cache_size()]  # pyright: ignore
 
