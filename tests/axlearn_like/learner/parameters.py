@@ -44,10 +44,8 @@ def _is_shape(x: Any) -> bool:
 def train(cfg: Learner.Config, updates: int = 3, start: Any = None) -> tuple[Any, Any, list[Any]]:
     """Parameters, optimizer state and metrics after some updates with the gradients `arrays(1)`, `arrays(2)` ..."""
     learner: Learner = cfg.build()
-    params, state = start or (None, None)
-    if params is None:
-        params = jax.tree.map(jnp.asarray, arrays(0))
-        state = learner.init(params)
+    fresh = jax.tree.map(jnp.asarray, arrays(0))
+    params, state = start or (fresh, learner.init(fresh))
     update, metrics = jax.jit(learner.update), []
     for _ in range(updates):
         grads = jax.tree.map(jnp.asarray, arrays(1 + int(state["applied"])))
@@ -85,7 +83,7 @@ def sharded_differences(text: str, mesh: dict[str, int]) -> dict[str, Any]:
             if leaf.ndim > 1
         }
         update = jax.jit(built.update)
-        program = update.lower(params, state, params).compile().as_text()
+        program = update.lower(params, state, params).compile().as_text() or ""
         for seed in (1, 2, 3):
             params, state, _ = update(put(arrays(seed)), state, params)
     apart = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), params, expected)

@@ -161,7 +161,7 @@ def test_factored_moments_are_small():
 def test_whatever_optax_has_is_an_optimizer():
     cfg = learner(Optax.Config(direction=config_for(optax.contrib.scale_by_ademamix, alpha=2.0), weight_decay=0.1))
     reference = optax.contrib.ademamix(0.1, alpha=2.0, weight_decay=0.1, mask=None)
-    params = {"w": jnp.asarray(arrays(0)["embedding"]["weight_vd"])}
+    params: Any = {"w": jnp.asarray(arrays(0)["embedding"]["weight_vd"])}
     state = reference.init(params)
     for seed in (1, 2, 3):
         updates, state = reference.update({"w": arrays(seed)["embedding"]["weight_vd"]}, state, params)
