@@ -36,7 +36,7 @@ def test_eight_devices_update_as_one_does():
     assert three_axes["apart"] < 5e-6 and fsdp["apart"] < 5e-6
     spread = three_axes["spread"]
     assert spread["average/layers/attention/q_dkqh"] == "(None, 'fsdp', 'tensor', None, None)"
-    assert spread[f"optax/2/inner_states/rest/inner_state/0/{MATRICES}/mu/layers/attention/q_dkqh"] == (
+    assert spread[f"optax/2/inner_states/rest/inner_state/{MATRICES}/mu/layers/attention/q_dkqh"] == (
         "(None, 'fsdp', 'tensor', None, None)"
     )
     factored = "optax/2/inner_states/group0/inner_state/0/0/nu/layers/moe/up_edf"
