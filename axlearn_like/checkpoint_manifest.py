@@ -57,6 +57,8 @@ def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 def checksum(x: jax.Array) -> jax.Array:
     """uint32 sum of bits * (2 * index + 1) over an array; the factor is odd, so one flipped bit always shows."""
+    if jax.typeof(x).memory_space == jax.memory.Space.Host:
+        x = jax.device_put(x, jax.memory.Space.Device)
     if x.dtype == jnp.bool_:
         bits = x.astype(jnp.uint32)
     else:

@@ -29,19 +29,24 @@ class LossEvaluator(Configurable):
         input: SupervisedInput.Config = REQUIRED
         batches: int = 4
         every: int = 100  # steps
+        averaged: bool = False  # of the learner's average of the parameters
 
     def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any]):
-        self.every = cfg.every
+        self.every, self.averaged = cfg.every, cfg.averaged
         data = cfg.input.build()
         self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
         data.close()
         self._loss = eval_step(graphdef)
 
     def run(self, params: Params, step: int) -> dict[str, float]:
-        """`eval_loss` and `eval_accuracy`: means over the batches, each of which counts alike."""
+        """`eval_loss` and `eval_accuracy`: means over the batches, each of which counts alike.
+
+        Of averaged parameters: `eval_averaged_loss` and `eval_averaged_accuracy`.
+        """
         del step
         results = jax.device_get([self._loss(params, shard_batch(batch))[1] for batch in self._batches])
+        prefix = "eval_averaged" if self.averaged else "eval"
         return {
-            f"eval_{name}": float(sum(result[name] for result in results) / len(results))
+            f"{prefix}_{name}": float(sum(result[name] for result in results) / len(results))
             for name in ("loss", "accuracy")
         }

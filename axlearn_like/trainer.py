@@ -19,7 +19,7 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.config_resolve import resolve
 from axlearn_like.config_text import to_text
 from axlearn_like.input import SupervisedInput
-from axlearn_like.learner import Learner
+from axlearn_like.learner import Learner, LearnerError
 from axlearn_like.losses import SupervisedLoss
 from axlearn_like.mesh_rules import MeshRules
 from axlearn_like.metrics import MetricsWriter, Progress, read_rows
@@ -81,6 +81,10 @@ class Trainer(Configurable):
         self._cfg = cfg
         self._mesh = make_mesh(cfg.mesh)
         self._learner: Learner = cfg.learner.build()
+        for index, evaluator in enumerate(cfg.evaluators):
+            if getattr(evaluator, "averaged", False) and cfg.learner.average is None:
+                place = f"Trainer.evaluators.{index}.averaged"
+                raise LearnerError(f"{place}: expected Trainer.learner.average to be set, it is None")
         check_rows(cfg.input, self._mesh, cfg.microbatches)
         check_length(cfg.model, cfg.input.seq_len, "Trainer.Config.input.seq_len")
 
@@ -153,6 +157,7 @@ class Trainer(Configurable):
             clock=clock,
             tiers=tiers,
             evaluators=[evaluator.build(graphdef=program.graphdef) for evaluator in cfg.evaluators],
+            averaged=jax.jit(self._learner.averaged),
             profiler=stack.enter_context(cfg.profile.build(**here)),
             check=cfg.bit_check.build(mesh=self._mesh) if cfg.bit_check else None,
             beat=beat,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -34,6 +35,7 @@ class TrainingLoop:
     clock: CauseClock
     tiers: CheckpointTiers
     evaluators: Sequence[Evaluator]
+    averaged: Callable[[Any, Any], Any]  # (parameters, optimizer state) -> the learner's average of the parameters
     profiler: Profiler
     check: BitCheck | None
     beat: Callable[[int], None]  # tells the watchdog that something was completed
@@ -89,10 +91,14 @@ class TrainingLoop:
         scalars: dict[str, float] = {}
         with self.clock.spending("evaluation"):
             for evaluator in due:
-                scalars |= evaluator.run(self.state["params"], self.step)
+                scalars |= evaluator.run(self._params_for(evaluator), self.step)
                 self.beat(self.step)
         self.log.extend(self.step, scalars)
         return scalars
+
+    def _params_for(self, evaluator: Evaluator) -> Any:
+        params = self.state["params"]
+        return self.averaged(params, self.state["opt_state"]) if getattr(evaluator, "averaged", False) else params
 
     def _save(self, scalars: dict[str, float] | None) -> None:
         self.log.flush()  # the row first: a resume from this checkpoint would never write it again

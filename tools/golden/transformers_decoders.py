@@ -16,6 +16,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,7 +136,8 @@ def main() -> None:
         weights = {f"weights/{key}": tensor for key, tensor in saved_weights(model).items()}
         config = {"family": name.split("_")[0], "tied": tied, **COMMON, **CASES[name]}
         path = directory / f"{name}.npz"
-        np.savez_compressed(path, config=np.array(json.dumps(config)), **make_batch(model, seed), **weights)
+        arrays: dict[str, Any] = {**make_batch(model, seed), **weights}
+        np.savez_compressed(path, config=np.array(json.dumps(config)), **arrays)
         print(path, path.stat().st_size)
 
 

@@ -58,7 +58,8 @@ def prefilled(tokens: int) -> tuple[list[np.ndarray], Any]:
     for start in range(0, tokens, 40):
         part = slice(start, min(start + 40, tokens))
         counts = jnp.full(ROWS, part.stop - start)
-        context: Any = PagedContext(jnp.asarray(TABLE), jnp.full(ROWS, start), counts, chunk=part.stop - start, pages=17)
+        table, starts = jnp.asarray(TABLE), jnp.full(ROWS, start)
+        context: Any = PagedContext(table, starts, counts, chunk=part.stop - start, pages=17)
         out, (pool, _) = mixed(context, [x[:, part] for x in WHOLE[:3]], (pool, jnp.int32(0)))
         found.append(np.asarray(out))
     return found, pool
@@ -91,7 +92,8 @@ def test_groups_of_branches():
         for branch in range(branches):
             own = slice(trunk + branch * size, trunk + (branch + 1) * size)
             alone = [np.concatenate([a[group, :length], a[group, own]])[None] for a in x[:3]]
-            one = reference.Inputs(*alone, np.ones((1, length + size), np.int32), WHOLE.sinks)
+            q, k, v = alone
+            one = reference.Inputs(q, k, v, np.ones((1, length + size), np.int32), WHOLE.sinks)
             expected = reference.attention(one, RULES, sinks=True)[0]
             np.testing.assert_allclose(found[group, own], expected[length:], atol=2e-5)
             np.testing.assert_allclose(found[group, :length], expected[:length], atol=2e-5)
