@@ -35,7 +35,7 @@ class RemoteTier(Configurable):
         timeout: float = 600.0  # seconds for one file
 
     def __init__(self, cfg: Config, *, directory: Path, config: str, events: EventLog):
-        """`directory` holds the local checkpoints of the run with this `config`. UserError: the URL cannot be read."""
+        """`directory` holds the local checkpoints of the run with this `config`. UserError: a URL that cannot be."""
         if cfg.copy_every < 1 or cfg.keep < 1:
             raise ValueError(
                 f"RemoteTier.Config: expected copy_every >= 1 and keep >= 1, got {cfg.copy_every} and {cfg.keep}"

@@ -140,6 +140,7 @@ class Trainer(Configurable):
         cfg, here = self._cfg, {"run_dir": run_dir.path, "events": events}
         watchdog = cfg.watchdog.build(**here, doing=lambda: clock.cause) if cfg.watchdog else None
         beat = stack.enter_context(watchdog).beat if watchdog else lambda step: None
+        profiler = stack.enter_context(cfg.profile.build(**here))  # early: its signal would end the process otherwise
         data: SupervisedInput = cfg.input.build()
         stack.callback(data.close)
         program = train_program(cfg, self._mesh, self._learner)
@@ -158,7 +159,7 @@ class Trainer(Configurable):
             tiers=tiers,
             evaluators=[evaluator.build(graphdef=program.graphdef) for evaluator in cfg.evaluators],
             averaged=jax.jit(self._learner.averaged),
-            profiler=stack.enter_context(cfg.profile.build(**here)),
+            profiler=profiler,
             check=cfg.bit_check.build(mesh=self._mesh) if cfg.bit_check else None,
             beat=beat,
         )

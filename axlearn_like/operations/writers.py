@@ -1,5 +1,6 @@
 """Where metrics go besides `metrics.jsonl`: TensorBoard and Weights & Biases, when a config names them."""
 
+import time
 import uuid
 from collections.abc import Mapping
 from importlib import import_module
@@ -32,7 +33,8 @@ class TensorBoard(Configurable):
         library = _imported("tensorboardX", "tensorboard", "TensorBoard")
         folder = run_dir / "tensorboard"
         purge = {"purge_step": resume_step + 1} if folder.exists() else {}
-        self._writer = library.SummaryWriter(str(folder), **purge)
+        # Its files are named by the second: a process restarted at once would write over its predecessor's.
+        self._writer = library.SummaryWriter(str(folder), filename_suffix=f".{time.time_ns()}", **purge)
 
     def write(self, row: Mapping[str, Any]) -> None:
         for name, value in _scalars(row).items():
