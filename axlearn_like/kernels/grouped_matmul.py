@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -35,12 +35,16 @@ class RaggedDot(Configurable):
 
 
 class TokamaxRaggedDot(Configurable):
-    """Tokamax's kernels on TPUs, without the transposed copy of the weights in the gradient; elsewhere `RaggedDot`."""
+    """Tokamax's Pallas kernels on TPUs of generation 5 and later; `RaggedDot` on CPUs and GPUs.
+
+    Those of its first version: the second (tokamax 0.0.17) cannot be used inside a shard_map.
+    """
 
     class Config(ConfigBase["TokamaxRaggedDot"]):
-        implementation: Literal["mosaic_tpu", "mosaic_tpu_v2"] = "mosaic_tpu_v2"
+        pass
 
     def __init__(self, cfg: Config):
+        del cfg
         if find_spec("tokamax") is None:
             raise UserError("TokamaxRaggedDot needs the package tokamax: install the extra `tpu`, or use RaggedDot")
         tokamax = import_module("tokamax")
@@ -49,7 +53,7 @@ class TokamaxRaggedDot(Configurable):
             axes = varying(x)
             kind = jax.sharding.ManualAxisType(varying=axes) if axes else None
             return tokamax.ragged_dot(
-                x, w, sizes, preferred_element_type=x.dtype, implementation=cfg.implementation, manual_axis_type=kind
+                x, w, sizes, preferred_element_type=x.dtype, implementation="mosaic_tpu", manual_axis_type=kind
             )
 
         self._product = _with_gradient(product, only_tpu=True)
