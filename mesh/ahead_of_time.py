@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mesh.arithmetic import Products, products
+from mesh.errors import UserError
 from mesh.hlo import Program, parse
 from mesh.topology import Topology, topology_devices
 
@@ -160,6 +161,9 @@ def compile_step(
         mesh: of devices of the topology.
         topology: what to compile for.
         options: of the compiler.
+
+    Raises:
+        UserError: the compiler does not take an option.
     """
     began, cpu = time.monotonic(), time.process_time()
     with jax.set_mesh(mesh):
@@ -187,9 +191,13 @@ def _compile(
     try:
         return lowered.compile(compiler_options=dict(options) if options else None), None
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None, read_shortage(str(error))
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" in message:
+            return None, read_shortage(message)
+        if options and "INTERNAL" not in message:
+            named = ", ".join(f"{name}={value}" for name, value in options.items())
+            raise UserError(f"the compiler refuses with the options {named}: {message.splitlines()[0]}") from None
+        raise
 
 
 def read_shortage(message: str) -> Shortage:

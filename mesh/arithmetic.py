@@ -56,7 +56,7 @@ def _times(name: str, params: dict[str, Any]) -> float:
     if name == "scan":
         return params["length"]
     if name == "shard_map":  # its body has the shapes of one device
-        return math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return 1
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from mesh.hlo import Frame, Instruction, Program
 
@@ -67,8 +67,9 @@ def _buffers(program: Program, line: Instruction) -> Iterable[Buffer]:
         if argument:
             yield Buffer(array.padded, str(array), "argument", argument_path(line.op_name), "", "")
         else:
+            path, source = place(frames)
             operation = line.op_name.rsplit("/", 1)[-1]
-            yield Buffer(array.padded, str(array), phase(line.op_name), *place(frames), operation)
+            yield Buffer(array.padded, str(array), phase(line.op_name), path or line.op_name, source, operation)
 
 
 def phase(op_name: str) -> str:
@@ -102,7 +103,3 @@ def place(frames: Iterable[Frame]) -> tuple[str, str]:
 def argument_path(op_name: str) -> str:
     """`state['params']['layers'].mu[0]` -> `state.params.layers.mu.0`."""
     return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", op_name)
-
-
-def as_dict(buffer: Buffer) -> Mapping[str, int | str]:
-    return dataclasses.asdict(buffer)

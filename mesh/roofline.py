@@ -113,8 +113,11 @@ def estimate(
 def transfer_seconds(one: Collective, mesh: Mesh, topology: Topology) -> float:
     """One such collective at nominal link speed.
 
-    In an all-to-all along a ring of n devices each byte travels n / 4 links on average.
+    A permutation goes to one neighbour, and so over one link; in an all-to-all along a ring of n devices each byte
+    travels n / 4 links on average.
     """
     speed = link(mesh, topology, one.axes, dcn=one.dcn)
+    if one.kind == "collective-permute" and not one.dcn:
+        return one.bytes / min(speed.bandwidth, topology.generation.link)
     factor = max(1.0, speed.longest / 4) if one.kind == "all-to-all" else 1.0
     return one.bytes * factor / speed.bandwidth

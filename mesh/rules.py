@@ -14,12 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mesh.errors import UserError
 
 LOGICAL_AXES: dict[str, tuple[str, ...] | str | None] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": "sequence",
     "residual": ("sequence", "tensor"),  # the length between layers, where nothing needs heads or hidden units whole
     "embed": "fsdp",
     "heads": "tensor",
     "hidden": "tensor",
+    "experts": "expert",
     "vocab": "tensor",
     "layers": "pipeline",
 }

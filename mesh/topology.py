@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
@@ -156,15 +157,33 @@ def prepare_compiler() -> None:
     Raises:
         UserError: libtpu is not installed.
     """
-    if not compiler_installed():
+    library = find_compiler()
+    if library is None:
         raise UserError("libtpu, the TPU compiler, is not installed; on x86-64 Linux: pip install 'axlearn-like[aot]'")
+    os.environ["TPU_LIBRARY_PATH"] = str(library)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
-def compiler_installed() -> bool:
-    """Whether libtpu can be found."""
-    return os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")) or importlib.util.find_spec("libtpu") is not None
+def find_compiler() -> Path | None:
+    """libtpu's library: where TPU_LIBRARY_PATH says, as a package, or aside of the packages.
+
+    Aside, in `libtpu` of the virtual environment, is where the development installation puts it: jax looks for a TPU at
+    every start where it finds the package.
+    """
+    given = Path(os.environ.get("TPU_LIBRARY_PATH", ""))
+    package = importlib.util.find_spec("libtpu")
+    folders = list(package.submodule_search_locations or []) if package else []
+    aside = Path(sys.prefix) / "libtpu" / "libtpu"
+    found = [given, *(Path(folder) / "libtpu.so" for folder in folders), aside / "libtpu.so"]
+    return next((path for path in found if path.is_file()), None)
+
+
+def compiler_version() -> str | None:
+    """Of libtpu, by the metadata that were installed with it."""
+    library = find_compiler()
+    known = [] if library is None else sorted(library.parent.parent.glob("libtpu-*.dist-info"))
+    return known[-1].name.removeprefix("libtpu-").removesuffix(".dist-info") if known else None
 
 
 # Without these libtpu asks the cloud where it is, writes logs to a common folder, lets in one process at a time, and

@@ -30,7 +30,10 @@ def kept_for_backward(jaxpr: ClosedJaxpr | Jaxpr) -> int:
     inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     for equation in inner.eqns:
         if equation.primitive.name == "scan":
-            most = max(most, sum(_bytes(out.aval) for out in equation.outvars[equation.params["num_carry"] :]))
+            body = equation.params["jaxpr"].jaxpr.outvars
+            pairs = zip(equation.outvars, body, strict=True)
+            stacked = [out.aval for out, turn in pairs if len(_whole(out.aval)) > len(_whole(turn.aval))]
+            most = max(most, sum(map(_bytes, stacked)))
         most = max([most, *(kept_for_backward(part) for part in parts(equation.params))])
     return most
 
@@ -51,8 +54,12 @@ def _walk(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Buffer]:
                 yield Buffer(size, _array(out.aval), what, path, source, equation.primitive.name)
 
 
+def _whole(aval: Any) -> tuple[int, ...]:
+    return getattr(aval, "shape", ())
+
+
 def _shape(aval: Any) -> tuple[int, ...]:
-    shape = getattr(aval, "shape", ())
+    shape = _whole(aval)
     sharding = getattr(aval, "sharding", None)
     return tuple(sharding.shard_shape(shape)) if sharding is not None and not sharding.mesh.empty else tuple(shape)
 

@@ -31,7 +31,7 @@ def test_names_become_mesh_axes():
     with jax.sharding.use_abstract_mesh(EIGHT):
         assert partition("batch", None, "heads") == PartitionSpec(("data", "fsdp"), None, "tensor")
         assert partition("layers", "embed") == PartitionSpec(None, "fsdp")
-        assert axis_sizes("batch") == {"data": 2, "fsdp": 2}
+        assert axis_sizes("batch") == {"data": 2, "fsdp": 2, "expert": 1}
         assert axis_sizes("heads") == {"tensor": 2}
         assert axis_sizes("layers") == {"pipeline": 1}
 
@@ -66,7 +66,7 @@ def test_rows_that_do_not_divide_are_refused_by_name():
     batch = {"tokens": np.zeros((8, 3)), "extra": {"weights": np.zeros((6, 3))}}
     with (
         jax.sharding.use_abstract_mesh(EIGHT),
-        pytest.raises(UserError, match=r"extra\.weights has 6 rows, which do not divide .* \(data 2 x fsdp 2\)"),
+        pytest.raises(UserError, match=r"extra\.weights has 6 rows, .* \(data 2 x fsdp 2 x expert 1\)"),
     ):
         shard_batch(batch)
 

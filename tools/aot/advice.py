@@ -5,7 +5,7 @@ from typing import Any
 from axlearn_like.config import ConfigBase
 from axlearn_like.trainer import Trainer
 from rl.experiment import RLExperiment
-from tools.aot.memory import remat_presets, state_bytes
+from tools.aot.memory import argument_bytes, remat_presets
 from tools.aot.run import Outcome
 
 
@@ -21,7 +21,7 @@ def advice(cfg: ConfigBase[Any], outcome: Outcome) -> list[str]:
         ]
     root = "trainer." if isinstance(cfg, RLExperiment.Config) else ""
     model = "policy" if isinstance(cfg, RLExperiment.Config) else "model"
-    state = state_bytes(outcome.compiled)
+    state = argument_bytes(outcome.compiled.jaxpr)
     held = getattr(getattr(cfg, model), "remat", None)
     presets = remat_presets()
     stronger = presets[presets.index(held) + 1 :] if held in presets else []

@@ -1,28 +1,25 @@
-"""A cheap model of memory, from the traced step alone: to say at once what cannot fit."""
+"""A cheap model of memory, from the traced step alone: to say before compiling what cannot fit."""
 
 import math
+from typing import Any
 
-import jax
-
-from mesh.ahead_of_time import Compiled
+from axlearn_like.layers.remat import PRESETS
+from mesh.traced_buffers import kept_for_backward
 
 
 def remat_presets() -> list[str]:
     """Names that `Decoder.Config.remat` takes, from the most memory to the least."""
-    try:
-        from axlearn_like.layers.remat import PRESETS
-    except ImportError:
-        return ["nothing", "everything"]
     return list(PRESETS)
 
 
-def state_bytes(compiled: Compiled) -> int:
-    """Arguments of one device: parameters, optimizer state and batch."""
-    leaves = [aval for aval in compiled.jaxpr.in_avals]
-    return sum(math.prod(aval.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize for aval in leaves)
+def argument_bytes(jaxpr: Any) -> int:
+    """What a traced program reads, per device: parameters, optimizer state and batch."""
+    avals = jaxpr.in_avals
+    return sum(math.prod(aval.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize for aval in avals)
 
 
-def describe(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of one device."""
-    shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
-    return math.prod(shape) * leaf.dtype.itemsize
+def at_least(jaxpr: Any) -> int:
+    """Bytes of one device without which a train step cannot do: its arguments and what it keeps for the backward
+    pass. Gradients, logits and temporaries come on top.
+    """
+    return argument_bytes(jaxpr) + kept_for_backward(jaxpr)

@@ -1,15 +1,16 @@
 """What `axl aot` says of a compiled step, as data."""
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from mesh.ahead_of_time import Compiled
 from mesh.buffers import largest_buffers
 from mesh.collectives import by_axis, collectives
 from mesh.roofline import TRUST, estimate
-from mesh.topology import Topology
+from mesh.topology import Topology, compiler_version
 from mesh.traced_buffers import largest_traced
 from tools.aot.steps import Step
 
@@ -48,7 +49,7 @@ def report_dict(step: Step, compiled: Compiled) -> Report:
         "trace_s": round(compiled.cost.trace_s, 2),
         "compile_cpu_s": round(compiled.cost.compile_cpu_s, 2),
         "host_rss": compiled.cost.host_rss,
-        "versions": {name: _version(name) for name in ("jax", "libtpu")},
+        "versions": {"jax": jax.__version__, "libtpu": compiler_version()},
         "trust": TRUST,
     }
     if compiled.program is None:
@@ -97,10 +98,3 @@ def describe_topology(topology: Topology) -> Mapping[str, Any]:
         "slices": topology.slices,
         "devices": topology.devices,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -57,8 +57,9 @@ def prefilled(tokens: int) -> tuple[list[np.ndarray], Any]:
     pool, found = make_empty(dtype=jnp.float32), []
     for start in range(0, tokens, 40):
         part = slice(start, min(start + 40, tokens))
-        size, starts = part.stop - start, jnp.full(ROWS, start)
-        context: Any = PagedContext(jnp.asarray(TABLE), starts, jnp.full(ROWS, size), chunk=size, pages=17)
+        counts = jnp.full(ROWS, part.stop - start)
+        table, starts = jnp.asarray(TABLE), jnp.full(ROWS, start)
+        context: Any = PagedContext(table, starts, counts, chunk=part.stop - start, pages=17)
         out, (pool, _) = mixed(context, [x[:, part] for x in WHOLE[:3]], (pool, jnp.int32(0)))
         found.append(np.asarray(out))
     return found, pool

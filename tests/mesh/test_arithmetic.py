@@ -1,0 +1,58 @@
+"""Counted matrix products against those written down by hand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mesh.arithmetic import products
+from mesh.traced_buffers import kept_for_backward, largest_traced
+
+
+def count(function: Any, *shapes: tuple[int, ...]) -> float:
+    return products(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))).total
+
+
+def stack(x: jax.Array, w: jax.Array) -> jax.Array:
+    body = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return jnp.sum(jax.lax.scan(body, x, w)[0])
+
+
+def test_products_of_all_shapes():
+    assert count(lambda a, b: a @ b, (3, 4), (4, 5)) == 2 * 3 * 4 * 5
+    assert count(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (7, 3, 4), (7, 5, 4)) == 2 * 7 * 3 * 4 * 5
+    assert count(lambda a, b: jax.jit(jnp.matmul)(a, b) + 1, (3, 4), (4, 5)) == 2 * 3 * 4 * 5
+    groups = jnp.array([2, 1], jnp.int32)
+    assert count(lambda a, b: jax.lax.ragged_dot(a, b, groups), (3, 4), (2, 4, 5)) == 2 * 3 * 4 * 5
+
+
+def test_loops_branches_and_recomputation():
+    assert count(stack, (8, 16), (5, 16, 16)) == 5 * 2 * 8 * 16 * 16
+    # The gradient: forward, forward again for the checkpoint, and two products backward.
+    assert count(jax.grad(stack, argnums=(0, 1)), (8, 16), (5, 16, 16)) == 4 * 5 * 2 * 8 * 16 * 16
+
+    def either(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.cond(a[0, 0] > 0, lambda: a @ b @ b, lambda: a @ b)
+
+    assert count(either, (4, 4), (4, 4)) == 2 * 2 * 4**3
+
+
+def test_what_a_loop_keeps_for_the_backward_pass():
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 16), (5, 16, 16))]
+    jaxpr = jax.make_jaxpr(jax.grad(stack))(*shapes)
+    kept = 5 * 8 * 16 * 4  # the input of each turn
+    assert kept_for_backward(jaxpr) in (kept, 2 * kept)  # jax may keep one array under two names
+    largest = largest_traced(jaxpr)
+    assert largest[0].bytes >= kept and "test_arithmetic.py" in largest[0].source
+    assert [one.bytes for one in largest] == sorted((one.bytes for one in largest), reverse=True)
+
+
+def test_a_shard_map_counts_for_all_its_devices():
+    axis, mesh = "fsdp", jax.sharding.AbstractMesh((3,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        spread = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(jax.P(axis), jax.P()), out_specs=jax.P(axis))
+        return spread(jax.reshard(a, jax.P(axis)), b)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert count(product, (6, 4), (4, 5)) == 2 * 6 * 4 * 5
