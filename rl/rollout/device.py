@@ -68,6 +68,10 @@ class Device:
             self._abstract = to_named_sharding(split(abstract)[1], self._mesh)
             self._graphdef, self._placed = split(jax.eval_shape(lambda: self._arranged(cfg.model)))
             self._placed = to_named_sharding(self._placed, self._mesh)
+            if self._kernel:
+                from axlearn_like.kernels.ragged_paged_attention import check_rules
+
+                check_rules(abstract.layers.attention.rules, abstract.layers.attention.sinks_kq is not None)
             self._layers, self.vocab = abstract.num_layers, abstract.vocab_size
             self._dtype = abstract.dtype
             empty = partial(self._empty_pool, *abstract.cache_shape)
