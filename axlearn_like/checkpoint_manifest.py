@@ -52,22 +52,24 @@ def make_manifest(tree: Any) -> dict[str, dict[str, Any]]:
 
 @jax.jit
 def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
-    """uint32 sums of bits * (2 * index + 1); the factor is odd, so one flipped bit always shows."""
-
-    def checksum(x: jax.Array) -> jax.Array:
-        if x.dtype == jnp.bool_:
-            bits = x.astype(jnp.uint32)
-        else:
-            unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-            bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-        index, stride = jnp.zeros((1,) * x.ndim, jnp.uint32), 1
-        for axis in reversed(range(x.ndim)):
-            along = jnp.arange(x.shape[axis], dtype=jnp.uint32) * np.uint32(stride % 2**32)
-            index = index + along.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
-            stride *= x.shape[axis]
-        return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
-
     return [checksum(x) for x in leaves]
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """uint32 sum of bits * (2 * index + 1) over an array; the factor is odd, so one flipped bit always shows."""
+    if jax.typeof(x).memory_space == jax.memory.Space.Host:
+        x = jax.device_put(x, jax.memory.Space.Device)
+    if x.dtype == jnp.bool_:
+        bits = x.astype(jnp.uint32)
+    else:
+        unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    index, stride = jnp.zeros((1,) * x.ndim, jnp.uint32), 1
+    for axis in reversed(range(x.ndim)):
+        along = jnp.arange(x.shape[axis], dtype=jnp.uint32) * np.uint32(stride % 2**32)
+        index = index + along.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
+        stride *= x.shape[axis]
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

@@ -5,6 +5,7 @@
 """
 
 import importlib
+import itertools
 import sys
 from typing import Any
 
@@ -57,7 +58,7 @@ def qualified_name(obj: Any, where: str = "value") -> str:
             f"{where}: {name} is local to a function; define it at the top of its module"
         )
     # optax._src.alias:adamw is optax:adamw to its users, and stays so when optax moves its files.
-    for candidate in dict.fromkeys((module.partition(".")[0], module)):
+    for candidate in itertools.accumulate(module.split("."), "{}.{}".format):
         if _follow(sys.modules.get(candidate), name) is obj:
             return f"{candidate}:{name}"
     raise TypeError(

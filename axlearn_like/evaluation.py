@@ -1,6 +1,6 @@
 """Evaluators: what a trainer measures of its parameters now and then."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -12,6 +12,16 @@ from axlearn_like.train_program import eval_step
 from mesh import shard_batch
 
 
+class Evaluator(Protocol):
+    """Measures parameters now and then; built by `config.build(graphdef=...)`."""
+
+    every: int  # steps; the last step is always measured
+
+    def run(self, params: Any, step: int) -> dict[str, float]:
+        """Scalars for the metrics row of `step`."""
+        ...
+
+
 class LossEvaluator(Configurable):
     """Loss and token accuracy on the first batches of an input that is not trained on."""
 
@@ -19,18 +29,24 @@ class LossEvaluator(Configurable):
         input: SupervisedInput.Config = REQUIRED
         batches: int = 4
         every: int = 100  # steps
+        averaged: bool = False  # of the learner's average of the parameters
 
     def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any]):
-        self.every = cfg.every
+        self.every, self.averaged = cfg.every, cfg.averaged
         data = cfg.input.build()
         self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
+        data.close()
         self._loss = eval_step(graphdef)
 
     def run(self, params: Params, step: int) -> dict[str, float]:
-        """`eval_loss` and `eval_accuracy`: means over the batches, each of which counts alike."""
+        """`eval_loss` and `eval_accuracy`: means over the batches, each of which counts alike.
+
+        Of averaged parameters: `eval_averaged_loss` and `eval_averaged_accuracy`.
+        """
         del step
         results = jax.device_get([self._loss(params, shard_batch(batch))[1] for batch in self._batches])
+        prefix = "eval_averaged" if self.averaged else "eval"
         return {
-            f"eval_{name}": float(sum(result[name] for result in results) / len(results))
+            f"{prefix}_{name}": float(sum(result[name] for result in results) / len(results))
             for name in ("loss", "accuracy")
         }

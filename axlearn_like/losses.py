@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.kernels.attention.zigzag import spread
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.chunks import in_chunks, spread_like
@@ -81,7 +82,8 @@ class SupervisedLoss(Configurable):
         target tokens and 0 elsewhere, so that the sum over any split into microbatches is the mean over the global
         batch. A layer's own loss, a mean over the tokens of a slice, counts by the slice's share of that weight.
         """
-        context = PackedContext(positions=batch["positions"], segment_ids=batch["segment_ids"])
+        batch, layout = spread(batch)
+        context = PackedContext(batch["positions"], batch["segment_ids"], layout)
         hidden = model.hidden(batch["tokens"], context)
 
         def head(x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:

@@ -51,7 +51,8 @@ def train_program(cfg: "Trainer.Config", mesh: Mesh, learner: Learner | None = N
     learner = learner or cfg.learner.build()
     with jax.set_mesh(mesh):
         graphdef, state, init = describe_state(cfg.model, learner, mesh)
-        step = make_train_step(make_supervised_loss(graphdef, cfg.loss.build()), learner, cfg.microbatches)
+        loss_fn = make_supervised_loss(graphdef, cfg.loss.build())
+        step = make_train_step(loss_fn, learner, cfg.microbatches, like=state)
         return Program(step, state, describe_batch(cfg.input, mesh), graphdef, init)
 
 
@@ -73,7 +74,7 @@ def describe_state(
 
     # The key is made within: the mesh may be one that can hold no array.
     state = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
-    return graphdefs[0], state, init
+    return graphdefs[0], {**state, "opt_state": learner.placed(state["opt_state"])}, init
 
 
 def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -27,7 +27,7 @@ def init_state(params: Any, learner: Learner) -> State:
     }
 
 
-def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1) -> Step:
+def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1, *, like: State | None = None) -> Step:
     """The jitted `step(state, batch) -> (state, metrics)`; the state is donated.
 
     Args:
@@ -37,6 +37,7 @@ def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1) ->
         learner: turns gradients into updates.
         microbatches: slices computed one after another; divides the first axis of every array in
             the batch. Arrays without axes (scalars) are shared by all slices.
+        like: a state, abstract or not, with shardings; needed if the learner keeps some of it on the host.
 
     Returns:
         The step. Its metrics are those of `loss_fn` and of the learner. `state["step"]` counts
@@ -70,7 +71,8 @@ def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1) ->
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         return new_state, {**metrics, **learned}
 
-    return jax.jit(step, donate_argnums=0)
+    out = None if like is None else learner.step_shardings(like)
+    return jax.jit(step, donate_argnums=0) if out is None else jax.jit(step, donate_argnums=0, out_shardings=out)
 
 
 def _combined(name: str, values: jax.Array) -> jax.Array:

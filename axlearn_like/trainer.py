@@ -1,59 +1,44 @@
 """The supervised trainer: one config, and one `run` that starts or resumes by itself."""
 
 import contextlib
-import time
-from collections.abc import Mapping, Sequence
+import sys
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from axlearn_like.checkpoint import Checkpointer
+from axlearn_like.checkpoint_best import KeepBest
+from axlearn_like.checkpoint_conversion import StartFrom
+from axlearn_like.checkpoint_remote import RemoteTier
+from axlearn_like.checkpoint_tiers import CheckpointTiers
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.config_resolve import resolve
 from axlearn_like.config_text import to_text
 from axlearn_like.input import SupervisedInput
-from axlearn_like.learner import Learner
+from axlearn_like.learner import Learner, LearnerError
 from axlearn_like.losses import SupervisedLoss
 from axlearn_like.mesh_rules import MeshRules
 from axlearn_like.metrics import MetricsWriter, Progress, read_rows
+from axlearn_like.operations.bit_check import BitCheck
+from axlearn_like.operations.goodput import CauseClock, account, lines
+from axlearn_like.operations.live_figures import LiveFigures
+from axlearn_like.operations.profiler import Profiler
+from axlearn_like.operations.recompilation import StepProgram
+from axlearn_like.operations.step_log import StepLog
+from axlearn_like.operations.utilisation import peak_flops, step_flops
+from axlearn_like.operations.watchdog import Watchdog
 from axlearn_like.preemption import Stop, graceful_stop
 from axlearn_like.run_directory import EventLog, RunDirectory
+from axlearn_like.spans import span
+from axlearn_like.stop_when import StopWhen
 from axlearn_like.train_program import Program, check_length, check_rows, train_program
-from axlearn_like.train_step import State
-from mesh import make_mesh, shard_batch
-
-
-class Evaluator(Protocol):
-    """Measures parameters now and then; built by `config.build(graphdef=...)`."""
-
-    every: int  # steps; the last step is always measured
-
-    def run(self, params: Any, step: int) -> dict[str, float]:
-        """Scalars for the metrics row of `step`."""
-        ...
-
-
-class StopWhen(Configurable):
-    """Ends training early: when the mean of a metric over the last logged rows reaches a value.
-
-    It looks at training metrics only, so what is measured on held-out data stays held out.
-    """
-
-    class Config(ConfigBase["StopWhen"]):
-        metric: str = "accuracy"
-        at_least: float = REQUIRED
-        rows: int = 5  # logged rows averaged
-
-    def __init__(self, cfg: Config):
-        self._cfg = cfg
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> bool:
-        values = [row[self._cfg.metric] for row in rows if self._cfg.metric in row]
-        last = values[-self._cfg.rows :]
-        return len(last) == self._cfg.rows and sum(last) / len(last) >= self._cfg.at_least
+from axlearn_like.train_step import State, init_state
+from axlearn_like.training_loop import TrainingLoop
+from mesh import make_mesh
 
 
 class Trainer(Configurable):
@@ -78,16 +63,28 @@ class Trainer(Configurable):
         log_every: int = 10
         evaluators: tuple[ConfigBase, ...] = ()
         seed: int = 0  # of the initial parameters
+        start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
+        keep_best: KeepBest.Config | None = None  # checkpoints kept besides the newest
+        remote: RemoteTier.Config | None = None  # where checkpoints are copied to
+        writers: tuple[ConfigBase, ...] = ()  # of metrics, besides metrics.jsonl (see operations/writers.py)
+        programs: int = 1  # shapes of batches that the step may be compiled for
+        watchdog: Watchdog.Config | None = Watchdog.Config()
+        profile: Profiler.Config = Profiler.Config()
+        bit_check: BitCheck.Config | None = None  # None: steps are not repeated
 
     def __init__(self, cfg: Config):
-        if cfg.num_steps < 1 or cfg.log_every < 1 or cfg.microbatches < 1:
+        if min(cfg.num_steps, cfg.log_every, cfg.microbatches, cfg.programs) < 1:
             raise ValueError(
-                "Trainer.Config: expected num_steps, log_every and microbatches >= 1, got "
-                f"{cfg.num_steps}, {cfg.log_every} and {cfg.microbatches}"
+                "Trainer.Config: expected num_steps, log_every, microbatches and programs >= 1, got "
+                f"{cfg.num_steps}, {cfg.log_every}, {cfg.microbatches} and {cfg.programs}"
             )
         self._cfg = cfg
         self._mesh = make_mesh(cfg.mesh)
         self._learner: Learner = cfg.learner.build()
+        for index, evaluator in enumerate(cfg.evaluators):
+            if getattr(evaluator, "averaged", False) and cfg.learner.average is None:
+                place = f"Trainer.evaluators.{index}.averaged"
+                raise LearnerError(f"{place}: expected Trainer.learner.average to be set, it is None")
         check_rows(cfg.input, self._mesh, cfg.microbatches)
         check_length(cfg.model, cfg.input.seq_len, "Trainer.Config.input.seq_len")
 
@@ -95,86 +92,117 @@ class Trainer(Configurable):
         """The config with every value that a parent hands down filled in; nothing is allocated."""
         return self._cfg.clone(model=resolve_model(self._cfg.model))
 
-    def run(self, run_dir: str | Path | RunDirectory, *, progress: bool = True) -> dict[str, Any]:
+    def run(
+        self, run_dir: str | Path | RunDirectory, *, progress: bool = True, began: float | None = None
+    ) -> dict[str, Any]:
         """Trains until `num_steps`, or until SIGTERM or Ctrl-C; then saves and returns.
 
         Args:
             run_dir: where; opened (and locked) here unless it is open already.
-            progress: whether to show a bar or lines on stderr.
+            progress: whether to show a bar or lines, and at the end where the time went, on stderr.
+            began: unix time from which on the time is this run's; None: now.
 
         Returns:
             The last metrics row, with `finished`: False if the run was asked to stop.
 
         Raises:
-            RunDirectoryError, CheckpointError, InputError: see there.
+            RunDirectoryError, CheckpointError, InputError: see there. RecompilationError: a batch of another shape.
+            CorruptionError: a repeated step gave other bits.
         """
+        cfg = self._cfg
         with contextlib.ExitStack() as stack:
             if not isinstance(run_dir, RunDirectory):
-                run_dir = stack.enter_context(RunDirectory.open(run_dir, to_text(self._cfg)))
+                run_dir = stack.enter_context(RunDirectory.open(run_dir, to_text(cfg)))
             run_dir.resolved_config_path.write_text(to_text(self.resolved()))
             stop = stack.enter_context(graceful_stop())
             stack.enter_context(jax.set_mesh(self._mesh))
-            checkpointer = self._cfg.checkpoint.build(directory=run_dir.checkpoints)
+            events = EventLog(run_dir.events_path)
+            clock = stack.enter_context(CauseClock(events, began=began))
+            checkpointer = cfg.checkpoint.build(directory=run_dir.checkpoints)
             stack.callback(checkpointer.close)
-            return self._run(run_dir, checkpointer, stop, stack, progress)
+            where = {"directory": run_dir.checkpoints}
+            best = cfg.keep_best.build(**where) if cfg.keep_best else None
+            remote = cfg.remote.build(**where, config=to_text(cfg), events=events) if cfg.remote else None
+            tiers = CheckpointTiers(checkpointer, best, remote, events)
+            stack.callback(tiers.close)
+            return self._run(run_dir, events, clock, tiers, stop, stack, progress)
 
     def _run(
         self,
         run_dir: RunDirectory,
-        checkpointer: Checkpointer,
+        events: EventLog,
+        clock: CauseClock,
+        tiers: CheckpointTiers,
         stop: Stop,
         stack: contextlib.ExitStack,
         show: bool,
     ) -> dict[str, Any]:
-        cfg, events = self._cfg, EventLog(run_dir.events_path)
+        cfg, here = self._cfg, {"run_dir": run_dir.path, "events": events}
+        watchdog = cfg.watchdog.build(**here, doing=lambda: clock.cause) if cfg.watchdog else None
+        beat = stack.enter_context(watchdog).beat if watchdog else lambda step: None
+        profiler = stack.enter_context(cfg.profile.build(**here))  # early: its signal would end the process otherwise
         data: SupervisedInput = cfg.input.build()
+        stack.callback(data.close)
         program = train_program(cfg, self._mesh, self._learner)
-        graphdef, step_fn = program.graphdef, program.step
-        state, start = self._start(program, checkpointer, data)
-        events.append("trainer", "start", step=start)
+        state, start = self._start(program, tiers, data)
+        events.append("trainer", "start", step=start, began=round(clock.began, 3))
+        clock.start(start)
+        loop = TrainingLoop(
+            state=state,
+            step=start,
+            num_steps=cfg.num_steps,
+            log_every=cfg.log_every,
+            program=StepProgram(program.step, allowed=cfg.programs, around=lambda: _compiling(events, clock)),
+            data=data,
+            log=self._log(run_dir, clock, stack, start, show),
+            clock=clock,
+            tiers=tiers,
+            evaluators=[evaluator.build(graphdef=program.graphdef) for evaluator in cfg.evaluators],
+            averaged=jax.jit(self._learner.averaged),
+            profiler=profiler,
+            check=cfg.bit_check.build(mesh=self._mesh) if cfg.bit_check else None,
+            beat=beat,
+        )
+        del state  # the loop's alone: the step donates it
+        reached = cfg.stop_when.build() if cfg.stop_when else lambda rows, before: False
+        done = loop.run(reached, lambda: stop.requested)
+        clock.tell()
+        events.append("trainer", "stop", step=loop.step, reason="done" if done else stop.reason)
+        if show:
+            print(*lines(account(read_rows(run_dir.events_path))), sep="\n", file=sys.stderr, flush=True)
+        return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
+
+    def _log(
+        self, run_dir: RunDirectory, clock: CauseClock, stack: contextlib.ExitStack, start: int, show: bool
+    ) -> StepLog:
+        cfg = self._cfg
         writer = MetricsWriter(run_dir.path, phase="sft", resume_step=start)
         stack.callback(writer.close)
-        progress = Progress(cfg.num_steps, start=start) if show else None
-        if progress:
-            stack.enter_context(progress)
-        evaluators: list[Evaluator] = [e.build(graphdef=graphdef) for e in cfg.evaluators]
-        log = _Log(writer, progress, start, _rows(run_dir))
+        others = [writer.build(run_dir=run_dir.path, resume_step=start) for writer in cfg.writers]
+        for other in others:
+            stack.callback(other.close)
+        progress = stack.enter_context(Progress(cfg.num_steps, start=start)) if show else None
+        past = account(read_rows(run_dir.events_path))
+        devices = list(self._mesh.devices.flat)
+        peak = peak_flops(devices)
+        flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if peak else None
+        figures = LiveFigures(clock, past, devices, flops=flops, peak=peak)
+        last = deque(_rows(run_dir), maxlen=cfg.stop_when.rows + 1 if cfg.stop_when else 1)
+        return StepLog(writer, others, progress, figures, start, last)
 
-        step, reached = start, cfg.stop_when.build() if cfg.stop_when else lambda rows: False
-
-        def finished() -> bool:
-            # Rows of earlier steps only: a resumed run then ends where an uninterrupted one does.
-            return step >= cfg.num_steps or reached([r for r in log.rows if r["step"] < step])
-
-        while not finished() and not stop.requested:
-            state, metrics = step_fn(state, shard_batch(next(data)))
-            step += 1
-            checkpointer.check()
-            log.add(step, metrics, wanted=step % cfg.log_every == 0 or step == cfg.num_steps)
-            due = [e for e in evaluators if step % e.every == 0 or step == cfg.num_steps]
-            for evaluator in due:
-                log.extend(step, evaluator.run(state["params"], step))
-            if checkpointer.should_save(step):
-                # The row first: a resume from this checkpoint would never write it again.
-                log.flush()
-                checkpointer.save(step, state, {"input": data.state()})
-        done = finished()
-        log.flush()
-        checkpointer.save(step, state, {"input": data.state()})
-        checkpointer.wait()
-        events.append("trainer", "stop", step=step, reason="done" if done else stop.reason)
-        return (log.rows[-1] if log.rows else {}) | {"step": step, "finished": done}
-
-    def _start(self, program: Program, checkpointer: Checkpointer, data: SupervisedInput) -> tuple[State, int]:
+    def _start(self, program: Program, tiers: CheckpointTiers, data: SupervisedInput) -> tuple[State, int]:
         """State and step, from the newest checkpoint (the input too) or new."""
-        abstract = program.state
-        latest = checkpointer.latest_step()
-        if latest is None:
-            shardings = jax.tree.map(lambda a: a.sharding, abstract)
+        latest = tiers.latest_step()
+        if latest is not None:
+            state, extras = tiers.restore(program.state, latest)
+            data.restore(extras["input"])
+            return state, latest
+        shardings = jax.tree.map(lambda a: a.sharding, program.state)
+        if self._cfg.start_from is None:
             return jax.jit(program.init, out_shardings=shardings)(jax.random.key(self._cfg.seed)), 0
-        state, extras = checkpointer.restore(abstract, latest)
-        data.restore(extras["input"])
-        return state, latest
+        params = self._cfg.start_from.build().params(program.state["params"])
+        begin = jax.jit(lambda params: init_state(params, self._learner), out_shardings=shardings, donate_argnums=0)
+        return begin(params), 0
 
 
 def resolve_model(model: ConfigBase) -> ConfigBase:
@@ -189,42 +217,8 @@ def _rows(run_dir: RunDirectory) -> list[dict[str, Any]]:
     return [row for row in read_rows(run_dir.metrics_path) if row["phase"] == "sft"]
 
 
-class _Log:
-    """Holds metrics back by one step: reading them at once would make the devices wait."""
-
-    def __init__(
-        self,
-        writer: MetricsWriter,
-        progress: Progress | None,
-        start: int,
-        rows: list[dict[str, Any]],
-    ):
-        self._writer, self._progress, self.rows = writer, progress, rows
-        self._pending: tuple[int, dict[str, Any], bool] | None = None
-        self._now = self._written = (start, time.monotonic())
-
-    def add(self, step: int, metrics: dict[str, jax.Array], *, wanted: bool) -> None:
-        self.flush()
-        self._pending = (step, dict(metrics), wanted)
-        self._now = (step, time.monotonic())
-
-    def extend(self, step: int, scalars: dict[str, float]) -> None:
-        """Adds an evaluator's scalars to the row of `step`, which is then written in any case."""
-        assert self._pending is not None and self._pending[0] == step
-        self._pending = (step, {**self._pending[1], **scalars}, True)
-
-    def flush(self) -> None:
-        if self._pending is None:
-            return
-        (step, metrics, wanted), self._pending = self._pending, None
-        values = jax.device_get(metrics)
-        if wanted:
-            # The loop's period since the last row: with metrics read one step late, the step time.
-            (now_step, now), (last_step, last) = self._now, self._written
-            self._written = self._now
-            seconds = (now - last) / (now_step - last_step)
-            row = self._writer.write(step, {**values, "step_seconds": round(seconds, 6)})
-            self.rows.append(row)
-        if self._progress:
-            tokens = float(np.asarray(values["tokens"]))
-            self._progress.update(step, loss=float(values["loss"]), tokens=tokens)
+@contextlib.contextmanager
+def _compiling(events: EventLog, clock: CauseClock) -> Iterator[dict[str, Any]]:
+    """Tells the event log of a compilation, and the clock."""
+    with clock.spending("compile"), span(events, "trainer", "compile") as fields:
+        yield fields

@@ -5,7 +5,7 @@ Expected of `axl rl demo` (two cores, no accelerator): pass@1 about 0.3 after su
 
 from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.evaluation import LossEvaluator
-from axlearn_like.input import SupervisedInput
+from axlearn_like.input import FirstFit, SupervisedInput
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.phrase_tokenizer import PhraseTokenizer
 from axlearn_like.trainer import StopWhen, Trainer
@@ -85,7 +85,8 @@ def demo_sft(*, seed: int = 0, steps: int = 700) -> Trainer.Config:
         num_examples=1_000_000,
         start=SUPERVISED_START,
     )
-    rows = SupervisedInput.Config(source=source, seq_len=64, batch_size=32, seed=seed)
+    packing = FirstFit.Config(window=256)  # problems are made as they are read: few at once, or the start is slow
+    rows = SupervisedInput.Config(source=source, seq_len=64, batch_size=32, rows=packing, seed=seed)
     unseen = rows.clone(source=source.clone(start=VALIDATION_START, num_examples=2_000))
     policy = tiny(
         vocab_size=tokenizer.vocab_size, dim=96, num_heads=3, num_kv_heads=1, hidden=256

@@ -14,12 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mesh.errors import UserError
 
 LOGICAL_AXES: dict[str, tuple[str, ...] | str | None] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": "sequence",
     "residual": ("sequence", "tensor"),  # the length between layers, where nothing needs heads or hidden units whole
     "embed": "fsdp",
     "heads": "tensor",
     "hidden": "tensor",
+    "experts": "expert",
     "vocab": "tensor",
     "layers": "pipeline",
 }
@@ -55,22 +56,30 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def shard_batch(tree: Any) -> Any:
-    """Put host arrays on the devices of the mesh in force, spread along their first axis (scalars: copied).
+    """Put host arrays on the devices of the mesh in force: rows over its batch axes, their length, if it cuts that,
+    over its sequence axis; scalars are copied.
 
     Raises:
-        UserError: an array has a number of rows that does not divide over the mesh.
+        UserError: an array has a number of rows, or of tokens in a row, that does not divide over the mesh.
     """
-    sizes = axis_sizes("batch")
-    if not sizes:
+    rows, length = axis_sizes("batch"), axis_sizes("length")
+    if not rows:
         return jax.device_put(tree)
-    ways = math.prod(sizes.values())
+    cut = math.prod(length.values()) > 1
 
-    def put(path: Any, x: Any) -> jax.Array:
-        if x.ndim and x.shape[0] % ways:
+    def check(path: Any, size: int, things: str, sizes: dict[str, int]) -> None:
+        if size % math.prod(sizes.values()):
             over = " x ".join(f"{name} {size}" for name, size in sizes.items())
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
-            raise UserError(f"batch: {name} has {x.shape[0]} rows, which do not divide evenly over the mesh ({over})")
-        return jax.device_put(x, partition(*["batch"] * min(x.ndim, 1), *[None] * (x.ndim - 1)))
+            raise UserError(f"batch: {name} has {size} {things}, which do not divide evenly over the mesh ({over})")
+
+    def put(path: Any, x: Any) -> jax.Array:
+        if x.ndim:
+            check(path, x.shape[0], "rows", rows)
+        if x.ndim > 1 and cut:
+            check(path, x.shape[1], "tokens in a row", length)
+        axes = ["batch", "length" if cut else None, *[None] * x.ndim]
+        return jax.device_put(x, partition(*axes[: x.ndim]))
 
     return jax.tree_util.tree_map_with_path(put, tree)
 

@@ -1,8 +1,8 @@
-"""Weights of Llama and Qwen from and to Hugging Face names: one table, read in both directions.
+"""Weights of Llama and Qwen, mixtures of experts too, from and to Hugging Face names: one table, both directions.
 
-There, a matrix is stored [out, in], a layer has a tensor of its own, and heads lie flat with the query heads of one
-key/value head next to each other. Here, a matrix is [*in, *out] with the heads as axes, and layers are stacked on
-the first axis.
+There, a matrix is stored [out, in], a layer and an expert have tensors of their own, and heads lie flat with the query
+heads of one key/value head next to each other. Here, a matrix is [*in, *out] with the heads as axes, and layers, and in
+these experts, are stacked on the first axes.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Row:
     """One parameter.
 
     Attributes:
-        name: of the tensor there; `{}` is the number of the layer.
+        name: of the tensor there; `{}` is the number of the layer, a second one that of the expert.
         inputs: how many of our axes are inputs. None: a table, the same there and here. 0: a vector, flat there.
     """
 
@@ -54,6 +54,10 @@ TABLE: dict[str, Row] = {
     "layers.feed_forward.gate_df": Row(f"{_LAYER}.mlp.gate_proj.weight", 1),
     "layers.feed_forward.up_df": Row(f"{_LAYER}.mlp.up_proj.weight", 1),
     "layers.feed_forward.down_fd": Row(f"{_LAYER}.mlp.down_proj.weight", 1),
+    "layers.feed_forward.router.weight_de": Row(f"{_LAYER}.mlp.gate.weight", 1),
+    "layers.feed_forward.experts.gate_edf": Row(f"{_LAYER}.mlp.experts.{{}}.gate_proj.weight", 1),
+    "layers.feed_forward.experts.up_edf": Row(f"{_LAYER}.mlp.experts.{{}}.up_proj.weight", 1),
+    "layers.feed_forward.experts.down_efd": Row(f"{_LAYER}.mlp.experts.{{}}.down_proj.weight", 1),
     "norm.scale": Row("model.norm.weight", 0),
     "head.weight_dv": Row("lm_head.weight", 1),
 }
@@ -86,8 +90,7 @@ def from_huggingface(state: Mapping[str, np.ndarray], cfg: Decoder.Config) -> Pa
         row = _row(path)
         out: np.ndarray = np.empty(leaf.shape, np.float32)
         # The stack is filled tensor by tensor: at no time are there two copies of it.
-        parts = out if "{}" in row.name else out[None]
-        for part, (name, shape) in zip(parts, _tensors(row, leaf.shape), strict=True):
+        for part, (name, shape) in zip(_parts(row, out), _tensors(row, leaf.shape), strict=True):
             tensor = np.asarray(state[name])
             part[...] = (tensor.T if row.inputs else tensor).reshape(shape)
         return out
@@ -104,8 +107,7 @@ def to_huggingface(params: Params, dtype: Any = np.float32) -> dict[str, np.ndar
     state = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         row, array = _row(path), np.asarray(leaf)
-        parts = array if "{}" in row.name else array[None]
-        for part, (name, shape) in zip(parts, _tensors(row, array.shape), strict=True):
+        for part, (name, shape) in zip(_parts(row, array), _tensors(row, array.shape), strict=True):
             theirs = _their_shape(shape, row.inputs)
             flat = part.reshape(theirs[::-1]).T if row.inputs else part.reshape(theirs)
             state[name] = np.ascontiguousarray(flat, dtype=dtype)
@@ -121,9 +123,13 @@ def _row(path: Any) -> Row:
 
 def _tensors(row: Row, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     """The tensors there of a parameter here: (name, our shape of it)."""
-    if "{}" not in row.name:
-        return [(row.name, shape)]
-    return [(row.name.format(layer), shape[1:]) for layer in range(shape[0])]
+    stacked = row.name.count("{}")
+    return [(row.name.format(*index), shape[stacked:]) for index in np.ndindex(*shape[:stacked])]
+
+
+def _parts(row: Row, array: np.ndarray) -> np.ndarray:
+    """Views of a parameter's parts, in the order of `_tensors`."""
+    return array.reshape(-1, *array.shape[row.name.count("{}") :])
 
 
 def _their_shape(shape: tuple[int, ...], inputs: int | None) -> tuple[int, ...]:

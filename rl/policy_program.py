@@ -51,10 +51,10 @@ def policy_program(cfg: "PolicyTrainer.Config", mesh: Mesh, *, groups: int, samp
     check_length(cfg.model, cfg.max_prompt + cfg.max_new, "max_prompt + max_new")
     objective = cfg.objective.build()
     with jax.set_mesh(mesh):
-        graphdef, state, _ = describe_state(cfg.model, cfg.learner.build(), mesh)
-        step = make_train_step(
-            make_policy_loss(graphdef, objective, cfg.temperature), cfg.learner.build(), cfg.microbatches
-        )
+        learner = cfg.learner.build()
+        graphdef, state, _ = describe_state(cfg.model, learner, mesh)
+        loss_fn = make_policy_loss(graphdef, objective, cfg.temperature)
+        step = make_train_step(loss_fn, learner, cfg.microbatches, like=state)
         groups = _padded(groups, cfg.row_multiple)
         arrays = batch_shapes(
             objective, groups=groups, samples=samples, max_prompt=cfg.max_prompt, max_new=cfg.max_new

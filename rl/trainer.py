@@ -112,10 +112,10 @@ class PolicyTrainer(Configurable):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
             self._graphdef, _ = split(abstract)
             loss = make_policy_loss(self._graphdef, self._objective, cfg.temperature)
-            self._step = make_train_step(loss, self._learner, cfg.microbatches)
             self._score = jax.jit(self._logprobs)
             self._score_rows = make_score_rows(self._graphdef)
             self.state, self.step = self._restore_or_start(initial, seed)
+            self._step = make_train_step(loss, self._learner, cfg.microbatches, like=self.state)
         self._wait_began: float | None = None
         self._metrics = MetricsWriter(run.path, phase="rl", resume_step=self.step)
 
@@ -204,6 +204,7 @@ class PolicyTrainer(Configurable):
 
         key = jax.random.key(seed)
         abstract = to_named_sharding(jax.eval_shape(create, key), self._mesh)
+        abstract["opt_state"] = self._learner.placed(abstract["opt_state"])
         latest = self._checkpointer.latest_step()
         if latest is not None:
             copies = {str(i): abstract["params"] for i in range(self.cfg.staleness)}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
-EXTRAS = {"rl", "tpu", "cuda", "hf", "cloud", "dev"}
+EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "cloud", "dev"}
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

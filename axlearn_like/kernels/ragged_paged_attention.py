@@ -22,9 +22,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.typing import DTypeLike
 
+from axlearn_like.kernels.attention.kernel import Rules
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 
+PLAIN = Rules()
 LANES = 128  # the width of a TPU register: narrower heads are padded to it
 TOKENS_PER_BLOCK = 512  # of the cache, fetched and attended to at once
 ROW_BLOCK, CHUNK_BLOCK = 8, 64  # queries of a block: decoding, chunks
@@ -56,6 +58,8 @@ def paged_attention_tpu(
     page_table_rw: jax.Array,
     starts_r: jax.Array,
     counts_r: jax.Array,
+    rules: Rules = PLAIN,
+    sinks: bool = False,
     pages_per_block: int | None = None,
     queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
@@ -63,8 +67,8 @@ def paged_attention_tpu(
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new keys and values of each row into its pages, then attend to all up to and including each token.
 
-    A row is a chunk of one sequence, right-padded. No two rows may write to the same page. Softmax in float32, scale
-    h ** -0.5. Under a mesh every device works on its own heads, and on all rows.
+    A row is a chunk of one sequence, right-padded. No two rows may write to the same page. Softmax in float32.
+    Under a mesh every device works on its own heads, and on all rows.
 
     Args:
         q_rckqh: queries, rotated; the type of the pool.
@@ -75,6 +79,8 @@ def paged_attention_tpu(
             that are not in use: any page; it is read and ignored, so let it be the layer's page 0.
         starts_r: int32, tokens of the sequence that are already in its pages; the row's first token has this position.
         counts_r: int32, live tokens of the row; 0 for an idle one.
+        rules: of attention; it is causal.
+        sinks: whether heads have sinks, which this kernel has not.
         pages_per_block: pages of the cache fetched and attended to at once; by default 512 tokens of them.
         queries_per_block: queries (of all rows together) per step of the attention kernel; by default 8 where c is 1,
             else 64. The block sizes are the same on every TPU, for what they are changes the last bits of results.
@@ -85,8 +91,9 @@ def paged_attention_tpu(
         The mixed values [r, c, k, q, h], zero where there is no live token, and the pool.
 
     Raises:
-        UserError: the page table is too large.
+        UserError: the page table is too large, or the kernel cannot do what the rules say.
     """
+    check_rules(rules, sinks)
     rows, chunk = k_rckh.shape[:2]
     page_size, width = pool.shape[1], page_table_rw.shape[1]
     _check_table(rows, width, page_size)
@@ -95,7 +102,7 @@ def paged_attention_tpu(
         "num_queries_per_block": min(rows * chunk, queries_per_block or (ROW_BLOCK if chunk == 1 else CHUNK_BLOCK)),
         "vmem_limit_bytes": vmem_limit_bytes,
     }
-    body = functools.partial(_on_one_device, blocks=blocks, interpret=interpret)
+    body = functools.partial(_on_one_device, rules=rules, blocks=blocks, interpret=interpret)
     heads, queries = (None, None, "heads", None), (None, None, "heads", None, None)  # the pool is spread as keys are
     axes = (queries, heads, heads, heads, (None, None), (None,), (None,))
     args = (q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r)
@@ -121,6 +128,7 @@ def _on_one_device(
     starts_r: jax.Array,
     counts_r: jax.Array,
     *,
+    rules: Rules,
     blocks: dict[str, int | None],
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -138,7 +146,9 @@ def _on_one_device(
             page_table_rw,
             jnp.arange(rows + 1, dtype=jnp.int32) * chunk,
             jnp.full((1,), rows, jnp.int32),
-            sm_scale=head_dim**-0.5,
+            sm_scale=rules.scale_of(head_dim),
+            sliding_window=rules.window,
+            soft_cap=rules.soft_cap,
             **blocks,
         )
     mixed = mixed.reshape(rows, chunk, kv_heads, per_kv, -1)[..., :head_dim]
@@ -235,6 +245,18 @@ def _widen(x: jax.Array) -> jax.Array:
 
 def _padded(head_dim: int) -> int:
     return -(-head_dim // LANES) * LANES
+
+
+def check_rules(rules: Rules, sinks: bool) -> None:
+    """What the kernel cannot do.
+
+    Raises:
+        UserError: it is asked for that.
+    """
+    if sinks:
+        raise UserError("Attention.sinks: the TPU kernel of paged attention has none; expected sinks=False")
+    if not rules.causal:
+        raise UserError("Attention.causal=False cannot be had with a cache; expected causal attention")
 
 
 def _check_heads(kv_heads: int, dtype: jnp.dtype) -> None:

@@ -13,6 +13,9 @@ import jax
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.kernels.attention.all_gather import AllGather
+from axlearn_like.kernels.attention.interface import FirstSupported, Mixing
+from axlearn_like.kernels.attention.kernel import Rules
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.context import Context
 from axlearn_like.layers.linear import project, whole_length
@@ -38,6 +41,13 @@ class Attention(Layer):
         qkv_bias: bool = False  # Qwen 2 and 2.5
         qk_norm: RMSNorm.Config | None = None  # Qwen 3
         rope: Rope.Config = Rope.Config()
+        causal: bool = True
+        window: int | None = None  # tokens that a query sees, its own included; None: all before it
+        soft_cap: float | None = None  # scores become cap * tanh(score / cap); Gemma 2
+        scale: float | None = None  # of scores; None: head_dim ** -0.5
+        sinks: bool = False  # a learned score for each head, which takes weight and gives nothing; gpt-oss
+        kernel: ConfigBase = FirstSupported.Config()
+        sequence: ConfigBase = AllGather.Config()  # or Ring: what devices do that share a row (mesh axis sequence)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         kv_heads = cfg.num_kv_heads or cfg.num_heads
@@ -47,7 +57,7 @@ class Attention(Layer):
             )
         if cfg.head_dim is None and cfg.dim % cfg.num_heads:
             raise UserError(f"Attention: dim={cfg.dim} is not a multiple of num_heads={cfg.num_heads}")
-        _check_spread(kv_heads)
+        check_spread("Attention: num_kv_heads", kv_heads)
         head_dim = cfg.head_dim or cfg.dim // cfg.num_heads
         self.cache_shape = (kv_heads, head_dim)  # of one token's keys, and of its values
         per_kv = cfg.num_heads // kv_heads
@@ -79,6 +89,9 @@ class Attention(Layer):
         self.v_bias_kh = bias((kv_heads, head_dim))
         self.q_norm, self.k_norm = head_norm(), head_norm()
         self.rope = cfg.rope.clone(head_dim=head_dim).build(rngs=rngs)
+        self.rules = Rules(causal=cfg.causal, window=cfg.window, soft_cap=cfg.soft_cap, scale=cfg.scale)
+        self.kernel, self.sequence = cfg.kernel.build(), cfg.sequence.build()
+        self.sinks_kq = param(rngs, (kv_heads, per_kv), ("heads", None), zeros) if cfg.sinks else None
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
@@ -96,14 +109,19 @@ class Attention(Layer):
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = self.rope(context.positions)
         q, k, v = named(rotate(q, cos, sin), "query"), named(rotate(k, cos, sin), "key"), named(v, "value")
-        mixed, cache = context.attend(q, k, v, cache)
+        mixing = Mixing(self.rules, self.kernel, self.sequence, None if self.sinks_kq is None else self.sinks_kq[...])
+        mixed, cache = context.attend(q, k, v, cache, mixing)
         out = project(named(mixed, "context"), self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
         return named(out, "attention_out"), cache
 
 
-def _check_spread(kv_heads: int) -> None:
-    """A key/value head is never cut, nor separated from its query heads."""
+def check_spread(name: str, heads: int) -> None:
+    """A key/value head is never cut, nor separated from its query heads.
+
+    Raises:
+        UserError: so many heads do not divide over the mesh; the name is told.
+    """
     sizes = axis_sizes("heads")
-    if kv_heads % math.prod(sizes.values()):
+    if heads % math.prod(sizes.values()):
         over = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise UserError(f"Attention: num_kv_heads={kv_heads} do not divide evenly over the mesh ({over})")
+        raise UserError(f"{name}={heads} do not divide evenly over the mesh ({over})")

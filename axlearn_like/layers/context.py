@@ -19,10 +19,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from axlearn_like.kernels.attention.interface import Mixing, attend
+from axlearn_like.kernels.attention.kernel import MASKED, Layout, Rules
+from axlearn_like.kernels.attention.xla import capped, mix, softmax_with_sinks, visible_by_place
 from axlearn_like.layers.linear import batched_dot
-from mesh.rules import constrain, partition
-
-MASKED = -1e30  # finite, so that a fully masked (padding) row gives garbage instead of NaN
+from mesh.errors import UserError
+from mesh.rules import axis_sizes, constrain, partition
 
 
 class Context(Protocol):
@@ -34,7 +36,7 @@ class Context(Protocol):
         ...
 
     def attend(
-        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: Any
+        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: Any, mixing: Mixing
     ) -> tuple[jax.Array, Any]:
         """Mix values for each query: [batch, length, k, q, h], and this layer's updated cache."""
         ...
@@ -48,17 +50,18 @@ class PackedContext:
     Attributes:
         positions: int32 [batch, length], restarting at 0 in each segment.
         segment_ids: int32 [batch, length]; 0 marks padding, which attends only to padding.
+        layout: in which order the tokens of a row stand, if the mesh cuts rows (see kernels/attention/zigzag.py).
     """
 
     positions: jax.Array
     segment_ids: jax.Array
+    layout: Layout = dataclasses.field(default="straight", metadata={"static": True})
 
     def attend(
-        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None
+        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None, mixing: Mixing
     ) -> tuple[jax.Array, None]:
-        same = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]
-        mask = same & _causal(q_btkqh.shape[1])
-        return _attend(q_btkqh, k_btkh, v_btkh, mask), cache
+        mixed = attend(q_btkqh, k_btkh, v_btkh, mixing, segment_ids=self.segment_ids, layout=self.layout)
+        return mixed, cache
 
 
 @jax.tree_util.register_dataclass
@@ -87,13 +90,19 @@ class GroupContext:
         return jnp.concatenate([trunk, self.trunk_lengths[:, None] + steps[None]], axis=1)
 
     def attend(
-        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None
+        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None, mixing: Mixing
     ) -> tuple[jax.Array, None]:
+        whole_rows_only(self)
         trunk_q, branch_q = self._split(q_btkqh)
         trunk_k, branch_k = self._split(k_btkh)
         trunk_v, branch_v = self._split(v_btkh)
-        trunk = _attend(trunk_q, trunk_k, trunk_v, _causal(self.trunk_size)[None])
-        trunk_mask = jnp.arange(self.trunk_size) < self.trunk_lengths[:, None]
+        rules, sinks = mixing.rules, mixing.sinks
+        places, steps = jnp.arange(self.trunk_size), jnp.arange(self.branch_size)
+        trunk = mix(trunk_q, trunk_k, trunk_v, _visible(rules, places, places)[None], rules, sinks)
+        trunk_mask = (places < self.trunk_lengths[:, None])[:, None]
+        if rules.window is not None:
+            behind = self.trunk_lengths[:, None, None] + steps[:, None] - places
+            trunk_mask = trunk_mask & (behind < rules.window)
         branch = _attend_branches(
             branch_q,
             {
@@ -103,7 +112,8 @@ class GroupContext:
                 "v": _branch_heads_first(branch_v),
             },
             trunk_mask,
-            _causal(self.branch_size),
+            _visible(rules, steps, steps),
+            mixing,
         )
         spread = partition("batch", None, "heads", None, None)
         flat = jnp.reshape(branch, (branch.shape[0], -1, *branch.shape[3:]), out_sharding=spread)
@@ -116,8 +126,21 @@ class GroupContext:
         return trunk, jnp.reshape(rest, shape, out_sharding=spread)
 
 
-def _causal(length: int) -> jax.Array:
-    return jnp.tril(jnp.ones((length, length), bool))
+def whole_rows_only(context: Any) -> None:
+    """Refuse to go on where the mesh cuts rows.
+
+    Raises:
+        UserError: it does.
+    """
+    if (ways := axis_sizes("length").get("sequence", 1)) > 1:
+        raise UserError(
+            f"mesh axis sequence {ways}: {type(context).__name__} needs rows in one piece; expected sequence 1"
+        )
+
+
+def _visible(rules: Rules, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    visible = visible_by_place(rules, queries, keys)
+    return jnp.ones((queries.size, keys.size), bool) if visible is None else visible
 
 
 def _heads_first(x_btkh: jax.Array) -> jax.Array:
@@ -128,22 +151,11 @@ def _branch_heads_first(x_gntkh: jax.Array) -> jax.Array:
     return x_gntkh.transpose(0, 3, 1, 2, 4)
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask_bts: jax.Array) -> jax.Array:
-    """Plain attention, [b, t, k, q, h]. Query heads join the length, so each product is one batched matmul."""
-    batch, length, heads, per_head, width = q.shape
-    rows = _reshape(q.transpose(0, 2, 3, 1, 4), batch, heads, per_head * length, width)
-    scores = batched_dot(rows, _heads_first(k), contract_last=True)
-    scores = _reshape(scores, batch, heads, per_head, length, -1) * width**-0.5
-    weights = jax.nn.softmax(jnp.where(mask_bts[:, None, None], scores, MASKED), axis=-1)
-    weights = _reshape(weights.astype(v.dtype), batch, heads, per_head * length, -1)
-    mixed = batched_dot(weights, _heads_first(v)).astype(v.dtype)
-    return _reshape(mixed, batch, heads, per_head, length, width).transpose(0, 3, 1, 2, 4)
-
-
 def _attend_branches(
-    q: jax.Array, cache: dict[str, jax.Array], trunk_mask_gp: jax.Array, own_mask_ts: jax.Array
+    q: jax.Array, cache: dict[str, jax.Array], trunk_mask_gtp: jax.Array, own_mask_ts: jax.Array, mixing: Mixing
 ) -> jax.Array:
-    """Attention over the trunk, then the own branch, with one softmax; [g, n, t, k, q, h]."""
+    """Attention over the trunk, then the own branch, with one softmax; [g, n, t, k, q, h]. The trunk's mask may be the
+    same for all t."""
     groups, branches, length, heads, per_head, width = q.shape
     q = q.transpose(0, 3, 1, 4, 2, 5)  # g k n q t h
     split = (groups, heads, branches, per_head, length, -1)
@@ -151,10 +163,12 @@ def _attend_branches(
     own_rows = _reshape(q, groups, heads, branches, -1, width)
     to_trunk = _reshape(batched_dot(all_rows, cache["trunk_k"], contract_last=True), *split)
     to_own = _reshape(batched_dot(own_rows, cache["k"], contract_last=True), *split)
-    scale = width**-0.5
-    to_trunk = jnp.where(trunk_mask_gp[:, None, None, None, None], to_trunk * scale, MASKED)
-    to_own = jnp.where(own_mask_ts, to_own * scale, MASKED)
-    weights = jax.nn.softmax(jnp.concatenate([to_trunk, to_own], axis=-1), axis=-1)
+    rules, sinks = mixing.rules, mixing.sinks
+    scale = rules.scale_of(width)
+    to_trunk = jnp.where(trunk_mask_gtp[:, None, None, None], capped(to_trunk * scale, rules), MASKED)
+    to_own = jnp.where(own_mask_ts, capped(to_own * scale, rules), MASKED)
+    scores = jnp.concatenate([to_trunk, to_own], axis=-1)
+    weights = softmax_with_sinks(scores, None if sinks is None else sinks[None, :, None, :, None, None])
     weights = weights.astype(cache["v"].dtype)
     trunk_size = to_trunk.shape[-1]
     from_trunk = batched_dot(_reshape(weights[..., :trunk_size], groups, heads, -1, trunk_size), cache["trunk_v"])

@@ -24,9 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.layers.context import MASKED
+from axlearn_like.kernels.attention.interface import Mixing
+from axlearn_like.kernels.attention.kernel import MASKED
+from axlearn_like.kernels.attention.xla import capped
+from axlearn_like.layers.context import whole_rows_only
 from axlearn_like.layers.linear import WHOLE_SUM, batched_dot
-from axlearn_like.layers.reduction import exponentials
+from axlearn_like.layers.reduction import apart, exponentials
+from mesh.errors import UserError
 from mesh.rules import constrain, partition
 
 Pool = Any  # dict of arrays k, v (see `make_pool`), or the TPU kernel's array
@@ -73,7 +77,12 @@ class PagedContext:
         return self.starts[:, None] + jnp.arange(self.chunk)
 
     def attend(
-        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: tuple[Pool, jax.Array]
+        self,
+        q_rckqh: jax.Array,
+        k_rckh: jax.Array,
+        v_rckh: jax.Array,
+        cache: tuple[Pool, jax.Array],
+        mixing: Mixing,
     ) -> tuple[jax.Array, tuple[Pool, jax.Array]]:
         pool, layer = cache
         table = self.page_table + layer * self.pages
@@ -81,13 +90,18 @@ class PagedContext:
             from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu  # Pallas, for TPUs alone
 
             mixed, pool = paged_attention_tpu(
-                q_rckqh, k_rckh, v_rckh, pool, page_table_rw=table, starts_r=self.starts, counts_r=self.counts
+                *(q_rckqh, k_rckh, v_rckh, pool),
+                page_table_rw=table,
+                starts_r=self.starts,
+                counts_r=self.counts,
+                rules=mixing.rules,
+                sinks=mixing.sinks is not None,
             )
             return mixed, (pool, layer)
         live = jnp.arange(self.chunk) < self.counts[:, None]
         pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, live)
         window = read_window(pool, table, self.starts + self.counts)
-        return attend_window(q_rckqh, window, self.positions), (pool, layer)
+        return attend_window(q_rckqh, window, self.positions, mixing), (pool, layer)
 
 
 @jax.tree_util.register_dataclass
@@ -102,12 +116,13 @@ class RowContext:
     positions: jax.Array
 
     def attend(
-        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: None
+        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: None, mixing: Mixing
     ) -> tuple[jax.Array, None]:
+        whole_rows_only(self)
         padding = -k_rckh.shape[1] % KEY_BLOCK
         k = jnp.pad(k_rckh.transpose(0, 2, 3, 1), [(0, 0)] * 3 + [(0, padding)])
         v = jnp.pad(v_rckh.transpose(0, 2, 1, 3), [(0, 0)] * 2 + [(0, padding), (0, 0)])
-        return attend_window(q_rckqh, {"k": k, "v": v}, self.positions), cache
+        return attend_window(q_rckqh, {"k": k, "v": v}, self.positions, mixing), cache
 
 
 def write_tokens(
@@ -154,15 +169,19 @@ def key_blocks(size: int, head_dim: int) -> list[slice]:
     return [slice(start, min(end, size)) for start, end in itertools.pairwise(ends)]
 
 
-def attend_window(q_rckqh: jax.Array, window: Window, positions: jax.Array) -> jax.Array:
+def attend_window(q_rckqh: jax.Array, window: Window, positions: jax.Array, mixing: Mixing) -> jax.Array:
     """Attention of each row's queries over its window, keys up to their own position; [r, c, k, q, h]."""
     blocks = key_blocks(window["v"].shape[2], q_rckqh.shape[-1])
     keys, values = [window["k"][..., block] for block in blocks], [window["v"][:, :, block] for block in blocks]
-    return attend_blocks(q_rckqh, keys, values, positions)
+    return attend_blocks(q_rckqh, keys, values, positions, mixing)
 
 
 def attend_blocks(
-    q_rckqh: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax.Array], positions: jax.Array
+    q_rckqh: jax.Array,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    positions: jax.Array,
+    mixing: Mixing,
 ) -> jax.Array:
     """Attention of each row's queries over blocks of keys, up to the query's own position; [r, c, k, q, h].
 
@@ -173,21 +192,37 @@ def attend_blocks(
         keys: by block (see `key_blocks`), [r, k, h, s], or cut up further: [r, k, s / 64, h, 64].
         values: by block, [r, k, s, h].
         positions: int32 [r, c], of the queries.
+        mixing: how; the kernel named there is not for windows.
+
+    Raises:
+        UserError: a query would see keys behind itself, which are not there yet.
     """
+    rules = mixing.rules
+    if not rules.causal:
+        raise UserError("Attention.causal=False cannot be had with a cache; expected causal attention")
     rows, length, heads, per_head, width = q_rckqh.shape
     spread = ("batch", "heads", None, None)
-    q = constrain(q_rckqh, "batch", None, "heads", None, None).transpose(0, 2, 1, 3, 4) * width**-0.5
+    q = constrain(q_rckqh, "batch", None, "heads", None, None).transpose(0, 2, 1, 3, 4) * rules.scale_of(width)
     q = jnp.reshape(q, (rows, heads, length * per_head, width), out_sharding=partition(*spread))
     scores = [_scores(q, constrain(k, *spread, *[None] * (k.ndim - 4))) for k in keys]
     scores = jnp.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0]
     last = jnp.repeat(constrain(positions, "batch", None), per_head, axis=1)
-    visible = jnp.arange(scores.shape[-1]) <= last[..., None]
-    weights, total = exponentials(jnp.where(visible[:, None], scores, MASKED))
+    places = jnp.arange(scores.shape[-1])
+    visible = places <= last[..., None]
+    if rules.window is not None:
+        visible &= places > last[..., None] - rules.window
+    scores = jnp.where(visible[:, None], capped(scores, rules), MASKED)
+    weights, total = exponentials(scores)
+    if mixing.sinks is not None:  # one more key, whose value is zero
+        sinks = mixing.sinks.astype(jnp.float32)[:, None] + jnp.zeros((length, 1))
+        sinks = jnp.reshape(sinks, (heads, -1), out_sharding=partition("heads", None))
+        total += jnp.exp(sinks[:, :, None] - apart(jnp.max(scores, axis=-1, keepdims=True)))
     weights = weights.astype(values[0].dtype)
     parts = [weights[..., block] for block in key_blocks(scores.shape[-1], width)]
     mixed = sum(_weighted_sum(part, constrain(v, *spread)) for part, v in zip(parts, values, strict=True)) / total
     split = partition("batch", "heads", None, None, None)
-    mixed = jnp.reshape(mixed.astype(q_rckqh.dtype), (rows, heads, length, per_head, width), out_sharding=split)
+    shape = (rows, heads, length, per_head, values[0].shape[-1])
+    mixed = jnp.reshape(mixed.astype(q_rckqh.dtype), shape, out_sharding=split)
     return mixed.transpose(0, 2, 1, 3, 4)
 
 

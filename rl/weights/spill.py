@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from mesh import UserError, did_you_mean
+from axlearn_like.object_store import open_store, told
+from mesh import UserError
 from rl.weights.boxes import Box, shape_of
 from rl.weights.digest import digest_of
 from rl.weights.errors import VersionGone, WeightsError
 
-_SCHEMES = ("file", "gs", "s3", "memory")
 _IN_FLIGHT = 256 << 20  # bytes of pieces being written or read ahead, if that is more than one piece
 _MANIFEST = "manifest"
-_MEMORY = ts.Context()  # what one `Spill` of this process writes to memory://, another finds there
 
 
 class _Record(NamedTuple):
@@ -65,23 +64,10 @@ class Spill:
         """
         if keep < 1:
             raise UserError(f"{setting}: keep={keep}, expected at least 1")
-        self.keep = keep
-        self.url = url if isinstance(url, str) else json.dumps(dict(url))
+        self.keep, self.url = keep, told(url)
         self._timeout = timeout
         self._lock = threading.Lock()  # of those who change something
-        spec = _as_spec(url, setting)
-        resources: dict[str, Any] = dict.fromkeys(
-            ("gcs_request_retries", "s3_request_retries"), {"max_retries": retries}
-        )
-        # Without locks files are written under names of their own and renamed. With them, what a killed process left
-        # of `x.__lock` is not cut off: the next write to x, if it is shorter, ends with the rest of it (0.1.86).
-        context = ts.Context(resources | {"file_io_locking": {"mode": "none"}})
-        if not isinstance(spec, str) and spec.get("driver") == "memory":
-            context = _MEMORY
-        try:
-            self._store = ts.KvStore.open(spec, context=context).result(timeout=timeout)
-        except (ValueError, OSError, RuntimeError) as error:
-            raise UserError(f"{setting}={self.url!r} cannot be opened: {error or 'no answer'}") from error
+        self._store = open_store(url, setting, timeout=timeout, retries=retries)
 
     def save(self, version: int, manifest: str, pieces: Iterable[tuple[str, Box, np.ndarray]]) -> int:
         """Writes a version; it is listed when all of it has been written, and if that fails, never.
@@ -247,22 +233,3 @@ class Spill:
             raise WeightsError(f"spill {self.url}: cannot {verb} {name}: {reason}") from error
         except (ValueError, OSError, RuntimeError) as error:
             raise WeightsError(f"spill {self.url}: cannot {verb} {name}: {error}") from error
-
-
-def _as_spec(url: str | Mapping[str, Any], setting: str) -> str | dict[str, Any]:
-    """What KvStore.open takes; its path ends with a slash."""
-    if not isinstance(url, str):
-        return {**url, "path": str(url.get("path", "")).rstrip("/") + "/"}
-    known = ", ".join(f"{scheme}://" for scheme in _SCHEMES) + " or a path"
-    scheme, separator, rest = url.partition("://")
-    if separator and scheme not in _SCHEMES:
-        nearest = did_you_mean(scheme, _SCHEMES)
-        raise UserError(f"{setting}={url!r}: unknown scheme {scheme!r}{nearest} (expected {known})")
-    path = rest if separator else url
-    if scheme != "memory" and (not path.strip("/") or (not separator and re.match(r"\w+:", url))):
-        raise UserError(f"{setting}={url!r}: expected {known}")
-    if scheme == "file" or not separator:
-        return {"driver": "file", "path": f"{Path(path).expanduser().absolute()}/"}
-    if scheme == "memory":
-        return {"driver": "memory", "path": path.rstrip("/") + "/"}
-    return url.rstrip("/") + "/"

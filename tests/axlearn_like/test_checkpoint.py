@@ -146,7 +146,7 @@ from axlearn_like.train_step import init_state, make_train_step
 from mesh import make_mesh, shard_batch, to_named_sharding
 
 def loss(params, batch):
-    rows = ("data", "fsdp")
+    rows = ("data", "fsdp", "expert")
     h = jnp.einsum("bd,df->bf", batch["x"], params["up"], out_sharding=P(rows, "tensor"))
     y = jnp.einsum("bf,fd->bd", h, params["down"], out_sharding=P(rows, None))
     value = jnp.sum(batch["weights"][:, None] * (y - batch["x"]) ** 2)

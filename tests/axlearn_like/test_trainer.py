@@ -1,15 +1,29 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from axlearn_like.checkpoint import Checkpointer
-from axlearn_like.input import InputError
+from axlearn_like.checkpoint import Checkpointer, CheckpointError
+from axlearn_like.checkpoint_best import KeepBest
+from axlearn_like.checkpoint_conversion import StartFrom
+from axlearn_like.checkpoint_remote import RemoteTier
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, config_items
+from axlearn_like.evaluation import LossEvaluator
+from axlearn_like.input import FirstFit, InputError, SupervisedInput
 from axlearn_like.metrics import read_rows
+from axlearn_like.operations.bit_check import BitCheck
+from axlearn_like.operations.goodput import account
+from axlearn_like.operations.profiler import Profiler
+from axlearn_like.operations.recompilation import RecompilationError
+from axlearn_like.operations.watchdog import EXIT_CODE
 from axlearn_like.run_directory import RunDirectory, RunDirectoryError
+from mesh import UserError
 from tests.axlearn_like.tiny import ROOT, Counting, run_in_process, tiny_trainer
 
 
@@ -20,7 +34,9 @@ def losses(run_dir) -> dict[int, float]:
 
 
 def events(run_dir) -> list[tuple]:
-    return [(row["event"], row["step"]) for row in read_rows(run_dir / "events.jsonl")]
+    """The beginnings and ends of its processes."""
+    rows = read_rows(run_dir / "events.jsonl")
+    return [(row["event"], row["step"]) for row in rows if row["event"] in ("start", "stop")]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +85,119 @@ def test_kill_minus_nine_then_resume_equals_the_uninterrupted_run(tmp_path, unin
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert events(run_dir) == [("start", 0), ("start", 4), ("stop", 12)]
     assert losses(run_dir) == uninterrupted  # to the bit
+    told = read_rows(run_dir / "events.jsonl")
+    found = account(told)
+    assert found.sessions == 2 and {"step", "compile", "checkpoint", "startup", "down"} <= set(found.seconds)
+    began = next(row["began"] for row in told if row["event"] == "start")
+    assert found.total == pytest.approx(told[-1]["time"] - began, abs=0.1)  # every moment is in it, once
+
+
+def test_sigusr1_records_a_profile_and_changes_nothing(tmp_path, uninterrupted):
+    run_dir = tmp_path / "run"
+    done = run_in_process(run_dir, 12, step=6, signum=signal.SIGUSR1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list((run_dir / "profiles" / "step-7").rglob("*.xplane.pb"))
+    assert f"profile: {run_dir / 'profiles' / 'step-7'}" in done.stderr
+    assert losses(run_dir) == uninterrupted
+
+
+HANGING = """
+import sys
+from axlearn_like.operations.watchdog import Watchdog
+from tests.axlearn_like.tiny import tiny_trainer
+cfg = tiny_trainer(12, watchdog=Watchdog.Config(dump_after=4.0, exit_after=0.5))
+cfg.build().run(sys.argv[1], progress=False)
+"""
+
+
+def test_a_run_that_hangs_is_ended_and_says_where(tmp_path):
+    run_dir = tmp_path / "run"
+    never = {"TINY_STEP": "3", "TINY_SIGNAL": "0", "TINY_AWAIT": str(tmp_path / "never")}
+    words = [sys.executable, "-c", HANGING, str(run_dir)]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, **never}, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == EXIT_CODE, done.stderr[-3000:]
+    assert "after step 3, during evaluation" in (run_dir / "stacks.txt").read_text()
+    assert "tiny.py" in (run_dir / "stacks.txt").read_text()
+
+
+def test_all_operations_at_once_change_no_bit(tmp_path, uninterrupted):
+    run_dir, away = tmp_path / "run", tmp_path / "away"
+    held_out = LossEvaluator.Config(input=tiny_trainer(1).input.set(seed=9), batches=1, every=4)
+    cfg = tiny_trainer(
+        12,
+        evaluators=(held_out,),
+        keep_best=KeepBest.Config(metric="eval_loss"),
+        remote=RemoteTier.Config(url=str(away), copy_every=4),
+        bit_check=BitCheck.Config(every=5),
+        profile=Profiler.Config(start_step=9, steps=1),
+    )
+    last = cfg.build().run(run_dir, progress=False)
+    assert losses(run_dir) == uninterrupted
+    told = [(row["event"], row["step"]) for row in read_rows(run_dir / "events.jsonl") if "step" in row]
+    for event in (("profile", 9), ("saved", 12), ("copied", 8), ("copied", 12), ("best", 12)):
+        assert event in told
+    assert {"time/check", "time/evaluation", "goodput", "tokens_per_second", "input_seconds"} <= set(last)
+    # The machine is replaced: what is elsewhere is brought in.
+    shutil.rmtree(run_dir / "checkpoints")
+    again = cfg.build().run(run_dir, progress=False)
+    assert again == last
+    assert [row["step"] for row in read_rows(run_dir / "events.jsonl") if row["event"] == "fetched"] == [12]
+    # Another run begins with its parameters.
+    start = StartFrom.Config(path=str(run_dir / "checkpoints"))
+    after = tiny_trainer(1, start_from=start, seed=4).build().run(tmp_path / "other", progress=False)
+    assert after["loss"] < uninterrupted[1] - 0.5
+    # A metric that nobody measures is told at the first evaluation.
+    wrong = cfg.clone(keep_best=KeepBest.Config(metric="eval_los"), remote=None, bit_check=None)
+    with pytest.raises(UserError, match="keep_best.metric='eval_los': .*did you mean 'eval_loss'"):
+        wrong.build().run(tmp_path / "wrong", progress=False)
+
+
+class Growing(SupervisedInput):
+    """Gives batches of two lengths in turns."""
+
+    class Config(SupervisedInput.Config):
+        pass
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        batch = super().__next__()
+        self._count = getattr(self, "_count", 0) + 1
+        return batch if self._count < 3 else {name: array[:, :8] for name, array in batch.items()}
+
+
+def test_a_batch_of_another_shape_is_named(tmp_path):
+    cfg = tiny_trainer(5)
+    cfg.input = Growing.Config(**{name: value for name, value in config_items(cfg.input)})
+    with pytest.raises(RecompilationError, match=r"batch/tokens: shape \(8, 16\) -> \(8, 8\)"):
+        cfg.build().run(tmp_path / "run", progress=False)
+
+
+class Spoiling(Configurable):
+    """An evaluator that puts a file in the place of the checkpoints after step 3."""
+
+    class Config(ConfigBase["Spoiling"]):
+        folder: str = REQUIRED
+
+    def __init__(self, cfg: Config, *, graphdef):
+        self.every, self._folder = 1, Path(cfg.folder)
+
+    def run(self, params, step: int) -> dict[str, float]:
+        if step == 3:
+            while not (self._folder / "2").exists():  # it is being written
+                time.sleep(0.01)
+            self._folder.rename(self._folder.with_name("moved"))
+            self._folder.write_text("in the way")
+        return {}
+
+
+def test_a_save_that_fails_ends_the_run_within_a_step_and_names_the_place(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    spoiling = Spoiling.Config(folder=str(folder))
+    cfg = tiny_trainer(12, checkpoint=Checkpointer.Config(save_every=1), evaluators=(spoiling,))
+    with pytest.raises(CheckpointError, match=f"could not write a checkpoint to {folder}"):
+        cfg.build().run(tmp_path / "run", progress=False)
+    assert read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"] in (3, 4)
 
 
 def test_sigterm_saves_exits_zero_and_resumes(tmp_path, uninterrupted):
@@ -136,7 +265,7 @@ class Failing(Counting):
 
 def test_every_step_in_the_last_checkpoint_has_its_row(tmp_path):
     cfg = tiny_trainer(12, checkpoint=Checkpointer.Config(save_every=1))
-    cfg.input.set(source=Failing.Config())
+    cfg.input.set(source=Failing.Config(), rows=FirstFit.Config(window=8))
     with pytest.raises(OSError, match="the disk is gone"):
         cfg.build().run(tmp_path / "run", progress=False)
     saved = max(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())
@@ -147,7 +276,7 @@ def test_every_step_in_the_last_checkpoint_has_its_row(tmp_path):
 def test_an_example_too_long_is_named(tmp_path):
     cfg = tiny_trainer(5)
     cfg.input.set(source=Counting.Config(max_length=40))
-    with pytest.raises(InputError, match=r"example \d+ has \d+ tokens"):
+    with pytest.raises(InputError, match=r"example \d+ of Counting has \d+ tokens"):
         cfg.build().run(tmp_path / "run", progress=False)
 
 
@@ -180,14 +309,3 @@ def test_importing_the_trainer_loads_neither_orbax_nor_grain():
     code = "import sys, axlearn_like.trainer; print({'orbax', 'grain'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
-
-
-def test_stop_when_looks_at_the_mean_of_the_last_rows():
-    from axlearn_like.trainer import StopWhen
-
-    reached = StopWhen.Config(metric="accuracy", at_least=0.5, rows=2).build()
-    rows = [{"accuracy": value} for value in (0.9, 0.2, 0.7, 0.4)]
-    assert not reached(rows[:1])  # too few rows
-    assert reached(rows[:2])
-    assert not reached(rows[:3])
-    assert reached(rows)

@@ -31,7 +31,7 @@ def test_names_become_mesh_axes():
     with jax.sharding.use_abstract_mesh(EIGHT):
         assert partition("batch", None, "heads") == PartitionSpec(("data", "fsdp"), None, "tensor")
         assert partition("layers", "embed") == PartitionSpec(None, "fsdp")
-        assert axis_sizes("batch") == {"data": 2, "fsdp": 2}
+        assert axis_sizes("batch") == {"data": 2, "fsdp": 2, "expert": 1}
         assert axis_sizes("heads") == {"tensor": 2}
         assert axis_sizes("layers") == {"pipeline": 1}
 
@@ -66,9 +66,18 @@ def test_rows_that_do_not_divide_are_refused_by_name():
     batch = {"tokens": np.zeros((8, 3)), "extra": {"weights": np.zeros((6, 3))}}
     with (
         jax.sharding.use_abstract_mesh(EIGHT),
-        pytest.raises(UserError, match=r"extra\.weights has 6 rows, which do not divide .* \(data 2 x fsdp 2\)"),
+        pytest.raises(UserError, match=r"extra\.weights has 6 rows, .* \(data 2 x fsdp 2 x expert 1\)"),
     ):
         shard_batch(batch)
+
+
+def test_rows_that_cannot_be_cut_over_a_sequence_axis_are_refused_by_name():
+    mesh = make_mesh({"fsdp": 2, "sequence": 4}, jax.devices()[:1] * 8).abstract_mesh
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(UserError, match=r"tokens has 6 tokens in a row, which do not divide .* \(sequence 4\)"),
+    ):
+        shard_batch({"tokens": np.zeros((8, 6))})
 
 
 def test_abstract_shardings_get_devices():

@@ -13,13 +13,17 @@ from flax import nnx
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.context import PackedContext
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.experts import Experts
+from axlearn_like.layers.moe import MoE
 from axlearn_like.layers.rope import Llama3Scaling
+from axlearn_like.layers.router import SoftmaxRouter
 from models.dense import dense
 from models.huggingface import ConversionError, from_huggingface, to_huggingface
+from models.moe import mixture
 from models.tiny import tiny
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = [f"{family}_{head}" for family in ("llama", "qwen2", "qwen3") for head in ("tied", "untied")]
+NAMES = [f"{family}_{head}" for family in ("llama", "qwen2", "qwen3", "qwen3moe") for head in ("tied", "untied")]
 
 
 def load(name: str) -> tuple[Decoder.Config, dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -41,10 +45,9 @@ def our_config(theirs: dict[str, Any]) -> Decoder.Config:
             high_freq_factor=rope["high_freq_factor"],
             original_length=rope["original_max_position_embeddings"],
         )
-    return dense(
+    shape = dict(
         vocab_size=theirs["vocab_size"],
         dim=theirs["hidden_size"],
-        hidden=theirs["intermediate_size"],
         num_layers=theirs["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=theirs["num_key_value_heads"],
@@ -54,8 +57,13 @@ def our_config(theirs: dict[str, Any]) -> Decoder.Config:
         eps=theirs["rms_norm_eps"],
         scaling=scaling,
         qkv_bias=theirs["family"] == "qwen2",
-        qk_norm=theirs["family"] == "qwen3",
+        qk_norm=theirs["family"].startswith("qwen3"),
     )
+    if theirs["family"] != "qwen3moe":
+        return dense(hidden=theirs["intermediate_size"], **shape)
+    router = SoftmaxRouter.Config(top_k=theirs["num_experts_per_tok"], renormalise=theirs["norm_topk_prob"])
+    experts = Experts.Config(hidden=theirs["moe_intermediate_size"])
+    return mixture(MoE.Config(num_experts=theirs["num_experts"], router=router, experts=experts), **shape)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,6 +113,13 @@ def test_a_query_head_lies_with_its_key_value_head():
     theirs = weights["model.layers.1.self_attn.q_proj.weight"]
     for head in range(8):
         np.testing.assert_array_equal(ours["q_dkqh"][1, :, head // 4, head % 4].T, theirs[8 * head : 8 * head + 8])
+
+
+def test_an_expert_is_the_one_of_its_number():
+    cfg, weights, _ = load("qwen3moe_untied")
+    ours = from_huggingface(weights, cfg)["layers"]["feed_forward"]["experts"]
+    theirs = weights["model.layers.1.mlp.experts.5.down_proj.weight"]
+    np.testing.assert_array_equal(ours["down_efd"][1, 5], theirs.T)
 
 
 def test_missing_and_unknown_tensors_are_named():

@@ -9,6 +9,10 @@ import pytest
 from flax import nnx
 
 from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.decoder import Block
+from axlearn_like.layers.experts import Experts
+from axlearn_like.layers.moe import MoE
+from axlearn_like.layers.router import SigmoidRouter
 from mesh import make_mesh
 from rl.messages import Group, Prompt
 from rl.rollout.engine import RolloutEngine
@@ -43,6 +47,15 @@ def differences(policy: Any, params: Any, temperature: float, row_multiple: int)
 def test_in_float32_on_a_cpu_they_are_equal_to_the_bit(temperature: float, row_multiple: int):
     policy = tiny_policy(VOCAB, num_layers=2)
     found = differences(policy, tiny_params(policy), temperature, row_multiple)
+    assert len(found) > 100 and not found.any()
+
+
+def test_with_experts_they_are_equal_to_the_bit_too():
+    policy = tiny_policy(VOCAB, num_layers=2)
+    assert isinstance(policy.block, Block.Config)
+    router = SigmoidRouter.Config(top_k=2)
+    policy.block.feed_forward = MoE.Config(num_experts=6, router=router, experts=Experts.Config(hidden=16))
+    found = differences(policy, tiny_params(policy), 1.0, 1)
     assert len(found) > 100 and not found.any()
 
 

@@ -118,6 +118,20 @@ def weights(sections: str, quick: bool, as_json: bool) -> None:
     _run(bench, "", 0, as_json, _print_weights, sections=bench.find_sections(_names(sections)), quick=quick)
 
 
+@command.command(name="input")
+@click.option("--documents", default=5000, show_default=True, type=click.IntRange(min=1), help="To make and pack.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def input_(documents: int, as_json: bool) -> None:
+    """Tokens of training input by CPU second: tokenising, and packing in each way."""
+    from tools.bench import input_speed as bench
+
+    result = bench.run(documents)
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        _print_input(result)
+
+
 def _names(listed: str) -> list[str]:
     return [name.strip() for name in listed.split(",") if name.strip()]
 
@@ -189,6 +203,18 @@ def _print_weights(result: dict[str, Any]) -> None:
     from tools.bench import weights as bench
 
     _print_table("weights through the parameter server", ("figure", "value"), bench.rows(result))
+    _print_circumstances(result)
+
+
+def _print_input(result: dict[str, Any]) -> None:
+    from tools.bench import input_speed as bench
+
+    columns = ("way", "tokens / CPU s", "CPU ms / batch", "packing")
+    fields = ("tokens_per_cpu_s", "cpu_ms_per_batch", "packing")
+    rows = [(name, *(f"{result[name][field]:,}" for field in fields)) for name in bench.CASES]
+    shape = f"{result['batch_size']} x {result['seq_len']:,}"
+    _print_table(f"input, {result['documents']:,} documents, batches of {shape}", columns, rows)
+    click.echo(f"tokenised: {result['tokenise_tokens_per_cpu_s']:,} bytes / CPU s")
     _print_circumstances(result)
 
 

@@ -32,6 +32,7 @@ def command(
 
     one_device_per_core()
     cfg = load_experiment(experiment, sets, seed, device=device_name)
+    from axlearn_like.operations.goodput import process_began
     from axlearn_like.trainer import Trainer
     from mesh.compilation import enable_compilation_cache
 
@@ -44,7 +45,7 @@ def command(
     where = default_run_dir(experiment, run_dir)
     with config_errors(building=True):
         trainer = cfg.build()
-    row = trainer.run(where, progress=not quiet)
+    row = trainer.run(where, progress=not quiet, began=process_began())
     if not row["finished"]:
         click.echo(f"stopped at step {row['step']} of {cfg.num_steps}; the same command goes on")
     else:

@@ -2,7 +2,7 @@
 
 Not run by the tests and not by the project's environment; any Python >= 3.10 with torch and transformers >= 5 will do:
 
-    python -m venv golden && golden/bin/pip install torch==2.13.0 transformers==5.23.0 numpy
+    python -m venv golden && golden/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors numpy
     golden/bin/python tools/golden/transformers_decoders.py tests/models/golden
 
 Each file holds `config` (JSON), the tensors as `weights/<name>`, and a batch of packed rows: `tokens`, `positions`,
@@ -14,11 +14,14 @@ packing is ours alone.
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.numpy import load_file
 
 # Documents per row; what is left of a row is padding.
 ROWS, LENGTH = ((24,), (13, 8)), 24
@@ -48,13 +51,35 @@ CASES = {
     "qwen3_tied": dict(
         num_attention_heads=4, num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-6, rope_parameters=PLAIN
     ),
+    "qwen3moe_untied": dict(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_parameters=PLAIN,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
+    "qwen3moe_tied": dict(
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_parameters=PLAIN,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+    ),
 }
 
 
 def make_model(name: str, seed: int) -> torch.nn.Module:
     """A model with every parameter random, biases and norms too, each a bfloat16 number (such files compress)."""
     family, tied = name.split("_")
-    prefix = family.capitalize()
+    prefix = family.capitalize().replace("moe", "Moe")
     config = getattr(transformers, f"{prefix}Config")(
         **COMMON, **CASES[name], tie_word_embeddings=tied == "tied", attn_implementation="eager"
     )
@@ -71,6 +96,13 @@ def make_model(name: str, seed: int) -> torch.nn.Module:
                 value = noise * weight.shape[-1] ** -0.5
             weight.copy_(value.bfloat16().float())
     return model
+
+
+def saved_weights(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Tensors under the names of a saved model; in memory, transformers 5 keeps all experts in one."""
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        return load_file(Path(directory) / "model.safetensors")
 
 
 def make_batch(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
@@ -100,15 +132,12 @@ def main() -> None:
     for seed, name in enumerate(CASES):
         model = make_model(name, seed)
         tied = name.endswith("_tied")
-        # As in a saved model, a tied head is not stored a second time.
-        weights = {
-            f"weights/{key}": tensor.numpy()
-            for key, tensor in model.state_dict().items()
-            if not (tied and key == "lm_head.weight")
-        }
+        # A tied head is not stored a second time.
+        weights = {f"weights/{key}": tensor for key, tensor in saved_weights(model).items()}
         config = {"family": name.split("_")[0], "tied": tied, **COMMON, **CASES[name]}
         path = directory / f"{name}.npz"
-        np.savez_compressed(path, config=np.array(json.dumps(config)), **make_batch(model, seed), **weights)
+        arrays: dict[str, Any] = {**make_batch(model, seed), **weights}
+        np.savez_compressed(path, config=np.array(json.dumps(config)), **arrays)
         print(path, path.stat().st_size)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from tools.report import svg, weights
+from tools.report import goodput, svg, weights
 from tools.report.charts import FULL, Curve, curves, small_multiples
 from tools.report.load import Points, Run, mapping, number
 from tools.report.words import duration, label
@@ -130,7 +130,17 @@ def speed(run: Run) -> str:
         ],
         y_label="seconds",
     )
-    return _grid(tokens, waits) + weights.section(run) + _phases(run)
+    return _grid(tokens, waits, *_supervised(run)) + weights.section(run) + _phases(run) + goodput.section(run)
+
+
+def _supervised(run: Run) -> tuple[str, str]:
+    """Speed and utilisation of supervised training."""
+    words = "Learned per second of wall time. Good: level."
+    used = "Model FLOPs against the peak of the devices, causal attention by half. Good: level, and 40 % or more."
+    return (
+        _one(run, "Supervised throughput", words, "tokens_per_second", "c2", "tokens/s", phase="sft"),
+        _one(run, "MFU", used, "mfu", "c1", "share", phase="sft", y_format=svg.percent_label),
+    )
 
 
 def _per_second(run: Run, key: str) -> Points:

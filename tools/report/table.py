@@ -7,6 +7,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tools.report import goodput
 from tools.report.load import Row, Run, mapping, number
 from tools.report.words import (
     duration,
@@ -39,6 +40,8 @@ def tables(run: Run) -> list[RenderableType]:
     parts.append(run_table(run))
     if run.kills:
         parts.append(kill_table(run))
+    if told := goodput.told(run):
+        parts.append(Text(told))
     parts += [Text(f"note: {note}", style="yellow") for note in run.notes]
     return parts
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_like.kernels.attention.kernel import Rules
 from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
 from mesh import UserError, make_mesh
 from tests.elsewhere import elsewhere
@@ -26,6 +27,7 @@ class Case:
     per_kv: int = 3
     head_dim: int = 128
     dtype: str = "float32"
+    rules: Rules = Rules()
 
     def __post_init__(self):
         rng = np.random.default_rng(0)
@@ -57,7 +59,7 @@ class Case:
         def attend(q, k, v, pool, table, starts, counts):
             return paged_attention_tpu(
                 q, k, v, pool, page_table_rw=table, starts_r=starts, counts_r=counts,
-                pages_per_block=2, queries_per_block=4, interpret=True,
+                pages_per_block=2, queries_per_block=4, interpret=True, rules=self.rules,
             )  # fmt: skip
 
         numbers = (np.asarray(x, np.int32) for x in (self.table, self.starts, self.counts))
@@ -68,8 +70,12 @@ class Case:
         mixed = np.zeros(self.q.shape, np.float64)
         for row, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
             for token in range(count):
-                k, v = (x[row, : start + token + 1].astype(np.float64) for x in (self.k, self.v))
-                scores = np.einsum("kqh,skh->kqs", self.q[row, token].astype(np.float64), k) * self.head_dim**-0.5
+                seen = slice(max(0, start + token + 1 - (self.rules.window or 99)), start + token + 1)
+                k, v = (x[row, seen].astype(np.float64) for x in (self.k, self.v))
+                scores = np.einsum("kqh,skh->kqs", self.q[row, token].astype(np.float64), k)
+                scores *= self.rules.scale_of(self.head_dim)
+                if cap := self.rules.soft_cap:
+                    scores = cap * np.tanh(scores / cap)
                 weights = np.exp(scores - scores.max(-1, keepdims=True))
                 mixed[row, token] = np.einsum("kqs,skh->kqh", weights / weights.sum(-1, keepdims=True), v)
         return mixed
@@ -88,6 +94,7 @@ CASES = {
     "decoding": Case([0, 5, 7, 16, 3, 1], [1, 1, 1, 1, 0, 1], 1),
     "chunks": Case([0, 3, 8, 4, 11], [9, 9, 4, 0, 2], 9),  # whole pages, parts, an idle row
     "narrow heads": Case([2, 0], [1, 1], 1, kv_heads=1, per_kv=2, head_dim=64),
+    "window, cap, scale": Case([0, 5, 7], [4, 1, 4], 4, rules=Rules(window=3, soft_cap=2.0, scale=0.1)),
     "bfloat16": Case([6, 0, 2], [5, 1, 0], 5, dtype="bfloat16"),
 }
 

@@ -1,10 +1,12 @@
 import itertools
 import json
+import re
+import threading
 
 import numpy as np
 import pytest
 
-from axlearn_like.input import InputError, SupervisedInput
+from axlearn_like.input import InputError, OneARow, SupervisedInput
 from tests.axlearn_like.tiny import Counting
 
 
@@ -80,12 +82,72 @@ def test_an_example_that_does_not_fit_is_named():
     lengths = Counting.Config().build()._lengths
     with pytest.raises(InputError, match="tokens and needs rows of .*, but seq_len is 8") as error:
         list(itertools.islice(make(seq_len=8, batch_size=2), 30))
-    _, index, _, length, *_ = str(error.value).split()
-    assert lengths[int(index)] == int(length) > 9
+    found = re.match(r"example (\d+) of Counting has (\d+) tokens and needs rows of", str(error.value))
+    assert found and lengths[int(found[1])] == int(found[2]) > 9
+
+
+def test_long_examples_are_split_on_request():
+    batches = list(itertools.islice(make(seq_len=4, long="split"), 40))
+    for batch in batches:
+        live = batch["segment_ids"] > 0
+        np.testing.assert_array_equal(batch["targets"][live], (batch["tokens"][live] + 1) % 32)
+    assert max(batch["positions"].max() for batch in batches) == 3
+    # An epoch has as many targets as tokens that are not the first of their example.
+    rows = [row for batch in batches for row in batch["segment_ids"]]
+    per_epoch = int((Counting.Config().build()._lengths - 1).sum())
+    assert per_epoch in np.cumsum([(row > 0).sum() for row in rows])
+
+
+def test_unpacked_rows_hold_one_example():
+    batch = next(make(rows=OneARow.Config()))
+    assert (batch["segment_ids"].max(axis=1) == 1).all()
+    assert (np.diff(batch["segment_ids"], axis=1) <= 0).all()
+
+
+def test_the_packing_of_each_batch_is_told():
+    data = make()
+    for _ in range(12):
+        batch = next(data)
+        assert data.metrics()["packing"] == (batch["segment_ids"] > 0).mean()
+    assert 0 < data.metrics()["epoch"] < 12
 
 
 def test_settings_and_sources_that_make_no_sense_are_refused():
     with pytest.raises(InputError, match="seq_len=0"):
         make(seq_len=0)
-    with pytest.raises(InputError, match="Counting has no examples"):
+    with pytest.raises(InputError, match="prefetch=-1"):
+        make(prefetch=-1)
+    with pytest.raises(InputError, match="source Counting has no examples"):
         make(source=Counting.Config(examples=0))
+    cfg = SupervisedInput.Config(source=Counting.Config(), seq_len=16, batch_size=4)
+    with pytest.raises(InputError, match="batch_size is 4; expected a multiple of the number of processes, 3"):
+        cfg.build(process=0, processes=3)
+    with pytest.raises(InputError, match="process 2 of 2"):
+        cfg.build(process=2, processes=2)
+
+
+def test_positions_of_other_versions_data_or_settings_are_refused():
+    data = make()
+    next(data)
+    with pytest.raises(InputError, match="written by another version"):
+        data.restore({"parent": {"next_index": 4}, "next_index": 1})  # as Grain's packer wrote it
+    with pytest.raises(InputError, match="seq_len was 16 and is 20"):
+        make(seq_len=20).restore(data.state())
+    with pytest.raises(InputError, match="data of Counting was 'Counting of 23 examples' and is 'Counting of 24 ex"):
+        make(source=Counting.Config(examples=24)).restore(data.state())
+    with pytest.raises(InputError, match="rows was .*FirstFit.* and is .*OneARow"):
+        make(rows=OneARow.Config()).restore(data.state())
+    make(batch_size=2).restore(data.state())  # rows come one after the other, however many a batch has
+
+
+def test_the_thread_that_makes_batches_ahead_ends():
+    before = threading.active_count()
+    data = make(prefetch=3)
+    next(data)
+    assert threading.active_count() == before + 1
+    data.close()
+    assert threading.active_count() == before
+    data = make(prefetch=3)
+    next(data)
+    del data
+    assert threading.active_count() == before

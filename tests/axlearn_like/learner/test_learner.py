@@ -7,7 +7,6 @@ from axlearn_like.learner import (
     AdamW,
     Constant,
     Learner,
-    WarmupCosine,
     WarmupLinear,
     decay_mask,
 )
@@ -85,21 +84,3 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_is_counted(bad):
     # The skipped update does not advance the schedule.
     _, _, third = update(good, after_state, after)
     np.testing.assert_allclose(third["lr"], 0.05)
-
-
-def test_schedules_pass_through_their_corners():
-    cosine = WarmupCosine.Config(peak_lr=1.0, warmup_steps=4, total_steps=12, end_lr=0.2).build()
-    linear = WarmupLinear.Config(peak_lr=1.0, warmup_steps=4, total_steps=12, end_lr=0.2).build()
-    for count, a, b in [(0, 0, 0), (2, 0.5, 0.5), (4, 1, 1), (8, 0.6, 0.6), (12, 0.2, 0.2)]:
-        np.testing.assert_allclose(cosine(jnp.int32(count)), a, atol=1e-6)
-        np.testing.assert_allclose(linear(jnp.int32(count)), b, atol=1e-6)
-    np.testing.assert_allclose(linear(jnp.int32(6)), 0.8, atol=1e-6)
-    np.testing.assert_allclose(cosine(jnp.int32(6)), 0.2 + 0.8 * (1 + np.cos(np.pi / 4)) / 2)
-    assert WarmupCosine.Config(peak_lr=1.0, total_steps=3).build()(jnp.int32(0)) == 1.0
-
-
-def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="warmup_steps < total_steps"):
-        WarmupCosine.Config(peak_lr=1.0, warmup_steps=5, total_steps=5).build()
-    with pytest.raises(ValueError, match="clip_norm"):
-        Learner.Config(schedule=Constant.Config(lr=1.0), clip_norm=0.0).build()

@@ -1,0 +1,158 @@
+"""The stream of global batches: every host plans all rows, and reads the tokens of its own."""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from axlearn_like.input.mixture import Drawn, Mixture, Single
+from axlearn_like.input.packing import Arrangement, RowPlan, TooLong, cut, plan_rows
+from axlearn_like.input.shuffle import derived_seed, shuffled
+from axlearn_like.input.source import InputError
+
+
+class Window(NamedTuple):
+    """Consecutive examples whose rows are planned together."""
+
+    source: np.ndarray  # int64 [k]: of each example
+    index: np.ndarray  # int64 [k]: which of its source's examples
+    plan: RowPlan
+    after: Drawn  # where the next window begins
+
+
+class Batch(NamedTuple):
+    """This host's rows of a global batch, and what the global batch is like."""
+
+    arrays: dict[str, np.ndarray]
+    metrics: dict[str, float]
+
+
+class BatchStream:
+    """An endless iterator of batches. Its state is where the present window begins and how many of its rows are out.
+
+    The rows of a window are a function of what was drawn before it, the lengths of its examples, and the seed. So the
+    global batches depend neither on the number of hosts nor on when training was interrupted.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture | Single,
+        arrangement: Arrangement,
+        *,
+        seq_len: int,
+        batch_size: int,
+        long: Literal["refuse", "split"],
+        seed: int,
+        local: slice,
+    ):
+        self._mixture, self._arrangement = mixture, arrangement
+        self._seq_len, self._batch_size, self._seed = seq_len, batch_size, seed
+        self._long: Literal["refuse", "split"] = long
+        self._local = local
+        self._drawn, self._row = mixture.begin(), 0
+        self._window: Window | None = None
+
+    def __iter__(self) -> "BatchStream":
+        return self
+
+    def get_state(self) -> dict[str, Any]:
+        return {"drawn": [list(counts) for counts in self._drawn], "row": self._row}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._drawn = Drawn(*(tuple(counts) for counts in state["drawn"]))
+        self._row, self._window = state["row"], None
+
+    def __next__(self) -> Batch:
+        shape = (self._local.stop - self._local.start, self._seq_len)
+        names = ("tokens", "targets", "positions", "segment_ids")
+        out = {name: np.zeros(shape, np.int32) for name in names}
+        learned = np.zeros(shape, bool)
+        epochs = self._epochs()
+        done = targets = live = 0
+        while done < self._batch_size:
+            window = self._window = self._window or self._plan()
+            n = min(self._batch_size - done, window.plan.rows - self._row)
+            count, places = self._totals(window, self._row, self._row + n)
+            targets, live = targets + count, live + places
+            for i in range(max(done, self._local.start), min(done + n, self._local.stop)):
+                self._fill(
+                    window,
+                    self._row + i - done,
+                    {k: v[i - self._local.start] for k, v in out.items()},
+                    learned[i - self._local.start],
+                )
+            done, self._row = done + n, self._row + n
+            if self._row == window.plan.rows:
+                self._drawn, self._row, self._window = window.after, 0, None
+        weights = learned.astype(np.float32) / np.float32(max(targets, 1))
+        return Batch(
+            {**out, "weights": weights},
+            {"packing": live / (self._batch_size * self._seq_len), **epochs},
+        )
+
+    def _epochs(self) -> dict[str, float]:
+        """How often each source has been drawn, at the beginning of the window."""
+        each = zip(self._mixture.names, self._drawn.ever, self._mixture.sources, strict=True)
+        epochs = {name: round(count / len(source), 6) for name, count, source in each}
+        return {"epoch" if len(epochs) == 1 else f"epoch/{name}": epoch for name, epoch in epochs.items()}
+
+    def _plan(self) -> Window:
+        sources, count = self._mixture.sources, self._arrangement.window
+        if len(sources) == 1:  # Windows end with an epoch, so that no example comes twice before all came once.
+            count = min(count, len(sources[0]) - self._drawn.total % len(sources[0]))
+        source, ordinal, after = self._mixture.draw(self._drawn, count)
+        index, lengths = np.empty(count, np.int64), np.empty(count, np.int64)
+        for number, each in enumerate(sources):
+            mine = source == number
+            index[mine] = self._shuffled(number, ordinal[mine], len(each))
+            lengths[mine] = each.lengths(index[mine])
+        try:
+            pieces = cut(lengths, self._seq_len, self._long)
+        except TooLong as error:
+            number, length = source[error.example], int(lengths[error.example])
+            where = f"example {index[error.example]} of {self._mixture.names[number]}"
+            raise too_long(where, length, self._seq_len) from None
+        rows = self._arrangement.rows(pieces.stop - pieces.start, self._seq_len)
+        # Without this, the rows that a window opens last would always come together: they hold fewer pieces.
+        count = int(rows.max()) + 1
+        order = shuffled(np.arange(count), count, derived_seed(self._seed, "rows", self._drawn.total))
+        return Window(source, index, plan_rows(pieces, rows, order), after)
+
+    def _shuffled(self, number: int, ordinals: np.ndarray, length: int) -> np.ndarray:
+        """The examples that come after so many others of their source: each epoch in an order of its own."""
+        epochs, places = np.divmod(ordinals, length)
+        found = np.empty_like(ordinals)
+        for epoch in np.unique(epochs).tolist():
+            mine = epochs == epoch
+            found[mine] = shuffled(places[mine], length, derived_seed(self._seed, number, epoch))
+        return found
+
+    def _totals(self, window: Window, begin: int, end: int) -> tuple[int, int]:
+        """Learned targets and taken places of rows [begin, end) of the window, on all hosts."""
+        first = window.plan.first
+        pieces = window.plan.pieces.take(np.arange(first[begin], first[end]))
+        source, index = window.source[pieces.example], window.index[pieces.example]
+        targets = 0
+        for number, each in enumerate(self._mixture.sources):
+            mine = source == number
+            targets += int(each.learned(index[mine], pieces.start[mine] + 1, pieces.stop[mine] + 1).sum())
+        return targets, int((pieces.stop - pieces.start).sum())
+
+    def _fill(self, window: Window, row: int, out: dict[str, np.ndarray], learned: np.ndarray) -> None:
+        """Reads the pieces of a row into arrays [seq_len]."""
+        pieces, first, at = window.plan.pieces, window.plan.first, 0
+        for segment, piece in enumerate(range(first[row], first[row + 1]), start=1):
+            example, start, stop = pieces.example[piece], int(pieces.start[piece]), int(pieces.stop[piece])
+            source = self._mixture.sources[window.source[example]]
+            tokens, mask = source.read(int(window.index[example]), start, stop + 1)
+            to = slice(at, at + stop - start)
+            out["tokens"][to], out["targets"][to], learned[to] = tokens[:-1], tokens[1:], mask[1:]
+            out["positions"][to] = np.arange(stop - start)
+            out["segment_ids"][to] = segment
+            at += stop - start
+
+
+def too_long(where: str, length: int, seq_len: int) -> InputError:
+    return InputError(
+        f"{where} has {length} tokens and needs rows of {length - 1}, but seq_len is {seq_len}; "
+        'raise seq_len, shorten the example, or set long="split"'
+    )

@@ -1,0 +1,127 @@
+"""How a record of a file becomes tokens, and which of them are learned."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.input.source import InputError
+from mesh.errors import did_you_mean
+
+Encoded = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]  # tokens [n], loss mask [n]
+
+
+class Tokenizer(Protocol):
+    """What a tokenizer must have. One that reads files should also have `digest: str`, a checksum of them."""
+
+    vocab_size: int
+    bos: int
+    eos: int
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+
+class Encoding(Protocol):
+    """Made by `config.build(tokenizer=...)`."""
+
+    fields: tuple[str, ...]  # of a record: all that is read of it
+
+    def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
+        """Tokens and loss mask; InputError, naming `where`, if the record has not what it takes."""
+        ...
+
+
+class Document(Configurable):
+    """A text as it is: bos, the text, eos; all of it is learned."""
+
+    class Config(ConfigBase["Document"]):
+        text: str = "text"  # field
+        bos: bool = True
+        eos: bool = True
+
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
+        self._tokenizer = _needed(tokenizer, cfg)
+        self.fields = (cfg.text,)
+        self._before = [self._tokenizer.bos] if cfg.bos else []
+        self._after = [self._tokenizer.eos] if cfg.eos else []
+
+    def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
+        ids = [*self._before, *self._tokenizer.encode(_text(record, self.fields[0], where)), *self._after]
+        return ids, np.ones(len(ids), bool)
+
+
+class PromptAnswer(Configurable):
+    """bos, prompt, separator, answer, eos; the answer and eos are learned."""
+
+    class Config(ConfigBase["PromptAnswer"]):
+        prompt: str = "prompt"  # field
+        answer: str = "answer"  # field
+        separator: str = "\n"
+
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
+        self._tokenizer = _needed(tokenizer, cfg)
+        self.fields = (cfg.prompt, cfg.answer)
+        self._separator = cfg.separator
+
+    def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
+        prompt, answer = (_text(record, field, where) for field in self.fields)
+        given = [self._tokenizer.bos, *self._tokenizer.encode(prompt + self._separator)]
+        learned = [*self._tokenizer.encode(answer), self._tokenizer.eos]
+        return given + learned, np.arange(len(given) + len(learned)) >= len(given)
+
+
+class TokenIds(Configurable):
+    """Token ids that somebody else has made: a list of integers, and perhaps one of what is learned."""
+
+    class Config(ConfigBase["TokenIds"]):
+        tokens: str = "tokens"  # field
+        loss_mask: str | None = None  # field; None: all tokens are learned
+
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
+        self._vocab_size = tokenizer.vocab_size if tokenizer else 2**31
+        self.fields = (cfg.tokens,) + ((cfg.loss_mask,) if cfg.loss_mask else ())
+
+    def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
+        ids = np.asarray(_field(record, self.fields[0], where))
+        if ids.ndim != 1 or not (ids.dtype.kind in "iu" or not len(ids)):
+            raise InputError(f"{where}: expected {self.fields[0]!r} to be a list of integers, got {str(ids)[:60]}")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            raise InputError(
+                f"{where}: {self.fields[0]!r} has token ids from {ids.min()} to {ids.max()}; "
+                f"expected 0..{self._vocab_size - 1}"
+            )
+        if len(self.fields) == 1:
+            return ids, np.ones(len(ids), bool)
+        return ids, np.asarray(_field(record, self.fields[1], where)).astype(bool)
+
+
+def _field(record: Mapping[str, Any], name: str, where: str) -> Any:
+    if name not in record:
+        raise InputError(f"{where}: there is no field {name!r}{did_you_mean(name, map(str, record))}")
+    return record[name]
+
+
+def _text(record: Mapping[str, Any], name: str, where: str) -> str:
+    value = _field(record, name, where)
+    if isinstance(value, bytes):
+        value = decode_utf8(value, f"{where}, field {name!r}")
+    if not isinstance(value, str):
+        raise InputError(f"{where}: expected field {name!r} to be text, got {value!r:.60} ({type(value).__name__})")
+    return value
+
+
+def decode_utf8(data: bytes, where: str) -> str:
+    """The text; InputError, naming `where` and the byte, unless it is UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{where} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; convert it, e.g. with iconv"
+        ) from None
+
+
+def _needed(tokenizer: Tokenizer | None, cfg: ConfigBase[Any]) -> Tokenizer:
+    if tokenizer is None:
+        raise InputError(f"{type(cfg).__qualname__} reads text: the source needs a tokenizer")
+    return tokenizer

@@ -1,0 +1,154 @@
+"""Sources in files: found by globs, tokenised once, then read at random from the tokens that were kept."""
+
+import glob
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config_text import text_lines
+from axlearn_like.input.encoding import Document, Encoding, Tokenizer
+from axlearn_like.input.source import InputError
+from axlearn_like.input.token_cache import Examples, TokenCache
+from axlearn_like.input.token_file import TokenFile
+from mesh.errors import did_you_mean
+
+Record = tuple[Mapping[str, Any], str, float]  # fields, where it is, the part of the file that is read after it
+
+
+class FileSource(Configurable):
+    """The records of files as examples; a format says in `records` how to read one of them.
+
+    Examples are in the order of the files' names and of the records in them. What the tokens of a file depend on is its
+    content and this config without `files` and `cache`.
+    """
+
+    class Config(ConfigBase["FileSource"]):
+        files: str | tuple[str, ...] = REQUIRED  # paths or globs (`**` for any depth)
+        tokenizer: ConfigBase | None = REQUIRED  # None: the files hold token ids
+        example: ConfigBase = Document.Config()  # how a record becomes tokens
+        cache: str = ""  # folder; "": $XDG_CACHE_HOME/axlearn-like/tokens
+
+    def __init__(self, cfg: Config):
+        paths = _find(cfg.files)
+        tokenizer: Tokenizer | None = cfg.tokenizer.build() if cfg.tokenizer else None
+        self._encoding: Encoding = cfg.example.build(tokenizer=tokenizer)
+        vocab_size = tokenizer.vocab_size if tokenizer else 2**31
+        for path in paths:
+            self.check(path, self._encoding.fields)
+        recipe = "\n".join(
+            [
+                *(
+                    f"{at}: {text}"
+                    for at, text in text_lines(cfg).items()
+                    if at.split(".")[0] not in ("files", "cache")
+                ),
+                getattr(tokenizer, "digest", ""),
+            ]
+        )
+        self._files = self._tokenised(TokenCache(cfg.cache), paths, recipe, vocab_size)
+        self._ends = np.cumsum([len(file) for file in self._files])
+        self.longest = max((file.longest for file in self._files), key=lambda longest: longest[0])
+        self.digest = xxhash.xxh3_128_hexdigest("".join(file.digest for file in self._files).encode())
+
+    def check(self, path: Path, fields: tuple[str, ...]) -> None:
+        """Looks at a file before anything else is done: InputError if it cannot be read or lacks a field."""
+
+    def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
+        """The records of a file, with the fields named (others too, if they come for nothing)."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        tokens, mask = self.read(index, 0, int(self.lengths(np.array([index]))[0]))
+        return {"tokens": tokens, "loss_mask": mask}
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        out = np.empty(len(indices), np.int64)
+        for file, mine, within in self._by_file(indices):
+            out[mine] = file.lengths(within)
+        return out
+
+    def learned(self, indices: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        out = np.empty(len(indices), np.int64)
+        for file, mine, within in self._by_file(indices):
+            out[mine] = file.learned(within, starts[mine], stops[mine])
+        return out
+
+    def read(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        number = int(np.searchsorted(self._ends, index, "right"))
+        file = self._files[number]
+        return file.read(index - int(self._ends[number]) + len(file), start, stop)
+
+    def _by_file(self, indices: np.ndarray) -> Iterator[tuple[TokenFile, np.ndarray, np.ndarray]]:
+        numbers = np.searchsorted(self._ends, indices, "right")
+        for number in np.unique(numbers):
+            mine, file = numbers == number, self._files[number]
+            yield file, mine, indices[mine] - int(self._ends[number]) + len(file)
+
+    def _tokenised(self, cache: TokenCache, paths: list[Path], recipe: str, vocab_size: int) -> list[TokenFile]:
+        keys = [cache.key(path, recipe) for path in paths]
+        files = [cache.find(path, key) for path, key in zip(paths, keys, strict=True)]
+        missing = [(i, paths[i], keys[i]) for i, file in enumerate(files) if file is None]
+        for _, path, _ in missing:  # A mistake in the last file should not be found after the others' hours.
+            if not list(itertools.islice(self._examples(path), 1)):
+                raise InputError(f"{path} holds no {type(self).__name__} record")
+        busy = [  # by other processes: they get what is left of the list, we the rest
+            task
+            for task in missing
+            if not cache.make(task[1], task[2], vocab_size, lambda path=task[1]: self._examples(path), wait=False)
+        ]
+        for _, path, key in busy:
+            cache.make(path, key, vocab_size, lambda path=path: self._examples(path), wait=True)
+        for i, path, key in missing:
+            files[i] = cache.find(path, key)
+        found = [file for file in files if file is not None]
+        if len(found) < len(files):
+            raise InputError(f"tokens of {paths[files.index(None)]} vanished; is the cache being cleared?")
+        return found
+
+    def _examples(self, path: Path) -> Examples:
+        for record, where, part in self.records(path, self._encoding.fields):
+            yield self._encoding.encode(record, where), where, part
+
+
+def _find(files: str | tuple[str, ...]) -> list[Path]:
+    """The files of paths and globs, in order; InputError, with the nearest name, if one of them finds nothing."""
+    found: list[Path] = []
+    for pattern in (files,) if isinstance(files, str) else files:
+        if "://" in pattern:
+            raise InputError(f"{pattern}: files are read from local paths only; mount the bucket (gcsfuse), or copy it")
+        pattern = os.path.expanduser(pattern)
+        names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        names = [name for name in names if os.path.isfile(name)]
+        if not names:
+            raise InputError(f"no file matches {pattern}{_nearest(Path(pattern))}")
+        found += [Path(name) for name in names]
+    if not found:
+        raise InputError("a source of files needs at least one path or glob")
+    twice = {str(path) for path in found if found.count(path) > 1} if len(set(found)) < len(found) else set()
+    if twice:
+        raise InputError(f"{min(twice)} is matched twice by {files}")
+    empty = [path for path in found if not path.stat().st_size]
+    if empty:
+        raise InputError(f"{empty[0]} is empty")
+    return found
+
+
+def _nearest(pattern: Path) -> str:
+    """What there is in the first folder of a path that exists."""
+    if pattern.parent.is_dir():
+        return did_you_mean(pattern.name, [path.name for path in pattern.parent.iterdir()])
+    missing = next(path for path in pattern.parents if not path.exists() and path.parent.exists())
+    return f": there is no folder {missing}" + did_you_mean(
+        missing.name, [path.name for path in missing.parent.iterdir() if path.is_dir()]
+    )

@@ -1,0 +1,164 @@
+"""Files of records: ArrayRecord and Parquet."""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from axlearn_like.input.file_source import FileSource, Record
+from axlearn_like.input.source import InputError
+from mesh.errors import did_you_mean
+
+_AT_ONCE = 256  # records
+
+
+def text_record(data: bytes) -> Mapping[str, Any]:
+    """A record that is a UTF-8 text: one field, `text`."""
+    return {"text": data}
+
+
+def json_record(data: bytes) -> Mapping[str, Any]:
+    """A record that is a JSON object."""
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise ValueError(f"a JSON object was expected, got {data[:40]!r}")
+    return found
+
+
+def tf_example_record(data: bytes) -> Mapping[str, Any]:
+    """A record that is a `tf.train.Example`, as TensorFlow Datasets writes them; lists of one element are that."""
+    message = _tf_example().FromString(data)
+    fields: dict[str, Any] = {}
+    for name, feature in message.features.feature.items():
+        kind = feature.WhichOneof("kind")
+        values = list(getattr(feature, kind).value) if kind else []
+        fields[name] = values[0] if kind == "bytes_list" and len(values) == 1 else values
+    return fields
+
+
+class ArrayRecord(FileSource):
+    """Files of the library `array_record`. `decode` makes the fields of a record from its bytes."""
+
+    class Config(FileSource.Config):
+        decode: Callable[[bytes], Mapping[str, Any]] = tf_example_record
+
+    def __init__(self, cfg: Config):
+        self._decode = cfg.decode
+        super().__init__(cfg)
+
+    def check(self, path: Path, fields: tuple[str, ...]) -> None:
+        del fields
+        with _array_record(path) as reader:
+            records = reader.num_records()
+        if not records:
+            raise InputError(f"{path} has no records")
+
+    def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
+        del fields
+        with _array_record(path) as reader:
+            count = reader.num_records()
+            for begin in range(0, count, _AT_ONCE):
+                end = min(begin + _AT_ONCE, count)
+                for number, data in enumerate(reader.read(list(range(begin, end))), start=begin):
+                    where = f"{path}, record {number}"
+                    yield self._fields(data, where), where, (number + 1) / count
+
+    def _fields(self, data: bytes, where: str) -> Mapping[str, Any]:
+        try:
+            return self._decode(data)
+        except InputError:
+            raise
+        except Exception as error:  # Of whatever library `decode` uses.
+            name = getattr(self._decode, "__name__", self._decode)
+            raise InputError(
+                f"{where}: {name} cannot read it ({type(error).__name__}: {error}); another `decode`?"
+            ) from error
+
+
+@contextlib.contextmanager
+def _array_record(path: Path) -> Iterator[Any]:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    try:
+        reader = ArrayRecordReader(str(path))
+        yield reader
+        reader.close()
+    except (RuntimeError, IndexError, OSError) as error:
+        raise InputError(f"{path} is not a whole ArrayRecord file: {error}") from error
+
+
+class Parquet(FileSource):
+    """Parquet files, read by row groups. Needs the extra `data`."""
+
+    class Config(FileSource.Config):
+        pass
+
+    def check(self, path: Path, fields: tuple[str, ...]) -> None:
+        with _parquet(path) as file:
+            names = file.schema_arrow.names
+            for name in fields:
+                if name not in names:
+                    raise InputError(f"{path}: there is no column {name!r}{did_you_mean(name, names)}")
+            if not file.metadata.num_rows:
+                raise InputError(f"{path} has no rows")
+
+    def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
+        with _parquet(path) as file:
+            count, number = file.metadata.num_rows, 0
+            for batch in file.iter_batches(batch_size=_AT_ONCE, columns=list(fields)):
+                for record in batch.to_pylist():
+                    yield record, f"{path}, row {number}", (number + 1) / count
+                    number += 1
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        import pyarrow  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise InputError(f"{path}: Parquet needs pyarrow: pip install 'axlearn-like[data]'") from error
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{path} is not a Parquet file: {error}") from error
+
+
+@functools.cache
+def _tf_example() -> Any:
+    """The message class `tf.train.Example`, made from its fields: TensorFlow itself is not needed."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="axlearn_like/example.proto", package="axlearn_like", syntax="proto3"
+    )
+
+    def message(name: str, *fields: tuple[str, int, int, str | None, bool], within: Any = file.message_type) -> Any:
+        added = within.add(name=name)
+        for field, number, kind, of, repeated in fields:
+            label = kinds.LABEL_REPEATED if repeated else kinds.LABEL_OPTIONAL
+            added.field.add(name=field, number=number, type=kind, label=label, type_name=of and f".axlearn_like.{of}")
+        return added
+
+    message("BytesList", ("value", 1, kinds.TYPE_BYTES, None, True))
+    message("FloatList", ("value", 1, kinds.TYPE_FLOAT, None, True))
+    message("Int64List", ("value", 1, kinds.TYPE_INT64, None, True))
+    lists = (("bytes_list", "BytesList"), ("float_list", "FloatList"), ("int64_list", "Int64List"))
+    feature = message("Feature", *((name, n, kinds.TYPE_MESSAGE, of, False) for n, (name, of) in enumerate(lists, 1)))
+    feature.oneof_decl.add(name="kind")
+    for field in feature.field:
+        field.oneof_index = 0
+    features = message("Features", ("feature", 1, kinds.TYPE_MESSAGE, "Features.FeatureEntry", True))
+    entry = message(
+        "FeatureEntry",
+        ("key", 1, kinds.TYPE_STRING, None, False),
+        ("value", 2, kinds.TYPE_MESSAGE, "Feature", False),
+        within=features.nested_type,
+    )
+    entry.options.map_entry = True
+    message("Example", ("features", 1, kinds.TYPE_MESSAGE, "Features", False))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("axlearn_like.Example"))

@@ -1,0 +1,141 @@
+"""Supervised input: shuffled, mixed, packed, deterministic, and resumable in mid-epoch on any number of hosts."""
+
+import weakref
+from typing import Any, Literal
+
+import numpy as np
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, owner_name
+from axlearn_like.config_text import to_text
+from axlearn_like.input.batches import Batch, BatchStream, too_long
+from axlearn_like.input.mixture import Mixture, Single, build_source
+from axlearn_like.input.packing import FirstFit
+from axlearn_like.input.source import InputError
+
+_FORMAT = 2  # of the state; before, it was Grain's
+
+
+class SupervisedInput(Configurable):
+    """An endless iterator of packed batches; epoch after epoch, each in its own order.
+
+    A batch is a dict of numpy arrays [rows, seq_len]: `tokens`, `targets` (the next token of the same segment),
+    `positions` (from 0 in each segment), `segment_ids` (from 1 in each row, 0 on padding), all int32, and `weights`
+    float32: 1 / (number of learned targets in the whole batch, of all processes) on those targets, else 0.
+
+    Process p of P gets the rows [p, p + 1) x batch_size / P of the global batch, by default all of them. The global
+    batches do not depend on P: a run may be resumed on another number of hosts, and goes on to the bit.
+
+    Each process makes `prefetch` batches ahead, on a thread.
+    """
+
+    class Config(ConfigBase["SupervisedInput"]):
+        source: ConfigBase = REQUIRED  # a source, or a Mixture of several
+        seq_len: int = REQUIRED
+        batch_size: int = REQUIRED  # rows of the global batch
+        rows: ConfigBase = FirstFit.Config()  # how examples are put into rows
+        long: Literal["refuse", "split"] = "refuse"  # examples that need more than a row
+        prefetch: int = 4  # batches
+        seed: int = 0
+
+    def __init__(self, cfg: Config, *, process: int = 0, processes: int = 1):
+        self.seq_len, self.batch_size = cfg.seq_len, cfg.batch_size
+        _check(cfg, process, processes)
+        arrangement = cfg.rows.build()
+        name = owner_name(cfg.source)
+        if isinstance(cfg.source, Mixture.Config):
+            mixture: Mixture | Single = cfg.source.build()
+        else:
+            mixture = Single(build_source(cfg.source, name), name)
+        for source in mixture.sources:
+            length, where = source.longest
+            if cfg.long == "refuse" and length - 1 > cfg.seq_len:
+                raise too_long(where, length, cfg.seq_len)
+        self._made_with = {
+            "seq_len": cfg.seq_len,
+            "seed": cfg.seed,
+            "rows": to_text(cfg.rows),
+            "long": cfg.long,
+            "weights": mixture.describe(),
+            **{f"data of {n}": source.digest for n, source in zip(mixture.names, mixture.sources, strict=True)},
+        }
+        each = cfg.batch_size // processes
+        stream = BatchStream(
+            mixture,
+            arrangement,
+            seq_len=cfg.seq_len,
+            batch_size=cfg.batch_size,
+            long=cfg.long,
+            seed=cfg.seed,
+            local=slice(process * each, (process + 1) * each),
+        )
+        self._metrics: dict[str, float] = {}
+        # In a list, which is emptied when this object goes, at the interpreter's end at the latest: Grain's iterators
+        # that are still there after it cannot close themselves.
+        self._iterator = [_prefetched(stream, cfg.prefetch)]
+        self._close = weakref.finalize(self, _close, self._iterator)
+
+    def __iter__(self) -> "SupervisedInput":
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        batch: Batch = next(self._iterator[0])
+        self._metrics = batch.metrics
+        return batch.arrays
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last batch, on all hosts alike: `packing`, the fraction of its places that hold a token, and `epoch`,
+        how often the source has been gone through (of a mixture: `epoch/NAME`)."""
+        return self._metrics
+
+    def state(self) -> dict[str, Any]:
+        """Where the next batch comes from: the same on every host, JSON-able, small whatever the size of the data."""
+        return {"format": _FORMAT, **self._iterator[0].get_state(), "made_with": self._made_with}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to where `state()` was taken; the following batches are the same to the bit.
+
+        Raises:
+            InputError: the state is of an earlier version, or of other data or settings.
+        """
+        if state.get("format") != _FORMAT:
+            raise InputError(
+                "the position of the input in this checkpoint was written by another version, which packed rows in "
+                "another way; finish the run with that version, or start a new one"
+            )
+        before = state["made_with"]
+        for name in before | self._made_with:
+            if before.get(name) != self._made_with.get(name):
+                raise InputError(
+                    f"the input cannot go on from this checkpoint: {name} was {before.get(name)!r} "
+                    f"and is {self._made_with.get(name)!r}; put it back, or start a new run"
+                )
+        self._iterator[0].set_state({"drawn": state["drawn"], "row": state["row"]})
+
+    def close(self) -> None:
+        """Ends the thread that makes batches ahead; there are none after it."""
+        self._close()
+
+
+def _check(cfg: SupervisedInput.Config, process: int, processes: int) -> None:
+    if cfg.seq_len < 1 or cfg.batch_size < 1 or cfg.prefetch < 0:
+        raise InputError(
+            "SupervisedInput.Config: expected seq_len >= 1, batch_size >= 1 and prefetch >= 0, "
+            f"got seq_len={cfg.seq_len}, batch_size={cfg.batch_size}, prefetch={cfg.prefetch}"
+        )
+    if not 0 <= process < processes:
+        raise InputError(f"SupervisedInput: process {process} of {processes}: expected 0 <= process < processes")
+    if cfg.batch_size % processes:
+        raise InputError(
+            f"SupervisedInput.Config.batch_size is {cfg.batch_size}; "
+            f"expected a multiple of the number of processes, {processes}"
+        )
+
+
+def _close(iterator: list[Any]) -> None:
+    iterator.pop().close()
+
+
+def _prefetched(stream: BatchStream, batches: int) -> Any:
+    from grain.experimental import ThreadPrefetchDatasetIterator
+
+    return ThreadPrefetchDatasetIterator(stream, batches)

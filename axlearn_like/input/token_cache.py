@@ -1,0 +1,149 @@
+"""Tokenised files, kept: each is made once, whole or not at all, however many processes want it.
+
+A folder's name is a checksum of the file's content, the tokenizer and the options, so a changed file makes a new one.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from axlearn_like.full_disk import telling_full_disk
+from axlearn_like.input.encoding import Encoded
+from axlearn_like.input.source import InputError
+from axlearn_like.input.token_file import Damaged, TokenFile, TokenWriter
+
+_FORMAT = 1
+_SETTLED_NS = 2_000_000_000  # A file changed more recently may change again within one tick of its clock.
+
+Examples = Iterator[tuple[Encoded, str, float]]  # tokens and loss mask, where they come from, part of the file read
+
+
+class TokenCache:
+    """A folder of tokenised files."""
+
+    def __init__(self, directory: str):
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self._root = Path(directory).expanduser() if directory else Path(base) / "axlearn-like" / "tokens"
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot make the folder {self._root} for tokenised data: {error.strerror}") from error
+
+    def key(self, path: Path, recipe: str) -> str:
+        """The name under which the tokens of a file are kept. `recipe`: all else that they depend on."""
+        return xxhash.xxh3_128_hexdigest(f"{_FORMAT}\n{self._content(path)}\n{recipe}".encode())
+
+    def find(self, path: Path, key: str) -> TokenFile | None:
+        """The tokens of a file, if they are there and whole."""
+        if not (self._root / key).exists():
+            return None
+        try:
+            return TokenFile(self._root / key, str(path), key)
+        except Damaged as error:
+            print(f"tokens of {path} are damaged and are made again ({error})", file=sys.stderr, flush=True)
+            return None
+
+    def make(self, path: Path, key: str, vocab_size: int, examples: Callable[[], Examples], wait: bool) -> bool:
+        """Tokenises a file, unless somebody else has done it meanwhile.
+
+        Returns:
+            False if another process is at it; with `wait`, after that process has ended, True.
+        """
+        with self._lock(path, key, wait) as mine:
+            if not mine:
+                return False
+            if self.find(path, key) is None:
+                with telling_full_disk(self._root):
+                    self._make(path, key, vocab_size, examples())
+            return True
+
+    def _make(self, path: Path, key: str, vocab_size: int, examples: Examples) -> None:
+        final, new = self._root / key, self._root / f"{key}.{uuid.uuid4().hex[:8]}"
+        for left in self._root.glob(f"{key}.????????"):  # by a process that was killed; we hold the lock
+            shutil.rmtree(left, ignore_errors=True)
+        writer = TokenWriter(new, vocab_size)
+        progress = _Progress(path)
+        try:
+            for (tokens, mask), where, part in examples:
+                writer.add(tokens, mask, where)
+                progress.update(part)
+            writer.finish()
+            progress.end()
+            shutil.rmtree(final, ignore_errors=True)  # damaged, else we would not be here
+            try:
+                os.rename(new, final)
+            except OSError:
+                if not final.exists():  # With locks that do not lock, another host may have been faster.
+                    raise
+        finally:
+            writer.close()
+            shutil.rmtree(new, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _lock(self, path: Path, key: str, wait: bool) -> Iterator[bool]:
+        """The system lets go of it when the process dies."""
+        with open(self._root / f"{key}.lock", "wb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not wait:
+                    yield False
+                    return
+                print(f"waiting for another process that tokenises {path}", file=sys.stderr, flush=True)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield True
+
+    def _content(self, path: Path) -> str:
+        """A checksum of a file's content, remembered for as long as size and time of the file stay."""
+        status = path.stat()
+        now = {"size": status.st_size, "changed": status.st_mtime_ns}
+        memo = self._root / f"{xxhash.xxh3_128_hexdigest(str(path.absolute()).encode())}.file"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            before = json.loads(memo.read_text())
+            if {name: before[name] for name in now} == now:
+                return before["content"]
+        digest = xxhash.xxh3_128()
+        with open(path, "rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+        if time.time_ns() - status.st_mtime_ns > _SETTLED_NS:
+            new = memo.with_suffix(f".{uuid.uuid4().hex[:8]}")
+            new.write_text(json.dumps({**now, "content": digest.hexdigest(), "path": str(path.absolute())}))
+            os.replace(new, memo)
+        return digest.hexdigest()
+
+
+class _Progress:
+    """A line on standard error every few seconds."""
+
+    def __init__(self, path: Path, every_seconds: float = 5.0):
+        self._path, self._every_seconds = path, every_seconds
+        self._megabytes = path.stat().st_size / 1e6
+        self._began = self._spoke = time.monotonic()
+
+    def update(self, part: float) -> None:
+        now = time.monotonic()
+        if now - self._spoke >= self._every_seconds and part > 0:
+            self._spoke, left = now, (now - self._began) * (1 / part - 1)
+            print(
+                f"tokenising {self._path}: {part:.0%} of {self._megabytes:,.1f} MB, {left:,.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def end(self) -> None:
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        print(
+            f"tokenised {self._path}: {self._megabytes:,.1f} MB in {seconds:,.1f} s; kept for the next run",
+            file=sys.stderr,
+            flush=True,
+        )

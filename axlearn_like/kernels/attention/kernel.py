@@ -1,0 +1,141 @@
+"""What an attention kernel is asked, and what it answers before it is chosen.
+
+Shape letters: b batch, t queries, s keys, k key/value heads, q query heads per key/value head, h head width (values may
+have another one).
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from axlearn_like.config import ConfigBase, Configurable
+from mesh.errors import UserError
+
+MASKED = -1e30  # finite, so that a fully masked (padding) row gives garbage instead of NaN
+SEQUENCE = "sequence"  # the mesh axis over which rows are cut
+Layout = Literal["straight", "zigzag"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which keys a query sees by their places in the row, and what is done to scores. Static.
+
+    Attributes:
+        causal: no key behind the query.
+        window: a query sees itself and the `window - 1` keys before it (Mistral, Gemma); None: all.
+        soft_cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: as they are.
+        scale: of scores; None: head width ** -0.5.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UserError(f"Attention.window={self.window}; expected 1 or more tokens, the query's own included")
+        if self.window is not None and not self.causal:
+            raise UserError("Attention.window looks back only; expected causal attention")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise UserError(f"Attention.soft_cap={self.soft_cap}; expected more than 0, or None")
+
+    def scale_of(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static facts by which a kernel is chosen. Sizes are global, not of one device.
+
+    Attributes:
+        platform: where the program will run: "tpu", "gpu", "cpu".
+        dtype: of queries, keys and values.
+        length: of the rows; as many queries as keys.
+        kv_heads: key/value heads.
+        per_kv: query heads of each.
+        head_dim: of queries and keys.
+        value_dim: of values.
+        rules: see `Rules`.
+        sinks: whether heads have a learned score that takes weight and gives no value.
+        ways: devices over which the length is cut.
+        layout: how (see zigzag.py).
+        ring: whether keys go round these devices, instead of being gathered.
+    """
+
+    platform: str
+    dtype: np.dtype[Any]
+    length: int
+    kv_heads: int
+    per_kv: int
+    head_dim: int
+    value_dim: int
+    rules: Rules
+    sinks: bool = False
+    ways: int = 1
+    layout: Layout = "straight"
+    ring: bool = False
+
+
+class Kernel(Configurable):
+    """One way to compute attention. Static: equal configs make equal kernels.
+
+    A kernel works on the arrays of one device: `interface.attend` cuts them by batch and heads, and gathers keys over
+    the length where that is cut.
+    """
+
+    class Config(ConfigBase["Kernel"]):
+        pass
+
+    explicit = False  # whether it also works on arrays that are spread over a mesh by batch and heads
+
+    def __init__(self, cfg: Any):
+        self.cfg = cfg
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kernel) and type(self) is type(other) and self.cfg == other.cfg
+
+    def __hash__(self) -> int:
+        return hash((type(self), repr(self.cfg)))
+
+    def supported(self, call: Call) -> str | None:
+        """Why it cannot do that, or None if it can."""
+        raise NotImplementedError
+
+    def tables(self, call: Call) -> Any:
+        """Arrays that `attend` needs of each device's queries: the last but one axis, or the only one, is cut as they
+        are. None if there are none."""
+        del call
+        return None
+
+    def attend(
+        self,
+        q_btkqh: jax.Array,
+        k_bskh: jax.Array,
+        v_bskh: jax.Array,
+        call: Call,
+        *,
+        segments: tuple[jax.Array, jax.Array],
+        places_t: Any,
+        sinks_kq: jax.Array | None,
+        tables: Any,
+    ) -> jax.Array:
+        """Mixed values [b, t, k, q, h] of some queries of rows whose keys are all there, in order.
+
+        Args:
+            q_btkqh: queries.
+            k_bskh: keys.
+            v_bskh: values.
+            call: what was asked in `supported`.
+            segments: int32 [b, t] and [b, s]; only equals see each other.
+            places_t: int32, the place of each query in its row.
+            sinks_kq: scores of the sinks, or None.
+            tables: this device's part of `tables`.
+        """
+        raise NotImplementedError
+
+    def blocks(self, call: Call) -> Any:
+        """What a ring needs of a kernel (see `ring.Blocks`)."""
+        raise NotImplementedError

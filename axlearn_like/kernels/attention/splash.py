@@ -1,0 +1,272 @@
+"""Splash attention, the block-sparse flash attention for TPUs of jax.experimental.pallas.ops.tpu.splash_attention.
+
+No array of scores exists; blocks of which nothing is visible are neither fetched nor computed, so a window of w tokens
+costs w / length of the whole. Keys and values are not repeated for the query heads that share them.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.kernels.attention import zigzag
+from axlearn_like.kernels.attention.kernel import Call, Kernel
+from mesh.errors import UserError
+
+LANES = 128  # the width of a TPU register; blocks are multiples of it
+UNFUSED_FROM = 16_384  # the fused backward pass keeps a part of dq for every block of keys: 8 GiB at 32k
+_NO_SEGMENT = -1  # of padding
+
+
+class Splash(Kernel):
+    """The TPU kernel. Block sizes are clipped to the length."""
+
+    class Config(ConfigBase["Splash"]):
+        block_q: int = 1024  # queries at a time
+        block_kv: int = 1024  # keys fetched at a time
+        block_kv_compute: int = 512  # keys multiplied at a time
+        fused_backward: bool | None = None  # dq with dk and dv in one pass; None: for rows shorter than 16,384
+        interpret: bool = False  # simulate a TPU, which is slow: for tests
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        for name in ("block_q", "block_kv", "block_kv_compute"):
+            if (size := getattr(cfg, name)) < LANES or size % LANES:
+                raise UserError(f"Splash.{name}={size}; expected a multiple of {LANES}")
+        if cfg.block_kv % cfg.block_kv_compute:
+            raise UserError(
+                f"Splash.block_kv={cfg.block_kv} is not a multiple of block_kv_compute={cfg.block_kv_compute}"
+            )
+
+    def supported(self, call: Call) -> str | None:
+        if call.platform != "tpu" and not self.cfg.interpret:
+            return f"for TPUs, not for {call.platform}"
+        if call.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"expects bfloat16 or float32, not {call.dtype}"
+        parts = LANES * call.ways * (2 if call.layout == "zigzag" else 1)
+        if call.ways > 1 and call.length % parts:
+            return f"rows of {call.length} tokens over {call.ways} devices are not in blocks of {LANES}"
+        if call.ring and call.rules.window is not None:
+            return "cannot have a window in a ring"
+        if call.ring and not call.rules.causal:
+            return "rings are causal"
+        return None
+
+    def tables(self, call: Call) -> "Tables":
+        length = padded(call.length)
+        places = zigzag.order(length, call.ways, call.layout)
+        mask = ("causal", call.rules.window) if call.rules.causal else ("full", None)
+        return self.tables_of(mask, (length, length), places, call.ways)
+
+    def attend(
+        self,
+        q_btkqh: jax.Array,
+        k_bskh: jax.Array,
+        v_bskh: jax.Array,
+        call: Call,
+        *,
+        segments: tuple[jax.Array, jax.Array],
+        places_t: Any,
+        sinks_kq: jax.Array | None,
+        tables: "Tables",
+    ) -> jax.Array:
+        del places_t  # in the tables
+        batch, length, _, _, width = q_btkqh.shape
+        q = _filled(_queries_by_head(_scaled(q_btkqh, call.rules.scale_of(width))), 2)
+        k, v = (_filled(x.transpose(0, 2, 1, 3), 2) for x in (k_bskh, v_bskh))
+        kernel = self.bound(call, tables, (q.shape[2], k.shape[2]), save_residuals=False)
+        sinks = None if sinks_kq is None else sinks_kq.reshape(-1).astype(jnp.float32)
+        ids = tuple(_filled(x, 1, _NO_SEGMENT) for x in segments)
+        mixed = jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, _segment_ids(*ids), sinks))(q, k, v, *ids)
+        mixed = mixed[:, :, :length].transpose(0, 2, 1, 3)
+        return mixed.reshape(batch, length, k_bskh.shape[2], -1, v_bskh.shape[-1])
+
+    def blocks(self, call: Call) -> "SplashBlocks":
+        return SplashBlocks(self, call)
+
+    def tables_of(self, mask: tuple[str, int | None], shape: tuple[int, int], places: Any, ways: int) -> "Tables":
+        return _make_tables(mask, shape, np.asarray(places, np.int32).tobytes(), ways, self.sizes(shape, ways))
+
+    def sizes(self, shape: tuple[int, int], ways: int = 1) -> "Sizes":
+        queries, keys = shape[0] // ways, shape[1]
+        kv = fitting(self.cfg.block_kv, keys)
+        fused = self.cfg.fused_backward
+        return Sizes(
+            q=fitting(self.cfg.block_q, queries),
+            kv=kv,
+            compute=fitting(self.cfg.block_kv_compute, kv),
+            fused=keys < UNFUSED_FROM if fused is None else fused,
+        )
+
+    def bound(self, call: Call, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool) -> Any:
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+        return splash.SplashAttentionKernel(
+            *tables.arrays, **self.arguments(call, tables, shape, save_residuals=save_residuals)
+        )
+
+    def arguments(
+        self, call: Call, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool
+    ) -> dict[str, Any]:
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+        sizes = self.sizes(shape)  # of one device already
+        return {
+            "block_sizes": splash.BlockSizes(
+                block_q=sizes.q,
+                block_kv=sizes.kv,
+                block_kv_compute=sizes.compute,
+                block_q_dkv=sizes.q,
+                block_kv_dkv=sizes.kv,
+                block_kv_dkv_compute=sizes.compute,
+                use_fused_bwd_kernel=sizes.fused,
+                block_q_dq=None if sizes.fused else sizes.q,
+                block_kv_dq=None if sizes.fused else sizes.kv,
+            ),
+            "is_mqa": False,
+            "save_residuals": save_residuals,
+            "mask_value": splash.DEFAULT_MASK_VALUE,
+            "attn_logits_soft_cap": call.rules.soft_cap,
+            "residual_checkpoint_name": None,
+            "mask_function": tables.function,
+            "interpret": self.cfg.interpret,
+        }
+
+
+class Sizes(NamedTuple):
+    """Of blocks."""
+
+    q: int
+    kv: int
+    compute: int
+    fused: bool
+
+
+@jax.tree_util.register_pytree_node_class
+class Tables:
+    """Which blocks of keys each block of queries visits: for the forward pass, for dq, for dk and dv."""
+
+    def __init__(self, arrays: tuple[Any, Any, Any], function: Any):
+        self.arrays, self.function = arrays, function
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        return self.arrays, self.function
+
+    @classmethod
+    def tree_unflatten(cls, function: Any, arrays: Any) -> "Tables":
+        return cls(tuple(arrays), function)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_tables(
+    mask: tuple[str, int | None], shape: tuple[int, int], places: bytes, ways: int, sizes: Sizes
+) -> Tables:
+    """Made by numpy, block by block; all heads share them."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
+
+    kind, window = mask
+    if kind == "full":
+        one: Any = masks.FullMask(shape)
+    else:
+        one = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+        one.q_sequence = np.frombuffer(places, np.int32)
+    of_heads, blocks = masks.MultiHeadMask([one]), (sizes.q, sizes.kv)
+    shards = {"head_shards": 1, "q_seq_shards": ways}
+    forward, function = info.process_mask(of_heads, blocks, **shards)
+    dkv, _ = info.process_mask_dkv(of_heads, blocks, **shards, shrink_grid=not sizes.fused)
+    return Tables((forward, None if sizes.fused else forward, dkv), function)
+
+
+class SplashBlocks:
+    """A block of keys for some queries, and back (see `ring.Blocks`), by the same kernels."""
+
+    def __init__(self, kernel: Splash, call: Call):
+        self._kernel, self._call = kernel, call
+
+    def forward(
+        self, q_bkqth: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, segments: Any, places: Any, case: str
+    ) -> tuple[jax.Array, jax.Array]:
+        del places
+        batch, heads, per_head, length, width = q_bkqth.shape
+        shape = (length, k_bksh.shape[2])
+        kernel = self._kernel.bound(self._call, self._tables(case, shape), shape, save_residuals=True)
+        q = _scaled(q_bkqth, self._call.rules.scale_of(width)).reshape(batch, -1, length, width)
+        run = jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, _segment_ids(*ids)))
+        out, (lse,) = run(q, k_bksh, v_bksh, *segments)
+        out = out.reshape(batch, heads, per_head, length, -1).astype(jnp.float32)
+        return out, lse.reshape(batch, heads, per_head, length)
+
+    def backward(
+        self,
+        q_bkqth: jax.Array,
+        k_bksh: jax.Array,
+        v_bksh: jax.Array,
+        segments: Any,
+        places: Any,
+        case: str,
+        out: jax.Array,
+        lse: jax.Array,
+        d_out: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        del places
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+        batch, _, _, length, width = q_bkqth.shape
+        shape = (length, k_bksh.shape[2])
+        tables = self._tables(case, shape)
+        arguments = self._kernel.arguments(self._call, tables, shape, save_residuals=False)
+        scale = self._call.rules.scale_of(width)
+
+        def one(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, *ids: Any) -> Any:
+            # JAX's own backward pass, given the softmax over all blocks instead of this block's.
+            residuals = (q, k, v, _segment_ids(*ids), None, out, lse, *tables.arrays[1:])
+            return splash._splash_attention_bwd(res=residuals, do=d_out, **arguments)[3:6]
+
+        def flat(x: jax.Array) -> jax.Array:
+            return x.reshape(batch, -1, *x.shape[3:])
+
+        kind = q_bkqth.dtype
+        q = flat(_scaled(q_bkqth, scale))
+        dq, dk, dv = jax.vmap(one)(
+            q, k_bksh, v_bksh, flat(out).astype(kind), flat(lse), flat(d_out).astype(kind), *segments
+        )
+        return dq.reshape(q_bkqth.shape).astype(jnp.float32) * scale, dk.astype(jnp.float32), dv.astype(jnp.float32)
+
+    def _tables(self, case: str, shape: tuple[int, int]) -> Tables:
+        mask = ("causal", None) if case == "diagonal" else ("full", None)
+        return self._kernel.tables_of(mask, shape, np.arange(shape[0]), 1)
+
+
+def padded(length: int) -> int:
+    return length + -length % LANES
+
+
+def fitting(block: int, length: int) -> int:
+    """The largest block size that is no larger, a multiple of 128, and divides the length."""
+    return max(size for size in range(LANES, min(block, length) + 1, LANES) if length % size == 0)
+
+
+def _queries_by_head(q_btkqh: jax.Array) -> jax.Array:
+    batch, length, _, _, width = q_btkqh.shape
+    return q_btkqh.reshape(batch, length, -1, width).transpose(0, 2, 1, 3)
+
+
+def _filled(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
+    missing = -x.shape[axis] % LANES
+    pads = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, pads, constant_values=value) if missing else x
+
+
+def _segment_ids(queries: jax.Array, keys: jax.Array) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    return splash.SegmentIds(queries, keys)
+
+
+def _scaled(x: jax.Array, scale: float) -> jax.Array:
+    """The kernel does not scale scores. Rounded once: the scale itself is no bfloat16."""
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)

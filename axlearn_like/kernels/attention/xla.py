@@ -1,0 +1,144 @@
+"""Attention by XLA: runs everywhere, does everything, holds all scores. The reference of the other kernels."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.kernels.attention.kernel import MASKED, Call, Kernel, Rules
+from axlearn_like.layers.linear import batched_dot
+from mesh.rules import partition
+
+
+class Xla(Kernel):
+    """Scores of all pairs, float32 [b, k, q, t, s]; the compiler makes of it what it can."""
+
+    class Config(ConfigBase["Xla"]):
+        pass
+
+    explicit = True
+
+    def supported(self, call: Call) -> str | None:
+        del call
+        return None
+
+    def attend(
+        self,
+        q_btkqh: jax.Array,
+        k_bskh: jax.Array,
+        v_bskh: jax.Array,
+        call: Call,
+        *,
+        segments: tuple[jax.Array, jax.Array],
+        places_t: Any,
+        sinks_kq: jax.Array | None,
+        tables: Any,
+    ) -> jax.Array:
+        del tables
+        same = segments[0][:, :, None] == segments[1][:, None, :]
+        visible = visible_by_place(call.rules, places_t, jnp.arange(k_bskh.shape[1]))
+        mask = same if visible is None else same & visible
+        return mix(q_btkqh, k_bskh, v_bskh, mask, call.rules, sinks_kq)
+
+    def blocks(self, call: Call) -> "XlaBlocks":
+        return XlaBlocks(call.rules)
+
+
+def visible_by_place(rules: Rules, queries_t: Any, keys_s: Any) -> jax.Array | None:
+    """bool [t, s], or None where every key is visible."""
+    if not rules.causal:
+        return None
+    behind = queries_t[:, None] - keys_s[None, :]
+    return behind >= 0 if rules.window is None else (behind >= 0) & (behind < rules.window)
+
+
+def capped(scores: jax.Array, rules: Rules) -> jax.Array:
+    return scores if rules.soft_cap is None else rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
+
+
+def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Softmax over the last axis and, if there are sinks (broadcast over the others), one more score each."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    column = jnp.zeros_like(scores[..., :1]) + sinks.astype(scores.dtype)
+    return jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+
+
+def mix(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask_bts: jax.Array, rules: Rules, sinks_kq: jax.Array | None = None
+) -> jax.Array:
+    """Plain attention, [b, t, k, q, h]. Query heads join the length, so each product is one batched matmul."""
+    batch, length, heads, per_head, width = q.shape
+    rows = _reshape(q.transpose(0, 2, 3, 1, 4), batch, heads, per_head * length, width)
+    scores = batched_dot(rows, k.transpose(0, 2, 1, 3), contract_last=True)
+    scores = _reshape(scores, batch, heads, per_head, length, -1) * rules.scale_of(width)
+    scores = jnp.where(mask_bts[:, None, None], capped(scores, rules), MASKED)
+    weights = softmax_with_sinks(scores, None if sinks_kq is None else sinks_kq[None, :, :, None, None])
+    weights = _reshape(weights.astype(v.dtype), batch, heads, per_head * length, -1)
+    mixed = batched_dot(weights, v.transpose(0, 2, 1, 3)).astype(v.dtype)
+    return _reshape(mixed, batch, heads, per_head, length, v.shape[-1]).transpose(0, 3, 1, 2, 4)
+
+
+def _reshape(x: jax.Array, *shape: int) -> jax.Array:
+    """Batch and heads stay in front and spread as they were: a plain reshape forgets that where their size is 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.manual_axes) == set(mesh.axis_names):  # one device's part
+        return jnp.reshape(x, shape)
+    return jnp.reshape(x, shape, out_sharding=partition("batch", "heads", *[None] * (len(shape) - 2)))
+
+
+class XlaBlocks:
+    """A block of keys for some queries, and back (see `ring.Blocks`); arrays have heads in front of the length."""
+
+    def __init__(self, rules: Rules):
+        self._rules = rules
+
+    def forward(
+        self, q_bkqth: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, segments: Any, places: Any, case: str
+    ) -> tuple[jax.Array, jax.Array]:
+        del case
+        scores = self._scores(q_bkqth, k_bksh, segments, places)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        weights = jnp.exp(scores - lse[..., None]).astype(v_bksh.dtype)
+        return _dot("bkqts,bksh->bkqth", weights, v_bksh), lse
+
+    def backward(
+        self,
+        q_bkqth: jax.Array,
+        k_bksh: jax.Array,
+        v_bksh: jax.Array,
+        segments: Any,
+        places: Any,
+        case: str,
+        out: jax.Array,
+        lse: jax.Array,
+        d_out: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        del case
+        scores = self._scores(q_bkqth, k_bksh, segments, places)
+        weights = jnp.exp(scores - lse[..., None])  # exactly 0 where masked
+        d_out, kind = d_out.astype(jnp.float32), q_bkqth.dtype
+        d_weights = _dot("bkqth,bksh->bkqts", d_out.astype(kind), v_bksh)
+        d_scores = weights * (d_weights - jnp.sum(out * d_out, axis=-1, keepdims=True))
+        if self._rules.soft_cap is not None:
+            d_scores = jnp.where(scores > MASKED / 2, d_scores * (1 - (scores / self._rules.soft_cap) ** 2), 0.0)
+        d_scores = (d_scores * self._rules.scale_of(q_bkqth.shape[-1])).astype(kind)
+        return (
+            _dot("bkqts,bksh->bkqth", d_scores, k_bksh),
+            _dot("bkqts,bkqth->bksh", d_scores, q_bkqth),
+            _dot("bkqts,bkqth->bksh", weights.astype(kind), d_out.astype(kind)),
+        )
+
+    def _scores(self, q: jax.Array, k: jax.Array, segments: Any, places: Any) -> jax.Array:
+        scores = _dot("bkqth,bksh->bkqts", q, k) * self._rules.scale_of(q.shape[-1])
+        mask = segments[0][:, :, None] == segments[1][:, None, :]
+        if (visible := visible_by_place(self._rules, *places)) is not None:
+            mask = mask & visible
+        return jnp.where(mask[:, None, None], capped(scores, self._rules), MASKED)
+
+
+def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+
+

@@ -1,0 +1,95 @@
+"""Grouped matrix products: rows sorted by group, each times its group's matrix. What experts consist of."""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.kernels import blocked_matmul
+from mesh.errors import UserError
+from mesh.manual import varying
+
+Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class RaggedDot(Configurable):
+    """`jax.lax.ragged_dot`, which XLA compiles to kernels of its own on TPUs and GPUs; blocks of rows on CPUs."""
+
+    class Config(ConfigBase["RaggedDot"]):
+        pass
+
+    def __init__(self, cfg: Config):
+        del cfg
+        self._product = _with_gradient(jax.lax.ragged_dot)
+
+    def __call__(self, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        """[rows, in], [groups, in, out], int32 [groups] -> [rows, out] of the type of x.
+
+        The first sizes[0] rows belong to group 0, the next sizes[1] to group 1 and so on. What comes out for rows
+        beyond the sum of the sizes is not defined. Inside a shard_map all three vary over the same axes.
+        """
+        return self._product(x, w, sizes)
+
+
+class TokamaxRaggedDot(Configurable):
+    """Tokamax's Pallas kernels on TPUs of generation 5 and later; `RaggedDot` on CPUs and GPUs.
+
+    Those of its first version: the second (tokamax 0.0.17) cannot be used inside a shard_map.
+    """
+
+    class Config(ConfigBase["TokamaxRaggedDot"]):
+        pass
+
+    def __init__(self, cfg: Config):
+        del cfg
+        if find_spec("tokamax") is None:
+            raise UserError("TokamaxRaggedDot needs the package tokamax: install the extra `tpu`, or use RaggedDot")
+        tokamax = import_module("tokamax")
+
+        def product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+            axes = varying(x)
+            kind = jax.sharding.ManualAxisType(varying=axes) if axes else None
+            return tokamax.ragged_dot(
+                x, w, sizes, preferred_element_type=x.dtype, implementation="mosaic_tpu", manual_axis_type=kind
+            )
+
+        self._product = _with_gradient(product, only_tpu=True)
+
+    def __call__(self, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        """As `RaggedDot`."""
+        return self._product(x, w, sizes)
+
+
+def _with_gradient(product: Product, *, only_tpu: bool = False) -> Product:
+    """`product` with the platform chosen when it is compiled, in both directions.
+
+    The gradient is given because that of a choice would keep what any of the branches wants to keep.
+    """
+
+    def gradients(product: Product) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        def backward(x: jax.Array, w: jax.Array, sizes: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jax.vjp(lambda x, w: product(x, w, sizes), x, w)[1](dy)
+
+        return backward
+
+    def by_platform(native: Callable[..., Any], plain: Callable[..., Any], blocked: Callable[..., Any]) -> Any:
+        branches = {"tpu": native, "default": plain} if only_tpu else {"default": native}
+        return lambda *args: jax.lax.platform_dependent(*args, cpu=blocked, **branches)
+
+    @jax.custom_vjp
+    def chosen(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return by_platform(product, jax.lax.ragged_dot, blocked_matmul.forward)(x, w, sizes)
+
+    def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        return chosen(x, w, sizes), (x, w, sizes)
+
+    def backward(kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+        choice = by_platform(gradients(product), gradients(jax.lax.ragged_dot), blocked_matmul.backward)
+        dx, dw = choice(*kept, dy)
+        return dx, dw, None
+
+    chosen.defvjp(forward, backward)
+    return chosen

@@ -1,0 +1,119 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1.2-2.1.3): keys and values made from one small vector.
+
+A token's keys and values are projections of a normalised latent of `kv_rank` numbers; positions go by a separate part
+of queries and keys, `rope_dim` wide, whose keys all heads share. Keys and values are expanded, so a cache holds as much
+as with plain multi-head attention. (Folding the projections into queries and output, so that a cache holds latents
+alone, is for a kernel of its own.)
+
+Shape letters: b batch, t length, d model width, k heads, q = 1, r rank of a latent, h head width.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.kernels.attention.all_gather import AllGather
+from axlearn_like.kernels.attention.interface import FirstSupported, Mixing
+from axlearn_like.kernels.attention.kernel import Rules
+from axlearn_like.layers.attention import check_spread
+from axlearn_like.layers.base import Layer, fan_in_init, param
+from axlearn_like.layers.context import Context
+from axlearn_like.layers.linear import project, whole_length
+from axlearn_like.layers.norm import RMSNorm
+from axlearn_like.layers.remat import named
+from axlearn_like.layers.rope import Rope, rotate
+from mesh.errors import UserError
+
+
+class LatentAttention(Layer):
+    """In the place of `Attention`. The defaults are DeepSeek-V2's and V3's, but for `q_rank` (1536)."""
+
+    class Config(ConfigBase["LatentAttention"]):
+        dim: int = REQUIRED
+        num_heads: int = REQUIRED
+        q_rank: int | None = None  # of the latent of queries; None: there is none (V2-Lite)
+        kv_rank: int = 512
+        nope_dim: int = 128  # of a query or key head, the part without positions
+        rope_dim: int = 64  # the part with them
+        value_dim: int = 128
+        norm: RMSNorm.Config = RMSNorm.Config()  # of latents
+        rope: Rope.Config = Rope.Config()
+        window: int | None = None  # tokens that a query sees, its own included; None: all before it
+        scale: float | None = None  # of scores; None: (nope_dim + rope_dim) ** -0.5
+        kernel: ConfigBase = FirstSupported.Config()
+        sequence: ConfigBase = AllGather.Config()
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        heads, width = cfg.num_heads, cfg.nope_dim + cfg.rope_dim
+        if cfg.rope_dim % 2:
+            raise UserError(f"LatentAttention: rope_dim={cfg.rope_dim} is odd; expected pairs to rotate")
+        if cfg.value_dim > width:
+            raise UserError(
+                f"LatentAttention: value_dim={cfg.value_dim} is more than nope_dim + rope_dim={width}; a cache has one "
+                "width for both"
+            )
+        check_spread("LatentAttention: num_heads", heads)
+        self.cache_shape = (heads, width)  # values are filled up
+        self._widths = (cfg.nope_dim, cfg.rope_dim, cfg.value_dim)
+        self._kv_rank = cfg.kv_rank
+        into_heads = ("heads", None, None)
+
+        def latent(rank: int, extra: int = 0) -> tuple[nnx.Param[jax.Array], RMSNorm]:
+            weight = param(rngs, (cfg.dim, rank + extra), ("embed", None), fan_in_init(cfg.dim))
+            return weight, cfg.norm.clone(dim=rank).build(rngs=rngs)
+
+        if cfg.q_rank is None:
+            self.q_down_dr, self.q_norm = None, None
+            self.q_dkqh = param(rngs, (cfg.dim, heads, 1, width), ("embed", *into_heads), fan_in_init(cfg.dim))
+            self.q_up_rkqh = None
+        else:
+            self.q_down_dr, self.q_norm = latent(cfg.q_rank)
+            self.q_dkqh = None
+            self.q_up_rkqh = param(rngs, (cfg.q_rank, heads, 1, width), (None, *into_heads), fan_in_init(cfg.q_rank))
+        self.kv_down_dr, self.kv_norm = latent(cfg.kv_rank, cfg.rope_dim)
+        up = fan_in_init(cfg.kv_rank)
+        self.k_up_rkh = param(rngs, (cfg.kv_rank, heads, cfg.nope_dim), (None, "heads", None), up)
+        self.v_up_rkh = param(rngs, (cfg.kv_rank, heads, cfg.value_dim), (None, "heads", None), up)
+        out_init = fan_in_init(heads * cfg.value_dim)
+        self.out_kqhd = param(rngs, (heads, 1, cfg.value_dim, cfg.dim), (*into_heads, "embed"), out_init)
+        self.rope = cfg.rope.clone(head_dim=cfg.rope_dim).build(rngs=rngs)
+        self.rules = Rules(window=cfg.window, scale=cfg.scale)
+        self.kernel, self.sequence = cfg.kernel.build(), cfg.sequence.build()
+
+    def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
+        """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
+        cos, sin = self.rope(context.positions)
+        whole_btd = whole_length(x_btd)
+        q = named(self._queries(whole_btd, cos, sin), "query")
+        k, v = self._keys_and_values(whole_btd, cos, sin)
+        k, v = named(k, "key"), named(v, "value")
+        value_dim = v.shape[-1]
+        if cache is not None:
+            v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - value_dim)])
+        mixed, cache = context.attend(q, k, v, cache, Mixing(self.rules, self.kernel, self.sequence))
+        mixed = named(mixed[..., :value_dim], "context")
+        out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
+        return named(out, "attention_out"), cache
+
+    def _queries(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        nope, rope, _ = self._widths
+        shape = (self.cache_shape[0], 1, nope + rope)
+        if self.q_down_dr is None or self.q_norm is None or self.q_up_rkqh is None:
+            assert self.q_dkqh is not None
+            q = project(x_btd, self.q_dkqh[...], out_axis="heads", out=shape)
+        else:
+            latent = self.q_norm(project(x_btd, self.q_down_dr[...]))
+            q = project(latent, self.q_up_rkqh[...], out_axis="heads", out=shape)
+        return jnp.concatenate([q[..., :nope], rotate(q[..., nope:], cos, sin)], axis=-1)
+
+    def _keys_and_values(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        down = project(x_btd, self.kv_down_dr[...])
+        latent = self.kv_norm(down[..., : self._kv_rank])
+        k = project(latent, self.k_up_rkh[...], out_axis="heads")
+        v = project(latent, self.v_up_rkh[...], out_axis="heads")
+        shared = rotate(down[:, :, None, self._kv_rank :], cos, sin)
+        # A sum with zeros that are spread as the heads are: a broadcast would be whole on every device.
+        return jnp.concatenate([k, shared + jnp.zeros_like(k[..., :1])], axis=-1), v

@@ -1,0 +1,132 @@
+"""Adafactor: second moments as the product of a row's and a column's (Shazeer & Stern 2018, arXiv 1804.04235)."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.learner.errors import check
+from axlearn_like.learner.kinds import Matrices, path_name
+from axlearn_like.learner.optimizers import check_betas, decay_mask
+
+
+class Whole(NamedTuple):
+    """The second moment of a parameter that is not factored."""
+
+    nu: jax.Array
+
+
+class Factored(NamedTuple):
+    """Means of the second moment of every matrix over its outputs, and over its inputs."""
+
+    inputs: jax.Array
+    outputs: jax.Array
+
+
+class AdafactorState(NamedTuple):
+    """Number of updates, and a `Whole` or `Factored` for every parameter."""
+
+    count: jax.Array
+    nu: Any
+
+
+class Adafactor(Configurable):
+    """Adafactor, matrix by matrix: a stack of layers gets the updates of separate layers.
+
+    optax's chooses the two largest axes of an array to factor over, one of which may be the stack's, and clips and
+    scales by root mean squares over all layers together; for single matrices the two are the same (tests compare them),
+    but that its weight decay is not multiplied by the learning rate.
+    """
+
+    class Config(ConfigBase["Adafactor"]):
+        decay_rate: float = 0.8  # the second moment's decay is 1 - count ** -decay_rate
+        eps: float = 1e-30  # added to squared gradients
+        clip_rms: float | None = 1.0  # of a block's update; None: no clipping
+        min_param_rms: float | None = 1e-3  # the update is times the block's rms, at least this; None: it is not
+        min_size: int = 128  # matrices with a shorter side are not factored
+        momentum: float | None = None  # None: no first moment
+        weight_decay: float = 0.0
+        matrices: Matrices.Config = Matrices.Config()
+
+    def __init__(self, cfg: Config):
+        check(cfg, "decay_rate", 0 < cfg.decay_rate <= 1, "above 0, at most 1")
+        check(cfg, "eps", cfg.eps >= 0, "0 or more")
+        check(cfg, "clip_rms", cfg.clip_rms is None or cfg.clip_rms > 0, "above 0, or None")
+        check(cfg, "min_param_rms", cfg.min_param_rms is None or cfg.min_param_rms >= 0, "0 or more, or None")
+        check(cfg, "min_size", cfg.min_size >= 1, "1 or more")
+        if cfg.momentum is not None:
+            check_betas(cfg, "momentum")
+        self._cfg = cfg
+        self._matrices: Matrices = cfg.matrices.build()
+
+    def transformation(self) -> optax.GradientTransformation:
+        """The un-scaled direction as an optax transformation."""
+        momentum = [] if self._cfg.momentum is None else [optax.ema(self._cfg.momentum, debias=False)]
+        return optax.chain(
+            optax.GradientTransformation(self._init, self._update),
+            *momentum,
+            optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
+        )
+
+    def _factors(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Input and output axes of a parameter that is factored."""
+        axes = self._matrices.axes(path_name(path), len(shape))
+        if axes is None:
+            return None
+        sides = axes.inputs, axes.outputs
+        large = all(math.prod(shape[axis] for axis in side) >= self._cfg.min_size for side in sides)
+        return sides if large else None
+
+    def _init(self, params: Any) -> AdafactorState:
+        def moment(path: tuple[Any, ...], p: jax.Array) -> Whole | Factored:
+            sides, zeros = self._factors(path, p.shape), jnp.zeros_like(p)
+            if sides is None:
+                return Whole(zeros)
+            return Factored(jnp.mean(zeros, axis=sides[1]), jnp.mean(zeros, axis=sides[0]))
+
+        return AdafactorState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(moment, params))
+
+    def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, AdafactorState]:
+        beta = 1.0 - (state.count + 1).astype(jnp.float32) ** -self._cfg.decay_rate
+
+        def one(path: tuple[Any, ...], g: jax.Array, nu: Whole | Factored, p: jax.Array) -> Any:
+            sides = self._factors(path, g.shape)
+            update, nu = _whole(g, nu, beta, self._cfg.eps) if isinstance(nu, Whole) else _factored(
+                g, nu, beta, self._cfg.eps, *(sides or ((), ()))
+            )
+            return self._scaled(update, p, self._matrices.block(path_name(path), g.ndim)), nu
+
+        both = jax.tree_util.tree_map_with_path(one, updates, state.nu, params)
+        made, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], updates, both) for i in (0, 1))
+        return made, AdafactorState(state.count + 1, nu)
+
+    def _scaled(self, update: jax.Array, p: jax.Array, block: tuple[int, ...]) -> jax.Array:
+        if self._cfg.clip_rms is not None:
+            update = update / jnp.maximum(1.0, _rms(update, block) / self._cfg.clip_rms)
+        if self._cfg.min_param_rms is not None:
+            update = update * jnp.maximum(self._cfg.min_param_rms, _rms(p, block))
+        return update
+
+
+def _whole(g: jax.Array, nu: Whole, beta: jax.Array, eps: float) -> tuple[jax.Array, Whole]:
+    moment = (beta * nu.nu + (1 - beta) * (g * g + eps)).astype(nu.nu.dtype)
+    return g * jax.lax.rsqrt(moment), Whole(moment)
+
+
+def _factored(
+    g: jax.Array, nu: Factored, beta: jax.Array, eps: float, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> tuple[jax.Array, Factored]:
+    """Equation 4: the moment of an entry is (its row's * its column's) / the mean of the rows'."""
+    square = g * g + eps
+    rows = (beta * nu.inputs + (1 - beta) * jnp.mean(square, axis=outputs)).astype(nu.inputs.dtype)
+    columns = (beta * nu.outputs + (1 - beta) * jnp.mean(square, axis=inputs)).astype(nu.outputs.dtype)
+    rows_apart = jnp.expand_dims(rows, outputs)
+    ratio = rows_apart / jnp.mean(rows_apart, axis=inputs, keepdims=True)
+    return g * jax.lax.rsqrt(ratio) * jax.lax.rsqrt(jnp.expand_dims(columns, inputs)), Factored(rows, columns)
+
+
+def _rms(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))

@@ -1,0 +1,38 @@
+"""An exponential moving average of the parameters, for evaluation (Polyak & Juditsky 1992)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.learner.errors import check
+
+
+class Average(Configurable):
+    """average <- decay * average + (1 - decay) * parameters after every applied update, from 0, in float32.
+
+    It is read debiased, divided by 1 - decay**updates: parameters that were put in place after the state was made (from
+    another model's files) leave no trace of the first ones.
+    """
+
+    class Config(ConfigBase["Average"]):
+        decay: float = 0.999
+
+    def __init__(self, cfg: Config):
+        check(cfg, "decay", 0 < cfg.decay < 1, "above 0 and below 1")
+        self._decay = cfg.decay
+
+    def init(self, params: Any) -> Any:
+        """Zeros like the parameters."""
+        return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
+
+    def update(self, average: Any, params: Any, applied: jax.Array) -> Any:
+        """After an update; not `applied` (a bool scalar): as it was."""
+        rate = jnp.where(applied, 1 - self._decay, 0.0)
+        return jax.tree.map(lambda a, p: a + rate * (p.astype(jnp.float32) - a), average, params)
+
+    def read(self, average: Any, params: Any, updates: jax.Array) -> Any:
+        """The average in the parameters' types; before the first update the parameters."""
+        weight = jnp.where(updates == 0, 1.0, 1 - self._decay ** updates.astype(jnp.float32))
+        return jax.tree.map(lambda a, p: jnp.where(updates == 0, p, a / weight).astype(p.dtype), average, params)

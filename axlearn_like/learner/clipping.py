@@ -1,0 +1,49 @@
+"""Ways to bound gradients other than by their global norm (`Learner.Config.clip_norm`)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.learner.errors import check
+from axlearn_like.learner.kinds import Matrices, path_name
+
+
+class ClipByValue(Configurable):
+    """Every entry of the gradient to [-limit, limit]."""
+
+    class Config(ConfigBase["ClipByValue"]):
+        limit: float = REQUIRED
+
+    def __init__(self, cfg: Config):
+        check(cfg, "limit", cfg.limit > 0, "above 0")
+        self._limit = cfg.limit
+
+    def transformation(self) -> optax.GradientTransformation:
+        """Of gradients."""
+        return optax.clip(self._limit)
+
+
+class ClipByBlockRMS(Configurable):
+    """The root mean square of every matrix and vector to at most `limit`: of each layer alone in a stack of layers."""
+
+    class Config(ConfigBase["ClipByBlockRMS"]):
+        limit: float = REQUIRED
+        matrices: Matrices.Config = Matrices.Config()
+
+    def __init__(self, cfg: Config):
+        check(cfg, "limit", cfg.limit > 0, "above 0")
+        self._limit = cfg.limit
+        self._matrices: Matrices = cfg.matrices.build()
+
+    def transformation(self) -> optax.GradientTransformation:
+        """Of gradients."""
+
+        def clip(path: tuple[Any, ...], g: jax.Array) -> jax.Array:
+            block = self._matrices.block(path_name(path), g.ndim)
+            rms = jnp.sqrt(jnp.mean(jnp.square(g.astype(jnp.float32)), axis=block, keepdims=True))
+            return (g / jnp.maximum(1.0, rms / self._limit)).astype(g.dtype)
+
+        return optax.stateless(lambda grads, _: jax.tree_util.tree_map_with_path(clip, grads))

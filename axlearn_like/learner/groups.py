@@ -1,0 +1,120 @@
+"""Groups: parameters with rules of their own, chosen by path and by kind."""
+
+import fnmatch
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from axlearn_like.config import ConfigBase, Configurable, config_items
+from axlearn_like.config_edit import walk_configs
+from axlearn_like.learner.errors import LearnerError, check, where
+from axlearn_like.learner.kinds import KINDS, Kind, kind_of, path_name
+from mesh.errors import did_you_mean
+
+REST = "rest"
+
+
+class Group(Configurable):
+    """The parameters whose path fits `match` and whose kind is one of `kinds`.
+
+    Paths are as in checkpoints (`layers/attention/q_dkqh`); `*` stands for anything, slashes too. A parameter belongs
+    to the first group that it fits. Frozen parameters get no update, no decay and no optimizer state, and do not count
+    in the gradient norm.
+    """
+
+    class Config(ConfigBase["Group"]):
+        match: str = "*"
+        kinds: tuple[Kind, ...] = KINDS
+        lr_scale: float = 1.0  # times the learning rate (and so the decay)
+        weight_decay: float | None = None  # None: as the optimizer has it
+        frozen: bool = False
+        optimizer: ConfigBase | None = None  # None: the learner's
+
+    def __init__(self, cfg: Config):
+        check(cfg, "match", bool(cfg.match), "a pattern such as '*embedding*'")
+        check(cfg, "kinds", bool(cfg.kinds), f"some of {', '.join(KINDS)}")
+        check(cfg, "lr_scale", cfg.lr_scale >= 0, "0 or more")
+        if cfg.frozen and (cfg.optimizer is not None or cfg.weight_decay is not None or cfg.lr_scale != 1.0):
+            raise LearnerError(f"{where(cfg)}: expected no optimizer, weight_decay or lr_scale of a frozen group")
+        self.where, self.match, self.kinds, self.frozen = where(cfg), cfg.match, cfg.kinds, cfg.frozen
+        self._cfg = cfg
+
+    def fits(self, name: str, ndim: int) -> bool:
+        """Whether the parameter with this path and number of axes belongs here."""
+        return fnmatch.fnmatchcase(name, self.match) and kind_of(name, ndim) in self.kinds
+
+    def transformation(self, default: ConfigBase) -> optax.GradientTransformation:
+        """The direction of the group's parameters, where `default` is the learner's optimizer."""
+        if self.frozen:
+            return optax.set_to_zero()
+        optimizer = (self._cfg.optimizer or default).clone()
+        if self._cfg.weight_decay is not None:
+            _set_weight_decay(optimizer, self._cfg.weight_decay, self.where)
+        scale = [] if self._cfg.lr_scale == 1.0 else [optax.scale(self._cfg.lr_scale)]
+        return optax.chain(optimizer.build().transformation(), *scale)
+
+
+class Groups:
+    """Several groups over one tree of parameters."""
+
+    def __init__(self, groups: tuple[Group, ...], default: ConfigBase):
+        self._groups = groups
+        parts = {_label(index): group.transformation(default) for index, group in enumerate(groups)}
+        self.transformation = optax.partition({**parts, REST: default.build().transformation()}, self.labels)
+
+    def labels(self, params: Any) -> Any:
+        """`group0`, `group1`, ... or `rest` for every parameter.
+
+        Raises:
+            LearnerError: a group has no parameters, with the nearest paths.
+        """
+        names: list[str] = []
+        found: list[str] = []
+
+        def label(path: tuple[Any, ...], leaf: jax.Array) -> str:
+            name = path_name(path)
+            names.append(name)
+            fitting = (_label(i) for i, group in enumerate(self._groups) if group.fits(name, leaf.ndim))
+            found.append(next(fitting, REST))
+            return found[-1]
+
+        labels = jax.tree_util.tree_map_with_path(label, params)
+        for index, group in enumerate(self._groups):
+            if _label(index) not in found:
+                raise LearnerError(self._nothing(group, names))
+        return labels
+
+    def without_frozen(self, grads: Any) -> Any:
+        """The gradients with zeros for what is frozen: then the compiler does not compute them."""
+        frozen = {_label(index) for index, group in enumerate(self._groups) if group.frozen}
+        zero = jnp.zeros_like
+        return jax.tree.map(lambda g, label: zero(g) if label in frozen else g, grads, self.labels(grads))
+
+    def trained(self, params: Any) -> Any:
+        """The parameters with `optax.MaskedNode` for what is frozen."""
+        frozen = {_label(index) for index, group in enumerate(self._groups) if group.frozen}
+        return jax.tree.map(lambda p, label: optax.MaskedNode() if label in frozen else p, params, self.labels(params))
+
+    def _nothing(self, group: Group, names: list[str]) -> str:
+        by_path = [name for name in names if fnmatch.fnmatchcase(name, group.match)]
+        if not by_path:
+            return f"{group.where}.match: {group.match!r} matches no parameter{did_you_mean(group.match, names)}"
+        if group.kinds == KINDS:
+            return f"{group.where}.match: all that {group.match!r} matches is in groups before it: {', '.join(by_path)}"
+        kinds = " or ".join(group.kinds)
+        return f"{group.where}: nothing that {group.match!r} matches and no group before it has is of kind {kinds}"
+
+
+def _label(index: int) -> str:
+    return f"group{index}"
+
+
+def _set_weight_decay(optimizer: ConfigBase, value: float, group: str) -> None:
+    """In the optimizer and in those that it holds (`others`)."""
+    fields = [cfg for _, cfg in walk_configs(optimizer) if "weight_decay" in dict(config_items(cfg))]
+    if not fields:
+        raise LearnerError(f"{group}.weight_decay: {type(optimizer).__qualname__} has no weight decay; expected None")
+    for cfg in fields:
+        cfg.set(weight_decay=value)

@@ -1,0 +1,166 @@
+"""The learner: how gradients change parameters. Its parts are chosen by config; most are optax transformations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from axlearn_like.balancing import with_balancing, without_loads
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.learner.average import Average
+from axlearn_like.learner.errors import LearnerError, check, where
+from axlearn_like.learner.groups import Group, Groups
+from axlearn_like.learner.optimizers import AdamW
+from axlearn_like.learner.schedules import Constant, Schedule
+from axlearn_like.learner.spikes import SkipSpikes
+
+
+class Learner(Configurable):
+    """Clip, direction, learning rate; a non-finite gradient changes nothing but is counted.
+
+    The schedule counts *applied* updates, so a skipped one does not advance it.
+    """
+
+    class Config(ConfigBase["Learner"]):
+        optimizer: ConfigBase = AdamW.Config()
+        schedule: ConfigBase = Constant.Config()
+        clip_norm: float | None = 1.0  # of the global gradient norm; None: no clipping
+        clip: ConfigBase | None = None  # another kind (ClipByValue, ClipByBlockRMS), after that by the norm
+        groups: tuple[Group.Config, ...] = ()  # parameters with rules of their own; the first that fits counts
+        scaling: ConfigBase | None = None  # of learning rates by parameter (MuP)
+        skip_spikes: SkipSpikes.Config | None = None
+        average: Average.Config | None = None  # of the parameters, for evaluation
+        balance_rate: float = 0.001  # step of the biases that balance experts, where there are any
+        storage: tuple[ConfigBase, ...] = ()  # of the optimizer's state and the average (BFloat16, HostMemory)
+
+    def __init__(self, cfg: Config):
+        check(cfg, "clip_norm", cfg.clip_norm is None or cfg.clip_norm > 0, "> 0 or None")
+        check(cfg, "balance_rate", cfg.balance_rate >= 0, "0 or more")
+        self._balance_rate = cfg.balance_rate
+        self._schedule: Schedule = cfg.schedule.build()
+        self._where = where(cfg)
+        groups = tuple(group.build() for group in cfg.groups)
+        self._groups = Groups(groups, cfg.optimizer) if groups else None
+        direction = self._groups.transformation if self._groups else cfg.optimizer.build().transformation()
+        clip = [] if cfg.clip_norm is None else [optax.clip_by_global_norm(cfg.clip_norm)]
+        clip += [] if cfg.clip is None else [cfg.clip.build().transformation()]
+        scaling = [] if cfg.scaling is None else [cfg.scaling.build().transformation()]
+        self._transformation = optax.chain(*clip, direction, *scaling)
+        self._spikes: SkipSpikes | None = cfg.skip_spikes and cfg.skip_spikes.build()
+        self._average: Average | None = cfg.average and cfg.average.build()
+        self._storage = [storage.build() for storage in cfg.storage]
+
+    def init(self, params: Any) -> dict[str, Any]:
+        """Optimizer state: `applied` and `skipped` int32 counts, and optax's own state.
+
+        With them in the config, also `spikes` (see `SkipSpikes`) and `average` (like the parameters that are trained).
+
+        Raises:
+            LearnerError: a group or a storage fits nothing.
+        """
+        large = {"optax": self._transformation.init(params)}
+        if self._average:
+            large["average"] = self._average.init(self._trained(params))
+        applied = jnp.zeros((), jnp.int32)
+        state = {"applied": applied, "skipped": jnp.zeros((), jnp.int32), **self._stored(large, applied)}
+        return {**state, "spikes": self._spikes.init()} if self._spikes else state
+
+    def update(
+        self, grads: Any, opt_state: dict[str, Any], params: Any
+    ) -> tuple[Any, dict[str, Any], dict[str, jax.Array]]:
+        """One update.
+
+        Args:
+            grads: like `params`, of any float type.
+            opt_state: from `init` or the previous `update`.
+            params: the parameters to change.
+
+        Returns:
+            New parameters, new optimizer state, and float32 metrics: `grad_norm` (before clipping, without what is
+            frozen), `lr`, `update_norm` (of what was added to the parameters) and `skipped` (updates skipped so far);
+            `spikes` (those skipped as such) where spikes are skipped.
+        """
+        loads, grads = grads, without_loads(grads)
+        if self._groups:
+            grads = self._groups.without_frozen(grads)
+        grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        good = jnp.isfinite(grad_norm)
+        small: dict[str, Any] = {}
+        if self._spikes:
+            spike, small["spikes"] = self._spikes.update(grad_norm, good, opt_state["spikes"])
+            good &= ~spike
+        large = self._loaded(opt_state)
+        lr = self._schedule(opt_state["applied"])
+        direction, new_optax = self._transformation.update(grads, large["optax"], params)
+        # Select, never multiply by zero: 0 * nan is nan.
+        updates = jax.tree.map(lambda d, p: jnp.where(good, -lr * d, 0.0).astype(p.dtype), direction, params)
+        updates = with_balancing(updates, loads, self._balance_rate, good)
+        applied = opt_state["applied"] + good.astype(jnp.int32)
+        skipped = opt_state["skipped"] + (~good).astype(jnp.int32)
+        kept = {"optax": jax.tree.map(lambda new, old: jnp.where(good, new, old), new_optax, large["optax"])}
+        metrics = {
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "update_norm": optax.tree.norm(updates),
+            "skipped": skipped.astype(jnp.float32),
+        }
+        if self._spikes:
+            metrics["spikes"] = small["spikes"]["spikes"].astype(jnp.float32)
+        new_params = optax.apply_updates(params, updates)
+        if self._average:
+            kept["average"] = self._average.update(large["average"], self._trained(new_params), good)
+        return new_params, {"applied": applied, "skipped": skipped, **small, **self._stored(kept, applied)}, metrics
+
+    def averaged(self, params: Any, opt_state: dict[str, Any]) -> Any:
+        """The average of the parameters, those that are frozen as they are; like `params`, to evaluate or to keep.
+
+        Raises:
+            LearnerError: the learner keeps none.
+        """
+        if self._average is None:
+            raise LearnerError(f"{self._where}.average: expected Average.Config(), to evaluate an average; got None")
+        large = self._loaded(opt_state)
+        read = self._average.read(large["average"], self._trained(params), opt_state["applied"])
+        masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+        return jax.tree.map(lambda a, p: p if masked(a) else a, read, params, is_leaf=masked)
+
+    def placed(self, opt_state: Any) -> Any:
+        """An abstract optimizer state (`jax.ShapeDtypeStruct`s with shardings) in the memories where it is kept.
+
+        Abstract evaluation does not tell them. Whoever makes, restores or compiles for a state needs them.
+        """
+        large = {name: opt_state[name] for name in ("optax", "average") if name in opt_state}
+        for storage in self._storage:
+            large = storage.placed(large)
+        return {**opt_state, **large}
+
+    def step_shardings(self, state: Any) -> Any:
+        """What `jax.jit` must be told of a step's results `(state, metrics)`; None: nothing.
+
+        Donated arrays on the host would else be paired with results on the devices of the same shape.
+
+        Args:
+            state: the train state, abstract or not, with shardings and in its memories.
+        """
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        leaves = jax.tree.leaves(shardings)
+        if all(sharding.memory_kind in (None, "device") for sharding in leaves):
+            return None
+        shardings = jax.tree.map(lambda s: s if s.memory_kind else s.with_memory_kind("device"), shardings)
+        return shardings, NamedSharding(leaves[0].mesh, PartitionSpec(), memory_kind="device")
+
+    def _trained(self, params: Any) -> Any:
+        return self._groups.trained(params) if self._groups else params
+
+    def _stored(self, large: dict[str, Any], count: jax.Array) -> dict[str, Any]:
+        for storage in self._storage:
+            large = storage.store(large, count)
+        return large
+
+    def _loaded(self, opt_state: dict[str, Any]) -> dict[str, Any]:
+        large = {name: opt_state[name] for name in ("optax", "average") if name in opt_state}
+        for storage in reversed(self._storage):
+            large = storage.load(large)
+        return large

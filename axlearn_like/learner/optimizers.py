@@ -1,0 +1,143 @@
+"""Optimizers that treat every number alone: AdamW, Lion, SGD with momentum, and whatever optax has.
+
+An optimizer makes the direction only, as an optax transformation: the learner multiplies it by minus the learning rate.
+So decoupled weight decay is multiplied by the learning rate too. State has the type and the sharding of the parameters;
+see storage.py for less of it.
+"""
+
+import jax
+import optax
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.learner.errors import LearnerError, check, where
+from axlearn_like.learner.kinds import kind_of, path_name
+
+# Kinds of parameters that weight decay may not shrink.
+SPARED = ("scale", "bias")
+
+
+class AdamW(Configurable):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101).
+
+    The direction only: the learner multiplies by minus the learning rate. Moments are float32 as
+    the parameters are.
+    """
+
+    class Config(ConfigBase["AdamW"]):
+        b1: float = 0.9
+        b2: float = 0.95
+        eps: float = 1e-8
+        weight_decay: float = 0.0
+
+    def __init__(self, cfg: Config):
+        check_betas(cfg, "b1", "b2")
+        check(cfg, "eps", cfg.eps >= 0, "0 or more")
+        self._cfg = cfg
+
+    def transformation(self) -> optax.GradientTransformation:
+        """The un-scaled direction as an optax transformation."""
+        return optax.chain(
+            optax.scale_by_adam(self._cfg.b1, self._cfg.b2, self._cfg.eps),
+            optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
+        )
+
+
+class Lion(Configurable):
+    """The sign of a momentum (Chen et al. 2023, arXiv 2302.06675): one moment.
+
+    Take a learning rate 3 to 10 times lower, and a weight decay as much higher, than for AdamW.
+    """
+
+    class Config(ConfigBase["Lion"]):
+        b1: float = 0.9
+        b2: float = 0.99
+        weight_decay: float = 0.0
+
+    def __init__(self, cfg: Config):
+        check_betas(cfg, "b1", "b2")
+        self._cfg = cfg
+
+    def transformation(self) -> optax.GradientTransformation:
+        """The un-scaled direction as an optax transformation."""
+        return optax.chain(
+            optax.scale_by_lion(self._cfg.b1, self._cfg.b2),
+            optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
+        )
+
+
+class SGD(Configurable):
+    """Gradient descent; with `momentum` the trace m <- momentum * m + g (Sutskever et al. 2013), 0: no state."""
+
+    class Config(ConfigBase["SGD"]):
+        momentum: float = 0.9
+        nesterov: bool = False
+        weight_decay: float = 0.0
+
+    def __init__(self, cfg: Config):
+        check_betas(cfg, "momentum")
+        if cfg.nesterov and not cfg.momentum:
+            raise LearnerError(f"{where(cfg)}.nesterov: expected a momentum above 0 with it, got momentum=0")
+        self._cfg = cfg
+
+    def transformation(self) -> optax.GradientTransformation:
+        """The un-scaled direction as an optax transformation."""
+        cfg = self._cfg
+        trace = optax.trace(cfg.momentum, cfg.nesterov) if cfg.momentum else optax.identity()
+        return optax.chain(trace, optax.add_decayed_weights(cfg.weight_decay, mask=decay_mask))
+
+
+class Optax(Configurable):
+    """Any transformation that makes a direction, by its function: optax's `scale_by_*`, or another library's.
+
+        Optax.Config(direction=config_for(optax.contrib.scale_by_ademamix, b3=0.9999, alpha=5.0))
+
+    It is given whole parameters, which may be stacks and spread over devices; for one that is made for single matrices
+    see `Matrixwise`.
+    """
+
+    class Config(ConfigBase["Optax"]):
+        direction: ConfigBase = REQUIRED
+        weight_decay: float = 0.0
+
+    def __init__(self, cfg: Config):
+        self._cfg = cfg
+
+    def transformation(self) -> optax.GradientTransformation:
+        """The un-scaled direction as an optax transformation."""
+        return optax.chain(
+            built_direction(self._cfg, self._cfg.direction),
+            optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
+        )
+
+
+def built_direction(cfg: ConfigBase, direction: ConfigBase) -> optax.GradientTransformation:
+    """What the config of a function of optax makes.
+
+    Raises:
+        LearnerError: it is not a transformation of gradients.
+    """
+    made = direction.build()
+    if not (callable(getattr(made, "init", None)) and callable(getattr(made, "update", None))):
+        raise LearnerError(f"{where(cfg)}.direction: expected an optax transformation, got {made!r}")
+    return made
+
+
+def check_betas(cfg: ConfigBase, *fields: str) -> None:
+    """Decay rates of moments are in [0, 1)."""
+    for field in fields:
+        check(cfg, field, 0 <= getattr(cfg, field) < 1, "0 or more and below 1")
+
+
+def decay_mask(params: optax.Params) -> optax.Params:
+    """True for parameters that weight decay may shrink: matrices, but not scales and biases.
+
+    The number of axes alone does not tell: the norm scales of a scanned stack are [layers, dim],
+    two axes like a matrix. The name does, because every layer calls these parameters `scale` or
+    `bias` (with the shape suffix, as in `q_bias_nh`); so a name decides, and arrays with fewer than
+    two axes are spared whatever they are called.
+    """
+
+    def decays(path: tuple[object, ...], leaf: jax.Array) -> bool:
+        return leaf.ndim >= 2 and kind_of(path_name(path), leaf.ndim) not in SPARED
+
+    return jax.tree_util.tree_map_with_path(decays, params)

@@ -1,0 +1,177 @@
+"""Learning-rate schedules: from the number of applied updates (from 0) to a float32 scalar."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.learner.decay_shapes import DecayShape, linear
+from axlearn_like.learner.errors import LearnerError, check, where
+
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+class Constant(Configurable):
+    """The same learning rate at every update."""
+
+    class Config(ConfigBase["Constant"]):
+        lr: float = REQUIRED
+
+    def __init__(self, cfg: Config):
+        _check_rates(cfg, "lr")
+        self._schedule = optax.schedules.constant_schedule(cfg.lr)
+
+    def __call__(self, count: jax.Array) -> jax.Array:
+        return jnp.asarray(self._schedule(count), jnp.float32)
+
+
+class Linear(Configurable):
+    """From `start_lr` in a straight line to `end_lr`, reached at `steps` and kept from then on."""
+
+    class Config(ConfigBase["Linear"]):
+        start_lr: float = REQUIRED
+        end_lr: float = 0.0
+        steps: int = REQUIRED
+
+    def __init__(self, cfg: Config):
+        _check_rates(cfg, "start_lr", "end_lr")
+        check(cfg, "steps", cfg.steps >= 1, "1 or more")
+        self._schedule = optax.schedules.linear_schedule(cfg.start_lr, cfg.end_lr, cfg.steps)
+
+    def __call__(self, count: jax.Array) -> jax.Array:
+        return jnp.asarray(self._schedule(count), jnp.float32)
+
+
+class WarmupCosine(Configurable):
+    """Linear from 0 to `peak_lr`, then half a cosine down to `end_lr` at `total_steps`."""
+
+    class Config(ConfigBase["WarmupCosine"]):
+        peak_lr: float = REQUIRED
+        warmup_steps: int = 0
+        total_steps: int = REQUIRED
+        end_lr: float = 0.0
+
+    def __init__(self, cfg: Config):
+        _check_rates(cfg, "peak_lr", "end_lr")
+        _check_steps(cfg, cfg.warmup_steps, cfg.total_steps)
+        self._schedule = optax.schedules.warmup_cosine_decay_schedule(
+            0.0 if cfg.warmup_steps else cfg.peak_lr,
+            cfg.peak_lr,
+            cfg.warmup_steps,
+            cfg.total_steps,
+            cfg.end_lr,
+        )
+
+    def __call__(self, count: jax.Array) -> jax.Array:
+        return jnp.asarray(self._schedule(count), jnp.float32)
+
+
+class WarmupLinear(Configurable):
+    """Linear from 0 to `peak_lr`, then linear down to `end_lr` at `total_steps`."""
+
+    class Config(ConfigBase["WarmupLinear"]):
+        peak_lr: float = REQUIRED
+        warmup_steps: int = 0
+        total_steps: int = REQUIRED
+        end_lr: float = 0.0
+
+    def __init__(self, cfg: Config):
+        _check_rates(cfg, "peak_lr", "end_lr")
+        _check_steps(cfg, cfg.warmup_steps, cfg.total_steps)
+        up = optax.schedules.linear_schedule(0.0, cfg.peak_lr, cfg.warmup_steps)
+        down = optax.schedules.linear_schedule(cfg.peak_lr, cfg.end_lr, cfg.total_steps - cfg.warmup_steps)
+        self._schedule = optax.schedules.join_schedules([up, down], [cfg.warmup_steps])
+
+    def __call__(self, count: jax.Array) -> jax.Array:
+        return jnp.asarray(self._schedule(count), jnp.float32)
+
+
+class WarmupStableDecay(Configurable):
+    """Linear from 0 to `peak_lr`, constant, and over the last `decay_steps` down to `end_lr`.
+
+    The schedule of MiniCPM (Hu et al. 2024, arXiv 2404.06395). A run is prolonged by starting again from a checkpoint
+    of the constant part. `shape` is how it falls, a function of `decay_shapes` or one like them; Haegele et al. 2024
+    (arXiv 2405.18392) found `one_minus_sqrt` best.
+    """
+
+    class Config(ConfigBase["WarmupStableDecay"]):
+        peak_lr: float = REQUIRED
+        warmup_steps: int = 0
+        decay_steps: int = REQUIRED
+        total_steps: int = REQUIRED
+        end_lr: float = 0.0
+        shape: DecayShape = linear
+
+    def __init__(self, cfg: Config):
+        _check_rates(cfg, "peak_lr", "end_lr")
+        check(cfg, "decay_steps", cfg.decay_steps >= 1, "1 or more")
+        if not 0 <= cfg.warmup_steps <= cfg.total_steps - cfg.decay_steps:
+            raise LearnerError(
+                f"{where(cfg)}: expected 0 <= warmup_steps <= total_steps - decay_steps, got "
+                f"warmup_steps={cfg.warmup_steps}, decay_steps={cfg.decay_steps}, total_steps={cfg.total_steps}"
+            )
+        self._cfg = cfg
+
+    def __call__(self, count: jax.Array) -> jax.Array:
+        cfg = self._cfg
+        up = jnp.minimum(count / max(1, cfg.warmup_steps), 1.0) if cfg.warmup_steps else 1.0
+        fraction = jnp.clip((count - (cfg.total_steps - cfg.decay_steps)) / cfg.decay_steps, 0.0, 1.0)
+        lr = up * (cfg.end_lr + (cfg.peak_lr - cfg.end_lr) * cfg.shape(fraction))
+        return jnp.asarray(lr, jnp.float32)
+
+
+class InverseSqrt(Configurable):
+    """Linear from 0 to `peak_lr` at `warmup_steps`, then peak_lr * sqrt(warmup_steps / count).
+
+    Vaswani et al. 2017, arXiv 1706.03762, section 5.3.
+    """
+
+    class Config(ConfigBase["InverseSqrt"]):
+        peak_lr: float = REQUIRED
+        warmup_steps: int = REQUIRED
+
+    def __init__(self, cfg: Config):
+        _check_rates(cfg, "peak_lr")
+        check(cfg, "warmup_steps", cfg.warmup_steps >= 1, "1 or more")
+        self._cfg = cfg
+
+    def __call__(self, count: jax.Array) -> jax.Array:
+        warmup = self._cfg.warmup_steps
+        falling = jnp.sqrt(warmup / jnp.maximum(count, warmup))
+        return jnp.asarray(self._cfg.peak_lr * jnp.minimum(count / warmup, falling), jnp.float32)
+
+
+class Join(Configurable):
+    """Schedules one after another: part i takes over at `boundaries[i - 1]` and counts from 0 there."""
+
+    class Config(ConfigBase["Join"]):
+        parts: tuple[ConfigBase, ...] = REQUIRED
+        boundaries: tuple[int, ...] = REQUIRED
+
+    def __init__(self, cfg: Config):
+        check(cfg, "parts", len(cfg.parts) >= 1, "at least one schedule")
+        rising = all(a < b for a, b in zip((0, *cfg.boundaries), cfg.boundaries, strict=False))
+        fits = rising and len(cfg.boundaries) == len(cfg.parts) - 1
+        check(cfg, "boundaries", fits, f"{len(cfg.parts) - 1} rising numbers of updates above 0, one between two parts")
+        parts = [part.build() for part in cfg.parts]
+        self._schedule = optax.schedules.join_schedules(parts, list(cfg.boundaries))
+
+    def __call__(self, count: jax.Array) -> jax.Array:
+        return jnp.asarray(self._schedule(count), jnp.float32)
+
+
+def _check_rates(cfg: ConfigBase, *fields: str) -> None:
+    for field in fields:
+        rate = getattr(cfg, field)
+        check(cfg, field, math.isfinite(rate) and rate >= 0, "a finite learning rate, 0 or more")
+
+
+def _check_steps(cfg: ConfigBase, warmup_steps: int, total_steps: int) -> None:
+    if not 0 <= warmup_steps < total_steps:
+        raise LearnerError(
+            f"{where(cfg)}: expected 0 <= warmup_steps < total_steps, "
+            f"got warmup_steps={warmup_steps}, total_steps={total_steps}"
+        )

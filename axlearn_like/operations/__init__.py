@@ -1,0 +1,1 @@
+"""What keeps a long run honest: goodput, watchdog, profiler, recompilation, bit check, metrics and their writers."""

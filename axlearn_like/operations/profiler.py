@@ -1,0 +1,98 @@
+"""A window of steps recorded by the JAX profiler: planned in the config, or asked for while the run goes on."""
+
+import signal
+import sys
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.run_directory import EventLog
+
+_LOOK_EVERY = 1.0  # seconds between looks for the file
+_NOTHING = nullcontext()
+
+
+class Profiler(Configurable):
+    """Writes traces to `profiles/` of a run directory; open them with xprof or TensorBoard.
+
+    On request: SIGUSR1 to the process, or a file `profile.now` in the run directory, which is taken away.
+    """
+
+    class Config(ConfigBase["Profiler"]):
+        start_step: int | None = None  # the first update to be recorded; None: only on request
+        steps: int = 3  # updates in a window
+
+    def __init__(self, cfg: Config, *, run_dir: Path, events: EventLog):
+        if cfg.steps < 1 or (cfg.start_step is not None and cfg.start_step < 1):
+            raise ValueError(
+                f"Profiler.Config: expected start_step and steps >= 1, got {cfg.start_step} and {cfg.steps}"
+            )
+        self.request_path = run_dir / "profile.now"
+        self._folder, self._cfg, self._events = run_dir / "profiles", cfg, events
+        self._signalled, self._look_at = False, 0.0
+        self._trace: Path | None = None  # under way
+        self._first = 0
+        self._previous: Any = None
+
+    def __enter__(self) -> "Profiler":
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR1"):
+            self._previous = signal.signal(signal.SIGUSR1, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGUSR1, self._previous)
+        self._stop(None)
+
+    def window(self, step: int, pending: Any) -> AbstractContextManager[Any]:
+        """To be entered around update number `step`; `pending` are results of the one before, or None."""
+        if self._trace is None:
+            if step != self._cfg.start_step and not self._asked():
+                return _NOTHING
+            self._start(step, pending)
+        elif step >= self._first + self._cfg.steps:
+            self._stop(pending)
+            return _NOTHING
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def _asked(self) -> bool:
+        if self._signalled:
+            return True
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + _LOOK_EVERY
+        return self.request_path.exists()
+
+    def _start(self, step: int, pending: Any) -> None:
+        jax.block_until_ready(pending)
+        self._signalled = False
+        self.request_path.unlink(missing_ok=True)
+        path = self._folder / f"step-{step}"
+        try:
+            jax.profiler.start_trace(str(path))
+        except RuntimeError as error:  # somebody else's trace is under way
+            print(f"no profile of step {step}: {error}", file=sys.stderr, flush=True)
+            return
+        self._trace, self._first = path, step
+
+    def _stop(self, pending: Any) -> None:
+        if self._trace is None:
+            return
+        jax.block_until_ready(pending)
+        path, self._trace = self._trace, None
+        jax.profiler.stop_trace()
+        self._events.append("trainer", "profile", step=self._first, path=str(path))
+        print(f"profile: {path} (xprof --logdir {path})", file=sys.stderr, flush=True)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        self._signalled = True

@@ -1,0 +1,38 @@
+"""What MFU is computed from: model FLOPs of a training step, and what the devices could do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from axlearn_like.config import ConfigBase
+from mesh import UserError, device_name
+
+# bfloat16 FLOP/s of GPUs, dense, by the makers' data sheets; the first name that is part of the device's counts.
+_GPUS = {"h100-pcie": 756e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "a100": 312e12}
+
+
+def step_flops(model: ConfigBase, rows: int, length: int) -> float | None:
+    """Model FLOPs, forward and backward, of a step on `rows` rows of `length` tokens; None for a model that
+    axlearn_like/flops.py cannot count.
+
+    Causal: half of the pairs of a query and a key. What is recomputed does not count; rows count as whole, although
+    tokens do not look across the borders of packed examples.
+    """
+    from axlearn_like.flops import causal_pairs, decoder_flops
+
+    tokens = rows * length
+    try:
+        return decoder_flops(
+            model, tokens=tokens, head_tokens=tokens, pairs=causal_pairs(rows, length), backward=True
+        )
+    except UserError:
+        return None
+
+
+def peak_flops(devices: Sequence[Any]) -> float | None:
+    """bfloat16 FLOP/s of one device, where it is known; a CPU's is not."""
+    from mesh.topology import generation_of
+
+    if (generation := generation_of(devices[0])) is not None:
+        return generation.per_device(generation.flops)
+    kind = device_name(devices[:1])
+    return next((flops for name, flops in _GPUS.items() if kind.startswith("gpu-") and name in kind), None)

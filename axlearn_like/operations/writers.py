@@ -1,0 +1,92 @@
+"""Where metrics go besides `metrics.jsonl`: TensorBoard and Weights & Biases, when a config names them."""
+
+import time
+import uuid
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from mesh.errors import UserError
+
+
+class Writer(Protocol):
+    """Takes rows of metrics; built by `config.build(run_dir=..., resume_step=...)`."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One row as it stands in metrics.jsonl: `phase`, `step`, `time` and scalars."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard(Configurable):
+    """Event files in `tensorboard/` of the run directory, by tensorboardX."""
+
+    class Config(ConfigBase["TensorBoard"]):
+        pass
+
+    def __init__(self, cfg: Config, *, run_dir: Path, resume_step: int):
+        """Rows beyond `resume_step` that an earlier process wrote are marked as replaced."""
+        del cfg
+        library = _imported("tensorboardX", "tensorboard", "TensorBoard")
+        folder = run_dir / "tensorboard"
+        purge = {"purge_step": resume_step + 1} if folder.exists() else {}
+        # Its files are named by the second: a process restarted at once would write over its predecessor's.
+        self._writer = library.SummaryWriter(str(folder), filename_suffix=f".{time.time_ns()}", **purge)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        for name, value in _scalars(row).items():
+            self._writer.add_scalar(f"{row['phase']}/{name}", value, row["step"], walltime=row["time"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases(Configurable):
+    """A run of a project at wandb.ai, or whatever WANDB_MODE and WANDB_BASE_URL say; resumed with the run."""
+
+    class Config(ConfigBase["WeightsAndBiases"]):
+        project: str = REQUIRED
+        entity: str | None = None  # None: the account's own
+        name: str | None = None  # None: that of the run directory
+
+    def __init__(self, cfg: Config, *, run_dir: Path, resume_step: int):
+        del resume_step  # it keeps the first row of a step
+        library = _imported("wandb", "wandb", "WeightsAndBiases")
+        identity = run_dir / "wandb_id"
+        if not identity.exists():
+            identity.write_text(uuid.uuid4().hex[:16])
+        config = run_dir / "config.txt"
+        self._run = library.init(
+            project=cfg.project,
+            entity=cfg.entity,
+            name=cfg.name or run_dir.name,
+            id=identity.read_text(),
+            resume="allow",
+            dir=str(run_dir),
+            config={"config": config.read_text() if config.exists() else ""},
+        )
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._run.log({f"{row['phase']}/{name}": value for name, value in _scalars(row).items()}, step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {name: value for name, value in row.items() if name not in ("phase", "step", "time")}
+    return {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+
+
+def _imported(module: str, extra: str, who: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise UserError(
+            f"the metrics writer {who} needs {module}, which is not installed: pip install 'axlearn-like[{extra}]'"
+        ) from None

@@ -1,0 +1,28 @@
+"""Ends training early, by what was measured on the way."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+
+
+class StopWhen(Configurable):
+    """Ends training early: when the mean of a metric over the last logged rows reaches a value.
+
+    It looks at training metrics only, so what is measured on held-out data stays held out.
+    """
+
+    class Config(ConfigBase["StopWhen"]):
+        metric: str = "accuracy"
+        at_least: float = REQUIRED
+        rows: int = 5  # logged rows averaged
+
+    def __init__(self, cfg: Config):
+        self._cfg = cfg
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], before: float = math.inf) -> bool:
+        """Whether it is reached by the last rows of steps below `before`."""
+        usable = (row for row in reversed(rows) if self._cfg.metric in row and row.get("step", 0) < before)
+        last = [row[self._cfg.metric] for row, _ in zip(usable, range(self._cfg.rows), strict=False)]
+        return len(last) == self._cfg.rows and sum(last) / len(last) >= self._cfg.at_least

@@ -1,0 +1,110 @@
+"""Decoders with mixtures of experts: Qwen3 MoE, Mixtral, DeepSeek-V3's feed-forward layer, and a tiny one.
+
+As their `config.json` files say. Technical reports: Qwen 3 arXiv 2505.09388, Mixtral arXiv 2401.04088, DeepSeek-V3
+arXiv 2412.19437.
+"""
+
+from typing import Any
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.experts import Experts
+from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.moe import MoE
+from axlearn_like.layers.router import SigmoidRouter, SoftmaxRouter
+from mesh.errors import UserError, did_you_mean
+from models.dense import dense
+from models.tiny import tiny
+
+_QWEN3: dict[str, dict[str, Any]] = {
+    "30B-A3B": dict(dim=2048, expert_hidden=768, num_layers=48, num_heads=32),
+    "235B-A22B": dict(dim=4096, expert_hidden=1536, num_layers=94, num_heads=64),
+}
+
+
+def mixture(feed_forward: ConfigBase[Any], **shape: Any) -> Decoder.Config:
+    """`dense` with another feed-forward layer.
+
+    Args:
+        feed_forward: of every block.
+        shape: arguments of `dense`, without `hidden`.
+    """
+    return _with(dense(hidden=1, **shape), feed_forward)
+
+
+def deepseek_v3_feed_forward() -> MoE.Config:
+    """Of DeepSeek-V3's blocks after the third: sigmoid router with balancing bias, 8 of 256 experts, and a shared one.
+
+    11.5 billion parameters. A token sees experts of 4 of 8 groups.
+    """
+    router = SigmoidRouter.Config(top_k=8, scale=2.5, groups=8, groups_kept=4, sequence_balance=0.0001)
+    return MoE.Config(
+        num_experts=256, router=router, experts=Experts.Config(hidden=2048), shared=SwiGLU.Config(hidden=2048)
+    )
+
+
+def tiny_moe(
+    *, vocab_size: int, num_experts: int = 8, top_k: int = 2, expert_hidden: int = 192, **shape: Any
+) -> Decoder.Config:
+    """`tiny` with as many parameters in use for a token, and 2.1 M more in other experts."""
+    router = SoftmaxRouter.Config(top_k=top_k, load_balance=0.01, z_loss=0.001)
+    experts = Experts.Config(hidden=expert_hidden)
+    return _with(
+        tiny(vocab_size=vocab_size, **shape), MoE.Config(num_experts=num_experts, router=router, experts=experts)
+    )
+
+
+def _with(cfg: Decoder.Config, feed_forward: ConfigBase[Any]) -> Decoder.Config:
+    assert isinstance(cfg.block, Block.Config)
+    cfg.block.feed_forward = feed_forward
+    return cfg
+
+
+def _qwen3(size: str) -> Decoder.Config:
+    shape = dict(_QWEN3[size])
+    router = SoftmaxRouter.Config(top_k=8, renormalise=True, load_balance=0.001)
+    experts = Experts.Config(hidden=shape.pop("expert_hidden"))
+    return mixture(
+        MoE.Config(num_experts=128, router=router, experts=experts),
+        vocab_size=151_936,
+        num_kv_heads=4,
+        head_dim=128,
+        tied=False,
+        theta=1_000_000.0,
+        eps=1e-6,
+        qk_norm=True,
+        **shape,
+    )
+
+
+def _mixtral() -> Decoder.Config:
+    router = SoftmaxRouter.Config(top_k=2, renormalise=True, load_balance=0.02)
+    return mixture(
+        MoE.Config(num_experts=8, router=router, experts=Experts.Config(hidden=14336)),
+        vocab_size=32_000,
+        dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        tied=False,
+        theta=1_000_000.0,
+        eps=1e-5,
+    )
+
+
+MOE: dict[str, Decoder.Config] = {
+    **{f"Qwen3-{size}": _qwen3(size) for size in _QWEN3},
+    "Mixtral-8x7B": _mixtral(),
+}
+
+
+def moe(name: str) -> Decoder.Config:
+    """The model of that name, e.g. "Qwen3-30B-A3B"; activations are bfloat16, parameters float32.
+
+    Raises:
+        UserError: there is no such model; the nearest names are given.
+    """
+    if name not in MOE:
+        raise UserError(f"no mixture of experts {name!r}{did_you_mean(name, MOE, limit=len(MOE))}")
+    return MOE[name].clone(dtype="bfloat16")

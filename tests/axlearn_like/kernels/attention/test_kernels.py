@@ -1,0 +1,119 @@
+"""Every kernel that runs here against numpy in float64: values, and gradients by finite differences."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_like.kernels.attention.all_gather import AllGather
+from axlearn_like.kernels.attention.cudnn import Cudnn, dot_product
+from axlearn_like.kernels.attention.interface import FirstSupported, Mixing, attend, choose
+from axlearn_like.kernels.attention.kernel import Call, Kernel, Rules
+from axlearn_like.kernels.attention.splash import Splash, fitting
+from axlearn_like.kernels.attention.xla import Xla
+from mesh import UserError
+from tests.axlearn_like.kernels.attention import reference
+
+RULES: dict[str, tuple[Rules, bool]] = {
+    "causal": (Rules(), False),
+    "window": (Rules(window=5), False),
+    "cap, scale": (Rules(soft_cap=1.5, scale=0.7), False),
+    "window, cap, sinks": (Rules(window=7, soft_cap=2.0), True),
+    "both ways": (Rules(causal=False), True),
+}
+FIRST = FirstSupported.Config()
+CALL = Call("tpu", np.dtype(jnp.bfloat16), 4096, 8, 4, 128, 128, Rules())
+
+
+def value_and_grad(kernel: Kernel, rules: Rules, sinks: bool, x: reference.Inputs, weights: np.ndarray) -> Any:
+    def mixed(q: Any, k: Any, v: Any, s: Any) -> jax.Array:
+        mixing = Mixing(rules, kernel, AllGather.Config().build(), s if sinks else None)
+        return attend(q, k, v, mixing, segment_ids=jnp.asarray(x.segments))
+
+    def loss(*args: Any) -> tuple[jax.Array, jax.Array]:
+        out = mixed(*args)
+        return jnp.sum(out * weights), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(x.q, x.k, x.v, x.sinks)
+    return np.asarray(out), dict(zip(("q", "k", "v", "sinks"), grads, strict=True))
+
+
+def check(kernel: Kernel, rules: Rules, sinks: bool, x: reference.Inputs, count: int = 4) -> None:
+    expected = reference.attention(x, rules, sinks=sinks)
+    weights = np.random.default_rng(3).normal(size=expected.shape).astype(np.float32)
+    out, grads = value_and_grad(kernel, rules, sinks, x, weights)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    for name, index, slope in reference.gradients(x, rules, weights, sinks=sinks, count=count):
+        np.testing.assert_allclose(grads[name][index], slope, rtol=1e-3, atol=2e-4, err_msg=f"{name}{index}")
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_xla_is_the_equation(kind):
+    x = reference.inputs(batch=2, length=12, heads=(2, 3), width=8, value_width=4)
+    check(Xla.Config().build(), *RULES[kind], x)
+
+
+@pytest.mark.parametrize("kind, fused", [("window, cap, sinks", False), ("causal", True)])
+def test_splash_is_the_equation(kind, fused):
+    """By the interpreter. 150 tokens: two blocks of 128, the second filled up."""
+    x = reference.inputs(batch=1, length=150, heads=(1, 2), width=64, value_width=32)
+    rules, sinks = RULES[kind]
+    rules = Rules(window=rules.window and 40, soft_cap=rules.soft_cap)
+    kernel = Splash.Config(block_q=128, block_kv=128, block_kv_compute=128, fused_backward=fused, interpret=True)
+    check(kernel.build(), rules, sinks, x, count=2)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "both ways"])
+def test_what_cudnn_is_asked_is_the_equation(kind):
+    """By the other implementation of the same function of JAX."""
+    x, rules = reference.inputs(batch=2, length=12, heads=(2, 3), width=8), RULES[kind][0]
+    call = Call("gpu", np.dtype(jnp.float32), 12, 2, 3, 8, 8, rules)
+    segments = jnp.asarray(x.segments)
+    q, k, v = (jnp.asarray(a) for a in (x.q, x.k, x.v))
+    found = dot_product(q, k, v, call, (segments, segments), jnp.arange(12), "xla")
+    np.testing.assert_allclose(found, reference.attention(x, rules), atol=2e-5)
+
+
+def test_the_first_kernel_that_can_is_chosen_and_the_others_say_why_not():
+    def on(platform: str, kernel: Any = FIRST, **changes: Any) -> Any:
+        return choose(kernel.build(), dataclasses.replace(CALL, platform=platform, **changes))
+
+    assert isinstance(on("tpu").kernel, Splash)
+    assert isinstance(on("gpu").kernel, Cudnn)
+    assert isinstance(on("cpu").kernel, Xla)
+    assert str(on("cpu")) == "Xla (not Splash: for TPUs, not for cpu; not Cudnn: for NVIDIA GPUs, not for cpu)"
+    assert on("gpu", sinks=True).refused["Cudnn"] == "has no sinks"
+    assert on("gpu", rules=Rules(soft_cap=3.0)).refused["Cudnn"] == "has no soft cap"
+    assert on("tpu", ring=True, ways=4, rules=Rules(window=9)).refused["Splash"] == "cannot have a window in a ring"
+    assert isinstance(on("tpu", Xla.Config()).kernel, Xla)
+    with pytest.raises(UserError, match=r"no kernel can do this attention \(Splash: for TPUs, not for cpu\)"):
+        on("cpu", Splash.Config())
+
+
+def test_blocks_are_clipped_to_the_length():
+    assert [fitting(1024, n) for n in (4096, 1024, 640, 128, 1152)] == [1024, 1024, 640, 128, 384]
+    for bad in ("block_q", "block_kv", "block_kv_compute"):
+        with pytest.raises(UserError, match=f"Splash.{bad}=100; expected a multiple of 128"):
+            Splash.Config().set(**{bad: 100}).build()
+    with pytest.raises(UserError, match="block_kv=256 is not a multiple of block_kv_compute=384"):
+        Splash.Config(block_kv=256, block_kv_compute=384).build()
+
+
+@pytest.mark.parametrize("length, fused", [(4096, True), (16_384, False), (32_768, False)])
+def test_the_backward_pass_is_not_fused_for_long_rows(length, fused):
+    sizes = partial(Splash.Config().build().sizes, (length, length))
+    assert sizes().fused == fused
+    assert Splash.Config(fused_backward=True).build().sizes((length, length)).fused
+
+
+def test_rules_that_contradict_are_refused():
+    with pytest.raises(UserError, match="Attention.window=0; expected 1 or more"):
+        Rules(window=0)
+    with pytest.raises(UserError, match="looks back only"):
+        Rules(window=4, causal=False)
+    with pytest.raises(UserError, match="Attention.soft_cap=0"):
+        Rules(soft_cap=0.0)

@@ -1,0 +1,44 @@
+"""What the TPU compiler makes of attention: no scores in memory, and keys on their way while others are used."""
+
+import pytest
+
+from tests.elsewhere import elsewhere
+
+
+@pytest.fixture(scope="module")
+def programs():
+    pytest.importorskip("libtpu", reason="the TPU compiler (extra `aot`) is not installed")
+    environ = {"TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+    return elsewhere(compile_programs, environ=environ, timeout=600)
+
+
+def compile_programs() -> dict[str, dict[str, int]]:
+    """Gradient of attention of 4096 tokens, 8 x 4 heads of 128, bfloat16, on a v5e, by kernel."""
+    from jax.experimental import topologies
+
+    from axlearn_like.kernels.attention.all_gather import AllGather
+    from axlearn_like.kernels.attention.interface import FirstSupported
+    from axlearn_like.kernels.attention.ring import Ring
+    from axlearn_like.kernels.attention.xla import Xla
+    from tests.axlearn_like.kernels.attention.described import gradient_program
+
+    devices = list(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices)
+    first = FirstSupported.Config()
+    return {
+        "chosen": gradient_program(devices[:1], {}, first, AllGather.Config()),
+        "xla": gradient_program(devices[:1], {}, Xla.Config(), AllGather.Config()),
+        "gather": gradient_program(devices, {"sequence": 4}, first, AllGather.Config()),
+        "ring": gradient_program(devices, {"sequence": 4}, first, Ring.Config()),
+    }
+
+
+def test_splash_holds_no_scores(programs):
+    scores = 4096 * 4096 * 32 * 4
+    assert programs["xla"]["temporary"] > scores and programs["xla"]["kernels"] == 0
+    assert programs["chosen"]["temporary"] < scores / 10 and programs["chosen"]["kernels"] == 2
+
+
+def test_a_ring_sends_keys_and_a_gather_gathers_them(programs):
+    assert programs["ring"]["permutes"] > 0 and programs["ring"]["gathers"] == 0
+    assert programs["gather"]["gathers"] > 0 and programs["gather"]["kernels"] > 0
+    assert programs["ring"]["kernels"] > 0

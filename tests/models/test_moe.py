@@ -1,0 +1,87 @@
+"""Mixtures of experts have the sizes that were published, and those of their `config.json` files."""
+
+import jax
+import pytest
+from flax import nnx
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.base import split
+from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.moe import MoE
+from axlearn_like.layers.router import SoftmaxRouter
+from mesh import UserError
+from models.moe import MOE, deepseek_v3_feed_forward, moe, tiny_moe
+from models.tiny import tiny
+
+# As transformers 5.23 counts them for the published `config.json` files.
+PUBLISHED = {
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "Mixtral-8x7B": 46_702_792_704,
+}
+# As the models' authors give them, in billions.
+ACTIVE = {"Qwen3-30B-A3B": 3.3, "Qwen3-235B-A22B": 22.0, "Mixtral-8x7B": 12.9}
+
+
+def sizes(cfg: ConfigBase) -> dict[str, int]:
+    params = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(jax.random.key(0))))[1])
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.size for path, leaf in leaves}
+
+
+def feed_forward(cfg: Decoder.Config) -> MoE.Config:
+    assert isinstance(cfg.block, Block.Config) and isinstance(cfg.block.feed_forward, MoE.Config)
+    return cfg.block.feed_forward
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_number_of_parameters_is_the_published_one(name):
+    cfg = moe(name)
+    count = sizes(cfg)
+    assert sum(count.values()) == PUBLISHED[name]
+    layer = feed_forward(cfg)
+    assert isinstance(layer.router, SoftmaxRouter.Config)
+    experts = sum(size for path, size in count.items() if ".experts." in path)
+    active = PUBLISHED[name] - experts + experts * layer.router.top_k // layer.num_experts
+    assert active / 1e9 == pytest.approx(ACTIVE[name], abs=0.25)
+
+
+def test_every_model_is_counted():
+    assert MOE.keys() == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "theta", "eps", "qk_norm"),
+    [
+        ("Qwen3-30B-A3B", 1_000_000.0, 1e-6, True),
+        ("Qwen3-235B-A22B", 1_000_000.0, 1e-6, True),
+        ("Mixtral-8x7B", 1_000_000.0, 1e-5, False),
+    ],
+)
+def test_what_the_count_does_not_show(name, theta, eps, qk_norm):
+    cfg = moe(name)
+    assert isinstance(cfg.block, Block.Config) and isinstance(cfg.block.attention, Attention.Config)
+    assert (cfg.block.attention.rope.theta, cfg.norm.eps, cfg.block.norm.eps) == (theta, eps, eps)
+    assert (cfg.block.attention.qk_norm is not None) == qk_norm
+    router = feed_forward(cfg).router
+    assert isinstance(router, SoftmaxRouter.Config) and router.renormalise
+
+
+def test_deepseeks_layer_has_the_published_size():
+    """Of layer 3 of the published tensors: `mlp.experts`, `mlp.shared_experts`, `mlp.gate` and its bias."""
+    count = sizes(deepseek_v3_feed_forward().set(dim=7168))
+    matrix = 3 * 7168 * 2048
+    assert sum(count.values()) == 256 * matrix + matrix + 256 * 7168 + 256
+
+
+def test_the_tiny_one_uses_as_many_parameters_for_a_token_as_the_dense_one():
+    dense, sparse = sizes(tiny(vocab_size=272)), sizes(tiny_moe(vocab_size=272))
+    experts = sum(size for path, size in sparse.items() if ".experts." in path)
+    routers = sum(size for path, size in sparse.items() if ".router." in path)
+    assert sum(sparse.values()) - experts * 6 // 8 - routers == sum(dense.values())
+
+
+def test_a_wrong_name_is_answered_with_the_right_one():
+    with pytest.raises(UserError, match=r"'Qwen3-30b-A3B'; did you mean 'Qwen3-30B-A3B'"):
+        moe("Qwen3-30b-A3B")

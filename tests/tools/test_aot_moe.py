@@ -1,0 +1,26 @@
+"""What TPUs would be given for a mixture of experts; needs the TPU compiler, no TPU."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from axlearn_like.layers.experts import Experts
+from axlearn_like.layers.moe import MoE
+from axlearn_like.layers.router import SoftmaxRouter
+from tests.elsewhere import elsewhere
+from tools.aot_moe import compile_layer
+
+pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: the extra aot")
+
+
+def compile_small() -> dict[str, Any]:
+    router = SoftmaxRouter.Config(top_k=2)
+    cfg = MoE.Config(dim=256, num_experts=8, router=router, experts=Experts.Config(hidden=128))
+    return compile_layer(cfg, "v5p:2x2x1", {"expert": 2, "fsdp": 2}, length=256).collectives
+
+
+def test_rows_travel_by_ragged_all_to_all_and_gradients_are_scattered():
+    found = elsewhere(compile_small, timeout=600)
+    assert found["ragged-all-to-all"] == 4  # there and back, forwards and backwards
+    assert found["all-gather"] >= 3 and found["reduce-scatter"] >= 3  # the three matrices

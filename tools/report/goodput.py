@@ -1,0 +1,47 @@
+"""Where the time of supervised training went, over all its processes."""
+
+from __future__ import annotations
+
+from html import escape
+
+from axlearn_like.operations.goodput import CAUSES, Account, account, lines
+from tools.report.load import Row, Run, mapping, number
+from tools.report.words import duration
+
+
+def _account(run: Run) -> Account:
+    return account(row for row in run.events if _sound(row))
+
+
+def _sound(row: Row) -> bool:
+    """Whether a row is none of the account's, or has all that one of its kind has."""
+    wanted = {"start": ("began", "step"), "spent": ("since", "step")}.get(str(row.get("event")), ())
+    causes = mapping(row.get("causes")).values()
+    return all(number(value) is not None for value in (*(row.get(name) for name in wanted), *causes)) and (
+        row.get("event") != "spent" or bool(causes)
+    )
+
+
+def told(run: Run) -> str:
+    """The table of the terminal; empty if the run has no account."""
+    return "\n".join(lines(_account(run)))
+
+
+def section(run: Run) -> str:
+    """A card with a bar for each cause; empty if the run has no account."""
+    found = _account(run)
+    if not found.total:
+        return ""
+    shares = found.shares()
+    most = max(shares.values())
+    bars = "".join(
+        f'<span>{escape(CAUSES[cause])}</span><i style="width:{100 * share / most:.1f}%"></i>'
+        f"<b>{duration(found.seconds[cause])}, {share:.1%}</b>"
+        for cause, share in shares.items()
+    )
+    plural = "es" if found.sessions != 1 else ""
+    whole = f'<span class="meta">{duration(found.total)} in {found.sessions} process{plural}</span>'
+    return (
+        f'<div class="card"><div class="head"><h3>Goodput {shares.get("step", 0.0):.1%}</h3>{whole}</div>'
+        f'<div class="bar">{bars}</div></div>'
+    )
