@@ -276,7 +276,7 @@ def test_every_step_in_the_last_checkpoint_has_its_row(tmp_path):
 def test_an_example_too_long_is_named(tmp_path):
     cfg = tiny_trainer(5)
     cfg.input.set(source=Counting.Config(max_length=40))
-    with pytest.raises(InputError, match=r"example \d+ has \d+ tokens"):
+    with pytest.raises(InputError, match=r"example \d+ of Counting has \d+ tokens"):
         cfg.build().run(tmp_path / "run", progress=False)
 
 
