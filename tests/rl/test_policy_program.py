@@ -3,13 +3,18 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+from axlearn_like.config_edit import set_path
+from axlearn_like.layers.base import split
+from axlearn_like.layers.decoder import Decoder
 from axlearn_like.train_step import init_state
 from mesh import UserError, make_mesh
+from models.moe import tiny_moe
 from rl.batching import pack_groups
 from rl.messages import Group
 from rl.objective.presets import dapo, grpo, rloo
-from rl.policy_program import batch_shapes, policy_program
+from rl.policy_program import batch_shapes, make_policy_loss, policy_program
 from rl.scoring import pack_rows
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params
 
@@ -40,6 +45,7 @@ def test_the_described_step_takes_a_real_batch():
     sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
     batch, _ = pack_groups(groups(), trainer.objective.build(), **sizes, row_multiple=trainer.row_multiple)
     rows = pack_rows(groups(), **sizes, row_multiple=trainer.row_multiple)
+    assert isinstance(trainer.model, Decoder.Config)
     params = tiny_params(trainer.model)
     with jax.set_mesh(mesh):
         state = init_state(jax.tree.map(jax.numpy.asarray, params), trainer.learner.build())
@@ -60,6 +66,22 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 def test_sequences_longer_than_the_positions_are_refused():
     trainer = tiny_experiment().build().trainer_cfg
-    trainer.model.block.attention.rope.max_length = 16
+    set_path(trainer, "model.block.attention.rope.max_length", 16)
     with pytest.raises(UserError, match=r"max_prompt \+ max_new is 18, but model\.block\.attention\.rope\.max_length"):
         policy_program(trainer, make_mesh({}), groups=GROUPS, samples=SAMPLES)
+
+
+def test_the_losses_of_a_router_reach_the_policy_in_shares_of_the_microbatches():
+    trainer = tiny_experiment().build().trainer_cfg
+    model = tiny_moe(vocab_size=260, dim=32, num_layers=2, expert_hidden=16)
+    graphdef, params = split(model.build(rngs=nnx.Rngs(0)))
+    objective = trainer.objective.build()
+    batch, _ = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=2)
+
+    def loss(microbatches: int):
+        return jax.jit(make_policy_loss(graphdef, objective, trainer.temperature, microbatches))(params, batch)
+
+    (whole, metrics), (half, _) = loss(1), loss(2)
+    losses = [float(metrics[name]) for name in ("load_balance", "router_z")]
+    assert min(losses) > 0
+    np.testing.assert_allclose(float(whole - half), sum(losses) / 2, rtol=1e-3)
