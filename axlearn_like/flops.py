@@ -18,9 +18,21 @@ from axlearn_like.layers.base import split
 from mesh.errors import UserError
 
 
-def causal_pairs(rows: int, length: int) -> float:
-    """Pairs of a query and a key in `rows` rows of `length` tokens that are not packed."""
-    return rows * length * (length + 1) / 2
+def causal_pairs(rows: int, length: int, window: int | None = None) -> float:
+    """Pairs of a query and a key in `rows` rows of `length` tokens that are not packed.
+
+    Args:
+        rows: of a batch.
+        length: of each.
+        window: tokens that a query sees, its own included; None: all before it.
+    """
+    seen = min(window or length, length)
+    return rows * (seen * (seen + 1) / 2 + (length - seen) * seen)
+
+
+def window_of(model: ConfigBase) -> int | None:
+    """Of a decoder's attention, if it has one."""
+    return _fields(getattr(getattr(model, "block", None), "attention", None)).get("window")
 
 
 def decoder_flops(
@@ -78,12 +90,14 @@ def pair_flops(model: ConfigBase) -> float:
     """
     attention = _fields(getattr(getattr(model, "block", None), "attention", None))
     layers = _fields(model).get("num_layers")
-    heads, width = attention.get("num_heads"), attention.get("head_dim")
-    if heads and not width and _fields(model).get("dim"):
-        width = _fields(model)["dim"] // heads
+    heads, width = attention.get("num_heads"), 2 * (attention.get("head_dim") or 0)
+    if "value_dim" in attention:  # latent attention: keys and values are of different widths
+        width = attention["nope_dim"] + attention["rope_dim"] + attention["value_dim"]
+    elif heads and not width:
+        width = 2 * (_fields(model).get("dim", 0) // heads)
     if not (heads and width and layers):
         raise UserError("flops: expected model.block.attention with num_heads and head_dim, and model.num_layers")
-    return 4.0 * layers * heads * width
+    return 2.0 * layers * heads * width
 
 
 def _feed_forwards(model: ConfigBase) -> list[Any]:

@@ -94,7 +94,7 @@ class SupervisedLoss(Configurable):
         targets, weights = (spread_like(batch[name], hidden.x) for name in ("targets", "weights"))
         parts = in_chunks(head, self._cfg.chunks, hidden.x, targets, weights)
         loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), parts)
-        return _with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
+        return with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
 
 
 def supervised_loss(logits_btv: jax.Array, batch: Batch, *, z_loss: float = 0.0) -> tuple[jax.Array, Metrics]:
@@ -124,8 +124,8 @@ def supervised_loss(logits_btv: jax.Array, batch: Batch, *, z_loss: float = 0.0)
     return loss, metrics
 
 
-def _with_aux(loss: jax.Array, metrics: Metrics, aux: Aux, share: jax.Array) -> tuple[jax.Array, Metrics]:
-    """With what the layers add, where the slice is this share of the global batch."""
+def with_aux(loss: jax.Array, metrics: Metrics, aux: Aux, share: jax.Array | float) -> tuple[jax.Array, Metrics]:
+    """Loss and metrics with what the layers add, where the slice is this share of the global batch."""
     losses = {name: value * share for name, value in aux.losses.items()}
     others = {name: value if name.endswith("_max") else value * share for name, value in aux.metrics.items()}
     return sum(losses.values(), loss), {**metrics, **losses, **others}

@@ -23,6 +23,7 @@ def dense(
     scaling: Llama3Scaling.Config | None = None,
     qkv_bias: bool = False,
     qk_norm: bool = False,
+    max_length: int | None = None,
 ) -> Decoder.Config:
     """Pre-norm blocks of grouped-query attention and SwiGLU.
 
@@ -40,6 +41,7 @@ def dense(
         scaling: of the rotary frequencies.
         qkv_bias: biases of the query, key and value projections.
         qk_norm: norms of queries and keys, head by head.
+        max_length: positions that the model was made for.
     """
     attention = Attention.Config(
         num_heads=num_heads,
@@ -47,7 +49,7 @@ def dense(
         head_dim=head_dim,
         qkv_bias=qkv_bias,
         qk_norm=RMSNorm.Config(eps=eps) if qk_norm else None,
-        rope=Rope.Config(theta=theta, scaling=scaling),
+        rope=Rope.Config(theta=theta, scaling=scaling, max_length=max_length),
     )
     feed_forward = SwiGLU.Config(hidden=hidden)
     return Decoder.Config(

@@ -43,12 +43,20 @@ def llama(name: str) -> Decoder.Config:
     """
     if name in _LLAMA2:
         shape = _LLAMA2[name]
-        return dense(vocab_size=32_000, head_dim=128, tied=False, theta=1e4, eps=1e-5, **shape).set(dtype="bfloat16")
+        return dense(
+            vocab_size=32_000, head_dim=128, tied=False, theta=1e4, eps=1e-5, max_length=4096, **shape
+        ).set(dtype="bfloat16")
     if name not in LLAMA:
         known = [*_LLAMA2, *LLAMA]
         raise UserError(f"no Llama model {name!r}{did_you_mean(name, known, limit=len(known))}")
     factor = LLAMA[name]
     scaling = None if factor is None else Llama3Scaling.Config(factor=factor, original_length=8192)
     return dense(
-        vocab_size=128_256, num_kv_heads=8, theta=500_000.0, eps=1e-5, scaling=scaling, **_SIZES[name.split("-")[-1]]
+        vocab_size=128_256,
+        num_kv_heads=8,
+        theta=500_000.0,
+        eps=1e-5,
+        scaling=scaling,
+        max_length=8192 if factor is None else 131_072,
+        **_SIZES[name.split("-")[-1]],
     ).set(dtype="bfloat16")

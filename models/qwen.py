@@ -28,27 +28,35 @@ _QWEN3: dict[str, dict[str, Any]] = {
 }
 
 
-def _qwen2(size: str, *, eps: float = 1e-6) -> Decoder.Config:
+def _qwen2(size: str, *, eps: float = 1e-6, max_length: int = 32_768) -> Decoder.Config:
     shape = _QWEN2[size]
     # The larger tables are padded to a multiple of 512.
     vocab = 151_936 if shape["tied"] else 152_064
-    return dense(vocab_size=vocab, theta=1_000_000.0, eps=eps, qkv_bias=True, **shape)
+    return dense(vocab_size=vocab, theta=1_000_000.0, eps=eps, qkv_bias=True, max_length=max_length, **shape)
 
 
 def _qwen3(size: str) -> Decoder.Config:
     return dense(
-        vocab_size=151_936, num_kv_heads=8, head_dim=128, theta=1_000_000.0, eps=1e-6, qk_norm=True, **_QWEN3[size]
+        vocab_size=151_936,
+        num_kv_heads=8,
+        head_dim=128,
+        theta=1_000_000.0,
+        eps=1e-6,
+        qk_norm=True,
+        max_length=40_960,
+        **_QWEN3[size],
     )
 
 
 def _models() -> dict[str, Decoder.Config]:
     # The base models of 14B and 32B, and QwQ, have a larger epsilon; the Instruct models of all sizes have 1e-6.
     base = {size: 1e-5 if size in ("14B", "32B") else 1e-6 for size in _QWEN2}
+    long = {size: 131_072 if size in ("7B", "14B", "32B") else 32_768 for size in _QWEN2}
     return {
-        **{f"Qwen2-{size}": _qwen2(size) for size in ("0.5B", "1.5B", "7B")},
-        **{f"Qwen2.5-{size}": _qwen2(size, eps=eps) for size, eps in base.items()},
+        **{f"Qwen2-{size}": _qwen2(size, max_length=131_072) for size in ("0.5B", "1.5B", "7B")},
+        **{f"Qwen2.5-{size}": _qwen2(size, eps=eps, max_length=long[size]) for size, eps in base.items()},
         **{f"Qwen2.5-{size}-Instruct": _qwen2(size) for size in _QWEN2},
-        "QwQ-32B": _qwen2("32B", eps=1e-5),
+        "QwQ-32B": _qwen2("32B", eps=1e-5, max_length=40_960),
         **{f"Qwen3-{size}": _qwen3(size) for size in _QWEN3},
     }
 

@@ -9,13 +9,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.context import GroupContext
-from axlearn_like.losses import Chosen, LossFn, token_logprobs
+from axlearn_like.losses import Chosen, LossFn, token_logprobs, with_aux
 from axlearn_like.train_program import check_length, describe_state
 from axlearn_like.train_step import State, Step, make_train_step
 from mesh import UserError
-from mesh.rules import partition
+from mesh.rules import constrain, partition
 from rl.objective import Objective
 from rl.scoring import row_length, score_rows
 
@@ -53,7 +54,7 @@ def policy_program(cfg: "PolicyTrainer.Config", mesh: Mesh, *, groups: int, samp
     with jax.set_mesh(mesh):
         learner = cfg.learner.build()
         graphdef, state, _ = describe_state(cfg.model, learner, mesh)
-        loss_fn = make_policy_loss(graphdef, objective, cfg.temperature)
+        loss_fn = make_policy_loss(graphdef, objective, cfg.temperature, cfg.microbatches)
         step = make_train_step(loss_fn, learner, cfg.microbatches, like=state)
         groups = _padded(groups, cfg.row_multiple)
         arrays = batch_shapes(
@@ -68,12 +69,18 @@ def policy_program(cfg: "PolicyTrainer.Config", mesh: Mesh, *, groups: int, samp
         )
 
 
-def make_policy_loss(graphdef: nnx.GraphDef[Any], objective: Objective, temperature: float) -> LossFn:
-    """`loss_fn(params, batch)` on the arrays of `pack_groups`."""
+def make_policy_loss(
+    graphdef: nnx.GraphDef[Any], objective: Objective, temperature: float, microbatches: int = 1
+) -> LossFn:
+    """`loss_fn(params, batch)` on the arrays of `pack_groups`: the objective's, and the layers' own losses.
+
+    Of these each microbatch, which is as many rows, gives its share.
+    """
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        logprobs, entropy = policy_logprobs(bind(graphdef, params), batch, temperature)
-        return objective.loss(logprobs, batch, entropy)
+        scored = policy_logprobs(bind(graphdef, params), batch, temperature)
+        loss, metrics = objective.loss(scored.logprobs, batch, scored.entropy)
+        return with_aux(loss, metrics, scored.aux, 1 / microbatches)
 
     return loss_fn
 
@@ -83,20 +90,27 @@ def make_score_rows(graphdef: nnx.GraphDef[Any]) -> Callable[..., Chosen]:
     return jax.jit(lambda params, **rows: score_rows(bind(graphdef, params), **rows))
 
 
-def policy_logprobs(
-    model: Any, batch: Mapping[str, jax.Array], temperature: float
-) -> tuple[jax.Array, jax.Array]:
-    """log pi of the targets and the entropy at each, float32 [g, n, t], at the behaviour temperature."""
+class Scored(NamedTuple):
+    """log pi of the targets and the entropy at each, float32 [g, n, t], and the layers' auxiliary outputs."""
+
+    logprobs: jax.Array
+    entropy: jax.Array
+    aux: Aux
+
+
+def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: float) -> Scored:
+    """What the objective needs of a model, at the behaviour temperature."""
     groups, samples, length = batch["inputs"].shape
     trunk = batch["trunk"]
     context = GroupContext(batch["trunk_lengths"], trunk.shape[1], samples, length)
     tokens = jnp.concatenate([trunk, batch["inputs"].reshape(groups, -1)], axis=1)
-    hidden = model.hidden(tokens, context).x
-    logits = model.logits(hidden[:, trunk.shape[1] :]) / temperature
+    hidden = model.hidden(tokens, context)
+    x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
+    logits = model.logits(x[:, trunk.shape[1] :]) / temperature
     chosen = token_logprobs(logits, batch["targets"].reshape(groups, -1))
     logp = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-    return chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape)
+    return Scored(chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape), hidden.aux)
 
 
 def batch_shapes(

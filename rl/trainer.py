@@ -111,7 +111,7 @@ class PolicyTrainer(Configurable):
         with jax.set_mesh(self._mesh):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
             self._graphdef, _ = split(abstract)
-            loss = make_policy_loss(self._graphdef, self._objective, cfg.temperature)
+            loss = make_policy_loss(self._graphdef, self._objective, cfg.temperature, cfg.microbatches)
             self._score = jax.jit(self._logprobs)
             self._score_rows = make_score_rows(self._graphdef)
             self.state, self.step = self._restore_or_start(initial, seed)
@@ -238,8 +238,8 @@ class PolicyTrainer(Configurable):
         figures["train_tokens"] = float(live.sum() + batch["trunk_lengths"].sum())
         return {**figures, **metrics, "staleness_mean": np.mean(ages), "staleness_max": max(ages)}
 
-    def _logprobs(self, params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return policy_logprobs(bind(self._graphdef, params), batch, self.cfg.temperature)
+    def _logprobs(self, params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return policy_logprobs(bind(self._graphdef, params), batch, self.cfg.temperature).logprobs
 
     def _agreement(
         self, groups: list[Group], batch: Batch, arrays: dict[str, jax.Array]
@@ -258,7 +258,7 @@ class PolicyTrainer(Configurable):
             params = next(one for one in self._recent if one.version == version).params(params)
         figures: dict[str, float] = {}
         if batch["action_mask"].any():
-            apart = np.abs(np.asarray(self._score(params, arrays)[0]) - batch["logprobs_behaviour"])
+            apart = np.abs(np.asarray(self._score(params, arrays)) - batch["logprobs_behaviour"])
             apart = apart[batch["action_mask"]]
             figures |= {"logprob_diff_mean": float(apart.mean()), "logprob_diff_max": float(apart.max())}
         apart = np.abs(np.concatenate(self._scoring_differences(groups, params)))

@@ -50,6 +50,20 @@ case ",$extras," in
 *) imports="" ;;
 esac
 
+# The TPU compiler for tests and `axl aot`, aside of the packages: jax looks for a TPU at every start where it finds it
+# among them (see docs/aot.md). It exists for this platform only, and takes 0.6 GB.
+case ",$extras," in
+*,dev,*)
+    if [ "$(uname -s) $(uname -m)" = "Linux x86_64" ]; then
+        compiler=$(sed -n 's/^libtpu==//p' "$root/constraints.txt")
+        if ! [ -f "$venv/libtpu/libtpu-$compiler.dist-info/RECORD" ]; then
+            rm -rf "$venv/libtpu"
+            pip_install --no-deps --target "$venv/libtpu" "libtpu==$compiler"
+        fi
+    fi
+    ;;
+esac
+
 # Byte code of what every process imports, once, even where Python is told not to write any.
 PYTHONDONTWRITEBYTECODE='' JAX_PLATFORMS=cpu "$python" -W ignore -c "
 import jax, flax.nnx, optax, orbax.checkpoint, grain.python, rich

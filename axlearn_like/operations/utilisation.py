@@ -17,13 +17,12 @@ def step_flops(model: ConfigBase, rows: int, length: int) -> float | None:
     Causal: half of the pairs of a query and a key. What is recomputed does not count; rows count as whole, although
     tokens do not look across the borders of packed examples.
     """
-    from axlearn_like.flops import causal_pairs, decoder_flops
+    from axlearn_like.flops import causal_pairs, decoder_flops, window_of
 
     tokens = rows * length
     try:
-        return decoder_flops(
-            model, tokens=tokens, head_tokens=tokens, pairs=causal_pairs(rows, length), backward=True
-        )
+        pairs = causal_pairs(rows, length, window_of(model))
+        return decoder_flops(model, tokens=tokens, head_tokens=tokens, pairs=pairs, backward=True)
     except UserError:
         return None
 

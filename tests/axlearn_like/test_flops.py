@@ -8,6 +8,10 @@ from flax import nnx
 from axlearn_like.flops import causal_pairs, decoder_flops, matrix_sizes, pair_flops
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.context import PackedContext
+from axlearn_like.layers.experts import Experts
+from axlearn_like.layers.mla import LatentAttention
+from axlearn_like.layers.moe import MoE
+from axlearn_like.layers.router import SoftmaxRouter
 from mesh.arithmetic import products
 from models.dense import dense
 from models.llama import llama
@@ -49,6 +53,23 @@ def test_sizes_are_those_that_the_models_are_known_by():
     assert layers + head == pytest.approx(32.8e9 - 152_064 * 5120, rel=0.01)
 
 
-def test_pairs_are_the_causal_half():
+def test_of_a_mixture_of_experts_a_token_meets_a_few():
+    cfg = small(tied=False)
+    cfg.block.feed_forward = MoE.Config(
+        num_experts=8, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=48)
+    )
+    attention = 64 * 4 * 32 * 2 + 2 * 64 * 2 * 32
+    assert matrix_sizes(cfg) == (3 * (attention + 64 * 8 + 2 * 3 * 64 * 48), 128 * 64)
+
+
+def test_latent_attention_has_keys_and_values_of_different_widths():
+    cfg = small(tied=False)
+    cfg.block.attention = LatentAttention.Config(num_heads=4, nope_dim=16, rope_dim=8, value_dim=12)
+    assert pair_flops(cfg) == 2 * 3 * 4 * (16 + 8 + 12)
+
+
+def test_pairs_are_the_causal_half_and_what_the_window_leaves():
     assert causal_pairs(1, 4) == 1 + 2 + 3 + 4
     assert causal_pairs(3, 100) == 3 * 5050
+    assert causal_pairs(1, 5, window=2) == 1 + 2 + 2 + 2 + 2
+    assert causal_pairs(1, 5, window=9) == causal_pairs(1, 5)

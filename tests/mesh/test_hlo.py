@@ -1,5 +1,7 @@
 """The text of optimised programs: shapes with tiles, loops, fusions, sources."""
 
+from pathlib import Path
+
 import pytest
 
 from mesh.buffers import argument_path, largest_buffers, phase
@@ -8,78 +10,8 @@ from mesh.hlo import Array, parse
 from mesh.traffic import operations
 from tests.mesh.described import described_mesh
 
-# As libtpu writes it, shortened: a loop of 4 turns around an all-gather and a fused reduce-scatter, and what surrounds it.
-PROGRAM = """\
-HloModule jit_step, is_scheduled=true, num_partitions=4
-
-FileNames
-1 "/src/axlearn_like/layers/decoder.py"
-2 "/src/axlearn_like/layers/attention.py"
-
-FunctionNames
-1 "Decoder.hidden"
-2 "Decoder.hidden.<locals>.apply"
-3 "Attention.__call__"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=1 end_column=2}
-2 {file_name_id=1 function_name_id=2 line=7 end_line=7 column=1 end_column=2}
-3 {file_name_id=2 function_name_id=3 line=33 end_line=33 column=1 end_column=2}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=2}
-3 {file_location_id=3 parent_frame_id=3}
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}
-
-%all-reduce-scatter.1 (input: bf16[64,128]) -> bf16[32,128] {
-  %input = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
-  %all-reduce.9 = bf16[64,128]{1,0:T(8,128)(2,1)} all-reduce(%input), channel_id=9, replica_groups={{0,2},{1,3}}, to_apply=%add
-  ROOT %part = bf16[32,128]{1,0:T(8,128)(2,1)} dynamic-slice(%all-reduce.9), dynamic_slice_sizes={32,128}
-}
-
-%fused_slice (stack: bf16[4,64,128], index: s32[]) -> bf16[1,64,128] {
-  %stack = bf16[4,64,128]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %index = s32[]{:T(128)} parameter(1)
-  ROOT %cut = bf16[1,64,128]{2,1,0:T(8,128)(2,1)} dynamic-slice(%stack, %index), dynamic_slice_sizes={1,64,128}
-}
-
-%condition (state: (s32[], bf16[4,64,128])) -> pred[] {
-  %limit = s32[]{:T(128)} constant(4)
-  %state = (s32[]{:T(128)}, bf16[4,64,128]{2,1,0:T(8,128)(2,1)}) parameter(0)
-  %counter = s32[]{:T(128)} get-tuple-element(%state), index=0
-  ROOT %less = pred[]{:T(512)} compare(%counter, %limit), direction=LT
-}
-
-%body (state.1: (s32[], bf16[4,64,128])) -> (s32[], bf16[4,64,128]) {
-  %state.1 = (s32[]{:T(128)}, bf16[4,64,128]{2,1,0:T(8,128)(2,1)}) parameter(0)
-  %counter.1 = s32[]{:T(128)} get-tuple-element(%state.1), index=0
-  %stack.1 = bf16[4,64,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%state.1), index=1
-  %layer = bf16[1,64,128]{2,1,0:T(8,128)(2,1)} fusion(%stack.1, %counter.1), kind=kLoop, calls=%fused_slice, metadata={op_name="jit(step)/jvp()/while/body/dynamic_slice" stack_frame_id=3}, backend_config={"estimated_cycles":"100"}
-  %all-gather.1 = bf16[64,256]{1,0:T(8,128)(2,1)} all-gather(%layer), channel_id=1, replica_groups=[2,2]<=[2,2]T(1,0), dimensions={1}, use_global_device_ids=true, metadata={op_name="jit(step)/jvp()/while/body/dot_general" stack_frame_id=3}
-  %scattered = bf16[32,128]{1,0:T(8,128)(2,1)} fusion(%layer), kind=kCustom, calls=%all-reduce-scatter.1, metadata={op_name="jit(step)/transpose(jvp())/while/body/dot_general" stack_frame_id=3}
-  ROOT %next = (s32[]{:T(128)}, bf16[4,64,128]{2,1,0:T(8,128)(2,1)}) tuple(%counter.1, %stack.1)
-}
-
-ENTRY %main (argument: bf16[4,64,128]) -> f32[] {
-  %argument = bf16[4,64,128]{2,1,0:T(8,128)(2,1)} parameter(0), metadata={op_name="state[\\'params\\'][\\'layers\\'].mu[\\'up_df\\']"}
-  %zero = s32[]{:T(128)} constant(0)
-  %begin = s32[]{:T(128)} copy(%zero)
-  %started = (bf16[64,128]{1,0:T(8,128)(2,1)}, bf16[64,128]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%argument), channel_id=3, source_target_pairs={{0,1},{1,0},{2,3},{3,2}}
-  %tuple.1 = (s32[]{:T(128)}, bf16[4,64,128]{2,1,0:T(8,128)(2,1)}) tuple(%begin, %argument)
-  %busy = f32[100]{0:T(128)} fusion(%argument), kind=kLoop, calls=%fused_slice, metadata={op_name="jit(step)/mul"}, backend_config={"estimated_cycles":"700"}
-  %finished = bf16[64,128]{1,0:T(8,128)(2,1)} collective-permute-done(%started)
-  %loop = (s32[]{:T(128)}, bf16[4,64,128]{2,1,0:T(8,128)(2,1)}) while(%tuple.1), condition=%condition, body=%body
-  %all-reduce.2 = (f32[8]{0:T(128)}, f32[]{:T(128)}) all-reduce(%busy, %busy), channel_id=4, replica_groups=mesh['pipeline'=1,'fsdp'=2,'tensor'=2] {'fsdp','tensor'}, to_apply=%add
-  %alone = f32[8]{0:T(128)} all-reduce(%busy), channel_id=5, replica_groups={{0},{1},{2},{3}}, to_apply=%add
-  ROOT %result = f32[]{:T(128)} get-tuple-element(%all-reduce.2), index=1
-}
-"""
+# As libtpu writes it, shortened: a loop of 4 turns around an all-gather and a fused reduce-scatter, and what is around.
+PROGRAM = (Path(__file__).parent / "small_program.hlo").read_text()
 
 
 def test_an_array_counts_with_the_padding_of_its_tiles():

@@ -57,7 +57,7 @@ def test_slices_are_counted_from_one():
 
 
 def test_the_peak_is_that_of_matrix_units_at_the_stated_clock():
-    """The clock turns the compiler's cycles into seconds; units by cloud.google.com/tpu/docs (v6e and later: 256 wide)."""
+    """The clock turns the compiler's cycles into seconds; units by cloud.google.com/tpu/docs, from v6e on 256 wide."""
     units = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2, "tpu7x": 8 * 256**2}
     for name, generation in GENERATIONS.items():
         assert generation.flops == pytest.approx(2 * units[name] * generation.clock, rel=0.01), name

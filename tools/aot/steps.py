@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.evaluation import LossEvaluator
-from axlearn_like.flops import causal_pairs, decoder_flops
+from axlearn_like.flops import causal_pairs, decoder_flops, window_of
 from axlearn_like.train_program import check_length, check_rows, describe_batch, eval_step, train_program
 from axlearn_like.trainer import Trainer
 from mesh import UserError, make_mesh
@@ -83,7 +83,11 @@ def _train(cfg: Trainer.Config, mesh: Mesh) -> Step:
     program = train_program(cfg, mesh)
     rows, length = cfg.input.batch_size, cfg.input.seq_len
     flops = decoder_flops(
-        cfg.model, tokens=rows * length, head_tokens=rows * length, pairs=causal_pairs(rows, length), backward=True
+        cfg.model,
+        tokens=rows * length,
+        head_tokens=rows * length,
+        pairs=causal_pairs(rows, length, window_of(cfg.model)),
+        backward=True,
     )
     counted = f"forward and backward pass of {rows} rows of {length} tokens, unpacked, causal half"
     return Step("train", mesh, lambda: program.step.trace(program.state, program.batch), flops, counted)
@@ -99,7 +103,10 @@ def _eval(cfg: Trainer.Config, mesh: Mesh) -> Step:
         step: Any = eval_step(program.graphdef)
     rows, length = inputs.batch_size, inputs.seq_len
     flops = decoder_flops(
-        cfg.model, tokens=rows * length, head_tokens=rows * length, pairs=causal_pairs(rows, length)
+        cfg.model,
+        tokens=rows * length,
+        head_tokens=rows * length,
+        pairs=causal_pairs(rows, length, window_of(cfg.model)),
     )
     counted = f"forward pass of {rows} rows of {length} tokens, unpacked, causal half"
     return Step("eval", mesh, lambda: step.trace(program.state["params"], batch), flops, counted)
