@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from axlearn_like.config_edit import set_path
+from axlearn_like.layers.decoder import Decoder
 from axlearn_like.train_step import init_state
 from mesh import UserError, make_mesh
 from rl.batching import pack_groups
@@ -40,6 +42,7 @@ def test_the_described_step_takes_a_real_batch():
     sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
     batch, _ = pack_groups(groups(), trainer.objective.build(), **sizes, row_multiple=trainer.row_multiple)
     rows = pack_rows(groups(), **sizes, row_multiple=trainer.row_multiple)
+    assert isinstance(trainer.model, Decoder.Config)
     params = tiny_params(trainer.model)
     with jax.set_mesh(mesh):
         state = init_state(jax.tree.map(jax.numpy.asarray, params), trainer.learner.build())
@@ -60,6 +63,6 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 def test_sequences_longer_than_the_positions_are_refused():
     trainer = tiny_experiment().build().trainer_cfg
-    trainer.model.block.attention.rope.max_length = 16
+    set_path(trainer.model, "block.attention.rope.max_length", 16)
     with pytest.raises(UserError, match=r"max_prompt \+ max_new is 18, but model\.block\.attention\.rope\.max_length"):
         policy_program(trainer, make_mesh({}), groups=GROUPS, samples=SAMPLES)
