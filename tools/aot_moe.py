@@ -8,6 +8,7 @@ Needs libtpu (the extra `aot`), no TPU, a few minutes for each line, and about 4
 import os
 import re
 import time
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import click
@@ -22,7 +23,7 @@ from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.moe import MoE
-from mesh import make_mesh, partition, to_named_sharding
+from mesh import UserError, make_mesh, partition, to_named_sharding
 from models.moe import moe
 
 COLLECTIVES = ("ragged-all-to-all", "all-to-all", "all-gather", "reduce-scatter", "all-reduce", "collective-permute")
@@ -56,7 +57,12 @@ def compile_layer(
         shape: of the mesh.
         length: tokens per device.
         capacity_einsum: instead of our dispatch, GShard's with one-hot matrices and places for 1.25 times the mean.
+
+    Raises:
+        UserError: libtpu is missing, or the mesh does not fit the topology.
     """
+    if find_spec("libtpu") is None:
+        raise UserError("libtpu is not installed; it comes with the extra `aot`: pip install 'axlearn-like[aot]'")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices

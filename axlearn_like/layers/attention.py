@@ -61,7 +61,7 @@ class Attention(Layer):
         head_dim = cfg.head_dim or cfg.dim // cfg.num_heads
         self.cache_shape = (kv_heads, head_dim)  # of one token's keys, and of its values
         per_kv = cfg.num_heads // kv_heads
-        self.query_shape = (kv_heads, per_kv, head_dim)
+        self.query_shape, self.value_dim = (kv_heads, per_kv, head_dim), head_dim
         init, kv_shape = fan_in_init(cfg.dim), (cfg.dim, kv_heads, head_dim)
         kv_axes = ("embed", "heads", None)
         self.q_dkqh = param(

@@ -57,8 +57,8 @@ class LatentAttention(Layer):
             )
         check_spread("LatentAttention: num_heads", heads)
         self.cache_shape = (heads, width)  # values are filled up
-        self._widths = (cfg.nope_dim, cfg.rope_dim, cfg.value_dim)
-        self._kv_rank = cfg.kv_rank
+        self.query_shape, self.value_dim = (heads, 1, width), cfg.value_dim
+        self._nope_dim, self._kv_rank, self.sinks_kq = cfg.nope_dim, cfg.kv_rank, None
         into_heads = ("heads", None, None)
 
         def latent(rank: int, extra: int = 0) -> tuple[nnx.Param[jax.Array], RMSNorm]:
@@ -90,23 +90,21 @@ class LatentAttention(Layer):
         q = named(self._queries(whole_btd, cos, sin), "query")
         k, v = self._keys_and_values(whole_btd, cos, sin)
         k, v = named(k, "key"), named(v, "value")
-        value_dim = v.shape[-1]
         if cache is not None:
-            v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - value_dim)])
+            v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - self.value_dim)])
         mixed, cache = context.attend(q, k, v, cache, Mixing(self.rules, self.kernel, self.sequence))
-        mixed = named(mixed[..., :value_dim], "context")
+        mixed = named(mixed[..., : self.value_dim], "context")
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
         return named(out, "attention_out"), cache
 
     def _queries(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        nope, rope, _ = self._widths
-        shape = (self.cache_shape[0], 1, nope + rope)
+        nope = self._nope_dim
         if self.q_down_dr is None or self.q_norm is None or self.q_up_rkqh is None:
             assert self.q_dkqh is not None
-            q = project(x_btd, self.q_dkqh[...], out_axis="heads", out=shape)
+            q = project(x_btd, self.q_dkqh[...], out_axis="heads", out=self.query_shape)
         else:
             latent = self.q_norm(project(x_btd, self.q_down_dr[...]))
-            q = project(latent, self.q_up_rkqh[...], out_axis="heads", out=shape)
+            q = project(latent, self.q_up_rkqh[...], out_axis="heads")
         return jnp.concatenate([q[..., :nope], rotate(q[..., nope:], cos, sin)], axis=-1)
 
     def _keys_and_values(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:

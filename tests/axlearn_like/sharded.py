@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from axlearn_like.config_edit import set_path
+from axlearn_like.kernels.attention.ring import Ring
 from axlearn_like.layers.base import split
 from axlearn_like.layers.embedding import Head
 from axlearn_like.layers.pipeline import Pipeline
@@ -28,6 +30,8 @@ MESHES: dict[str, dict[str, int] | None] = {
     "fsdp_tensor": {"fsdp": 4, "tensor": 2},
     "data_fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
     "pipeline_fsdp": {"pipeline": 2, "fsdp": 4},
+    "sequence_fsdp": {"sequence": 4, "fsdp": 2},
+    "ring": {"data": 2, "sequence": 2, "tensor": 2},
     "pipeline_tensor": {"pipeline": 2, "data": 2, "tensor": 2},
 }
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
@@ -36,7 +40,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 def make_batch() -> dict[str, np.ndarray]:
     """Sixteen packed rows of two documents and some padding."""
     rng = np.random.default_rng(0)
-    rows, length, first, second = 16, 10, 5, 4
+    rows, length, first, second = 16, 16, 9, 6
     segments = np.repeat(np.array([1] * first + [2] * second + [0]), rows).reshape(length, rows).T
     weights = (segments > 0) * rng.random((rows, length))
     return {
@@ -48,11 +52,13 @@ def make_batch() -> dict[str, np.ndarray]:
     }
 
 
-def train_step(shape: dict[str, int] | None, microbatches: int) -> dict[str, Any]:
+def train_step(shape: dict[str, int] | None, microbatches: int, sequence: Any = None) -> dict[str, Any]:
     """Loss, gradients and new parameters of one step, and how the program communicates."""
     mesh = None if shape is None else make_mesh(shape)
     cfg = small_decoder(num_layers=2, head=Head.Config(), pipeline=Pipeline.Config(microbatches=4))
     cfg.embedding.init_std = 0.5
+    if sequence is not None:
+        set_path(cfg, "block.attention.sequence", sequence)
     learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3), clip_norm=None).build()
     graphdefs = []
 
@@ -88,7 +94,8 @@ def main(path: str) -> None:
     arrays = {}
     for name, shape in MESHES.items():
         # Accumulation once, where all kinds of axes meet.
-        found = train_step(shape, microbatches=2 if name == "data_fsdp_tensor" else 1)
+        sequence = Ring.Config() if name == "ring" else None
+        found = train_step(shape, microbatches=2 if name == "data_fsdp_tensor" else 1, sequence=sequence)
         for key, leaf in jax.tree_util.tree_leaves_with_path(found):
             arrays[f"{name}/{jax.tree_util.keystr(key, simple=True, separator='.')}"] = np.asarray(leaf)
     np.savez(path, **arrays)

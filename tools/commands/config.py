@@ -1,7 +1,7 @@
 """`axl config`: what experiments there are, what one says, and how two differ."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.config_edit import set_path
+from axlearn_like.config_edit import set_path, walk_configs
 from axlearn_like.config_resolve import resolve
 from axlearn_like.config_text import diff as config_diff
 from axlearn_like.config_text import to_text
@@ -114,6 +114,35 @@ def _show(experiment: str, sets: tuple[str, ...], resolved: bool) -> None:
     check_name(experiment)
     with config_errors(building=resolved):
         show(experiment, sets, resolved)
+
+
+@command.command("kernels")
+@click.argument("experiment")
+@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change one field first.")
+@click.option("--platform", type=click.Choice(["tpu", "gpu", "cpu"]), default="tpu", show_default=True)
+@click.option("--length", default=4096, show_default=True, type=click.IntRange(1), help="Tokens of a row.")
+@click.option("--sequence", default=1, show_default=True, type=click.IntRange(1), help="Devices that share a row.")
+def _kernels(experiment: str, sets: tuple[str, ...], platform: str, length: int, sequence: int) -> None:
+    """Print which attention kernel each model of EXPERIMENT gets on a platform, and why not another."""
+    check_name(experiment)
+    with config_errors(building=True):
+        lines = list(kernels(load(experiment, sets), platform=platform, length=length, ways=sequence))
+    _print_lines(lines or [f"{experiment} has no decoder"], None)
+
+
+def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, ways: int) -> Iterator[str]:
+    """A line for each decoder in a config: its path, the attention kernel it gets, and why not another."""
+    import jax
+    from flax import nnx
+
+    from axlearn_like.kernels.attention.interface import explain
+    from axlearn_like.layers.decoder import Decoder
+
+    for path, node in walk_configs(cfg):
+        if isinstance(node, Decoder.Config):
+            model = jax.eval_shape(lambda node=node: node.build(rngs=nnx.Rngs(0)))
+            choice = explain(model.layers.attention, platform=platform, dtype=model.dtype, length=length, ways=ways)
+            yield f"{path or 'experiment'}.block.attention: {choice}"
 
 
 @command.command("diff")

@@ -95,6 +95,31 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def explain(attention: Any, *, platform: str, dtype: Any, length: int, ways: int = 1) -> Choice:
+    """Which kernel an attention layer gets for packed rows, and why not another.
+
+    Args:
+        attention: a layer with `query_shape` (k, q, h), `value_dim`, `rules`, `kernel`, `sequence` and `sinks_kq`.
+        platform: "tpu", "gpu" or "cpu".
+        dtype: of activations.
+        length: tokens of a row.
+        ways: devices over which rows are cut.
+
+    Raises:
+        UserError: no kernel can do it.
+    """
+    kv_heads, per_kv, head_dim = attention.query_shape
+    call = Call(
+        *(platform, np.dtype(dtype), length, kv_heads, per_kv, head_dim, attention.value_dim, attention.rules),
+        sinks=attention.sinks_kq is not None,
+        ways=ways,
+        layout="zigzag" if ways > 1 else "straight",
+        ring=ways > 1 and attention.sequence.ring,
+    )
+    zigzag.order(length, ways, call.layout)
+    return choose(attention.kernel, call)
+
+
 def attend(
     q_btkqh: jax.Array,
     k_btkh: jax.Array,

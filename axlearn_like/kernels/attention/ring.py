@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.kernels.attention.kernel import MASKED, SEQUENCE, Call, Kernel
+from axlearn_like.kernels.attention.kernel import SEQUENCE, Call, Kernel
 
 DIAGONAL, WHOLE = "diagonal", "whole"  # of a block: causal within itself; or all of it is visible, but for segments
+
+ALL = slice(None)
 
 
 class Blocks(Protocol):
@@ -102,73 +104,59 @@ class _Ring:
             q_cut, k, v, segments, places = self._cut(q, kv, mine, theirs, queries, keys)
             return self.blocks.forward(q_cut, k, v, segments, places, case)
 
+        def more(found: Any, queries: slice, keys: slice, kv: Any, theirs: Any) -> Any:
+            """`found` with what these queries see of these keys."""
+            out, lse = found
+            merged = _merged((out[..., queries, :], lse[..., queries]), block(queries, keys, kv, theirs, WHOLE))
+            return _put(out, merged[0], (..., queries, slice(None))), _put(lse, merged[1], (..., queries))
+
         def hop(state: Any, number: jax.Array) -> tuple[Any, None]:
-            kv, theirs, out, lse = state
+            kv, theirs, found = state
             coming = self.next((kv, theirs))
-            found = jax.lax.cond(
-                number <= jax.lax.axis_index(SEQUENCE),
-                lambda: self._earlier(block, kv, theirs),
-                lambda: self._later(block, kv, theirs, out, lse),
-            )
-            return (*coming, *_merged((out, lse), found)), None
+            return (*coming, self._one_of(number, more, found, kv, theirs)), None
 
         coming = self.next((kv, mine))
-        all_ = slice(None)
-        state = (*coming, *block(all_, all_, kv, mine, DIAGONAL))
-        (_, _, out, lse), _ = jax.lax.scan(hop, state, jnp.arange(1, self.call.ways))
-        return out, lse
+        state = (*coming, block(ALL, ALL, kv, mine, DIAGONAL))
+        (_, _, found), _ = jax.lax.scan(hop, state, jnp.arange(1, self.call.ways))
+        return found
 
     def backward(self, q: jax.Array, kv: Any, mine: Any, out: Any, lse: Any, d_out: Any) -> tuple[jax.Array, Any]:
         def block(queries: slice, keys: slice, kv: Any, theirs: Any, case: str) -> Any:
-            """Gradients over the whole length, zero outside of the slices."""
             q_cut, k, v, segments, places = self._cut(q, kv, mine, theirs, queries, keys)
             of = {"out": out[..., queries, :], "lse": lse[..., queries], "d_out": d_out[..., queries, :]}
-            dq, dk, dv = self.blocks.backward(q_cut, k, v, segments, places, case, **of)
-            return _put(dq, queries, q.shape[-2]), *(_put(x, keys, kv[0].shape[-2]) for x in (dk, dv))
+            return self.blocks.backward(q_cut, k, v, segments, places, case, **of)
 
-        def nothing(kv: Any) -> Any:
-            return tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, *kv))
+        def more(found: Any, queries: slice, keys: slice, kv: Any, theirs: Any) -> Any:
+            """`found` with what goes through these queries and keys."""
+            parts = zip(found, block(queries, keys, kv, theirs, WHOLE), (queries, keys, keys), strict=True)
+            return tuple(_put(x, x[..., at, :] + part, (..., at, slice(None))) for x, part, at in parts)
 
         def hop(state: Any, number: jax.Array) -> tuple[Any, None]:
-            kv, theirs, dq, d_kv = state
+            kv, theirs, (dq, *d_kv) = state
             coming, d_kv = self.next((kv, theirs)), self.next(d_kv)
-            found = jax.lax.cond(
-                number <= jax.lax.axis_index(SEQUENCE),
-                lambda: self._earlier(block, kv, theirs),
-                lambda: nothing(kv) if self._straight else block(self._back, slice(None), kv, theirs, WHOLE),
-            )
-            return (*coming, dq + found[0], jax.tree.map(jnp.add, d_kv, tuple(found[1:]))), None
+            return (*coming, self._one_of(number, more, (dq, *d_kv), kv, theirs)), None
 
         coming = self.next((kv, mine))
-        all_ = slice(None)
-        dq, *d_kv = block(all_, all_, kv, mine, DIAGONAL)
-        state = (*coming, dq, tuple(d_kv))
-        (_, _, dq, d_kv), _ = jax.lax.scan(hop, state, jnp.arange(1, self.call.ways))
-        return dq, self.next(d_kv)  # home
+        state = (*coming, tuple(block(ALL, ALL, kv, mine, DIAGONAL)))
+        (_, _, (dq, *d_kv)), _ = jax.lax.scan(hop, state, jnp.arange(1, self.call.ways))
+        return dq, tuple(self.next(d_kv))  # home
 
-    @property
-    def _straight(self) -> bool:
-        return self.call.layout == "straight"
+    def _one_of(self, number: jax.Array, more: Any, found: Any, kv: Any, theirs: Any) -> Any:
+        """`found` with what is seen of the block that has come so many hops.
 
-    @property
-    def _half(self) -> int:
-        return self.call.length // self.call.ways // 2
+        Cut in zigzag: if its device comes before, all queries see its first half and none its second; if behind, the
+        second half of the queries sees all of it. Cut straight: all of it, or nothing.
+        """
+        half = self.call.length // self.call.ways // 2
+        straight = self.call.layout == "straight"
 
-    @property
-    def _back(self) -> slice:
-        return slice(self._half, None)
+        def earlier() -> Any:
+            return more(found, ALL, ALL if straight else slice(half), kv, theirs)
 
-    def _earlier(self, block: Any, kv: Any, theirs: Any) -> Any:
-        """The block of a device that comes before: cut in zigzag, all see its first half and none its second."""
-        return block(slice(None), slice(None) if self._straight else slice(self._half), kv, theirs, WHOLE)
+        def later() -> Any:
+            return found if straight else more(found, slice(half, None), ALL, kv, theirs)
 
-    def _later(self, block: Any, kv: Any, theirs: Any, out: jax.Array, lse: jax.Array) -> Any:
-        """The block of a device that comes behind: cut in zigzag, the second half of the queries sees all of it."""
-        if self._straight:
-            return jnp.zeros_like(out), jnp.full_like(lse, MASKED)
-        part, part_lse = block(self._back, slice(None), kv, theirs, WHOLE)
-        length = out.shape[-2]
-        return _put(part, self._back, length), jnp.full_like(lse, MASKED).at[..., self._back].set(part_lse)
+        return jax.lax.cond(number <= jax.lax.axis_index(SEQUENCE), earlier, later)
 
     @staticmethod
     def _cut(q: jax.Array, kv: Any, mine: Any, theirs: Any, queries: slice, keys: slice) -> Any:
@@ -212,8 +200,6 @@ def _merged(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> t
     return sum(x[0] * weight for x, weight in zip((a, b), weights, strict=True)), total  # pyright: ignore
 
 
-def _put(x: jax.Array, where: slice, length: int) -> jax.Array:
-    """x on the last but one axis of zeros of that length."""
-    if x.shape[-2] == length:
-        return x
-    return jnp.zeros((*x.shape[:-2], length, x.shape[-1]), x.dtype).at[..., where, :].set(x)
+def _put(x: jax.Array, part: jax.Array, where: Any) -> jax.Array:
+    """x with a part of it replaced; or the part, if it is all."""
+    return part if part.shape == x.shape else x.at[where].set(part)

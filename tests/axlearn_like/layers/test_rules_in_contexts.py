@@ -91,8 +91,7 @@ def test_groups_of_branches():
     for group, length in enumerate(lengths):
         for branch in range(branches):
             own = slice(trunk + branch * size, trunk + (branch + 1) * size)
-            alone = [np.concatenate([a[group, :length], a[group, own]])[None] for a in x[:3]]
-            q, k, v = alone
+            q, k, v = (np.concatenate([a[group, :length], a[group, own]])[None] for a in x[:3])
             one = reference.Inputs(q, k, v, np.ones((1, length + size), np.int32), WHOLE.sinks)
             expected = reference.attention(one, RULES, sinks=True)[0]
             np.testing.assert_allclose(found[group, own], expected[length:], atol=2e-5)

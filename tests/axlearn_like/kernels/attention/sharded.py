@@ -42,9 +42,11 @@ def value_and_grad(
         mixing = Mixing(rules, kernel.build(), (sequence or AllGather.Config()).build(), s if sinks else None)
         layout: Any = order or "straight"
         segments = constrain(jnp.asarray(x.segments[:, places]), "batch", "length")
-        q, k, v = (a[:, places] for a in (q, k, v))
+        if order == "zigzag":
+            q, k, v = (a[:, places] for a in (q, k, v))
         out = attend(q, k, v, mixing, segment_ids=segments, layout=layout)
-        out = constrain(out, "batch", None, "heads", None, None)[:, back]
+        out = constrain(out, "batch", None, "heads", None, None)
+        out = out[:, back] if order == "zigzag" else out
         return jnp.sum(out * weights), out
 
     (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(x.q, x.k, x.v, x.sinks)

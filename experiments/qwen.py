@@ -1,0 +1,52 @@
+"""Qwen models at scale: pretraining of a dense one and of a mixture of experts."""
+
+from axlearn_like.trainer import Trainer
+from experiments.llama import DATA
+from experiments.pretraining import pretraining
+from experiments.registry import experiment
+from models.moe import moe
+from models.qwen import qwen
+
+
+@experiment
+def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: int = 0) -> Trainer.Config:
+    """Qwen2.5 32B, 4 M tokens a step in rows of 8,192; v5p from 128 chips, v6e from 256.
+
+    Memory of a chip: docs/aot-experiments.md. Not trained here: the figures are the TPU compiler's.
+    """
+    return pretraining(
+        qwen("Qwen2.5-32B"),
+        rows=rows,
+        length=length,
+        steps=100_000,
+        peak_lr=1e-4,
+        data=data,
+        seed=seed,
+        mesh_rules=(
+            (r"tpu-v5p-.*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
+            (r"tpu-v(6e|5e)-.*", {"mesh": {"fsdp": -1, "tensor": 4}, "model.remat": "everything"}),
+            (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
+        ),
+    )
+
+
+@experiment
+def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
+    """Qwen3 30B-A3B (128 experts, of which a token uses 8), 4 M tokens a step; v6e from 256 chips, v5p from 64.
+
+    Memory of a chip: docs/aot-experiments.md. Not trained here: the figures are the TPU compiler's.
+    """
+    return pretraining(
+        moe("Qwen3-30B-A3B"),
+        rows=rows,
+        length=length,
+        steps=100_000,
+        peak_lr=3e-4,
+        data=data,
+        seed=seed,
+        mesh_rules=(
+            (r"tpu-v5p-.*", {"mesh": {"fsdp": -1, "expert": 8}, "model.remat": "everything"}),
+            (r"tpu-v(6e|5e)-.*", {"mesh": {"fsdp": -1, "expert": 8}, "model.remat": "everything"}),
+            (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
+        ),
+    )
