@@ -120,6 +120,7 @@ REFUSED = {
     ],
     "--topology v6e:2x2 --step decode": ["--step decode", "known: eval, train"],
     "--topology v6e:2x2 --set model.num_layer=2": ["num_layer", "num_layers"],
+    "--topology v6e:2x2 --set compiler_options={'xla_no_such':'1'}": ["No such compile option: 'xla_no_such'"],
     "--topology v6e:2x2 --sweep --step eval": ["--sweep searches for a train step"],
 }  # fmt: skip
 
