@@ -45,7 +45,8 @@ def tiny(**changes: Any) -> Trainer.Config:
 @needs_compiler
 def test_a_train_step_is_accounted_for(tmp_path):
     """On v5p the rules make it fsdp 2 x tensor 2."""
-    report = elsewhere(run_cli, [HERE, "--topology", "v5p-8", "--json", "--save", str(tmp_path / "step.bin")], timeout=280)["json"]
+    words = [HERE, "--topology", "v5p-8", "--json", "--save", str(tmp_path / "step.bin")]
+    report = elsewhere(run_cli, words, timeout=280)["json"]
     assert report["fits"] and report["oom"] is None and report["advice"] == []
     assert report["mesh"] == {"fsdp": 2, "tensor": 2} and report["devices"] == 4
     tokens, matrices = 16 * 128, LAYERS * (4 * 256 * 256 + 3 * 256 * 512) + 256 * 512
