@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.zigzag import spread
 from axlearn_like.layers.aux import Aux
-from axlearn_like.layers.base import bind
-from axlearn_like.layers.chunks import in_chunks, spread_like
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.chunks import cut_axes, in_chunks, spread_like, without_axes
 from axlearn_like.layers.context import PackedContext
 from axlearn_like.layers.reduction import apart, exponentials
 from mesh.errors import UserError
+from mesh.manual import vary
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -86,15 +88,38 @@ class SupervisedLoss(Configurable):
         context = PackedContext(batch["positions"], batch["segment_ids"], layout)
         hidden = model.hidden(batch["tokens"], context)
 
-        def head(x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
-            return supervised_loss(
-                model.logits(x), {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss
-            )
-
         targets, weights = (spread_like(batch[name], hidden.x) for name in ("targets", "weights"))
-        parts = in_chunks(head, self._cfg.chunks, hidden.x, targets, weights)
-        loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), parts)
+        loss, metrics = self._head(model, hidden.x, targets, weights)
         return with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
+
+    def _head(self, model: Any, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
+        """Loss and metrics from final hidden states.
+
+        In chunks, every device goes through those of its own tokens: so the gradient of the head is summed over devices
+        once, and not for every chunk.
+        """
+        graphdef, params = split(model.output)
+        axes = cut_axes(x) if self._cfg.chunks > 1 else ()
+
+        def own(params: Any, *parts: jax.Array) -> tuple[jax.Array, Metrics]:
+            output = bind(graphdef, jax.tree.map(lambda leaf: vary(leaf, axes), params))
+
+            def one(x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
+                return supervised_loss(
+                    output.logits(x), {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss
+                )
+
+            chunks = in_chunks(one, self._cfg.chunks, *parts)
+            sums = jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), chunks)
+            return jax.lax.psum(sums, axes) if axes else sums
+
+        if not axes:
+            return own(params, x, targets, weights)
+        params = jax.tree.map(lambda leaf: without_axes(leaf, axes), params)
+        rows = PartitionSpec(*jax.typeof(x).sharding.spec[:2])
+        return jax.shard_map(
+            own, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=PartitionSpec(), axis_names=set(axes)
+        )(params, x, targets, weights)
 
 
 def supervised_loss(logits_btv: jax.Array, batch: Batch, *, z_loss: float = 0.0) -> tuple[jax.Array, Metrics]:

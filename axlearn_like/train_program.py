@@ -52,7 +52,7 @@ def train_program(cfg: "Trainer.Config", mesh: Mesh, learner: Learner | None = N
     with jax.set_mesh(mesh):
         graphdef, state, init = describe_state(cfg.model, learner, mesh)
         loss_fn = make_supervised_loss(graphdef, cfg.loss.build())
-        step = make_train_step(loss_fn, learner, cfg.microbatches, like=state)
+        step = make_train_step(loss_fn, learner, cfg.microbatches, like=state, compiler_options=cfg.compiler_options)
         return Program(step, state, describe_batch(cfg.input, mesh), graphdef, init)
 
 

@@ -1,6 +1,6 @@
 """The train state and the one jitted step over it, with gradient accumulation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +27,14 @@ def init_state(params: Any, learner: Learner) -> State:
     }
 
 
-def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1, *, like: State | None = None) -> Step:
+def make_train_step(
+    loss_fn: LossFn,
+    learner: Learner,
+    microbatches: int = 1,
+    *,
+    like: State | None = None,
+    compiler_options: Mapping[str, str] | None = None,
+) -> Step:
     """The jitted `step(state, batch) -> (state, metrics)`; the state is donated.
 
     Args:
@@ -38,6 +45,7 @@ def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1, *,
         microbatches: slices computed one after another; divides the first axis of every array in
             the batch. Arrays without axes (scalars) are shared by all slices.
         like: a state, abstract or not, with shardings; needed if the learner keeps some of it on the host.
+        compiler_options: of XLA.
 
     Returns:
         The step. Its metrics are those of `loss_fn` and of the learner. `state["step"]` counts
@@ -72,7 +80,10 @@ def make_train_step(loss_fn: LossFn, learner: Learner, microbatches: int = 1, *,
         return new_state, {**metrics, **learned}
 
     out = None if like is None else learner.step_shardings(like)
-    return jax.jit(step, donate_argnums=0) if out is None else jax.jit(step, donate_argnums=0, out_shardings=out)
+    options: dict[str, Any] = {"compiler_options": dict(compiler_options)} if compiler_options else {}
+    if out is not None:
+        options["out_shardings"] = out
+    return jax.jit(step, donate_argnums=0, **options)
 
 
 def _combined(name: str, values: jax.Array) -> jax.Array:

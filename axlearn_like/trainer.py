@@ -57,6 +57,7 @@ class Trainer(Configurable):
         checkpoint: Checkpointer.Config = Checkpointer.Config()
         mesh: dict[str, int] = {}  # axis -> size; absent axes have size 1, one may be -1
         mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
+        compiler_options: dict[str, str] = {}  # of XLA, for the train step; set by a mesh rule, for TPUs have their own
         microbatches: int = 1
         num_steps: int = REQUIRED
         stop_when: StopWhen.Config | None = None  # None: all steps

@@ -2,7 +2,7 @@
 
 from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.config import ConfigBase
-from axlearn_like.input import ArrayRecord, SupervisedInput, TokenIds
+from axlearn_like.input import ArrayRecord, SupervisedInput, TokenIds, json_record
 from axlearn_like.learner import AdamW, Learner, WarmupCosine
 from axlearn_like.losses import SupervisedLoss
 from axlearn_like.mesh_rules import MeshRules
@@ -35,7 +35,9 @@ def pretraining(
     return Trainer.Config(
         model=model,
         input=SupervisedInput.Config(
-            source=ArrayRecord.Config(files=data, tokenizer=None, example=TokenIds.Config(tokens="tokens")),
+            source=ArrayRecord.Config(
+                files=data, decode=json_record, tokenizer=None, example=TokenIds.Config(tokens="tokens")
+            ),
             seq_len=length,
             batch_size=rows,
             long="split",

@@ -194,8 +194,8 @@ def _compile(
         message = str(error)
         if "RESOURCE_EXHAUSTED" in message:
             return None, read_shortage(message)
-        if options and "INTERNAL" not in message:
-            named = ", ".join(f"{name}={value}" for name, value in options.items())
+        if "compile option" in message or (options and "INTERNAL" not in message):
+            named = ", ".join(f"{name}={value}" for name, value in (options or {}).items()) or "of the config"
             raise UserError(f"the compiler refuses with the options {named}: {message.splitlines()[0]}") from None
         raise
 

@@ -43,10 +43,13 @@ def _mesh_axes(axis: str) -> tuple[str, ...] | str | None:
 
 
 def axis_sizes(axis: str) -> dict[str, int]:
-    """The mesh axes (and their sizes) over which a logical axis is spread; empty without a mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    names = LOGICAL_AXES[axis] or ()
-    return {name: mesh.shape[name] for name in ((names,) if isinstance(names, str) else names) if not mesh.empty}
+    """The mesh axes (and their sizes) over which a logical axis is spread; empty without a mesh.
+
+    Inside a `shard_map` those that it maps over are left out: there, what is left is one device's part of them.
+    """
+    mesh, names = jax.sharding.get_abstract_mesh(), LOGICAL_AXES[axis] or ()
+    names = () if mesh.empty else (names,) if isinstance(names, str) else names
+    return {name: mesh.shape[name] for name in names if name not in mesh.manual_axes}
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -57,6 +57,20 @@ def spread_like(x: jax.Array, other: jax.Array) -> jax.Array:
     return x if spec is None else jax.sharding.reshard(x, PartitionSpec(*spec[:2]))
 
 
+def cut_axes(x: jax.Array) -> tuple[str, ...]:
+    """The mesh axes that cut the first two axes of x."""
+    entries = () if (spec := _spec(x)) is None else spec[:2]
+    return tuple(name for entry in entries for name in _names(entry))
+
+
+def without_axes(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """x gathered over these mesh axes; what others cut stays cut."""
+    spec = _spec(x)
+    assert spec is not None
+    kept = [tuple(name for name in _names(entry) if name not in axes) for entry in spec]
+    return jax.sharding.reshard(x, PartitionSpec(*(names or None for names in kept)))
+
+
 def split_rows(x: jax.Array, count: int) -> jax.Array:
     """[batch, ...] -> [count, batch / count, ...]; part i has rows i, i + count, ...
 
@@ -74,6 +88,10 @@ def merge_rows(x: jax.Array) -> jax.Array:
     out = None if spec is None else PartitionSpec(spec[1], *spec[2:])
     x = jnp.swapaxes(x, 0, 1)
     return jnp.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), out_sharding=out)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def _spec(x: jax.Array) -> PartitionSpec | None:

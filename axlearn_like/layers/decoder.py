@@ -161,6 +161,11 @@ class Decoder(Layer):
             return list(self.layers)
         return [jax.tree.map(lambda leaf, i=index: leaf[i], self.layers) for index in range(self.num_layers)]
 
+    @property
+    def output(self) -> Embedding | Head:
+        """The layer that makes logits."""
+        return self.head or self.embedding
+
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """float32 logits of hidden states, so that callers compute them only where they need them."""
-        return (self.head or self.embedding).logits(x_btd)
+        return self.output.logits(x_btd)

@@ -17,7 +17,7 @@ from axlearn_like.layers.base import split
 from axlearn_like.layers.embedding import Head
 from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.learner import AdamW, Constant, Learner
-from axlearn_like.losses import make_supervised_loss
+from axlearn_like.losses import SupervisedLoss, make_supervised_loss
 from axlearn_like.train_step import init_state, make_train_step
 from mesh import make_mesh, shard_batch, to_named_sharding
 from tests.axlearn_like.layers.small import small_decoder
@@ -73,7 +73,9 @@ def train_step(shape: dict[str, int] | None, microbatches: int, sequence: Any = 
         state = jax.jit(init, out_shardings=where)(jax.random.key(3))
         born = jax.device_get(state["params"])
         shards = max(len({s.index for s in leaf.addressable_shards}) for leaf in jax.tree.leaves(state["params"]))
-        step = make_train_step(make_supervised_loss(graphdefs[0]), learner, microbatches)
+        # The head in chunks on every mesh, whole without one.
+        loss = SupervisedLoss.Config(chunks=1 if mesh is None else 2).build()
+        step = make_train_step(make_supervised_loss(graphdefs[0], loss), learner, microbatches)
         batch = shard_batch(make_batch())
         program = step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
         text = program.as_text()

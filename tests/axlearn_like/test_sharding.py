@@ -26,7 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> dict[st
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,8 @@ def tiny(**changes: Any) -> Trainer.Config:
 @needs_compiler
 def test_a_train_step_is_accounted_for(tmp_path):
     """On v5p the rules make it fsdp 2 x tensor 2."""
-    report = elsewhere(run_cli, [HERE, "--topology", "v5p-8", "--json", "--save", str(tmp_path / "step.bin")])["json"]
+    words = [HERE, "--topology", "v5p-8", "--json", "--save", str(tmp_path / "step.bin")]
+    report = elsewhere(run_cli, words, timeout=280)["json"]
     assert report["fits"] and report["oom"] is None and report["advice"] == []
     assert report["mesh"] == {"fsdp": 2, "tensor": 2} and report["devices"] == 4
     tokens, matrices = 16 * 128, LAYERS * (4 * 256 * 256 + 3 * 256 * 512) + 256 * 512
@@ -73,7 +74,7 @@ def test_a_train_step_is_accounted_for(tmp_path):
 
 @needs_compiler
 def test_an_evaluation_gathers_each_matrix_of_a_layer_once():
-    found = elsewhere(run_cli, [HERE, "--topology", "v6e:2x2", "--step", "eval", "--json"])["json"]
+    found = elsewhere(run_cli, [HERE, "--topology", "v6e:2x2", "--step", "eval", "--json"], timeout=280)["json"]
     gathered = found["collectives"]["fsdp"]["all-gather"]
     layer = 4 * 256 * 256 + 3 * 256 * 512  # q, k, v, out, gate, up, down
     least = LAYERS * layer * 2 * 3 / 4  # bfloat16, of which three quarters come from others
@@ -85,7 +86,7 @@ def test_an_evaluation_gathers_each_matrix_of_a_layer_once():
 @needs_compiler
 def test_what_does_not_fit_comes_with_what_to_change():
     sets = ["--set", "model.num_layers=30000", "--set", "model.remat=nothing"]
-    found = elsewhere(run_cli, [HERE, "--topology", "v6e:1x1", "--json", *sets])["json"]
+    found = elsewhere(run_cli, [HERE, "--topology", "v6e:1x1", "--json", *sets], timeout=280)["json"]
     assert found["fits"] is False and found["hbm"] is None and found["estimated_step_s"] is None
     assert found["oom"]["available"] < found["oom"]["needed"]
     assert any("more devices" in line for line in found["advice"][:1])  # the state alone is too large
@@ -95,10 +96,11 @@ def test_what_does_not_fit_comes_with_what_to_change():
     assert all("Decoder.hidden" in row["path"] for row in found["largest_buffers"][:3])
 
 
+@pytest.mark.full
 @needs_compiler
 def test_a_sweep_ranks_what_fits_and_goes_on_where_it_stopped(tmp_path):
     words = [HERE, "--topology", "v6e:1x1", "--sweep", "--sweep-limit", "1", "--json"]
-    first, again = elsewhere(run_twice, [*words, "--sweep-cache", str(tmp_path / "sweep.jsonl")])
+    first, again = elsewhere(run_twice, [*words, "--sweep-cache", str(tmp_path / "sweep.jsonl")], timeout=280)
     assert first["best"]["fits"] and len(first["tried"]) == 1
     assert len(again["tried"]) == 2 and first["tried"][0] in again["tried"]
     estimates = [row["estimated_step_s"] for row in again["tried"]]
@@ -120,6 +122,7 @@ REFUSED = {
     ],
     "--topology v6e:2x2 --step decode": ["--step decode", "known: eval, train"],
     "--topology v6e:2x2 --set model.num_layer=2": ["num_layer", "num_layers"],
+    "--topology v6e:2x2 --set compiler_options={'xla_no_such':'1'}": ["No such compile option: 'xla_no_such'"],
     "--topology v6e:2x2 --sweep --step eval": ["--sweep searches for a train step"],
 }  # fmt: skip
 
