@@ -192,9 +192,9 @@ def parse(text: str) -> Program:
     """The program of `compiled.as_text()`."""
     computations: dict[str, list[Instruction]] = {}
     entry, current, tables = "", None, []
-    for line in text.splitlines():
+    for line in _joined(text):
         if current is not None:
-            if line.startswith("}"):
+            if line.rstrip() == "}" or line.startswith("}, execution_thread"):
                 current = None
             elif head := _HEAD.match(line):
                 current.append(_instruction(line, head))
@@ -205,6 +205,17 @@ def parse(text: str) -> Program:
             tables.append(line)
     partitions = re.search(r"num_partitions=(\d+)", text[: text.find("\n")])
     return Program(computations, entry, int(partitions[1]) if partitions else 1, _frames(tables))
+
+
+def _joined(text: str) -> Iterator[str]:
+    """Lines, where an instruction that goes over several (a kernel's configuration) is one."""
+    whole = ""
+    for line in text.splitlines():
+        begins = not whole.startswith("  ") or _HEAD.match(line) or line == "}" or line.startswith("}, execution_")
+        if begins and whole:
+            yield whole
+        whole = line if begins else whole + line
+    yield whole
 
 
 def _instruction(line: str, head: re.Match[str]) -> Instruction:

@@ -92,3 +92,15 @@ def test_every_way_to_write_groups(groups, axes):
     text = PROGRAM.replace("replica_groups={{0,2},{1,3}}", f"replica_groups={groups}")
     found = collectives(parse(text), described_mesh(fsdp=2, tensor=2))
     assert next(one for one in found if one.kind == "reduce-scatter").axis == axes
+
+
+def test_an_instruction_may_go_over_several_lines():
+    wanted = parse(PROGRAM)
+    split = PROGRAM.replace("kind=kCustom, ", 'kind=kCustom, backend_config={"debug":"\n{\n}}", ')
+    assert list(split.splitlines()) != list(PROGRAM.splitlines())
+    found = parse(split)
+    assert {n: len(lines) for n, lines in found.computations.items()} == {
+        n: len(lines) for n, lines in wanted.computations.items()
+    }
+    scattered = next(one for one in found.computations["body"] if one.name == "scattered")
+    assert scattered.called == {"calls": "all-reduce-scatter.1"} and scattered.frame == 3
