@@ -115,7 +115,8 @@ class SupervisedLoss(Configurable):
 
         if not axes:
             return own(params, x, targets, weights)
-        params = jax.tree.map(lambda leaf: without_axes(leaf, axes), params)
+        # In the type in which they are multiplied, as weights are that are gathered layer by layer.
+        params = jax.tree.map(lambda leaf: without_axes(leaf.astype(x.dtype), axes), params)
         rows = PartitionSpec(*jax.typeof(x).sharding.spec[:2])
         return jax.shard_map(
             own, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=PartitionSpec(), axis_names=set(axes)

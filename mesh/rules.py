@@ -47,9 +47,19 @@ def axis_sizes(axis: str) -> dict[str, int]:
 
     Inside a `shard_map` those that it maps over are left out: there, what is left is one device's part of them.
     """
-    mesh, names = jax.sharding.get_abstract_mesh(), LOGICAL_AXES[axis] or ()
-    names = () if mesh.empty else (names,) if isinstance(names, str) else names
-    return {name: mesh.shape[name] for name in names if name not in mesh.manual_axes}
+    mesh, names = jax.sharding.get_abstract_mesh(), _names(axis)
+    return {name: mesh.shape[name] for name in names if not mesh.empty and name not in mesh.manual_axes}
+
+
+def mapped_sizes(axis: str) -> dict[str, int]:
+    """Inside a `shard_map`: the mesh axes of a logical axis over which it maps, and their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: mesh.shape[name] for name in _names(axis) if name in mesh.manual_axes}
+
+
+def _names(axis: str) -> tuple[str, ...]:
+    names = LOGICAL_AXES[axis] or ()
+    return (names,) if isinstance(names, str) else names
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

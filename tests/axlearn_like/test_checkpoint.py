@@ -143,10 +143,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from axlearn_like.checkpoint import Checkpointer, restore_params
 from axlearn_like.learner import Constant, Learner
 from axlearn_like.train_step import init_state, make_train_step
-from mesh import make_mesh, shard_batch, to_named_sharding
+from mesh import make_mesh, partition, shard_batch, to_named_sharding
 
 def loss(params, batch):
-    rows = ("data", "fsdp", "expert")
+    rows = partition("batch")[0]
     h = jnp.einsum("bd,df->bf", batch["x"], params["up"], out_sharding=P(rows, "tensor"))
     y = jnp.einsum("bf,fd->bd", h, params["down"], out_sharding=P(rows, None))
     value = jnp.sum(batch["weights"][:, None] * (y - batch["x"]) ** 2)

@@ -31,7 +31,7 @@ def test_eight_devices_update_as_one_does():
             Group.Config(match="*out_kqhd", optimizer=matrixwise),
         ),
     )
-    # By 8, stacks of 4 layers cannot be shared out: there q's columns are cut in place of its rows.
+    # By 8 neither stacks of 4 layers nor heads of width 4 can be shared out: there q is gathered.
     three_axes, fsdp = elsewhere(several, json.dumps(to_text(cfg)), environ=DEVICES)
     assert three_axes["apart"] < 5e-6 and fsdp["apart"] < 5e-6
     spread = three_axes["spread"]
@@ -45,4 +45,4 @@ def test_eight_devices_update_as_one_does():
     of_matrices = f"optax/2/inner_states/group1/inner_state/0/{MATRICES}/layers/attention/out_kqhd/mu"
     assert spread[of_matrices] == "(('tensor', 'fsdp'), None, None)"
     assert three_axes["collectives"]["all-to-all"] and not three_axes["collectives"]["all-gather"]
-    assert fsdp["collectives"]["all-to-all"]
+    assert fsdp["collectives"]["all-gather"]
