@@ -40,7 +40,7 @@ from models.moe import MOE, moe
 from models.qwen import QWEN, qwen
 
 LINES = 10  # of a modifier, at most
-Modifier = Callable[[ConfigBase[Any]], None]
+Modifier = Callable[[ConfigBase[Any]], Any]
 FEATURES: tuple[Modifier, ...] = (modifiers.no_positions, modifiers.experts, modifiers.low_rank, modifiers.int8)
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

@@ -70,7 +70,7 @@ class Rope(Layer):
 
 
 class NoPositions(Layer):
-    """Queries and keys as they are: order is told by the causal mask alone (Kazemnejad et al. 2023, arXiv 2305.19466)."""
+    """Queries and keys as they are: the causal mask alone tells order (Kazemnejad et al. 2023, arXiv 2305.19466)."""
 
     class Config(ConfigBase["NoPositions"]):
         head_dim: int = REQUIRED  # handed down; not used

@@ -1,8 +1,9 @@
 """Layers around another layer, which make the weights that it computes with: low-rank updates, rounding.
 
 A wrapper stands where the layer stood. What a parent hands down (`dim`) goes on to the inner layer's config; what is
-read of the config or of the layer (`cache_shape`, ...) and is not the wrapper's own is the inner one's. Nothing of the inner layer is known but the names
-of its parameters, so every layer can be wrapped, and inside a scanned stack the weights of one layer exist at a time.
+read of the config or of the layer (`cache_shape`, ...) and is not the wrapper's own is the inner one's. Nothing of the
+inner layer is known but the names of its parameters, so every layer can be wrapped, and inside a scanned stack the
+weights of one layer exist at a time.
 
 For whoever has no use for the wrapping any more (an engine, an export), `plain_config` and `plain_params` give the
 model without it.
