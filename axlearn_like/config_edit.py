@@ -119,27 +119,31 @@ def replace[C: ConfigBase[Any]](
     """Puts `fn(config)` in the place of every config of class `match`; returns how many.
 
     Only those at a path like `glob`, in which `*` also matches dots. Subclasses of `match` count.
-    The deepest are replaced first; the root itself never is. `fn` may edit and return its argument.
+    The deepest are replaced first; the root itself never is. `fn` may edit and return its argument;
+    a config that stands in several places is given to it once.
 
     Raises:
         LookupError: when nothing matches.
         TypeError: when `fn` returns no config, or one that does not fit the field.
     """
     places = [(p, c) for p, c in walk_configs(root) if p and isinstance(c, match)]
-    found = [p for p, _ in places if fnmatch.fnmatchcase(p, glob)]
+    found = [(p, c) for p, c in places if fnmatch.fnmatchcase(p, glob)]
     if not found:
         where = f"; it is at: {', '.join(p for p, _ in places)}" if places else ""
         raise LookupError(
             f"{root_name(root)} has no {match.__qualname__} at a path like {glob!r}{where}"
         )
+    made: dict[int, ConfigBase[Any]] = {}
     seen: list[ConfigBase[Any]] = []
-    for path in reversed(found):
-        new = fn(get_path(root, path))
+    for path, old in reversed(found):
+        new = made[id(old)] if id(old) in made else fn(old)
         if not isinstance(new, ConfigBase):
             raise TypeError(f"{root_name(root)}.{path}: the edit returned {new!r}, not a config")
+        made[id(old)] = new
         shared = any(new is other for other in seen)
         seen.append(new)
-        set_path(root, path, new.clone() if shared else new)
+        if get_path(root, path) is not new:  # else its parent stands in several places, too
+            set_path(root, path, new.clone() if shared else new)
     return len(found)
 
 

@@ -103,8 +103,10 @@ def pair_flops(model: ConfigBase) -> float:
 def _feed_forwards(model: ConfigBase) -> list[Any]:
     from axlearn_like.config_edit import walk_configs
 
-    return [cfg for _, cfg in walk_configs(model) if "top_k" in _fields(cfg)]
+    return [cfg for _, cfg in walk_configs(model) if "top_k" in vars(cfg)]
 
 
 def _fields(cfg: Any) -> dict[str, Any]:
-    return {} if cfg is None else dict(vars(cfg))
+    if cfg is None:
+        return {}
+    return {**_fields(vars(cfg).get("inner")), **vars(cfg)}  # of a wrapped layer, too

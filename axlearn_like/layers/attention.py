@@ -21,7 +21,7 @@ from axlearn_like.layers.context import Context
 from axlearn_like.layers.linear import project, whole_length
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.remat import named
-from axlearn_like.layers.rope import Rope, rotate
+from axlearn_like.layers.rope import Rope
 from mesh.errors import UserError
 from mesh.rules import axis_sizes
 
@@ -40,7 +40,7 @@ class Attention(Layer):
         head_dim: int | None = None  # None: dim / num_heads
         qkv_bias: bool = False  # Qwen 2 and 2.5
         qk_norm: RMSNorm.Config | None = None  # Qwen 3
-        rope: Rope.Config = Rope.Config()
+        rope: ConfigBase = Rope.Config()  # or another with `turn`, e.g. NoPositions
         causal: bool = True
         window: int | None = None  # tokens that a query sees, its own included; None: all before it
         soft_cap: float | None = None  # scores become cap * tanh(score / cap); Gemma 2
@@ -107,8 +107,8 @@ class Attention(Layer):
         v = heads(self.v_dkh, self.v_bias_kh, self.cache_shape)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = self.rope(context.positions)
-        q, k, v = named(rotate(q, cos, sin), "query"), named(rotate(k, cos, sin), "key"), named(v, "value")
+        turn = self.rope.turn(context.positions)
+        q, k, v = named(turn(q), "query"), named(turn(k), "key"), named(v, "value")
         mixing = Mixing(self.rules, self.kernel, self.sequence, None if self.sinks_kq is None else self.sinks_kq[...])
         mixed, cache = context.attend(q, k, v, cache, mixing)
         out = project(named(mixed, "context"), self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)

@@ -8,6 +8,7 @@ alone, is for a kernel of its own.)
 Shape letters: b batch, t length, d model width, k heads, q = 1, r rank of a latent, h head width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,8 +25,10 @@ from axlearn_like.layers.context import Context
 from axlearn_like.layers.linear import project, whole_length
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.remat import named
-from axlearn_like.layers.rope import Rope, rotate
+from axlearn_like.layers.rope import Rope
 from mesh.errors import UserError
+
+Turn = Callable[[jax.Array], jax.Array]
 
 
 class LatentAttention(Layer):
@@ -40,7 +43,7 @@ class LatentAttention(Layer):
         rope_dim: int = 64  # the part with them
         value_dim: int = 128
         norm: RMSNorm.Config = RMSNorm.Config()  # of latents
-        rope: Rope.Config = Rope.Config()
+        rope: ConfigBase = Rope.Config()  # or another with `turn`, e.g. NoPositions
         window: int | None = None  # tokens that a query sees, its own included; None: all before it
         scale: float | None = None  # of scores; None: (nope_dim + rope_dim) ** -0.5
         kernel: ConfigBase = FirstSupported.Config()
@@ -85,10 +88,10 @@ class LatentAttention(Layer):
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
-        cos, sin = self.rope(context.positions)
+        turn = self.rope.turn(context.positions)
         whole_btd = whole_length(x_btd)
-        q = named(self._queries(whole_btd, cos, sin), "query")
-        k, v = self._keys_and_values(whole_btd, cos, sin)
+        q = named(self._queries(whole_btd, turn), "query")
+        k, v = self._keys_and_values(whole_btd, turn)
         k, v = named(k, "key"), named(v, "value")
         if cache is not None:
             v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - self.value_dim)])
@@ -97,7 +100,7 @@ class LatentAttention(Layer):
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
         return named(out, "attention_out"), cache
 
-    def _queries(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    def _queries(self, x_btd: jax.Array, turn: Turn) -> jax.Array:
         nope = self._nope_dim
         if self.q_down_dr is None or self.q_norm is None or self.q_up_rkqh is None:
             assert self.q_dkqh is not None
@@ -105,13 +108,13 @@ class LatentAttention(Layer):
         else:
             latent = self.q_norm(project(x_btd, self.q_down_dr[...]))
             q = project(latent, self.q_up_rkqh[...], out_axis="heads")
-        return jnp.concatenate([q[..., :nope], rotate(q[..., nope:], cos, sin)], axis=-1)
+        return jnp.concatenate([q[..., :nope], turn(q[..., nope:])], axis=-1)
 
-    def _keys_and_values(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _keys_and_values(self, x_btd: jax.Array, turn: Turn) -> tuple[jax.Array, jax.Array]:
         down = project(x_btd, self.kv_down_dr[...])
         latent = self.kv_norm(down[..., : self._kv_rank])
         k = project(latent, self.k_up_rkh[...], out_axis="heads")
         v = project(latent, self.v_up_rkh[...], out_axis="heads")
-        shared = rotate(down[:, :, None, self._kv_rank :], cos, sin)
+        shared = turn(down[:, :, None, self._kv_rank :])
         # A sum with zeros that are spread as the heads are: a broadcast would be whole on every device.
         return jnp.concatenate([k, shared + jnp.zeros_like(k[..., :1])], axis=-1), v

@@ -1,6 +1,11 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half-split convention as in Llama and Qwen."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half-split convention as in Llama and Qwen.
+
+A position embedding of attention is a layer with `turn`: what it does to queries and keys at their positions. Whatever
+has that may stand in the place of `Rope`.
+"""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +62,26 @@ class Rope(Layer):
         """Cosines and sines, float32 [batch, length, head_dim / 2], to be used by `rotate`."""
         angle = positions_bt.astype(jnp.float32)[..., None] * jnp.asarray(self.freq, jnp.float32)
         return jnp.cos(angle), jnp.sin(angle)
+
+    def turn(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """The function that rotates queries and keys [batch, length, heads..., head_dim]."""
+        cos, sin = self(positions_bt)
+        return lambda x: rotate(x, cos, sin)
+
+
+class NoPositions(Layer):
+    """Queries and keys as they are: the causal mask alone tells order (Kazemnejad et al. 2023, arXiv 2305.19466)."""
+
+    class Config(ConfigBase["NoPositions"]):
+        head_dim: int = REQUIRED  # handed down; not used
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        del cfg, rngs
+
+    def turn(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """The function that changes nothing."""
+        del positions_bt
+        return lambda x: x
 
 
 def rotate(x_btkh: jax.Array, cos_bth: jax.Array, sin_bth: jax.Array) -> jax.Array:

@@ -1,58 +1,14 @@
-"""What a parameter is, told by its name: its kind, and which of its axes form a matrix.
+"""Which parameters are matrices, and along which axes, as optimizers ask it; the rule is `parameter_names`."""
 
-Our parameters carry the letters of their axes as a suffix (`q_dkqh`: d inputs; k, q and h outputs). Axes in front of
-these are stacks: a scanned decoder's `q_dkqh` is [layers, d, k, q, h], which is as many matrices as there are layers.
-A name without a suffix (`scale`, `bias`) has one axis of its own.
-"""
-
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.learner.errors import LearnerError, where
+from axlearn_like.parameter_names import KINDS, Kind, MatrixAxes, kind_of, matrix_axes, path_name, shape_suffix
 
-Kind = Literal["embedding", "head", "matrix", "scale", "bias", "other"]
-KINDS: tuple[Kind, ...] = ("embedding", "head", "matrix", "scale", "bias", "other")
-
-
-class MatrixAxes(NamedTuple):
-    """Positions of the axes of an array of matrices: matrix products contract `inputs`."""
-
-    stack: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """Of an array in nested dicts: its keys, joined by slashes."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def shape_suffix(name: str, ndim: int) -> str:
-    """The axis letters at the end of a parameter's name, or "" if it has none: `down_fd` -> `fd`."""
-    words = name.rpartition("/")[2].split("_")
-    suffix = words[-1]
-    letters = suffix.isascii() and suffix.isalpha() and suffix.islower()
-    return suffix if len(words) > 1 and letters and 1 <= len(suffix) <= ndim and "scale" != suffix != "bias" else ""
-
-
-def kind_of(name: str, ndim: int) -> Kind:
-    """The kind of the parameter with this name (or path) and number of axes.
-
-    Scales and biases are told by a word of the name, whatever their axes; attention sinks are biases (of a softmax).
-    With a suffix of two letters or more it is an `embedding` if that begins with v (vocabulary), a `head` if it ends
-    with it, else a `matrix`. Whatever else there is, is `other`.
-    """
-    words = set(name.rpartition("/")[2].split("_"))
-    if "scale" in words:
-        return "scale"
-    if words & {"bias", "sink", "sinks"}:
-        return "bias"
-    suffix = shape_suffix(name, ndim)
-    if len(suffix) < 2:
-        return "other"
-    return "embedding" if suffix[0] == "v" else "head" if suffix[-1] == "v" else "matrix"
+__all__ = ["KINDS", "Kind", "Matrices", "MatrixAxes", "kind_of", "matrix_labels", "path_name", "shape_suffix"]
 
 
 def matrix_labels(params: Any) -> Any:
@@ -67,10 +23,9 @@ def matrix_labels(params: Any) -> Any:
 class Matrices(Configurable):
     """Which axes of a weight form its matrices.
 
-    Of the letters of a suffix, those in `stack` count separate matrices (experts; `"ekq"` makes every attention head a
-    matrix of its own) as long as two others remain. The model width d stands alone on its side of the product: `q_dkqh`
-    is [d, k*q*h] and `out_kqhd` is [k*q*h, d]; without a d at the end, the first letter is the input. `splits` says it
-    for suffixes for which that is wrong: `{"khr": "kh,r"}`.
+    By the letters of its name's suffix, see `parameter_names.matrix_axes`: those in `stack` count separate matrices
+    (experts; `"ekq"` makes every attention head a matrix of its own), and `splits` corrects suffixes for which the rule
+    is wrong: `{"khr": "kh,r"}`.
     """
 
     class Config(ConfigBase["Matrices"]):
@@ -87,20 +42,7 @@ class Matrices(Configurable):
 
     def axes(self, name: str, ndim: int) -> MatrixAxes | None:
         """Of an embedding, head or matrix; None for parameters that are none."""
-        if kind_of(name, ndim) not in ("embedding", "head", "matrix"):
-            return None
-        suffix = shape_suffix(name, ndim)
-        own = [letter for letter in suffix if letter not in self._stack]
-        stacked = self._stack if len(own) >= 2 else ""
-        positions = {i: letter for i, letter in enumerate(suffix, ndim - len(suffix)) if letter not in stacked}
-        letters = "".join(positions.values())
-        if letters in self._splits:
-            count = self._splits[letters].index(",")
-        else:
-            count = len(letters) - 1 if letters[-1] == "d" else 1
-        axes = tuple(positions)
-        stack = tuple(axis for axis in range(ndim) if axis not in positions)
-        return MatrixAxes(stack, axes[:count], axes[count:])
+        return matrix_axes(name, ndim, self._stack, self._splits)
 
     def block(self, name: str, ndim: int) -> tuple[int, ...]:
         """The axes of one of the arrays that a stack consists of: of a matrix, or of a vector for a stack of these."""

@@ -21,6 +21,7 @@ from axlearn_like.layers.attention import MERGEABLE
 from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.layers.paged_context import RUBBISH, make_pool
 from axlearn_like.layers.window_context import Cell, make_window
+from axlearn_like.layers.wrapper import plain_config, plain_params
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.rollout.memory import PageCopy
 from rl.rollout.sequence import Sequence
@@ -65,8 +66,11 @@ class Device:
         self._windows: dict[tuple[int, int], list[Any]] = {}  # by (place of the group, its rows); see `_windows_of`
         with jax.set_mesh(self._mesh):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
-            self._abstract = to_named_sharding(split(abstract)[1], self._mesh)
-            self._graphdef, self._placed = split(jax.eval_shape(lambda: self._arranged(cfg.model)))
+            graphdef, arriving = split(abstract)
+            self._abstract = to_named_sharding(arriving, self._mesh)
+            plain = plain_config(cfg.model)  # what wrapped layers make of their weights is made once for each version
+            self._made = None if plain == cfg.model else jax.jit(partial(plain_params, graphdef))
+            self._graphdef, self._placed = split(jax.eval_shape(lambda: self._arranged(plain)))
             self._placed = to_named_sharding(self._placed, self._mesh)
             if self._kernel:
                 from axlearn_like.kernels.ragged_paged_attention import check_rules
@@ -145,7 +149,8 @@ class Device:
         """What arrives with the least copying: arrays arranged as the trainer's, in the types that are kept here."""
 
         def described(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, self._type(path, leaf), sharding=leaf.sharding)
+            dtype = self._type(path, leaf) if self._made is None else leaf.dtype
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
         return jax.tree_util.tree_map_with_path(described, self._abstract)
 
@@ -168,6 +173,10 @@ class Device:
         def put(path: Any, leaf: Any, like: Any) -> jax.Array:
             return spread(leaf, like, self._stored(path, like))
 
+        if self._made is not None:
+            with jax.set_mesh(self._mesh):
+                arrived = jax.tree.map(lambda leaf, like: spread(leaf, like, like), params, self._abstract)
+                params = self._made(arrived)
         if not self._kernel:
             layers = {
                 index: jax.tree.map(lambda leaf, i=index: leaf[i], params["layers"]) for index in range(self._layers)

@@ -11,6 +11,8 @@ from flax import nnx
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.experts import Experts
+from axlearn_like.layers.int8 import Int8Weights
+from axlearn_like.layers.lora import LoRA
 from axlearn_like.layers.moe import MoE
 from axlearn_like.layers.router import SigmoidRouter
 from mesh import make_mesh
@@ -19,6 +21,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.requests import Request
 from rl.sampling import Sampler
 from rl.scoring import pack_rows, score_rows
+from tests.axlearn_like.layers.small import initialise
 from tests.rl.tiny import tiny_params, tiny_policy
 
 VOCAB, MAX_PROMPT, MAX_NEW = 262, 20, 12
@@ -64,3 +67,12 @@ def test_in_bfloat16_they_are_close():
     policy = tiny_policy(VOCAB, num_layers=2).set(dtype="bfloat16")
     found = np.abs(differences(policy, tiny_params(policy, scale=1.0), 1.0, 1))
     assert found.any() and found.mean() < 5e-3 and found.max() < 0.1
+
+
+def test_low_rank_and_rounded_weights_are_made_for_the_engine_before_it_draws():
+    policy = tiny_policy(VOCAB, num_layers=2)
+    assert isinstance(policy.block, Block.Config)
+    policy.block.attention = LoRA.Config(inner=policy.block.attention, rank=2)
+    policy.block.feed_forward = Int8Weights.Config(inner=policy.block.feed_forward)
+    found = np.abs(differences(policy, initialise(policy)[1], 1.0, 1))
+    assert len(found) > 100 and not found.any()

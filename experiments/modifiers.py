@@ -1,0 +1,47 @@
+"""Changes that fit every experiment: functions that edit a config in place, whatever the experiment is.
+
+On the command line, `axl train demo_sft --apply low_rank`; a modifier of one's own is a function in any file,
+`--apply my_file.py:function`. What they cost in lines, and which others were measured: docs/modularity.md.
+"""
+
+from typing import Any
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.config_edit import replace
+from axlearn_like.layers.decoder import Block
+from axlearn_like.layers.experts import Experts
+from axlearn_like.layers.int8 import Int8Weights
+from axlearn_like.layers.lora import LoRA
+from axlearn_like.layers.moe import MoE
+from axlearn_like.layers.rope import NoPositions, Rope
+from axlearn_like.layers.router import SoftmaxRouter
+from axlearn_like.learner import Group, Learner
+
+
+def no_positions(cfg: ConfigBase[Any]) -> None:
+    """Attention without rotary positions."""
+    replace(cfg, Rope.Config, lambda rope: NoPositions.Config())
+
+
+def experts(cfg: ConfigBase[Any]) -> None:
+    """Four experts, of which a token uses two, in the place of every feed-forward network."""
+
+    def mixture(block: Block.Config) -> Block.Config:
+        experts = Experts.Config(hidden=getattr(block.feed_forward, "hidden", 64))
+        return block.set(feed_forward=MoE.Config(num_experts=4, router=SoftmaxRouter.Config(top_k=2), experts=experts))
+
+    replace(cfg, Block.Config, mixture)
+
+
+def low_rank(cfg: ConfigBase[Any]) -> None:
+    """LoRA on all matrices of all blocks; nothing else is trained."""
+    adapt = lambda inner: LoRA.Config(inner=inner, rank=4)  # noqa: E731
+    replace(cfg, Block.Config, lambda b: b.set(attention=adapt(b.attention), feed_forward=adapt(b.feed_forward)))
+    groups = (Group.Config(match="*/lora/*"), Group.Config(frozen=True))
+    replace(cfg, Learner.Config, lambda learner: learner.set(groups=groups))
+
+
+def int8(cfg: ConfigBase[Any]) -> None:
+    """All matrices of all blocks rounded to eight bits while they are trained."""
+    rounded = lambda inner: Int8Weights.Config(inner=inner)  # noqa: E731
+    replace(cfg, Block.Config, lambda b: b.set(attention=rounded(b.attention), feed_forward=rounded(b.feed_forward)))
