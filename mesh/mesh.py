@@ -23,12 +23,14 @@ def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[Any] | N
     Args:
         shape: axis name -> size. Absent axes have size 1; one axis may be -1 and takes what is left. Without any
             axis: the first device alone.
-        devices: the devices to use; all of them by default.
+        devices: the devices to use; all of them by default, those of other processes of the program included.
 
     Raises:
         MeshError: unknown axis, a size below 1, or a product that is not the number of devices.
     """
     shape = dict(shape or {})
+    if not shape and devices is None and jax.process_count() > 1:
+        raise MeshError(f"mesh has no axes, but {jax.process_count()} processes share it; expected e.g. {{'fsdp': -1}}")
     devices = list(jax.devices() if devices is None else devices)
     if not shape:
         devices = devices[:1]

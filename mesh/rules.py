@@ -50,20 +50,27 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def shard_batch(tree: Any) -> Any:
     """Put host arrays on the devices of the mesh in force, spread along their first axis (scalars: copied).
 
+    On a mesh of several processes each has the whole arrays, and puts what its own devices need on them.
+
     Raises:
         UserError: an array has a number of rows that does not divide over the mesh.
     """
     sizes = axis_sizes("batch")
     if not sizes:
         return jax.device_put(tree)
-    ways = math.prod(sizes.values())
+    ways, mesh = math.prod(sizes.values()), jax.sharding.get_mesh()
+    alone = mesh.empty or not mesh.is_multi_process
 
     def put(path: Any, x: Any) -> jax.Array:
         if x.ndim and x.shape[0] % ways:
             over = " x ".join(f"{name} {size}" for name, size in sizes.items())
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
             raise UserError(f"batch: {name} has {x.shape[0]} rows, which do not divide evenly over the mesh ({over})")
-        return jax.device_put(x, partition(*["batch"] * min(x.ndim, 1), *[None] * (x.ndim - 1)))
+        spec = partition(*["batch"] * min(x.ndim, 1), *[None] * (x.ndim - 1))
+        if alone:
+            return jax.device_put(x, spec)
+        # device_put would compare the arrays of all processes first, over the network.
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec or PartitionSpec()), lambda box: x[box])
 
     return jax.tree_util.tree_map_with_path(put, tree)
 
