@@ -21,9 +21,10 @@ from axlearn_like.learner import Learner
 from axlearn_like.losses import make_supervised_loss
 from axlearn_like.metrics import MetricsWriter, Progress, read_rows
 from axlearn_like.preemption import Stop, graceful_stop
-from axlearn_like.run_directory import EventLog, RunDirectory
+from axlearn_like.run_directory import EventLog, RunDirectory, RunDirectoryError
 from axlearn_like.train_step import State, init_state, make_train_step
 from mesh import make_mesh, shard_batch, to_named_sharding
+from mesh.processes import Processes
 from mesh.rules import LOGICAL_AXES
 
 
@@ -63,6 +64,9 @@ class Trainer(Configurable):
     What is on disk decides where `run` begins: with a checkpoint in the run directory it goes on
     from there, with the next batch, and the result is the same to the bit as without the
     interruption.
+
+    Several processes (of jax.distributed) may share the mesh. All call `run`; the first of them decides when it is
+    over, and it alone writes, but for the arrays of checkpoints, of which each writes its own.
     """
 
     class Config(ConfigBase["Trainer"]):
@@ -70,7 +74,7 @@ class Trainer(Configurable):
         input: SupervisedInput.Config = REQUIRED
         learner: Learner.Config = REQUIRED
         checkpoint: Checkpointer.Config = Checkpointer.Config()
-        mesh: dict[str, int] = {}  # axis -> size; absent axes have size 1, one may be -1
+        mesh: dict[str, int] = {}  # axis -> size, over all processes; absent axes have size 1, one may be -1
         microbatches: int = 1
         num_steps: int = REQUIRED
         stop_when: StopWhen.Config | None = None  # None: all steps
@@ -88,6 +92,7 @@ class Trainer(Configurable):
         self._mesh = make_mesh(cfg.mesh)
         self._check_batch()
         self._learner: Learner = cfg.learner.build()
+        self._all = Processes("trainer")
 
     def resolved(self) -> Config:
         """The config with every value that a parent hands down filled in; nothing is allocated."""
@@ -108,13 +113,28 @@ class Trainer(Configurable):
         """
         with contextlib.ExitStack() as stack:
             if not isinstance(run_dir, RunDirectory):
-                run_dir = stack.enter_context(RunDirectory.open(run_dir, to_text(self._cfg)))
-            run_dir.resolved_config_path.write_text(to_text(self.resolved()))
+                run_dir = stack.enter_context(self._open(run_dir))
+            if self._all.leader:
+                run_dir.resolved_config_path.write_text(to_text(self.resolved()))
             stop = stack.enter_context(graceful_stop())
             stack.enter_context(jax.set_mesh(self._mesh))
             checkpointer = self._cfg.checkpoint.build(directory=run_dir.checkpoints)
             stack.callback(checkpointer.close)
             return self._run(run_dir, checkpointer, stop, stack, progress)
+
+    def _open(self, path: str | Path) -> RunDirectory:
+        """The first process opens and locks it; what keeps it from that is raised in all."""
+        error: RunDirectoryError | None = None
+        run = RunDirectory.attach(Path(path).expanduser())
+        if self._all.leader:
+            try:
+                run = RunDirectory.open(path, to_text(self._cfg))
+            except RunDirectoryError as refused:
+                error = refused
+        told = self._all.share(None if error is None else str(error))
+        if told is not None:
+            raise error or RunDirectoryError(told)
+        return run
 
     def _run(
         self,
@@ -124,13 +144,14 @@ class Trainer(Configurable):
         stack: contextlib.ExitStack,
         show: bool,
     ) -> dict[str, Any]:
-        cfg, events = self._cfg, EventLog(run_dir.events_path)
+        cfg, silent = self._cfg, not self._all.leader
+        events = EventLog(run_dir.events_path, silent=silent)
         data: SupervisedInput = cfg.input.build()
         graphdef, state, start = self._start(checkpointer, data)
         events.append("trainer", "start", step=start)
-        writer = MetricsWriter(run_dir.path, phase="sft", resume_step=start)
+        writer = MetricsWriter(run_dir.path, phase="sft", resume_step=start, silent=silent)
         stack.callback(writer.close)
-        progress = Progress(cfg.num_steps, start=start) if show else None
+        progress = Progress(cfg.num_steps, start=start) if show and not silent else None
         if progress:
             stack.enter_context(progress)
         evaluators: list[Evaluator] = [e.build(graphdef=graphdef) for e in cfg.evaluators]
@@ -141,9 +162,9 @@ class Trainer(Configurable):
 
         def finished() -> bool:
             # Rows of earlier steps only: a resumed run then ends where an uninterrupted one does.
-            return step >= cfg.num_steps or reached([r for r in log.rows if r["step"] < step])
+            return self._all.share(step >= cfg.num_steps or reached([r for r in log.rows if r["step"] < step]))
 
-        while not finished() and not stop.requested:
+        while not finished() and not self._all.any(stop.requested):
             state, metrics = step_fn(state, shard_batch(next(data)))
             step += 1
             checkpointer.check()
@@ -159,13 +180,13 @@ class Trainer(Configurable):
         log.flush()
         checkpointer.save(step, state, {"input": data.state()})
         checkpointer.wait()
-        events.append("trainer", "stop", step=step, reason="done" if done else stop.reason)
+        events.append("trainer", "stop", step=step, reason="done" if done else stop.reason or "another process")
         return (log.rows[-1] if log.rows else {}) | {"step": step, "finished": done}
 
     def _start(self, checkpointer: Checkpointer, data: SupervisedInput) -> tuple[Any, State, int]:
         """Graph definition, state and step, from the newest checkpoint (the input too) or new."""
         graphdef, abstract, init = self._abstract()
-        latest = checkpointer.latest_step()
+        latest = self._all.share(checkpointer.latest_step())
         if latest is None:
             shardings = jax.tree.map(lambda a: a.sharding, abstract)
             state = jax.jit(init, out_shardings=shardings)(jax.random.key(self._cfg.seed))
