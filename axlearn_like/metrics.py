@@ -50,7 +50,9 @@ class MetricsWriter:
     that are not finite are written as null, because JSON has no word for them.
     """
 
-    def __init__(self, run_dir: str | Path, *, phase: str = "sft", resume_step: int | None = None):
+    def __init__(
+        self, run_dir: str | Path, *, phase: str = "sft", resume_step: int | None = None, silent: bool = False
+    ):
         """Opens the file, mending what a killed writer left.
 
         Args:
@@ -58,9 +60,13 @@ class MetricsWriter:
             phase: which part of the run the rows are of; each phase counts its own steps.
             resume_step: rows of this phase beyond this step are dropped: the resumed run writes
                 them again.
+            silent: the file is left alone; for a process whose rows another one writes.
         """
-        self.path = Path(run_dir) / "metrics.jsonl"
+        self.path = Path(os.devnull) if silent else Path(run_dir) / "metrics.jsonl"
         self._phase = phase
+        if silent:
+            self._file = open(self.path, "ab", buffering=0)
+            return
         with telling_full_disk(self.path):
             self._mend(resume_step)
         self._file = open(self.path, "ab", buffering=0)

@@ -32,13 +32,14 @@ from axlearn_like.operations.step_log import StepLog
 from axlearn_like.operations.utilisation import peak_flops, step_flops
 from axlearn_like.operations.watchdog import Watchdog
 from axlearn_like.preemption import Stop, graceful_stop
-from axlearn_like.run_directory import EventLog, RunDirectory
+from axlearn_like.run_directory import EventLog, RunDirectory, RunDirectoryError
 from axlearn_like.spans import span
 from axlearn_like.stop_when import StopWhen
 from axlearn_like.train_program import Program, check_length, check_rows, train_program
 from axlearn_like.train_step import State, init_state
 from axlearn_like.training_loop import TrainingLoop
 from mesh import make_mesh
+from mesh.processes import Processes
 
 
 class Trainer(Configurable):
@@ -55,7 +56,7 @@ class Trainer(Configurable):
         learner: Learner.Config = REQUIRED
         loss: SupervisedLoss.Config = SupervisedLoss.Config()
         checkpoint: Checkpointer.Config = Checkpointer.Config()
-        mesh: dict[str, int] = {}  # axis -> size; absent axes have size 1, one may be -1
+        mesh: dict[str, int] = {}  # axis -> size, over all processes; absent axes have size 1, one may be -1
         mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
         compiler_options: dict[str, str] = {}  # of XLA, for the train step; set by a mesh rule, for TPUs have their own
         microbatches: int = 1
@@ -82,6 +83,7 @@ class Trainer(Configurable):
         self._cfg = cfg
         self._mesh = make_mesh(cfg.mesh)
         self._learner: Learner = cfg.learner.build()
+        self._all = Processes("trainer")
         for index, evaluator in enumerate(cfg.evaluators):
             if getattr(evaluator, "averaged", False) and cfg.learner.average is None:
                 place = f"Trainer.evaluators.{index}.averaged"
@@ -113,20 +115,38 @@ class Trainer(Configurable):
         cfg = self._cfg
         with contextlib.ExitStack() as stack:
             if not isinstance(run_dir, RunDirectory):
-                run_dir = stack.enter_context(RunDirectory.open(run_dir, to_text(cfg)))
-            run_dir.resolved_config_path.write_text(to_text(self.resolved()))
+                run_dir = stack.enter_context(self._open(run_dir))
+            if self._all.leader:
+                run_dir.resolved_config_path.write_text(to_text(self.resolved()))
             stop = stack.enter_context(graceful_stop())
             stack.enter_context(jax.set_mesh(self._mesh))
-            events = EventLog(run_dir.events_path)
+            events = EventLog(run_dir.events_path, silent=not self._all.leader)
             clock = stack.enter_context(CauseClock(events, began=began))
             checkpointer = cfg.checkpoint.build(directory=run_dir.checkpoints)
             stack.callback(checkpointer.close)
             where = {"directory": run_dir.checkpoints}
-            best = cfg.keep_best.build(**where) if cfg.keep_best else None
-            remote = cfg.remote.build(**where, config=to_text(cfg), events=events) if cfg.remote else None
+            # One process looks after whole checkpoints; all write their parts of each.
+            best = cfg.keep_best.build(**where) if cfg.keep_best and self._all.leader else None
+            remote = None
+            if cfg.remote and self._all.leader:
+                remote = cfg.remote.build(**where, config=to_text(cfg), events=events)
             tiers = CheckpointTiers(checkpointer, best, remote, events)
             stack.callback(tiers.close)
             return self._run(run_dir, events, clock, tiers, stop, stack, progress)
+
+    def _open(self, path: str | Path) -> RunDirectory:
+        """The first process opens and locks it; what keeps it from that is raised in all."""
+        error: RunDirectoryError | None = None
+        run = RunDirectory.attach(Path(path).expanduser())
+        if self._all.leader:
+            try:
+                run = RunDirectory.open(path, to_text(self._cfg))
+            except RunDirectoryError as refused:
+                error = refused
+        told = self._all.share(None if error is None else str(error))
+        if told is not None:
+            raise error or RunDirectoryError(told)
+        return run
 
     def _run(
         self,
@@ -165,11 +185,15 @@ class Trainer(Configurable):
             beat=beat,
         )
         del state  # the loop's alone: the step donates it
-        reached = cfg.stop_when.build() if cfg.stop_when else lambda rows, before: False
-        done = loop.run(reached, lambda: stop.requested)
+        when = cfg.stop_when.build() if cfg.stop_when else lambda rows, before: False
+
+        def reached(rows: Any, *, before: int) -> bool:
+            return self._all.share(when(rows, before=before))
+
+        done = loop.run(reached, lambda: self._all.any(stop.requested))
         clock.tell()
-        events.append("trainer", "stop", step=loop.step, reason="done" if done else stop.reason)
-        if show:
+        events.append("trainer", "stop", step=loop.step, reason="done" if done else stop.reason or "another process")
+        if show and self._all.leader:
             print(*lines(account(read_rows(run_dir.events_path))), sep="\n", file=sys.stderr, flush=True)
         return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
 
@@ -177,12 +201,13 @@ class Trainer(Configurable):
         self, run_dir: RunDirectory, clock: CauseClock, stack: contextlib.ExitStack, start: int, show: bool
     ) -> StepLog:
         cfg = self._cfg
-        writer = MetricsWriter(run_dir.path, phase="sft", resume_step=start)
+        writer = MetricsWriter(run_dir.path, phase="sft", resume_step=start, silent=not self._all.leader)
         stack.callback(writer.close)
-        others = [writer.build(run_dir=run_dir.path, resume_step=start) for writer in cfg.writers]
+        chosen = cfg.writers if self._all.leader else ()
+        others = [writer.build(run_dir=run_dir.path, resume_step=start) for writer in chosen]
         for other in others:
             stack.callback(other.close)
-        progress = stack.enter_context(Progress(cfg.num_steps, start=start)) if show else None
+        progress = stack.enter_context(Progress(cfg.num_steps, start=start)) if show and self._all.leader else None
         past = account(read_rows(run_dir.events_path))
         devices = list(self._mesh.devices.flat)
         peak = peak_flops(devices)
@@ -193,7 +218,7 @@ class Trainer(Configurable):
 
     def _start(self, program: Program, tiers: CheckpointTiers, data: SupervisedInput) -> tuple[State, int]:
         """State and step, from the newest checkpoint (the input too) or new."""
-        latest = tiers.latest_step()
+        latest = self._all.share(tiers.latest_step())
         if latest is not None:
             state, extras = tiers.restore(program.state, latest)
             data.restore(extras["input"])

@@ -1,9 +1,10 @@
 """What the devices are called in mesh rules."""
 
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,3 +41,15 @@ def one_device_per_core(limit: int = 8) -> None:
     cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, limit)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 1 << (cores.bit_length() - 1))
+
+
+def devices_for(mesh: Mapping[str, int], processes: int) -> None:
+    """Let JAX's CPU backend show this process's part of a mesh, before it is first used.
+
+    One process shows a device for each core (`one_device_per_core`), and so does one of several if the mesh has an axis
+    of size -1.
+    """
+    if processes == 1 or -1 in mesh.values():
+        one_device_per_core()
+    else:  # goes before what XLA_FLAGS say
+        jax.config.update("jax_num_cpu_devices", math.prod(mesh.values()) // processes)

@@ -31,7 +31,7 @@ def make_mesh(
     Args:
         shape: axis name -> size. Absent axes have size 1; one axis may be -1 and takes what is left. Without any
             axis: the first device alone.
-        devices: the devices to use; all of them by default.
+        devices: the devices to use; all of them by default, those of other processes of the program included.
         slices: of those sizes, the factors that go over slices (groups of devices that only the data centre's network
             joins): `{"data": 4}` for four slices, each of which has the rest of every axis. Their product is the number
             of slices. None: there is one slice, or the first axis of `shape` goes over all of them.
@@ -40,6 +40,8 @@ def make_mesh(
         MeshError: unknown axis, a size below 1, or a product that is not the number of devices or of slices.
     """
     shape = dict(shape or {})
+    if not shape and devices is None and jax.process_count() > 1:
+        raise MeshError(f"mesh has no axes, but {jax.process_count()} processes share it; expected e.g. {{'fsdp': -1}}")
     devices = list(jax.devices() if devices is None else devices)
     if not shape:
         devices = devices[:1]

@@ -72,6 +72,8 @@ def shard_batch(tree: Any) -> Any:
     """Put host arrays on the devices of the mesh in force: rows over its batch axes, their length, if it cuts that,
     over its sequence axis; scalars are copied.
 
+    On a mesh of several processes each has the whole arrays, and puts what its own devices need on them.
+
     Raises:
         UserError: an array has a number of rows, or of tokens in a row, that does not divide over the mesh.
     """
@@ -79,6 +81,8 @@ def shard_batch(tree: Any) -> Any:
     if not rows:
         return jax.device_put(tree)
     cut = math.prod(length.values()) > 1
+    mesh = jax.sharding.get_mesh()
+    alone = mesh.empty or not mesh.is_multi_process
 
     def check(path: Any, size: int, things: str, sizes: dict[str, int]) -> None:
         if size % math.prod(sizes.values()):
@@ -92,7 +96,11 @@ def shard_batch(tree: Any) -> Any:
         if x.ndim > 1 and cut:
             check(path, x.shape[1], "tokens in a row", length)
         axes = ["batch", "length" if cut else None, *[None] * x.ndim]
-        return jax.device_put(x, partition(*axes[: x.ndim]))
+        spec = partition(*axes[: x.ndim])
+        if alone:
+            return jax.device_put(x, spec)
+        # device_put would compare the arrays of all processes first, over the network.
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec or PartitionSpec()), lambda box: x[box])
 
     return jax.tree_util.tree_map_with_path(put, tree)
 

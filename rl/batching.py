@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from rl.messages import Group
 from rl.objective import Objective
@@ -62,6 +63,20 @@ def pack_groups(
     rows = max(row_multiple, -(-len(live) // row_multiple) * row_multiple)
     batch = {name: _take(array, live, rows) for name, array in batch.items()}
     return batch, {**prepared.stats, **_figures(groups, rewards)}
+
+
+def digest_of_groups(groups: Sequence[Group]) -> str:
+    """Of all that an update is made from; what the clock says is not."""
+    digest = xxhash.xxh3_128()
+    for group in groups:
+        scores = [(score.reward, score.status) for score in group.scores]
+        ends = [(rollout.prompt_id, rollout.sample_id, rollout.finish_reason) for rollout in group.rollouts]
+        arrays = [array for r in group.rollouts for array in (r.tokens, r.logprobs, r.versions, r.action_mask)]
+        shapes = [array.shape for array in arrays]
+        digest.update(repr((group.prompt.id, group.prompt.family, scores, ends, shapes)).encode())
+        for array in (group.prompt.tokens, *arrays):
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _take(array: np.ndarray, rows: np.ndarray, total: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.tokenizer import ByteTokenizer
 from axlearn_like.trainer import Trainer, resolve_model
 from mesh import UserError, to_named_sharding
+from mesh.processes import Processes
 from rl.controller import Controller
 from rl.evaluation import Evaluation
 from rl.objective import Objective
@@ -216,8 +217,13 @@ class RLExperiment(Configurable):
         )
 
     def make_trainer(
-        self, run: RunDirectory, controller: BatchSource, weights: WeightAccess
+        self,
+        run: RunDirectory,
+        controller: BatchSource,
+        weights: WeightAccess,
+        processes: Processes | None = None,
     ) -> PolicyTrainer:
+        """`processes`: those that are the trainer together."""
         warm = None if self.cfg.warm_start is None else warm_start_directory(run)
         return self.trainer_cfg.build(
             run=run,
@@ -225,6 +231,7 @@ class RLExperiment(Configurable):
             weights=weights,
             initial=None if warm is None else lambda abstract: restore_params(warm, abstract),
             seed=self.cfg.seed,
+            processes=processes,
         )
 
     def initial_params(self, run: RunDirectory, mesh: jax.sharding.Mesh) -> Params:

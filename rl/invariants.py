@@ -249,6 +249,7 @@ def deaths_followed(records: Records) -> Finding:
     """
     ours = {"trainer", "controller", "parameter-server", "verifier", "driver"}
     ours |= {f"worker-{number}" for number in range(records.setting("workers", 0))}
+    ours |= {f"trainer-{number}" for number in range(1, records.setting("trainer.processes", 1))}
     ours |= {f"parameter-server-{number}" for number in range(1, records.setting("parameter_server.shards", 1))}
     broken, checked, unseen = [], 0, 0
     gone: Counter[str] = Counter()
@@ -311,7 +312,7 @@ def waits_named(records: Records, silence: float) -> Finding:
 
 def _gone(row: Row) -> str | None:
     """Whose end a row tells."""
-    if row["event"] in ("died", "kill"):
+    if row["event"] in ("died", "kill", "ended"):
         return row["target"]
     return row["role"] if row["event"] == "leave" else None
 

@@ -56,7 +56,9 @@ class RLRun:
         experiment.make_verifier().close()
         if cfg.warm_start is not None:
             cfg.warm_start.build()  # its mesh and batch
-        if not os.environ.get("RAY_ADDRESS"):  # there the devices are other machines'
+        if cfg.trainer.processes != 1:
+            experiment.trainer_cfg.check_processes()
+        elif not os.environ.get("RAY_ADDRESS"):  # there the devices are other machines'
             experiment.trainer_cfg.check_sizes()
         if runtime == "ray":
             from rl.runtime.preflight import check_machine
@@ -190,6 +192,11 @@ def _check_sizes(cfg: RLExperiment.Config, runtime: Runtime) -> None:
     for name, bound in least.items():
         if getattr(cfg, name) < bound:
             raise UserError(f"{name}={getattr(cfg, name)}; expected {bound} or more")
+    if runtime == "inprocess" and cfg.trainer.processes > 1:
+        raise UserError(
+            f"trainer.processes={cfg.trainer.processes}, but with --runtime inprocess there is one process; expected "
+            "--runtime ray, or --set trainer.processes=1"
+        )
     if cfg.kill_worker_after is not None and not 0 <= cfg.kill_worker_after <= 1:
         raise UserError(f"kill_worker_after={cfg.kill_worker_after}; expected None or a share of the updates in [0, 1]")
 

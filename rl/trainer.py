@@ -3,8 +3,13 @@
 Order of things, so that a trainer may die between any two of them: publish version s, take batch s, update, mark batch
 s as consumed, publish s + 1, save. After a restart the restored version is published *before* data is asked for.
 Publishing runs on a thread beside all else; an update waits only until the weights it will overwrite have been copied.
+
+It may be several processes that share one mesh. All run this code; the first, the leader, decides what is next and
+speaks for all with the controller and in the log. What each does by itself is to push its own part of the weights.
 """
 
+import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -24,14 +29,17 @@ from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.spans import span
 from axlearn_like.train_step import init_state, make_train_step
 from mesh import UserError, make_mesh, shard_batch, to_named_sharding
-from rl.batching import Batch, pack_groups
+from mesh.processes import Processes, readable
+from rl.batching import Batch, digest_of_groups, pack_groups
 from rl.messages import Group
 from rl.objective import Objective
 from rl.policy_program import make_policy_loss, make_score_rows, policy_logprobs
 from rl.scoring import pack_rows
 from rl.weights.access import WeightAccess
-from rl.weights.publisher import Push
+from rl.weights.publisher import Publisher, Push
 from rl.weights.snapshot import Snapshot
+
+_BATCH_AGAIN = 2.0  # seconds for a batch that another process has got already
 
 
 class BatchSource(Protocol):
@@ -53,7 +61,8 @@ class PolicyTrainer(Configurable):
         objective: Objective.Config = REQUIRED
         learner: Learner.Config = REQUIRED
         checkpoint: Checkpointer.Config = Checkpointer.Config()
-        mesh: dict[str, int] = {}
+        mesh: dict[str, int] = {}  # over the devices of all processes
+        processes: int = 1  # that share the mesh: an actor each, on a host each if there are several
         microbatches: int = 1
         num_steps: int = REQUIRED
         staleness: int = REQUIRED  # versions behind the current one that workers may still ask for
@@ -73,6 +82,29 @@ class PolicyTrainer(Configurable):
             self.check_rows(mesh)
             return mesh
 
+        def check_processes(self) -> None:
+            """The same as far as it can be known where the devices of several processes are not seen.
+
+            Raises:
+                UserError: naming the field that does not fit.
+            """
+            if self.processes < 1:
+                raise UserError(f"trainer.processes={self.processes}; expected 1 or more")
+            if not self.mesh:
+                raise UserError(
+                    f"trainer.processes={self.processes} share a mesh, but trainer.mesh is empty; "
+                    f"expected e.g. {{'fsdp': {self.processes}}}"
+                )
+            if -1 in self.mesh.values():
+                return  # of how many devices is known in the trainer only
+            total = math.prod(self.mesh.values())
+            if total % self.processes:
+                raise UserError(
+                    f"trainer.mesh={self.mesh} has {total} devices, which do not divide over "
+                    f"trainer.processes={self.processes}"
+                )
+            self.check_rows(make_mesh(self.mesh, jax.devices()[:1] * total))
+
         def check_rows(self, mesh: Mesh) -> None:
             """Refuse batches that do not divide over the mesh and into microbatches (UserError)."""
             rows = mesh.shape["data"] * mesh.shape["fsdp"] * self.microbatches
@@ -91,11 +123,17 @@ class PolicyTrainer(Configurable):
         weights: WeightAccess,
         initial: Callable[[Any], Params] | None = None,
         seed: int = 0,
+        processes: Processes | None = None,
     ):
-        """`initial(abstract_params)` gives version 0; without it the model's own initialisation does."""
+        """`initial(abstract_params)` gives version 0; without it the model's own initialisation does.
+
+        `processes`: those that are this trainer together, of which this is one.
+        """
         self.cfg, self._controller = cfg, controller
-        self._versions, self._publisher = weights.directory, weights.publisher()
-        self._run, self._events = run, EventLog(run.events_path)
+        self._all = processes or Processes("trainer")
+        self._versions, self._publisher = weights.directory, self._make_publisher(weights)
+        self._own_events = EventLog(run.events_path)
+        self._events = EventLog(run.events_path, silent=not self._all.leader)
         self._mesh = cfg.check_sizes()
         self._objective = cfg.objective.build()
         if not self._objective.single_update and self._objective.needs_old:
@@ -117,24 +155,30 @@ class PolicyTrainer(Configurable):
             self.state, self.step = self._restore_or_start(initial, seed)
             self._step = make_train_step(loss, self._learner, cfg.microbatches, like=self.state)
         self._wait_began: float | None = None
-        self._metrics = MetricsWriter(run.path, phase="rl", resume_step=self.step)
+        self._metrics = MetricsWriter(run.path, phase="rl", resume_step=self.step, silent=not self._all.leader)
 
     # ---- the loop
 
     def start(self) -> None:
         """Publish the current version and those that workers may still need; only then ask for data."""
         self.settle()
-        self._versions.rewind(self.step)
+        if self._all.leader:
+            self._versions.rewind(self.step)
+        self._all.meet()
         for snapshot in self._recent:
             self._publisher.publish(snapshot)
         self._publish()
         self.settle()
-        self._controller.begin(self.step, self._first_version())
+        if self._all.leader:
+            self._controller.begin(self.step, self._first_version())
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> int:
-        """Update until the last step or until `stop()`; saves at the end. Returns the steps completed."""
+        """Update until the last step or until `stop()` in any of the processes; saves at the end.
+
+        Returns the steps completed.
+        """
         self.start()
-        while self.step < self.cfg.num_steps and not stop():
+        while self.step < self.cfg.num_steps and not self._all.any(stop()):
             self.run_once(timeout=1.0)
         self.close()
         return self.step
@@ -142,7 +186,7 @@ class PolicyTrainer(Configurable):
     def run_once(self, timeout: float = 0.0) -> bool:
         """One update; False if its batch did not become complete within `timeout` seconds."""
         began = self._wait_began = self._wait_began or time.monotonic()
-        groups = self._controller.next_batch(self.step, timeout)
+        groups = self._next_batch(timeout)
         if groups is None:
             self._heal()
             return False
@@ -153,7 +197,8 @@ class PolicyTrainer(Configurable):
         current = self._copied()
         with span(self._events, "trainer", "update", step=self.step), jax.set_mesh(self._mesh):
             metrics = self._update(groups)
-        self._controller.consumed(self.step)
+        if self._all.leader:
+            self._controller.consumed(self.step)
         self.step += 1
         self._recent = [*self._recent, current][1 if len(self._recent) == self.cfg.staleness else 0 :]
         self._publish()
@@ -174,7 +219,8 @@ class PolicyTrainer(Configurable):
         missing = self.cfg.staleness - len(recent)  # of a young run; the tree has one form always
         recent += [self.state["params"]] * missing
         state = {**self.state, "recent": {str(i): params for i, params in enumerate(recent)}}
-        self._checkpointer.save(self.step, state, {"step": self.step, "versions": versions})
+        with jax.set_mesh(self._mesh):
+            self._checkpointer.save(self.step, state, {"step": self.step, "versions": versions})
         self._saving.add(self.step)
 
     def _tell_saved(self) -> None:
@@ -192,8 +238,27 @@ class PolicyTrainer(Configurable):
         self._checkpointer.close()
         self._tell_saved()
         self._metrics.close()
+        self._all.meet()  # who ends now takes nothing from the others
 
     # ---- parts
+
+    def _make_publisher(self, weights: WeightAccess) -> Publisher:
+        pusher = self._all.share(secrets.token_hex(8))  # of this start
+        return weights.publisher(pusher=pusher, process=self._all.index, processes=self._all.count)
+
+    def _next_batch(self, timeout: float) -> list[Group] | None:
+        """The batch of this step, the same in all processes; None if it is not complete within `timeout` seconds, or
+        one of them has not got it (the controller may have died after it gave it to others)."""
+        if self._all.count == 1:
+            return self._controller.next_batch(self.step, timeout)
+        groups = self._controller.next_batch(self.step, timeout) if self._all.leader else None
+        digest = self._all.share(None if groups is None else digest_of_groups(groups))
+        if digest is None:
+            return None
+        if not self._all.leader:
+            groups = self._controller.next_batch(self.step, _BATCH_AGAIN)
+        lacking = groups is None or digest_of_groups(groups) != digest
+        return None if self._all.any(lacking) else groups
 
     def _restore_or_start(
         self, initial: Callable[[Any], Params] | None, seed: int
@@ -205,7 +270,7 @@ class PolicyTrainer(Configurable):
         key = jax.random.key(seed)
         abstract = to_named_sharding(jax.eval_shape(create, key), self._mesh)
         abstract["opt_state"] = self._learner.placed(abstract["opt_state"])
-        latest = self._checkpointer.latest_step()
+        latest = self._all.share(self._checkpointer.latest_step())
         if latest is not None:
             copies = {str(i): abstract["params"] for i in range(self.cfg.staleness)}
             state, extras = self._checkpointer.restore({**abstract, "recent": copies}, latest)
@@ -258,7 +323,7 @@ class PolicyTrainer(Configurable):
             params = next(one for one in self._recent if one.version == version).params(params)
         figures: dict[str, float] = {}
         if batch["action_mask"].any():
-            apart = np.abs(np.asarray(self._score(params, arrays)) - batch["logprobs_behaviour"])
+            apart = np.abs(readable(self._score(params, arrays)) - batch["logprobs_behaviour"])
             apart = apart[batch["action_mask"]]
             figures |= {"logprob_diff_mean": float(apart.mean()), "logprob_diff_max": float(apart.max())}
         apart = np.abs(np.concatenate(self._scoring_differences(groups, params)))
@@ -269,7 +334,7 @@ class PolicyTrainer(Configurable):
         rows = pack_rows(groups, **sizes, row_multiple=self.cfg.row_multiple)
         arrays = shard_batch({name: rows[name] for name in ("tokens", "targets")})
         temperature = jnp.full(1, self.cfg.temperature, jnp.float32)
-        scored = self._score_rows(params, **arrays, temperature=temperature).logprobs()
+        scored = jax.tree.map(readable, self._score_rows(params, **arrays, temperature=temperature)).logprobs()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return [
             (scored[row, first : first + len(r.tokens)] - r.logprobs)[r.action_mask]
@@ -288,8 +353,9 @@ class PolicyTrainer(Configurable):
         def published(snapshot: Snapshot) -> None:
             seconds = round(time.monotonic() - began, 4)
             what = {"version": version, "nbytes": snapshot.nbytes, "checksum": snapshot.checksum}
-            self._events.append("trainer", "push", seconds=seconds, **what)
-            self._controller.published(version)
+            self._own_events.append(self._all.name, "push", seconds=seconds, **what)
+            if self._all.leader:
+                self._controller.published(version)
 
         with jax.set_mesh(self._mesh):
             self._push = self._publisher.begin(self.state["params"], version, published)
@@ -301,12 +367,16 @@ class PolicyTrainer(Configurable):
 
     def _heal(self) -> None:
         """A parameter server or controller that restarted is empty: tell it where we are."""
-        if self._push is not None and not self._push.done:
-            return
-        lacking = {*(snapshot.version for snapshot in self._recent), self.step}.difference(self._versions.versions())
-        if lacking or self._controller.status()["version"] < self.step:
+        if self._all.share(self._all.leader and self._forgotten()):
             self._events.append("trainer", "heal", step=self.step)
             self.start()
+
+    def _forgotten(self) -> bool:
+        """Whether the parameter server or the controller lacks what they have had from us."""
+        if self._push is not None and not self._push.done:
+            return False
+        lacking = {*(snapshot.version for snapshot in self._recent), self.step}.difference(self._versions.versions())
+        return bool(lacking) or self._controller.status()["version"] < self.step
 
     def _first_version(self) -> int:
         return self._recent[0].version if self._recent else self.step

@@ -5,8 +5,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from mesh.joining import free_address
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,3 +31,11 @@ def elsewhere(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_two_processes(function: Callable[..., Any], *args: Any, timeout: float = 600) -> list[Any]:
+    """What it returns in each of two processes, called with a place to meet, the number of the process, and `args`."""
+    address = free_address()
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(elsewhere, function, address, index, *args, timeout=timeout) for index in (0, 1)]
+        return [call.result() for call in calls]

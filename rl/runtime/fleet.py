@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
@@ -19,17 +19,18 @@ from axlearn_like.row_tail import RowTail
 from axlearn_like.run_directory import EventLog, RunDirectory
 from mesh import UserError
 from rl.experiment import RLExperiment
+from rl.runtime.crew import Crew, What
 from rl.runtime.guests import invite, uninvite
 from rl.runtime.planned_kill import PlannedKill, Say
 from rl.runtime.pulse import Pulse
-from rl.runtime.ray_actors import RemoteRole, RoleHost, result, server_names
+from rl.runtime.ray_actors import RemoteRole, RoleHost, result, server_names, trainer_names
 
 DEATHS = 5  # of one role, without an update in between: then it is not bad luck
 _GUESTS_LEAVE = 5.0  # seconds
 
 
 class Fleet:
-    """Controller, parameter server, verifier, trainer and workers, in a process each."""
+    """Controller, parameter server, verifier, trainer and workers, in a process each or several."""
 
     def __init__(self, cfg: RLExperiment.Config, run: RunDirectory, say: Say):
         self._cfg, self._run, self._say = cfg, run, say
@@ -47,11 +48,12 @@ class Fleet:
         self._namespace = f"{run.path.name}-{self._token[:8]}"
         self._peers = {name: self._start("parameter_server", name) for name in server_names(cfg)}
         self._peers |= {kind: self._start(kind, kind) for kind in ("controller", "verifier")}
-        self._loopers = {"trainer": self._start("trainer", "trainer")}
+        self._loopers = {name: self._start("trainer", name) for name in trainer_names(cfg)}
+        self._crew = Crew(dict(self._loopers))
         for name in (f"worker-{i}" for i in range(cfg.workers)):
             self._loopers[name] = self._start("worker", name)
         self._pulse = Pulse({**self._peers, **self._loopers}, cfg.patience, self._log, say)
-        self._waiting: dict[Any, tuple[str, Literal["loop", "restart"]]] = {}
+        self._waiting: dict[Any, tuple[str, What]] = {}
 
     @property
     def step(self) -> int:
@@ -84,7 +86,7 @@ class Fleet:
                 value = self._outcome(name, what, reference)
                 if name == "trainer" and value is not None and (asked or value["step"] >= self._cfg.num_steps):
                     return value["step"]
-                if name == "trainer" and asked:
+                if name in self._crew.names and value is None and asked:
                     return self._step  # it died before it could save: what was saved last is resumed
             if asked and hurried() and time.monotonic() > asked + self._cfg.patience.grace:
                 self._say(f"the trainer was not done within patience.grace={self._cfg.patience.grace:g} s of SIGTERM")
@@ -117,24 +119,34 @@ class Fleet:
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=0,
-            scheduling_strategy=self._home(name) if kind == "worker" else "DEFAULT",
+            scheduling_strategy=self._home(kind, name),
             runtime_env={"env_vars": _environment(kind)},
         )
         return actor.remote(kind, name, str(self._run.path), self._token, self._cfg.patience.grace, self._namespace)
 
-    def _home(self, worker: str) -> Any:
-        """Workers go to the nodes in turn, and to another when theirs is lost. (Ray's SPREAD is by chance.)"""
+    def _home(self, kind: str, name: str) -> Any:
+        """Workers, and a trainer's processes, go to the nodes in turn, and to another when theirs is lost. (Ray's
+        SPREAD is by chance.)"""
+        if kind not in ("trainer", "worker") or (kind == "trainer" and self._cfg.trainer.processes == 1):
+            return "DEFAULT"
         nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-        index = int(worker.removeprefix("worker-")) % len(nodes)
+        index = int(name.removeprefix(kind).removeprefix("-") or 0) % len(nodes)
         return NodeAffinitySchedulingStrategy(nodes[index], soft=True)
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, life: str = "") -> None:
+        """The loop of a process that is there; of one of several of the trainer, as soon as all are."""
         self._left.discard(name)
         actor = self._loopers[name]
-        loop = actor.run_trainer if name == "trainer" else actor.run_worker
-        self._waiting[loop.remote(self._peers)] = (name, "loop")
+        if name not in self._crew.names:
+            self._waiting[actor.run_worker.remote(self._peers)] = (name, "loop")
+        elif not self._crew.several:
+            self._waiting[actor.run_trainer.remote(self._peers)] = (name, "loop")
+        elif not life:
+            self._await_restart(name)
+        elif self._crew.came(name, life):
+            self._waiting[self._loopers[self._crew.leader].meeting_place.remote()] = (self._crew.leader, "meeting")
 
-    def _outcome(self, name: str, what: str, reference: Any) -> dict[str, Any] | None:
+    def _outcome(self, name: str, what: What, reference: Any) -> dict[str, Any] | None:
         """What a loop returned. If its process died or left, None: its restart is waited for and the loop begun again.
 
         Raises:
@@ -142,26 +154,29 @@ class Fleet:
         """
         try:
             value = result(reference)
-        except RayActorError as error:
-            if what == "loop":
-                self._note_loss(name, error)
-            self._await_restart(name)
-            return None
-        except UserError:
-            raise
         except Exception as error:
-            self._note_failure(name, error)
+            self._note_end(name, what, error)
             self._await_restart(name)
             return None
-        if what == "restart":
-            if value == self._former.get(name):
-                self._await_restart(name)
-            else:
-                self._begin(name)
-            return None
+        if what == "loop":
+            return self._note_return(name, value)
+        if what == "meeting":
+            self._crew.begin()
+            for member in self._crew.names:
+                loop = self._loopers[member].run_trainer.remote(self._peers, value)
+                self._waiting[loop] = (member, "loop")
+        elif value == self._former.get(name):
+            self._await_restart(name)
+        else:
+            self._begin(name, value)
+        return None
+
+    def _note_return(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        """A loop has ended as it should; one that was asked to leave will be begun again."""
         if value["left"]:
             self._former[name] = value["life"]
             self._note_leave(name)
+            self._end_crew_of(name)
             self._await_restart(name)
         return value
 
@@ -169,14 +184,50 @@ class Fleet:
         time.sleep(0.1)
         self._waiting[self._loopers[name].life.remote()] = (name, "restart")
 
-    def _note_loss(self, name: str, error: RayActorError) -> None:
+    def _end_crew_of(self, name: str) -> None:
+        """With one of the trainer's processes the others end, and start again."""
+        if not self._crew.several or name not in self._crew.names:
+            return
+        awaited = {other for other, what in self._waiting.values() if what == "restart"}
+        self._waiting = {r: w for r, w in self._waiting.items() if w[0] not in self._crew.names or w[1] == "restart"}
+        self._former |= self._crew.scatter()
+        for other in self._crew.others(name):
+            if other not in awaited:
+                self._log.append("driver", "ended", target=other, because=name)
+                ray.kill(self._loopers[other], no_restart=False)
+                self._await_restart(other)
+
+    def _note_end(self, name: str, what: What, error: Exception) -> None:
+        """A process does not answer, or its loop raised something.
+
+        Raises:
+            The error, if it is not of a death, and nobody may hope that it comes once only.
+        """
+        if what != "loop":
+            if not isinstance(error, RayActorError):
+                raise error
+            self._crew.lost(name)
+            return
+        dead = self._crew.first_to_die(name, error) if name in self._crew.names else []
+        if dead:
+            for one in dead:
+                self._note_loss(one, error)
+        elif isinstance(error, RayActorError):
+            self._note_loss(name, error)
+        elif isinstance(error, UserError):
+            raise error
+        else:
+            self._note_failure(name, error)
+        self._end_crew_of(name)
+
+    def _note_loss(self, name: str, error: Exception) -> None:
         self._look()
         if name in self._left:
             return self._note_leave(name)
         self._log.append("driver", "died", target=name)
         self._note_death(name, "died", error)
         if name != self._kill.target:
-            self._say(f"{name} (pid {self._pids.get(name, 'unknown')}) died at update {self._step}; starting it again")
+            self._say(f"{self._process(name)} died at update {self._step}; starting {self._again(name)}")
 
     def _note_failure(self, name: str, error: Exception) -> None:
         """Its loop raised what no user can mend. Once that may be the machine's fault."""
@@ -185,7 +236,7 @@ class Fleet:
         if why in self._deaths.get(name, []):
             raise error
         self._note_death(name, why, error)
-        self._say(f"{name} failed at update {self._step}; starting it again. {why}")
+        self._say(f"{name} failed at update {self._step}; starting {self._again(name)}. {why}")
         if name in self._pulse.lives:
             self._former[name] = self._pulse.lives[name]
         ray.kill(self._loopers[name], no_restart=False)
@@ -198,11 +249,18 @@ class Fleet:
                 f"{name} died {DEATHS} times without an update in between, at update {self._step}; "
                 f"its output is in the logs of Ray's session. {error}"
             )
-        if name != "trainer":  # nobody waits for the answer: if it is lost, the worker says so itself when it joins
+        if name not in self._crew.names:  # if this is lost, the worker says so itself when it joins
             self._peers["controller"].call.remote("release", (name, "worker died"), {})
 
     def _note_leave(self, name: str) -> None:
-        self._say(f"{name} (pid {self._pids.get(name, 'unknown')}) left when asked to by SIGTERM; starting it again")
+        self._say(f"{self._process(name)} left when asked to by SIGTERM; starting {self._again(name)}")
+
+    def _process(self, name: str) -> str:
+        return f"{name} (pid {self._pids.get(name, 'unknown')})"
+
+    def _again(self, name: str) -> str:
+        together = self._crew.several and name in self._crew.names
+        return "all processes of the trainer again" if together else "it again"
 
     def _look(self) -> None:
         """Take note of what the roles have written down."""
@@ -218,7 +276,11 @@ class Fleet:
     def _feel(self) -> None:
         """Take note of which processes live."""
         for name in self._pulse.look():
-            if name not in self._loopers and name not in self._left:  # of loops their end tells
+            if self._crew.lost(name):
+                self._await_restart(name)
+            elif name in self._loopers:
+                continue  # the end of its loop tells
+            if name not in self._left:
                 self._log.append("driver", "died", target=name)
 
     def _see(self, row: dict[str, Any]) -> None:

@@ -25,12 +25,12 @@ def check_machine(cfg: RLExperiment.Config) -> None:
         UserError: names what is lacking.
     """
     if not os.environ.get("RAY_ADDRESS"):
-        check_memory(cfg.workers, psutil.virtual_memory().available)
+        check_memory(cfg.workers, psutil.virtual_memory().available, cfg.trainer.processes)
         for shard in range(cfg.parameter_server.shards):
             check_port(cfg.parameter_server.host, cfg.parameter_server.port and cfg.parameter_server.port + shard)
 
 
-def check_memory(workers: int, available: int) -> None:
+def check_memory(workers: int, available: int, trainers: int = 1) -> None:
     """Compare the bytes available with what Ray and a small JAX process for each role take.
 
     `AXL_RAY_MEMORY_GIB` overrides the estimate, which knows nothing of the policy's size.
@@ -38,7 +38,7 @@ def check_memory(workers: int, available: int) -> None:
     Raises:
         UserError: too little.
     """
-    needed = needed_memory(workers)
+    needed = needed_memory(workers, trainers)
     if available < needed:
         raise UserError(
             f"not enough free memory to start Ray with {workers} rollout workers: {available / 2**30:.1f} GiB "
@@ -47,11 +47,11 @@ def check_memory(workers: int, available: int) -> None:
         )
 
 
-def needed_memory(workers: int) -> int:
-    """Bytes, by estimate or by `AXL_RAY_MEMORY_GIB`."""
+def needed_memory(workers: int, trainers: int = 1) -> int:
+    """Bytes for so many processes of workers and trainer, by estimate or by `AXL_RAY_MEMORY_GIB`."""
     text = os.environ.get(MEMORY_VARIABLE)
     if text is None:
-        return (5 << 28) + (workers + 1) * (3 << 27)
+        return (5 << 28) + (workers + trainers) * (3 << 27)
     try:
         return int(float(text) * 2**30)
     except ValueError:

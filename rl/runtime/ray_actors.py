@@ -21,7 +21,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from axlearn_like.config_text import from_text
 from axlearn_like.run_directory import EventLog, RunDirectory
 from mesh import UserError, enable_compilation_cache, make_mesh
-from mesh.devices import one_device_per_core
+from mesh.devices import devices_for
+from mesh.joining import free_address, join
+from mesh.processes import Processes, process_name
 from rl.experiment import RLExperiment
 from rl.parameter_server import ParameterServer
 from rl.patience import Patience, Waits
@@ -128,6 +130,11 @@ def server_names(cfg: RLExperiment.Config) -> list[str]:
     return ["parameter-server", *(f"parameter-server-{n}" for n in range(1, cfg.parameter_server.shards))]
 
 
+def trainer_names(cfg: RLExperiment.Config) -> list[str]:
+    """The actors of the trainer, the leader first."""
+    return [process_name("trainer", index) for index in range(cfg.trainer.processes)]
+
+
 def peers_of(
     caller: str,
     actors: dict[str, Any],
@@ -163,6 +170,7 @@ class RoleHost:
         self._run = RunDirectory.attach(run_path)
         self._events = EventLog(self._run.events_path)
         self._peers: dict[str, Any] = {}
+        self._meeting = ""  # where the trainer's processes meet, if there are several
         self._building = threading.Lock()
         self._role: Any = None
         self._stopping = False
@@ -189,9 +197,13 @@ class RoleHost:
             worker.run(stop=lambda: self._leaving.requested)
         return self._end_of_loop()
 
-    def run_trainer(self, peers: dict[str, Any]) -> dict[str, Any]:
-        """The trainer's loop; it has saved when it returns."""
-        self._peers, self._leaving.has_loop = peers, True
+    def meeting_place(self) -> str:
+        """An address on this host for processes that become one program."""
+        return free_address(ray.util.get_node_ip_address())
+
+    def run_trainer(self, peers: dict[str, Any], meeting: str = "") -> dict[str, Any]:
+        """The trainer's loop; it has saved when it returns. `meeting`: of its processes, if there are several."""
+        self._peers, self._meeting, self._leaving.has_loop = peers, meeting, True
         trainer = self._built()
         trainer.run(stop=lambda: self._stopping or self._leaving.requested)
         return self._end_of_loop(step=trainer.step)
@@ -233,11 +245,27 @@ class RoleHost:
             return experiment.make_controller(self._run)
         controller, weights, verifier = peers_of(self._name, self._peers, experiment.cfg, self._events)
         if self._kind == "trainer":
-            if experiment.trainer_cfg.mesh:
-                one_device_per_core()  # as in the command, which has seen that the mesh fits
-            return experiment.make_trainer(self._run, controller, weights)
+            processes = self._joined(experiment.cfg)
+            return experiment.make_trainer(self._run, controller, weights, processes)
         began = psutil.Process().create_time()
         return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began)
+
+    def _joined(self, cfg: RLExperiment.Config) -> Processes:
+        """The trainer's processes, met if there are several; the devices of this one are set."""
+        names, patience = trainer_names(cfg), cfg.patience
+        if cfg.trainer.mesh:
+            devices_for(cfg.trainer.mesh, len(names))  # as in the command, which has seen that the mesh fits
+        if len(names) > 1:
+            beyond = patience.unresponsive + _MARGIN  # the driver ends before that who does not answer
+            join(
+                self._meeting, names.index(self._name), len(names), role="trainer", timeout=beyond, heartbeat=beyond
+            )
+
+        def on_wait(who: str, seconds: float) -> None:
+            what = f"{who} to come to the same point"
+            self._events.append(self._name, "waiting", who=self._name, what=what, seconds=round(seconds, 1))
+
+        return Processes("trainer", on_wait=on_wait, say_after=patience.say_after, limit=2 * patience.batch)
 
     def _build_server(self, experiment: RLExperiment) -> ParameterServer:
         names = server_names(experiment.cfg)

@@ -106,15 +106,12 @@ class Directory:
 
     def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
         """What has become of an attempt within `timeout` seconds: whether it was published, or, as long as that is
-        open, the trainer processes whose seals are awaited."""
-
-        def awaited() -> list[int]:
-            attempt = self._open.get(key, {"seals": (), "processes": 0})
-            return [process for process in range(attempt["processes"]) if process not in attempt["seals"]]
-
+        open, the trainer processes whose seals are awaited (none: all are here, and it is being decided)."""
         with self._changed:
-            self._changed.wait_for(lambda: not awaited(), timeout)
-            return awaited() or key in self._published
+            self._changed.wait_for(lambda: key not in self._open, timeout)
+            if (attempt := self._open.get(key)) is None:
+                return key in self._published
+            return [process for process in range(attempt["processes"]) if process not in attempt["seals"]]
 
     def rewind(self, version: int) -> None:
         """The trainer restarted from this version: forget every later one, they will be made again."""

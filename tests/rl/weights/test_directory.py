@@ -1,7 +1,9 @@
 """A version is published whole or not at all, whatever becomes of those who push it and of those who hold it."""
 
 import dataclasses
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -129,6 +131,36 @@ def test_a_shard_that_was_restarted_during_a_push_ends_the_attempt(bed: Bed):
     for process in range(2):
         bed.directory.seal(bed.push(again, process))
     assert bed.directory.versions() == [0]
+
+
+class Slow(Holder):
+    """A shard that takes its time to say who it is, once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(PieceStore())
+        self.asked, self.answer = threading.Event(), threading.Event()
+        self.answer.set()
+
+    def incarnation(self) -> str:
+        self.asked.set()
+        assert self.answer.wait(60)
+        return super().incarnation()
+
+
+def test_while_the_last_seal_is_looked_at_nobody_is_told_that_it_came_to_nothing(bed: Bed):
+    bed.directory._shards[0] = bed.shards[0] = slow = Slow()
+    key = bed.directory.open(0, "trainer", 2)
+    bed.directory.seal(bed.push(key, 0))
+    seal = bed.push(key, 1)
+    slow.asked.clear()
+    slow.answer.clear()
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(bed.directory.seal, seal)
+        assert slow.asked.wait(60)
+        assert bed.directory.outcome(key, 0.01) == []  # process 0 waits on, instead of making another attempt
+        slow.answer.set()
+        assert last.result()
+    assert bed.directory.outcome(key) is True
 
 
 def test_versions_with_pieces_on_a_shard_that_was_restarted_are_lost_and_may_come_again(bed: Bed):

@@ -1,0 +1,96 @@
+"""What one process alone agrees on, and two real ones."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mesh import MeshError, UserError, make_mesh, shard_batch
+from mesh.joining import join
+from mesh.processes import Processes, readable
+from tests.elsewhere import in_two_processes
+
+
+def test_one_process_agrees_with_itself():
+    alone = Processes("trainer")
+    assert (alone.index, alone.count, alone.leader, alone.name) == (0, 1, True, "trainer")
+    value = object()  # nothing is sent, so it need not be JSON
+    assert alone.share(value) is value
+    assert alone.any(True) and not alone.any(False)
+    alone.meet()
+    assert readable(jax.numpy.arange(3)).tolist() == [0, 1, 2]
+
+
+def test_two_processes_agree_and_share_one_mesh():
+    leader, other = in_two_processes(agree)
+    assert [leader["name"], other["name"]] == ["trainer", "trainer-1"]
+    assert leader["shared"] == other["shared"] == [["of", "the leader", 0], None, {"a": 1}]
+    assert leader["any"] == other["any"] == [True, True, False]
+    assert leader["second"] == other["second"] == "of the second program"
+    assert set(other["told"]) == {"trainer"}
+    assert "trainer-1 has waited" in other["late"] and "for trainer" in other["late"]
+    assert leader["keys"] < 10 and other["keys"] < 10, "keys that all have read are gone"
+    for found in (leader, other):
+        assert found["devices"] == [4, 2]
+        assert found["batch"] and found["readable"]
+        assert "2 processes share it" in found["no axes"]
+        assert "rows has 6 rows, which do not divide evenly over the mesh (data 2 x fsdp 2)" in found["uneven"]
+
+
+def agree(address: str, index: int) -> dict[str, Any]:
+    """All that the test looks at, as one of two processes finds it."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    join(address, index, 2, role="trainer")
+    told: list[str] = []
+    ours = Processes("trainer", on_wait=lambda who, seconds: told.append(who), say_after=0.5)
+    found: dict[str, Any] = {"name": ours.name, "told": told}
+    values = ["of", "the leader", index], None if index == 0 else 1, {"a": 1}
+    found["shared"] = [ours.share(value) for value in values]
+    found["any"] = [ours.any(index == 0), ours.any(index == 1), ours.any(False)]
+    for _ in range(20):
+        ours.share("again")
+        ours.meet()
+    if ours.leader:
+        time.sleep(2.5)
+    ours.share("late")
+    found["second"] = Processes("trainer").share("of the second program" if index == 0 else "another")
+    found["keys"] = len(ours._client.key_value_dir_get(ours._program))
+    hasty = Processes("trainer", limit=0.5)
+    if not ours.leader:
+        try:
+            hasty.share(None)
+        except TimeoutError as error:
+            found["late"] = str(error)
+    ours.meet()
+    return found | on_devices()
+
+
+def on_devices() -> dict[str, Any]:
+    """What is put on a mesh of both processes' devices, and read from it."""
+    found: dict[str, Any] = {"devices": [jax.device_count(), jax.local_device_count()]}
+    mesh = make_mesh({"data": 2, "fsdp": 2})
+    batch = {"rows": np.arange(24).reshape(8, 3), "weights": np.arange(8.0), "scale": np.float32(2)}
+    with jax.set_mesh(mesh):
+        put = shard_batch(batch)
+        found["uneven"] = error_of(lambda: shard_batch({"rows": np.zeros((6, 3))}))
+    rows = PartitionSpec(("data", "fsdp"))
+    assert put["rows"].sharding == NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+    assert put["weights"].sharding == NamedSharding(mesh, rows) and not put["rows"].is_fully_addressable
+    found["batch"] = all(
+        np.array_equal(shard.data, batch[name][shard.index])
+        for name, array in put.items()
+        for shard in array.addressable_shards
+    )
+    found["readable"] = all(np.array_equal(readable(array), batch[name]) for name, array in put.items())
+    found["no axes"] = error_of(make_mesh)
+    return found
+
+
+def error_of(action: Any) -> str:
+    try:
+        action()
+    except (UserError, MeshError) as error:
+        return str(error)
+    return ""

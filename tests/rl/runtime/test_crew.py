@@ -1,0 +1,108 @@
+"""A trainer of two processes: whichever dies or goes, the run goes on, and its result is the same to the bit."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.invariants import check_run
+from rl.runtime.crew import Crew
+from rl.runtime.ray_session import ray_session
+from rl.trainer import PolicyTrainer
+from tests.rl.runtime.experiments import assert_same_outcome, events, slow
+from tests.rl.runtime.test_preemption import Scenario, run_with
+
+BOTH = ("trainer", "trainer-1")
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    """One Ray for all tests of this file: it takes seconds to start."""
+    with ray_session():
+        yield
+
+
+def two() -> PolicyTrainer.Config:
+    """Two processes, each with two devices of a mesh of four."""
+    return slow().trainer.clone(processes=2, mesh={"fsdp": 4})
+
+
+class Ordeal(Scenario):
+    """Signals to the trainer's processes, each two updates after both have come back from the one before."""
+
+    def __init__(self, path: Path, *signals: tuple[str, signal.Signals], after: int = 3):
+        super().__init__(path)
+        self._since = after - 2
+        for number, (role, signum) in enumerate(signals, start=1):
+            ready = lambda number=number: self._calm() and all(self.lives(name) == number for name in BOTH)  # noqa: E731
+            self.when(ready, lambda role=role, signum=signum: self._strike(role, signum))
+
+    def _calm(self) -> bool:
+        return self.step >= self._since + 2
+
+    def _strike(self, role: str, signum: signal.Signals) -> None:
+        self._since = self.step
+        self.send(role, signum)
+
+
+def assert_sound(path: Path) -> None:
+    """Every invariant holds; one of them is that versions made again are the same to the bit."""
+    assert [line for finding in check_run(path) for line in finding.broken] == []
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("session")
+def test_one_of_two_processes_is_killed_and_both_start_again(tmp_path: Path) -> None:
+    scenario = Ordeal(tmp_path, ("trainer-1", signal.SIGKILL))
+    [line] = run_with(scenario, num_steps=6, workers=1, trainer=two())
+    assert line.startswith("trainer-1 (pid ") and line.endswith("; starting all processes of the trainer again")
+    assert [row["target"] for row in events(tmp_path, "died")] == ["trainer-1"]
+    assert [(row["target"], row["because"]) for row in events(tmp_path, "ended")] == [("trainer", "trainer-1")]
+    assert [scenario.lives(name) for name in BOTH] == [2, 2]
+    assert {row["role"] for row in events(tmp_path, "push")} == set(BOTH)
+    assert_sound(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+@pytest.mark.usefixtures("session")
+def test_each_is_killed_and_asked_to_leave_and_the_result_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+    calm = Scenario(tmp_path / "calm")
+    calm.path.mkdir()
+    assert run_with(calm, num_steps=14, workers=1, trainer=two()) == []
+
+    ordeal = ("trainer-1", signal.SIGKILL), ("trainer", signal.SIGKILL), ("trainer-1", signal.SIGTERM)
+    scenario = Ordeal(tmp_path / "run", *ordeal, ("trainer", signal.SIGTERM))
+    scenario.path.mkdir()
+    said = run_with(scenario, num_steps=14, workers=1, trainer=two())
+    assert_same_outcome(scenario.path, calm.path)
+    assert_sound(scenario.path)
+    died = [row["target"] for row in events(scenario.path, "died")]
+    assert died == ["trainer-1", "trainer"], "of those that were killed with them nothing is told"
+    assert [row["target"] for row in events(scenario.path, "ended")] == ["trainer", "trainer-1"] * 2
+    left = [row for row in events(scenario.path, "leave")]
+    assert [row["role"] for row in left] == ["trainer-1", "trainer"]
+    assert all("abandoned" not in row and row["seconds"] < 25 for row in left)
+    assert [line.split(" ")[0] for line in said] == ["trainer-1", "trainer", "trainer-1", "trainer"]
+    assert [" died at update " in line for line in said] == [True, True, False, False]
+    for row in left:  # it had saved with the others: no update after it was made twice
+        done = events(scenario.path, "update")
+        assert [update["step"] for update in done if update["time"] > row["time"]][0] == row["step"]
+
+
+# ---- what the driver remembers of them
+
+
+def test_they_begin_when_all_have_come_and_one_that_goes_before_has_to_come_again() -> None:
+    actors: dict[str, Any] = dict.fromkeys(("trainer", "trainer-1", "trainer-2"))
+    crew = Crew(actors)
+    assert (crew.leader, crew.several, crew.others("trainer-1")) == ("trainer", True, ["trainer", "trainer-2"])
+    assert not crew.came("trainer", "a") and not crew.came("trainer-2", "b")
+    assert crew.lost("trainer-2") and not crew.lost("trainer-2")
+    assert not crew.came("trainer-1", "c") and crew.came("trainer-2", "d")
+    crew.begin()
+    assert not crew.lost("trainer"), "the end of its loop tells"
+    assert crew.scatter() == {"trainer": "a", "trainer-1": "c", "trainer-2": "d"}
+    assert not crew.came("trainer", "e")
