@@ -86,7 +86,7 @@ def shard_batch(tree: Any) -> Any:
 
     def check(path: Any, size: int, things: str, sizes: dict[str, int]) -> None:
         if size % math.prod(sizes.values()):
-            over = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            over = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
             raise UserError(f"batch: {name} has {size} {things}, which do not divide evenly over the mesh ({over})")
 

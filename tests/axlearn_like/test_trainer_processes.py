@@ -64,7 +64,9 @@ def as_one_of_two(address: str, index: int, folder: str, leave_at: int | None) -
 
 
 def events(path: Path) -> list[tuple[str, int, str | None]]:
-    return [(row["event"], row["step"], row.get("reason")) for row in read_rows(path / "events.jsonl")]
+    """Of starts and stops."""
+    told = [row for row in read_rows(path / "events.jsonl") if row["event"] in ("start", "stop")]
+    return [(row["event"], row["step"], row.get("reason")) for row in told]
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def test_rows_that_do_not_divide_are_refused_by_name():
     batch = {"tokens": np.zeros((8, 3)), "extra": {"weights": np.zeros((6, 3))}}
     with (
         jax.sharding.use_abstract_mesh(EIGHT),
-        pytest.raises(UserError, match=r"extra\.weights has 6 rows, .* \(data 2 x fsdp 2 x expert 1\)"),
+        pytest.raises(UserError, match=r"extra\.weights has 6 rows, .* \(data 2 x fsdp 2\)"),
     ):
         shard_batch(batch)
 

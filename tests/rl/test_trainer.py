@@ -120,7 +120,7 @@ def score(roles: Roles, groups: list[Group]) -> tuple[np.ndarray, dict[str, np.n
         groups, roles.trainer._objective, max_prompt=cfg.max_prompt, max_new=cfg.max_new, row_multiple=cfg.row_multiple
     )
     with jax.set_mesh(roles.trainer._mesh):
-        return np.asarray(roles.trainer._score(roles.trainer.state["params"], shard_batch(batch))[0]), batch
+        return np.asarray(roles.trainer._score(roles.trainer.state["params"], shard_batch(batch))), batch
 
 
 def host(params: Params) -> dict[str, bytes]:
