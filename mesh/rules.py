@@ -63,16 +63,17 @@ def shard_batch(tree: Any) -> Any:
     sizes = axis_sizes("batch")
     if not sizes:
         return jax.device_put(tree)
-    ways = math.prod(sizes.values())
+    ways, first = math.prod(sizes.values()), partition("batch") or ()
 
-    def put(path: Any, x: Any) -> jax.Array:
+    def spread(path: Any, x: Any) -> PartitionSpec:
         if x.ndim and x.shape[0] % ways:
             over = " x ".join(f"{name} {size}" for name, size in sizes.items())
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
             raise UserError(f"batch: {name} has {x.shape[0]} rows, which do not divide evenly over the mesh ({over})")
-        return jax.device_put(x, partition(*["batch"] * min(x.ndim, 1), *[None] * (x.ndim - 1)))
+        return PartitionSpec(*first, *[None] * (x.ndim - 1)) if x.ndim else PartitionSpec()
 
-    return jax.tree_util.tree_map_with_path(put, tree)
+    # All at once: a call for each array costs the host a third more.
+    return jax.device_put(tree, jax.tree_util.tree_map_with_path(spread, tree))
 
 
 def to_named_sharding(abstract: Any, mesh: Mesh) -> Any:
