@@ -6,7 +6,6 @@ Steps are measured in turns in one run; the host's part of a step and the start 
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import subprocess
 import tempfile
@@ -51,19 +50,16 @@ def run(peers: Sequence[Peer], rounds: int, say: Say, *, quick: bool = False) ->
     steps = measure({f"{name} {dtype}": with_dtype(systems[name], dtype) for dtype in DTYPES for name in systems},
                     rounds, say, TRAIN_FIELDS)  # fmt: skip
     errors |= {name: result.error for name, result in steps.items() if result.error is not None}
-    starts: dict[str, list[dict[str, Any]]] = {}
     started = {name: command for name, command in systems.items() if name != FLAT}
     with tempfile.TemporaryDirectory(prefix="axl-bench-") as folder:
-        try:
-            starts = cold_starts(started, Path(folder), 1 if quick else STARTS, say)
-        except WorkerError as error:
-            errors["cold_start"] = str(error)
+        starts, unstarted = cold_starts(started, Path(folder), 1 if quick else STARTS, say)
     dispatch = {}
     for layers in LAYERS:
         try:
             dispatch[str(layers)] = dispatch_us(layers, say, quick=quick)
         except subprocess.SubprocessError as error:
             errors[f"dispatch at {layers} layers"] = str(error)
+    errors |= {f"start of {name}": why for name, why in unstarted.items()}
     result = summarise(steps, starts, dispatch, rounds)
     return result | {"quick": quick, "errors": errors, "machine": where, **circumstances(PACKAGES)}
 
@@ -94,26 +90,31 @@ def with_dtype(command: Command, dtype: str) -> Command:
     return Command((*argv, last.format(dtype)), command.environ)
 
 
-def cold_starts(systems: Systems, folder: Path, times: int, say: Say) -> dict[str, list[dict[str, Any]]]:
+def cold_starts(
+    systems: Systems, folder: Path, times: int, say: Say
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Ready lines of processes that find what they compile in a cache on disk, `times` of each system, in turns.
 
-    Raises:
-        WorkerError: one did not come as far as its first step.
+    One start before fills the cache. The second result says why a system did not come as far as its first step.
     """
     ready: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
+    errors: dict[str, str] = {}
     for index in range(times + 1):
-        for name, command in systems.items():
+        for name in [name for name in systems if name not in errors]:
             say(f"{name}: start {index} of {times}" if index else f"{name}: start that fills the cache")
-            cwd = folder / f"{name}-{index}"
+            command, cwd = with_dtype(systems[name], DTYPES[0]), folder / f"{name}-{index}"
             cwd.mkdir()
-            worker = StepWorker(name, with_dtype(command, "float32").argv, _cached(command, folder / name),
-                                folder / f"{name}-{index}.log", cwd)  # fmt: skip
-            with worker:
-                line = worker.wait_ready(READY_TIMEOUT_S)
-            shutil.rmtree(cwd)
+            log = folder / f"{name}-{index}.log"
+            with StepWorker(name, command.argv, _cached(command, folder / name), log, cwd) as worker:
+                try:
+                    line = worker.wait_ready(READY_TIMEOUT_S)
+                except WorkerError as error:
+                    say(f"left out: {error}")
+                    errors[name] = str(error)
+                    continue
             if index:
                 ready[name].append(line)
-    return ready
+    return ready, errors
 
 
 def _cached(command: Command, cache: Path) -> dict[str, str]:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jax
-import maxtext
-from maxtext.trainers.pre_train import train
 from step_protocol import StepServer
 from train_step_job import DTYPES, QUICK, TrainJob
 
@@ -57,7 +55,9 @@ def arguments_of(job: TrainJob, dtype: str) -> list[str]:
     }
     # Its compilation cache; the runner decides by JAX's own switch whether there is one.
     settings["jax_cache_dir"] = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
-    base = Path(maxtext.__file__).parent / "configs" / "base.yml"
+    package = find_spec("maxtext")
+    assert package is not None and package.origin is not None
+    base = Path(package.origin).parent / "configs" / "base.yml"
     return ["train", str(base), *(f"{name}={value}" for name, value in settings.items())]
 
 
@@ -68,13 +68,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     job = QUICK if arguments.quick else TrainJob()
-    server = StepServer(f"maxtext {version('maxtext')}, jax {jax.__version__}", parameters=0)
+    server = StepServer(f"maxtext {version('maxtext')}, jax {version('jax')}", parameters=0)
+    # Only now: they print while they are imported, and the standard output is the protocol's.
+    import jax
+    from flax import nnx
+    from maxtext.trainers.pre_train import train
+
     iteration = train.training_loop_iteration
 
     def held(device_state: dict[str, Any], *others: Any) -> Any:
         metrics = iteration(device_state, *others)
         jax.block_until_ready(device_state["state"])
-        server.parameters = parameter_count(device_state["state"])
+        state = device_state["state"]
+        params = state.params if hasattr(state, "params") else nnx.filter_state(state.model, nnx.Param)
+        server.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         server.note(loss=float(metrics["scalar"]["learning/loss"]))
         if not server.step_done():
             raise SystemExit
@@ -82,14 +89,6 @@ def main() -> None:
 
     train.training_loop_iteration = held
     train.main(arguments_of(job, arguments.dtype))
-
-
-def parameter_count(state: Any) -> int:
-    """Of the model in its training state, an nnx state where params are those of `nnx.Param`."""
-    from flax import nnx
-
-    params = state.params if hasattr(state, "params") else nnx.filter_state(state.model, nnx.Param)
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 if __name__ == "__main__":
