@@ -7,7 +7,7 @@ from flax import nnx
 from axlearn_like.layers.attention import Attention
 from axlearn_like.layers.base import split
 from axlearn_like.layers.decoder import Block, Decoder
-from axlearn_like.layers.rope import Llama3Scaling
+from axlearn_like.layers.rope import Llama3Scaling, Rope
 from mesh.errors import UserError
 from models.llama import LLAMA, llama
 from models.qwen import QWEN, qwen
@@ -82,7 +82,7 @@ def test_every_model_is_counted():
 def test_what_the_count_does_not_show(name, theta, eps, factor):
     cfg = config(name)
     rope, block = attention(cfg).rope, cfg.block
-    assert isinstance(block, Block.Config)
+    assert isinstance(block, Block.Config) and isinstance(rope, Rope.Config)
     assert (rope.theta, cfg.norm.eps, block.norm.eps) == (theta, eps, eps)
     if factor is None:
         assert rope.scaling is None

@@ -9,6 +9,7 @@ from axlearn_like.layers.attention import Attention
 from axlearn_like.layers.base import split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.moe import MoE
+from axlearn_like.layers.rope import Rope
 from axlearn_like.layers.router import SoftmaxRouter
 from mesh import UserError
 from models.moe import MOE, deepseek_v3_feed_forward, moe, tiny_moe
@@ -62,7 +63,9 @@ def test_every_model_is_counted():
 def test_what_the_count_does_not_show(name, theta, eps, qk_norm):
     cfg = moe(name)
     assert isinstance(cfg.block, Block.Config) and isinstance(cfg.block.attention, Attention.Config)
-    assert (cfg.block.attention.rope.theta, cfg.norm.eps, cfg.block.norm.eps) == (theta, eps, eps)
+    rope = cfg.block.attention.rope
+    assert isinstance(rope, Rope.Config)
+    assert (rope.theta, cfg.norm.eps, cfg.block.norm.eps) == (theta, eps, eps)
     assert (cfg.block.attention.qk_norm is not None) == qk_norm
     router = feed_forward(cfg).router
     assert isinstance(router, SoftmaxRouter.Config) and router.renormalise

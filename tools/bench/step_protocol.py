@@ -5,8 +5,8 @@ step; then, for each line `step` on its standard input, it runs exactly one step
 figures of that step; `quit` or a closed input ends it. Between lines it waits without using the
 processor, so several systems can take turns step by step on one machine.
 
-What a step is, the benchmark says: one optimiser step (`STEP_FIELDS`), or one generation of all
-rollouts and nothing else (`GENERATION_FIELDS`).
+What a step is, the benchmark says: one optimiser step of RL (`STEP_FIELDS`) or of supervised training (`TRAIN_FIELDS`),
+or one generation of all rollouts and nothing else (`GENERATION_FIELDS`).
 
 Standard library only, and Python 3.11: peers import this file inside environments of their own.
 """
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 GENERATION_FIELDS = ("cpu_s", "wall_s", "idle_cpu_s", "new_tokens")
+TRAIN_FIELDS = ("cpu_s", "wall_s", "idle_cpu_s", "loss")
 STEP_FIELDS = (*GENERATION_FIELDS, "gen_cpu_s", "gen_wall_s", "reward")
 
 
@@ -52,7 +53,8 @@ class StepServer:
 
     Args:
         version: name and version of what is measured.
-        parameters: size of the model, for the runner to check that all have the same.
+        parameters: size of the model, for the runner to check that all have the same; the attribute may be set later,
+            before the first step ends.
     """
 
     def __init__(self, version: str, parameters: int):
@@ -60,7 +62,7 @@ class StepServer:
         self._replies = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
         self._version = version
-        self._parameters = parameters
+        self.parameters = parameters
         self._ready = False
         self._idle_cpu = 0.0
         self._reset()
@@ -83,6 +85,10 @@ class StepServer:
         self._new_tokens += new_tokens
         self._reward = reward
 
+    def note(self, **figures: object) -> None:
+        """Adds figures of any name to what is reported of the current step."""
+        self._notes |= figures
+
     def step_done(self) -> bool:
         """Ends a step, whose work must be finished: reports it and waits to be asked for the next.
 
@@ -94,7 +100,7 @@ class StepServer:
         spent = now().since(self._start)
         if self._ready:
             values = (*spent, self._idle_cpu, self._new_tokens)
-            reply: dict[str, object] = dict(zip(GENERATION_FIELDS, values, strict=True))
+            reply: dict[str, object] = dict(zip(GENERATION_FIELDS, values, strict=True)) | self._notes
             if self._gen is not None:
                 reply |= {"gen_cpu_s": self._gen.cpu, "gen_wall_s": self._gen.wall}
             if self._reward is not None:
@@ -108,7 +114,9 @@ class StepServer:
                     "first_step_s": spent.wall,
                     "first_step_cpu_s": spent.cpu,
                     "version": self._version,
-                    "parameters": self._parameters,
+                    "parameters": self.parameters,
+                    "start_cpu_s": now().cpu,  # since the process began
+                    **self._notes,
                 }
             )
         waiting = now()
@@ -123,6 +131,7 @@ class StepServer:
         self._gen: Clock | None = None
         self._new_tokens = 0
         self._reward: float | None = None
+        self._notes: dict[str, object] = {}
         self._start = now()
 
     def _reply(self, message: dict[str, object]) -> None:

@@ -132,6 +132,21 @@ def input_(documents: int, as_json: bool) -> None:
         _print_input(result)
 
 
+@command.command(name="train_step")
+@click.option("--peers", default="", help=PEERS_HELP + "maxtext.")
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(min=1), help="Measured steps.")
+@click.option("--quick", is_flag=True, help="Tiny jobs: shows that all runs, measures nothing.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def train_step(peers: str, steps: int, quick: bool, as_json: bool) -> None:
+    """CPU seconds of a supervised train step beside plain JAX, of its dispatch, and from start to first step.
+
+    Peers run in virtual environments of their own, which the first use installs.
+    """
+    from tools.bench import train_step as bench
+
+    _run(bench, peers, steps, as_json, _print_train_step, quick=quick)
+
+
 def _names(listed: str) -> list[str]:
     return [name.strip() for name in listed.split(",") if name.strip()]
 
@@ -215,6 +230,19 @@ def _print_input(result: dict[str, Any]) -> None:
     shape = f"{result['batch_size']} x {result['seq_len']:,}"
     _print_table(f"input, {result['documents']:,} documents, batches of {shape}", columns, rows)
     click.echo(f"tokenised: {result['tokenise_tokens_per_cpu_s']:,} bytes / CPU s")
+    _print_circumstances(result)
+
+
+def _print_train_step(result: dict[str, Any]) -> None:
+    from tools.bench import train_step as bench
+
+    columns = ("system", "float32 CPU s", "wall s", "ours / it", "bfloat16 CPU s", "wall s", "ours / it", "start CPU s")
+    title = f"one step: {bench.describe_job(quick=result['quick'])}; medians of {result['steps']}"
+    _print_table(title, columns, bench.rows(result))
+    for layers, figures in result["dispatch"].items():
+        click.echo(f"dispatch at {layers} layers: {figures['lowest']} us, of which JAX itself {figures['nothing']}")
+    parts = result["cold_start_parts"] or {}
+    click.echo("our start: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items()))
     _print_circumstances(result)
 
 

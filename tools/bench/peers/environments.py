@@ -19,6 +19,7 @@ from pathlib import Path
 from mesh.errors import UserError, did_you_mean
 
 _PROBE = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+_UV = "uv==0.13.8"
 _COMPLETE = "complete.json"  # written last: an environment without it is made anew
 
 
@@ -38,11 +39,14 @@ class Environment:
         name: of its folder.
         pythons: interpreter versions that it works with, the preferred first.
         requirements: what pip installs, `name==version`.
+        lowest: whether the requirements' own requirements come in the lowest versions that they allow, which pip cannot
+            do; then pip installs uv, and uv the rest.
     """
 
     name: str
     pythons: tuple[str, ...]
     requirements: tuple[str, ...]
+    lowest: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,13 @@ _TRL = Environment(
         "accelerate==1.15.0",
     ),
 )
+# The extra has lower bounds alone, and those are the versions its authors test: their install command resolves to them.
+_MAXTEXT = Environment(
+    name="maxtext",
+    pythons=("3.12",),
+    requirements=("maxtext[tpu]==0.2.5",),
+    lowest=True,
+)
 _TORCH_ENVIRON = {
     # Threads that spin while they wait inflate a step six to nine times where cores are shared, in
     # CPU seconds and in wall seconds.
@@ -99,6 +110,13 @@ PEERS = {
         Peer("tunix", _TUNIX, {"grpo_step": "tunix_grpo.py", "rollout": "tunix_rollout.py"}),
         Peer("trl", _TRL, {"grpo_step": "trl_grpo.py"}, _TORCH_ENVIRON),
         Peer("transformers", _TRL, {"rollout": "transformers_rollout.py"}, _TORCH_ENVIRON),
+        # Without the first it looks for a cloud's metadata server and waits; without the second for a cloud's storage.
+        Peer(
+            "maxtext",
+            _MAXTEXT,
+            {"train_step": "maxtext_train.py"},
+            {"TPU_SKIP_MDS_QUERY": "1", "DECOUPLE_GCLOUD": "TRUE"},
+        ),
     )
 }
 
@@ -224,8 +242,12 @@ def _make(environment: Environment, folder: Path, log: Path, say: Callable[[str]
     say(f"{environment.name}: installing {', '.join(environment.requirements)} for Python {version} in {folder}")
     python = folder / "bin" / "python"
     commands = [[str(interpreter), "-m", "venv", str(folder)]]
-    if environment.requirements:
-        commands.append([str(python), "-m", "pip", "install", "--no-input", *environment.requirements])
+    pip = [str(python), "-m", "pip", "install", "--no-input"]
+    if environment.lowest:
+        uv = [str(python), "-m", "uv", "pip", "install", "--python", str(python), "--resolution=lowest"]
+        commands += [[*pip, _UV], [*uv, *environment.requirements]]
+    elif environment.requirements:
+        commands.append([*pip, *environment.requirements])
     # The caller's own environment must not leak into the new one.
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     with log.open("w") as output:
