@@ -28,7 +28,7 @@ ROOMS = ("axlearn_like", "rl", "models", "mesh", "experiments", "tools")
 
 
 def experiment_options[F: Callable[..., Any]](function: F) -> F:
-    """Adds what `axl train` and `axl rl` have in common: EXPERIMENT, --set, --seed, --run-dir."""
+    """Adds what `axl train` and `axl rl` have in common: EXPERIMENT, --apply, --set, --seed, --run-dir."""
     for decorate in (
         click.option(
             "--run-dir",
@@ -43,6 +43,14 @@ def experiment_options[F: Callable[..., Any]](function: F) -> F:
             metavar="PATH=VALUE",
             help="Change one field, e.g. learner.schedule.lr=3e-4. May be repeated.",
         ),
+        click.option(
+            "--apply",
+            "applied",
+            multiple=True,
+            metavar="MODIFIER",
+            help="Change the config by a function of experiments/modifiers.py (low_rank, int8, ...), or by "
+            "FILE.py:FUNCTION, before --set. May be repeated.",
+        ),
         click.argument("experiment"),
     ):
         function = decorate(function)
@@ -50,7 +58,11 @@ def experiment_options[F: Callable[..., Any]](function: F) -> F:
 
 
 def load_experiment(
-    name: str, sets: Sequence[str] = (), seed: int | None = None, device: Callable[[], str] | None = None
+    name: str,
+    sets: Sequence[str] = (),
+    seed: int | None = None,
+    device: Callable[[], str] | None = None,
+    applied: Sequence[str] = (),
 ) -> ConfigBase:
     """Returns the config of an experiment with the edits applied in order.
 
@@ -59,9 +71,10 @@ def load_experiment(
         sets: Edits `path=value`.
         seed: Passed to the experiment's function if not None.
         device: Name of the devices, asked for where the experiment has mesh rules, which are applied before the edits.
+        applied: Modifiers: names in `experiments.modifiers`, or `file.py:function`; after mesh rules, before `sets`.
 
     Raises:
-        UserError: For an unknown experiment, a path or a value that does not fit, or an experiment
+        UserError: For an unknown experiment or modifier, a path or a value that does not fit, or an experiment
             without a seed.
     """
     check_name(name)
@@ -77,7 +90,26 @@ def load_experiment(
         cfg = config.load(name, **arguments)
         if device is not None and has_mesh_rules(cfg):
             cfg = with_mesh_rules(cfg, device())
+        for modifier in applied:
+            find_modifier(modifier)(cfg)
         return config.edit(cfg, sets)
+
+
+def find_modifier(name: str) -> Callable[[ConfigBase], Any]:
+    """A function of `experiments.modifiers`, or `file.py:function` or `package.module:function`.
+
+    Raises:
+        UserError: If there is none, with the nearest names.
+    """
+    from experiments import modifiers, registry
+
+    if ":" in name:
+        with config_errors():
+            return registry.find(name)
+    known = {n: f for n, f in vars(modifiers).items() if getattr(f, "__module__", "") == modifiers.__name__}
+    if name not in known:
+        raise UserError(f"no modifier {name!r}{did_you_mean(name, known)}")
+    return known[name]
 
 
 def check_name(name: str) -> None:

@@ -171,6 +171,17 @@ def test_replace_puts_copies_where_the_edit_returns_one_object():
     assert cfg.blocks[1].ffn == Ffn.Config()
 
 
+def test_replace_gives_a_config_that_stands_in_two_places_to_the_edit_once():
+    twice = Block.Config()
+    cfg = model().set(blocks=(twice, twice))
+    assert replace(cfg, Ffn.Config, lambda c: Experts.Config(hidden=c.hidden * 2)) == 2
+    assert [block.ffn for block in cfg.blocks] == [Experts.Config(hidden=64)] * 2
+    cfg.set(blocks=(Block.Config(ffn=(ffn := Ffn.Config())), Block.Config(ffn=ffn)))
+    replace(cfg, Ffn.Config, lambda c: c.set(hidden=c.hidden * 2))
+    assert [block.ffn.hidden for block in cfg.blocks] == [64, 64]
+    assert cfg.blocks[0].ffn is not cfg.blocks[1].ffn
+
+
 def test_replace_of_nothing_is_an_error():
     with pytest.raises(LookupError, match=r"Model has no Experts\.Config at a path like '\*'"):
         replace(model(), Experts.Config, lambda c: c)

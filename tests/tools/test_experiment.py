@@ -39,6 +39,10 @@ def mistaken() -> Thing.Config:
     return Thing.Config(sise=4)
 
 
+def enlarge(cfg) -> None:
+    cfg.size *= 10
+
+
 def buggy() -> Thing.Config:
     return {}["missing"]
 """
@@ -140,3 +144,18 @@ def test_runs_are_named_after_their_experiment() -> None:
     assert default_run_dir("demo", None) == Path("runs/demo")
     assert default_run_dir("lab/own.py:mine", None) == Path("runs/mine")
     assert default_run_dir("demo", Path("/x")) == Path("/x")
+
+
+def test_modifiers_are_applied_before_the_edits(own: str) -> None:
+    assert get_path(load_experiment(f"{own}:thing", applied=[f"{own}:enlarge"] * 2), "size") == 300
+    assert get_path(load_experiment(f"{own}:thing", ["size=4"], applied=[f"{own}:enlarge"]), "size") == 4
+    cfg = load_experiment("demo_sft", ["model.block.attention.rank=2"], applied=["low_rank"])
+    assert get_path(cfg, "model.block.attention.rank") == 2
+
+
+@pytest.mark.parametrize(
+    ("modifier", "message"), [("low_rnk", "did you mean 'low_rank'"), ("ConfigBase", "no modifier"), ("int8", "Block")]
+)
+def test_a_modifier_that_does_not_exist_or_fit_is_refused(own: str, modifier: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_experiment(f"{own}:thing", applied=[modifier])

@@ -31,6 +31,7 @@ from tools.experiment import (
 def command(
     experiment: str,
     sets: tuple[str, ...],
+    applied: tuple[str, ...],
     seed: int | None,
     run_dir: Path | None,
     runtime: Literal["inprocess", "ray"],
@@ -44,7 +45,7 @@ def command(
     # Asked of another process: with roles in processes of their own, this one must leave accelerators alone.
     from mesh.devices import device_name_elsewhere, one_device_per_core
 
-    cfg = load_experiment(experiment, sets, seed, device=device_name_elsewhere)
+    cfg = load_experiment(experiment, sets, seed, device=device_name_elsewhere, applied=applied)
     from mesh.compilation import enable_compilation_cache
     from rl.experiment import RLExperiment
 

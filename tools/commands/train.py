@@ -21,7 +21,12 @@ from tools.experiment import (
 @experiment_options
 @click.option("--quiet", is_flag=True, help="No progress on the terminal.")
 def command(
-    experiment: str, sets: tuple[str, ...], seed: int | None, run_dir: Path | None, quiet: bool
+    experiment: str,
+    sets: tuple[str, ...],
+    applied: tuple[str, ...],
+    seed: int | None,
+    run_dir: Path | None,
+    quiet: bool,
 ) -> None:
     """Train a model by the trainer that EXPERIMENT composes.
 
@@ -31,7 +36,7 @@ def command(
     from mesh.devices import device_name, one_device_per_core
 
     one_device_per_core()
-    cfg = load_experiment(experiment, sets, seed, device=device_name)
+    cfg = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
     from axlearn_like.operations.goodput import process_began
     from axlearn_like.trainer import Trainer
     from mesh.compilation import enable_compilation_cache
