@@ -41,7 +41,8 @@ class WrapPlain(Configurable):
         if "inner" in wanted:
             made = {"inner": self._wrapped(plain, wanted["inner"], path)}
             factors = {name: part for name, part in wanted.items() if name != "inner"}
-            return {**made, **jax.tree_util.tree_map_with_path(lambda p, leaf: self._factor((*path, *p), leaf), factors)}
+            new = jax.tree_util.tree_map_with_path(lambda below, leaf: self._factor((*path, *below), leaf), factors)
+            return {**made, **new}
         keys = {name: (*path, jax.tree_util.DictKey(name)) for name in wanted}
         return {name: self._wrapped(plain[name], part, keys[name]) for name, part in wanted.items()}
 

@@ -150,7 +150,7 @@ VARIANTS: Mapping[str, Callable[[Attention.Config], ConfigBase[Any]]] = {
 
 
 def named_models() -> dict[str, Decoder.Config]:
-    """Those of `models/` that differ in more than their sizes or weights: 20."""
+    """Those of `models/` with configs of their own; of several names for one config, the first."""
     found = {**{name: llama(name) for name in LLAMA}, **{name: qwen(name) for name in QWEN}}
     found |= {name: moe(name) for name in MOE}
     distinct = {to_text(cfg): name for name, cfg in reversed(found.items())}

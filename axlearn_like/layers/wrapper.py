@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.config_edit import walk_configs
+from axlearn_like.config_edit import replace, walk_configs
 from axlearn_like.layers.base import Layer, Params, bind, split
 from axlearn_like.parameter_names import kind_of, path_name
 from mesh.errors import UserError, did_you_mean
@@ -76,13 +76,13 @@ class Wrapper(Layer):
 def plain_config[C: ConfigBase[Any]](model: C) -> C:
     """A copy of a model's config in which wrapped layers stand without their wrappers."""
 
-    def unwrapped(node: Any) -> Any:
-        return unwrapped(node.inner) if isinstance(node, Wrapper.Config) else node
-
-    model = unwrapped(model).clone()
-    for _, cfg in list(walk_configs(model)):
-        cfg.set(**{name: unwrapped(value) for name, value in vars(cfg).items() if isinstance(value, Wrapper.Config)})
-    return model
+    plain: Any = model
+    while isinstance(plain, Wrapper.Config):
+        plain = plain.inner
+    plain = plain.clone()
+    if any(isinstance(cfg, Wrapper.Config) for _, cfg in walk_configs(plain)):
+        replace(plain, Wrapper.Config, lambda wrapper: wrapper.inner)
+    return plain
 
 
 def plain_params(graphdef: nnx.GraphDef[Any], params: Params) -> Params:
