@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from mesh.errors import UserError
+
 # TPUs report their generation and variant; everybody else, cloud consoles included, says v5p and v5e.
 _SOLD_AS = {"tpu-v5": "tpu-v5p", "tpu-v5-lite": "tpu-v5e", "tpu-v6-lite": "tpu-v6e"}
 
@@ -48,8 +50,13 @@ def devices_for(mesh: Mapping[str, int], processes: int) -> None:
 
     One process shows a device for each core (`one_device_per_core`), and so does one of several if the mesh has an axis
     of size -1.
+
+    Raises:
+        UserError: the mesh does not divide over the processes.
     """
     if processes == 1 or -1 in mesh.values():
-        one_device_per_core()
-    else:  # goes before what XLA_FLAGS say
-        jax.config.update("jax_num_cpu_devices", math.prod(mesh.values()) // processes)
+        return one_device_per_core()
+    total = math.prod(mesh.values())
+    if total % processes:
+        raise UserError(f"mesh={dict(mesh)} has {total} devices, which do not divide over {processes} processes")
+    jax.config.update("jax_num_cpu_devices", total // processes)  # goes before what XLA_FLAGS say

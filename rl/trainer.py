@@ -40,6 +40,7 @@ from rl.weights.publisher import Publisher, Push
 from rl.weights.snapshot import Snapshot
 
 _BATCH_AGAIN = 2.0  # seconds for a batch that another process has got already
+_SETTLING = 0.5  # seconds by which one process may know later than another that a version is published
 
 
 class BatchSource(Protocol):
@@ -343,8 +344,20 @@ class PolicyTrainer(Configurable):
 
     def settle(self) -> None:
         """Wait until the current version can be pulled; raises what went wrong with it."""
-        if self._push is not None:
-            self._push.wait()
+        while self._push is not None and not self._settled():
+            pass
+
+    def _settled(self) -> bool:
+        """Whether all processes know the current version to be published.
+
+        A server that dies may have said so to some of them only. The others try again, and need the seals of all.
+        """
+        assert self._push is not None
+        if not self._all.any(not self._push.wait(_SETTLING)):
+            return True
+        if self._push.done:
+            self._push = self._publisher.again(self._push)
+        return False
 
     def _publish(self) -> None:
         self.settle()  # at most one is under way
@@ -367,14 +380,12 @@ class PolicyTrainer(Configurable):
 
     def _heal(self) -> None:
         """A parameter server or controller that restarted is empty: tell it where we are."""
-        if self._all.share(self._all.leader and self._forgotten()):
+        if self._settled() and self._all.share(self._all.leader and self._forgotten()):
             self._events.append("trainer", "heal", step=self.step)
             self.start()
 
     def _forgotten(self) -> bool:
         """Whether the parameter server or the controller lacks what they have had from us."""
-        if self._push is not None and not self._push.done:
-            return False
         lacking = {*(snapshot.version for snapshot in self._recent), self.step}.difference(self._versions.versions())
         return bool(lacking) or self._controller.status()["version"] < self.step
 

@@ -31,10 +31,6 @@ class Crew:
     def several(self) -> bool:
         return len(self.names) > 1
 
-    def others(self, name: str) -> list[str]:
-        """All but this one."""
-        return [other for other in self.names if other != name]
-
     def came(self, name: str, life: str) -> bool:
         """A process has started; whether all have, and can meet."""
         self._ready[name] = life
@@ -53,17 +49,19 @@ class Crew:
         former, self._ready, self._begun = self._ready, {}, False
         return former
 
-    def first_to_die(self, name: str, error: Exception) -> list[str]:
-        """Whose death it was that ended the loop of `name` with this error; none if they all live.
+    def dead(self, name: str, error: Exception) -> list[str]:
+        """Whose processes are dead, now that the loop of `name` has ended with this error."""
+        asked = {other: self._actors[other].life.remote() for other in self.names if other != name}
+        answers, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER) if asked else ([], [])
+        gone = [other for other, reference in asked.items() if reference in answers and self._is_gone(other, reference)]
+        return [*gone, name] if isinstance(error, RayActorError) else gone
+
+    def first(self, dead: list[str]) -> list[str]:
+        """Whose death was that of the others, too.
 
         With the leader dies the service of jax.distributed, and that ends all others at once; the death of another ends
         nobody. So if the leader is dead, it was first.
         """
-        asked = {other: self._actors[other].life.remote() for other in self.others(name)}
-        answers, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER) if asked else ([], [])
-        dead = [other for other, reference in asked.items() if reference in answers and self._is_gone(other, reference)]
-        if isinstance(error, RayActorError):
-            dead.append(name)
         return [self.leader] if self.leader in dead else dead
 
     def _is_gone(self, name: str, reference: Any) -> bool:

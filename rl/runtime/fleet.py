@@ -156,7 +156,6 @@ class Fleet:
             value = result(reference)
         except Exception as error:
             self._note_end(name, what, error)
-            self._await_restart(name)
             return None
         if what == "loop":
             return self._note_return(name, value)
@@ -176,29 +175,11 @@ class Fleet:
         if value["left"]:
             self._former[name] = value["life"]
             self._note_leave(name)
-            self._end_crew_of(name)
-            self._await_restart(name)
+            self._start_again([name], [name])
         return value
 
-    def _await_restart(self, name: str) -> None:
-        time.sleep(0.1)
-        self._waiting[self._loopers[name].life.remote()] = (name, "restart")
-
-    def _end_crew_of(self, name: str) -> None:
-        """With one of the trainer's processes the others end, and start again."""
-        if not self._crew.several or name not in self._crew.names:
-            return
-        awaited = {other for other, what in self._waiting.values() if what == "restart"}
-        self._waiting = {r: w for r, w in self._waiting.items() if w[0] not in self._crew.names or w[1] == "restart"}
-        self._former |= self._crew.scatter()
-        for other in self._crew.others(name):
-            if other not in awaited:
-                self._log.append("driver", "ended", target=other, because=name)
-                ray.kill(self._loopers[other], no_restart=False)
-                self._await_restart(other)
-
     def _note_end(self, name: str, what: What, error: Exception) -> None:
-        """A process does not answer, or its loop raised something.
+        """A process does not answer, or its loop raised something; it is started again.
 
         Raises:
             The error, if it is not of a death, and nobody may hope that it comes once only.
@@ -207,18 +188,38 @@ class Fleet:
             if not isinstance(error, RayActorError):
                 raise error
             self._crew.lost(name)
-            return
-        dead = self._crew.first_to_die(name, error) if name in self._crew.names else []
+            return self._await_restart(name)
+        dead = self._crew.dead(name, error) if name in self._crew.names else []
         if dead:
-            for one in dead:
+            for one in (first := self._crew.first(dead)):
                 self._note_loss(one, error)
-        elif isinstance(error, RayActorError):
+            return self._start_again(first, dead)
+        if isinstance(error, RayActorError):
             self._note_loss(name, error)
         elif isinstance(error, UserError):
             raise error
         else:
             self._note_failure(name, error)
-        self._end_crew_of(name)
+        self._start_again([name], [name])
+
+    def _start_again(self, first: list[str], dead: list[str]) -> None:
+        """Wait for a process that has ended, to begin its loop again. If it is of the trainer, all of that end: `first`
+        are those for whose sake, `dead` those that have by themselves."""
+        if first[0] not in self._crew.names:
+            return self._await_restart(first[0])
+        self._waiting = {r: waiting for r, waiting in self._waiting.items() if waiting[0] not in self._crew.names}
+        self._former |= self._crew.scatter()
+        for name in self._crew.names:
+            if name not in first:
+                self._log.append("driver", "ended", target=name, because=first[0])
+            if name not in dead:
+                ray.kill(self._loopers[name], no_restart=False)
+        for name in self._crew.names:
+            self._await_restart(name)
+
+    def _await_restart(self, name: str) -> None:
+        time.sleep(0.1)
+        self._waiting[self._loopers[name].life.remote()] = (name, "restart")
 
     def _note_loss(self, name: str, error: Exception) -> None:
         self._look()
@@ -276,11 +277,9 @@ class Fleet:
     def _feel(self) -> None:
         """Take note of which processes live."""
         for name in self._pulse.look():
-            if self._crew.lost(name):
+            if self._crew.lost(name):  # before its loop began
                 self._await_restart(name)
-            elif name in self._loopers:
-                continue  # the end of its loop tells
-            if name not in self._left:
+            elif name not in self._loopers and name not in self._left:  # of loops their end tells
                 self._log.append("driver", "died", target=name)
 
     def _see(self, row: dict[str, Any]) -> None:

@@ -68,6 +68,11 @@ class Publisher:
         marks = fingerprints(params)
         return Push(lambda: take(params, version, marks, shared=self._shared_memory), self.publish, then)
 
+    def again(self, push: "Push") -> "Push":
+        """Publish once more, on a thread, what has been published: another process may have been told otherwise, by a
+        server that died in between."""
+        return Push(push.snapshot, self.publish, lambda snapshot: None)
+
     def publish(self, snapshot: Snapshot) -> None:
         """Push this process's pieces and seal. With the last process's seal the version is there for all to read.
 
@@ -175,11 +180,12 @@ class Push:
         assert self._snapshot is not None
         return self._snapshot
 
-    def wait(self) -> None:
-        """Until it is published; raises what went wrong."""
-        self._ended.wait()
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is published within so many seconds (None: however long that takes); raises what went wrong."""
+        ended = self._ended.wait(timeout)
         if self._error is not None:
             raise self._error
+        return ended
 
     @property
     def done(self) -> bool:

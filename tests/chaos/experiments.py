@@ -34,6 +34,13 @@ def flaky_behind() -> RLExperiment.Config:
     return flaky(staleness=1)
 
 
+def crew() -> RLExperiment.Config:
+    """With a trainer of two processes."""
+    cfg = flaky()
+    cfg.trainer.set(processes=2, mesh={"fsdp": 2})
+    return cfg
+
+
 def skewed() -> RLExperiment.Config:
     """With clocks hours apart as well. To be imported in processes of its own only."""
     from tests.chaos.skewed import SkewedServer

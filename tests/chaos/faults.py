@@ -30,7 +30,7 @@ def one_of_each(seed: int) -> list[Fault]:
     return faults
 
 
-def many(seed: int, count: int) -> list[Fault]:
+def many(seed: int, count: int, roles: Sequence[str] = ROLES) -> list[Fault]:
     """So many faults: mostly kills of one role, some of two at once or of the command, some stops."""
     rng = random.Random(seed)
     faults = []
@@ -39,11 +39,11 @@ def many(seed: int, count: int) -> list[Fault]:
         if kind < 0.15:
             faults.append(Fault("kill", (DRIVER,)))
         elif kind < 0.35:
-            faults.append(Fault("kill", tuple(rng.sample(ROLES, 2))))
+            faults.append(Fault("kill", tuple(rng.sample(roles, 2))))
         elif kind < 0.6:
-            faults.append(Fault("stop", (rng.choice(ROLES),), rng.uniform(0.5, 8.0)))
+            faults.append(Fault("stop", (rng.choice(roles),), rng.uniform(0.5, 8.0)))
         else:
-            faults.append(Fault("kill", (rng.choice(ROLES),)))
+            faults.append(Fault("kill", (rng.choice(roles),)))
     return faults
 
 

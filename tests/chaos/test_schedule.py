@@ -6,7 +6,7 @@ import pytest
 
 from rl.invariants import check_run
 from tests.chaos.experiments import calm
-from tests.chaos.faults import Fault, many, one_of_each, run_through
+from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
 from tools.bench.recovery_compare import compare, make_undisturbed
 from tools.bench.recovery_run import WatchedRun
 
@@ -51,3 +51,12 @@ def test_a_worker_that_is_stopped_for_longer_than_its_lease_is_overtaken_and_tur
         run_through(run, [Fault("stop", ("worker-0",), 20.0), Fault("stop", ("worker-1",), 20.0)])
         assert [row for row in run.events if row["event"] == "lease_expired"]
         assert_survived(run, tmp_path)
+
+
+@pytest.mark.full
+def test_many_faults_with_a_trainer_of_two_processes(tmp_path) -> None:
+    """Versions made again were the same to the bit: that is an invariant. (One process sums in another order.)"""
+    with WatchedRun(tmp_path / "run", "tests.chaos.experiments:crew") as run:
+        run_through(run, many(7, count=16, roles=(*ROLES, "trainer-1")), seed=7)
+        assert run.count("update", "trainer") > run.step, "some were made again"
+        assert [line for finding in check_run(run.run_dir) for line in finding.broken] == []

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from mesh.devices import device_name
+from mesh import UserError
+from mesh.devices import device_name, devices_for
 
 
 class Described(NamedTuple):
@@ -37,3 +38,10 @@ def test_the_devices_of_this_process():
     assert device_name() == device_name(devices)
     assert device_name(devices).startswith(devices[0].platform)
     assert device_name(devices).endswith(f"-{len(devices)}")
+
+
+def test_a_mesh_that_does_not_divide_over_processes_is_refused():
+    with pytest.raises(UserError, match="mesh={'fsdp': 3} has 3 devices, which do not divide over 2 processes"):
+        devices_for({"fsdp": 3}, 2)
+    with pytest.raises(UserError, match="mesh={} has 1 devices"):
+        devices_for({}, 2)

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.layers.base import Params
+from axlearn_like.checkpoint import Checkpointer, restore_params
 from axlearn_like.metrics import read_rows
 from axlearn_like.run_directory import RunDirectory
 from mesh import UserError
@@ -81,32 +82,63 @@ def made_up(problem: Any, tokenizer: Any, version: int) -> Group:
     return make_group(prompt, rng.integers(0, 256, (4, 6)), rng.uniform(size=4), version=version)
 
 
+class Forgetful:
+    """A directory that has died, and come back empty, when it is first asked what has become of a version."""
+
+    def __init__(self, directory: Any, version: int):
+        self._directory, self._version, self._keys = directory, version, set[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._directory, name)
+
+    def open(self, version: int, pusher: str, processes: int) -> int:
+        key = self._directory.open(version, pusher, processes)
+        if version == self._version and not self._keys:
+            self._keys.add(key)
+        return key
+
+    def seal(self, seal: Any) -> bool:
+        return self._directory.seal(seal) and seal.key not in self._keys
+
+    def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
+        found = self._directory.outcome(key, timeout)
+        return key not in self._keys if found is True else found
+
+
 def as_one_of_two(
     address: str, index: int, places: list[dict[str, Any]], run: str, leave_after: int | None, forget: int | None
 ) -> dict[str, Any]:
-    """The loop of one of the trainer's processes, in the second of which SIGTERM comes after an update, or whose
-    controller has once lost a batch."""
+    """The loop of one of the trainer's processes. In the second SIGTERM comes after an update; and its controller has
+    once lost a batch, and the parameter server has died before it told it that a version was published."""
     cfg, second = config(), index == 1
     devices_for(cfg.trainer.mesh, 2)
     join(address, index, 2, role="trainer")
     controller = Scripted(cfg, forget if second else None)
     trainer = make_trainer(Path(run), cfg, controller, reach(places))
+    if second and forget is not None:
+        publisher: Any = trainer._publisher
+        publisher._directory = Forgetful(publisher._directory, forget + 1)
     trainer.run(stop=lambda: second and trainer.step == leave_after)
     return {"step": trainer.step, "told": controller.told, "local": jax.local_device_count()}
 
 
 def make_trainer(path: Path, cfg: RLExperiment.Config, controller: Scripted, weights: WeightAccess) -> PolicyTrainer:
-    initial = tiny_params(cfg.policy)  # pyright: ignore[reportArgumentType]
-
-    def put(abstract: Params) -> Params:
-        return jax.tree.map(
-            lambda x, a: jax.make_array_from_callback(x.shape, a.sharding, lambda box: x[box]), initial, abstract
-        )
-
-    run = RunDirectory.attach(path)
+    """As `RLExperiment.make_trainer` does it after a warm start."""
     return cfg.build().trainer_cfg.build(
-        run=run, controller=controller, weights=weights, initial=put, processes=Processes("trainer")
+        run=RunDirectory.attach(path),
+        controller=controller,
+        weights=weights,
+        initial=lambda abstract: restore_params(path.parent / "warm", abstract),
+        processes=Processes("trainer"),
     )
+
+
+def warm(folder: Path) -> None:
+    """What a supervised run has left, on one device."""
+    checkpointer = Checkpointer.Config().build(directory=folder / "warm" / "checkpoints")
+    params = jax.tree.map(jnp.asarray, tiny_params(config().policy))  # pyright: ignore[reportArgumentType]
+    checkpointer.save(1, {"step": jnp.int32(1), "params": params}, {})
+    checkpointer.close()
 
 
 def alone(places: list[dict[str, Any]], run: str) -> list[list[Any]]:
@@ -127,6 +159,7 @@ def deployment() -> Any:
 
 def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(tmp_path: Path, deployment: Deployment):
     places = endpoints(deployment)
+    warm(tmp_path)
     for name in ("two", "one"):
         tiny_run(tmp_path / name, config()).close()
     leader, other = in_two_processes(as_one_of_two, places, str(tmp_path / "two"), 3, 1)
@@ -136,7 +169,7 @@ def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(tmp_pa
     begun = [["published", 0], ["begin", 0, 0], ["consumed", 0], ["published", 1]]
     assert leader["told"] == [*begun, ["consumed", 1], ["published", 2], ["consumed", 2], ["published", 3]]
     pushes = [row for row in rows(tmp_path / "two", "push")]
-    assert sorted((row["role"], row["version"]) for row in pushes) == [
+    assert sorted((row["role"], row["version"]) for row in pushes) == [  # what was sent again is no event
         (role, version) for role in ("trainer", "trainer-1") for version in range(4)
     ]
     assert sum(row["nbytes"] for row in pushes if row["version"] == 3) == nbytes(), "each byte is pushed once"
@@ -153,6 +186,7 @@ def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(tmp_pa
 @pytest.mark.full
 def test_a_run_is_the_same_to_the_bit_whether_two_processes_were_stopped_or_not(tmp_path: Path, deployment: Deployment):
     places = endpoints(deployment)
+    warm(tmp_path)
     for name, leave_after in (("whole", None), ("stopped", 3)):
         tiny_run(tmp_path / name, config()).close()
         in_two_processes(as_one_of_two, places, str(tmp_path / name), leave_after, None)

@@ -15,7 +15,7 @@ class Recovery:
     Attributes:
         back_s: until a process of the role had started again.
         back_cpu_s: CPU seconds that it took until then; of a driver's kill, all roles together.
-        update_s: until the next completed update: of a trainer's or driver's kill, by the new trainer.
+        update_s: until the next completed update: of a kill of the driver or of the trainer, by the new trainer.
         gap_s: the longest time without a completed update, from the last before the kill to the first after `back_s`.
         redone: updates made a second time.
         lost: of these, updates that a checkpoint on disk should have spared.
@@ -67,7 +67,7 @@ def _recovery(events: Sequence[Row], kill: int, end: int, regenerated: int) -> R
     """`end`: where the next kill stands; what comes later is not this kill's."""
     at, target = events[kill]["time"], events[kill]["target"]
     back = next((i for i in range(kill, end) if _is_back(events[i], target)), None)
-    new_trainer = target in ("trainer", "driver")
+    new_trainer = target == "driver" or target.startswith("trainer")
     trainer = next((i for i in range(back or end, end) if _starts(events[i], "trainer")), end) if new_trainer else kill
     updates = [i for i in range(trainer, end) if _updates(events[i])]
     before = [row for row in events[:kill] if _updates(row)]

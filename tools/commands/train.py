@@ -20,6 +20,9 @@ from tools.experiment import (
 @click.command("train")
 @experiment_options
 @click.option("--quiet", is_flag=True, help="No progress on the terminal.")
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="That share the mesh.")
+@click.option("--process", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
+@click.option("--meet", metavar="HOST:PORT", help="Where process 0 listens and the others come to.")
 def command(
     experiment: str,
     sets: tuple[str, ...],
@@ -27,15 +30,21 @@ def command(
     seed: int | None,
     run_dir: Path | None,
     quiet: bool,
+    processes: int,
+    process: int,
+    meet: str | None,
 ) -> None:
     """Train a model by the trainer that EXPERIMENT composes.
 
-    Ctrl-C or SIGTERM saves and stops; the same command goes on from there.
+    Ctrl-C or SIGTERM saves and stops; the same command goes on from there. Several processes, each started with the
+    same command but for --process, share one mesh and one run directory.
     """
     check_name(experiment)
-    from mesh.devices import device_name, one_device_per_core
+    from mesh.devices import device_name, devices_for
 
-    one_device_per_core()
+    # The processes must have met before the devices are asked for; which ones a process shows, the mesh says.
+    devices_for(getattr(load_experiment(experiment, sets, seed, applied=applied), "mesh", {}), processes)
+    _join(meet, process, processes)
     cfg = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
     from axlearn_like.operations.goodput import process_began
     from axlearn_like.trainer import Trainer
@@ -51,8 +60,24 @@ def command(
     with config_errors(building=True):
         trainer = cfg.build()
     row = trainer.run(where, progress=not quiet, began=process_began())
+    if process:
+        return  # the first one tells
     if not row["finished"]:
         click.echo(f"stopped at step {row['step']} of {cfg.num_steps}; the same command goes on")
     else:
         loss = f", loss {row['loss']:.4f}" if "loss" in row else ""
         click.echo(f"done: step {row['step']}{loss}; run directory {where}")
+
+
+def _join(meet: str | None, process: int, processes: int) -> None:
+    if processes == 1 and process == 0 and meet is None:
+        return
+    host, _, port = (meet or "").rpartition(":")
+    if process >= processes or not host or not port.isdigit():
+        raise UserError(
+            f"--processes {processes} --process {process} --meet {meet}: expected --process from 0 to {processes - 1}, "
+            "and --meet HOST:PORT, the same for all"
+        )
+    from mesh.joining import join
+
+    join(str(meet), process, processes, role="process")

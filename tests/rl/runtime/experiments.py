@@ -49,6 +49,18 @@ def failing_share(problem_id: int, answer: str) -> float:
     return ascii_share(problem_id, answer)
 
 
+class FailingLearner(Learner):
+    """Fails, in a way that no user can mend, in the second process of a trainer, as often as that file has bytes."""
+
+    class Config(Learner.Config):
+        pass
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        if jax.process_index() == 1:
+            failing_share(0, "")
+
+
 def short() -> RLExperiment.Config:
     """Two updates with a checkpoint after each; no evaluation."""
     cfg = tiny_experiment(num_steps=2, evaluation=None)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from rl.invariants import check_run
+from rl.patience import Patience
 from rl.runtime.crew import Crew
 from rl.runtime.ray_session import ray_session
 from rl.trainer import PolicyTrainer
-from tests.rl.runtime.experiments import assert_same_outcome, events, slow
+from tests.rl.runtime.experiments import FailingLearner, assert_same_outcome, events, slow
 from tests.rl.runtime.test_preemption import Scenario, run_with
 
 BOTH = ("trainer", "trainer-1")
@@ -81,7 +82,8 @@ def test_each_is_killed_and_asked_to_leave_and_the_result_is_that_of_an_undistur
     assert_sound(scenario.path)
     died = [row["target"] for row in events(scenario.path, "died")]
     assert died == ["trainer-1", "trainer"], "of those that were killed with them nothing is told"
-    assert [row["target"] for row in events(scenario.path, "ended")] == ["trainer", "trainer-1"] * 2
+    ended = [(row["target"], row["because"]) for row in events(scenario.path, "ended")]
+    assert ended == [("trainer", "trainer-1"), ("trainer-1", "trainer")] * 2
     left = [row for row in events(scenario.path, "leave")]
     assert [row["role"] for row in left] == ["trainer-1", "trainer"]
     assert all("abandoned" not in row and row["seconds"] < 25 for row in left)
@@ -92,13 +94,68 @@ def test_each_is_killed_and_asked_to_leave_and_the_result_is_that_of_an_undistur
         assert [update["step"] for update in done if update["time"] > row["time"]][0] == row["step"]
 
 
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+@pytest.mark.usefixtures("session")
+def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
+    """Both take part when the parameter server or the controller has to be told again where the trainer is."""
+    scenario = Scenario(tmp_path)
+    since = [1]
+
+    def strike(role: str, signum: signal.Signals) -> None:
+        since[0] = scenario.step
+        scenario.send(role, signum)
+
+    roles = ("parameter-server", "controller", "parameter-server", "trainer-1")
+    for number, role in enumerate(roles):
+        signum = signal.SIGSTOP if role == "trainer-1" else signal.SIGKILL
+        back = lambda number=number: all(scenario.lives(r) == 1 + roles[:number].count(r) for r in roles[:number])  # noqa: E731
+        calm = lambda back=back: back() and scenario.step >= since[0] + 2  # noqa: E731
+        scenario.when(calm, lambda role=role, signum=signum: strike(role, signum))
+    patience = Patience.Config(unresponsive=20.0, say_after=5.0)
+    said = run_with(scenario, num_steps=13, workers=1, trainer=two(), patience=patience)
+    assert events(tmp_path, "heal")
+    assert "trainer-1" in {row["target"] for row in events(tmp_path, "unresponsive")}
+    assert any(line.startswith("trainer-1 has not answered for ") for line in said)
+    assert all(scenario.lives(name) >= 2 for name in BOTH)
+    assert_sound(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("failures", [1, 2])
+def test_one_whose_loop_fails_is_started_again_with_the_other_unless_it_fails_twice_for_the_same_reason(
+    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a session of its own: what an actor finds in the environment is the session's."""
+    left, path = tmp_path / "failures", tmp_path / "run"
+    left.write_bytes(b"x" * failures)
+    path.mkdir()
+    monkeypatch.setenv("AXL_TEST_FAILS", str(left))
+    scenario = Scenario(path)
+    changes: dict[str, Any] = {"num_steps": 2, "workers": 1, "trainer": two()}
+    learner = slow().learner
+    changes["learner"] = FailingLearner.Config(
+        optimizer=learner.optimizer, schedule=learner.schedule, clip_norm=learner.clip_norm
+    )
+    if failures == 2:
+        with pytest.raises(RuntimeError, match="the machine hiccupped"):
+            run_with(scenario, **changes)
+        return
+    [line] = run_with(scenario, **changes)
+    expected = "trainer-1 failed at update 0; starting all processes of the trainer again. RuntimeError("
+    assert line == f"{expected}'the machine hiccupped')"
+    assert [(row["target"], row["because"]) for row in events(path, "ended")] == [("trainer", "trainer-1")]
+    assert_sound(path)
+
+
 # ---- what the driver remembers of them
 
 
 def test_they_begin_when_all_have_come_and_one_that_goes_before_has_to_come_again() -> None:
     actors: dict[str, Any] = dict.fromkeys(("trainer", "trainer-1", "trainer-2"))
     crew = Crew(actors)
-    assert (crew.leader, crew.several, crew.others("trainer-1")) == ("trainer", True, ["trainer", "trainer-2"])
+    assert crew.leader == "trainer" and crew.several
     assert not crew.came("trainer", "a") and not crew.came("trainer-2", "b")
     assert crew.lost("trainer-2") and not crew.lost("trainer-2")
     assert not crew.came("trainer-1", "c") and crew.came("trainer-2", "d")
@@ -106,3 +163,9 @@ def test_they_begin_when_all_have_come_and_one_that_goes_before_has_to_come_agai
     assert not crew.lost("trainer"), "the end of its loop tells"
     assert crew.scatter() == {"trainer": "a", "trainer-1": "c", "trainer-2": "d"}
     assert not crew.came("trainer", "e")
+
+
+def test_the_death_of_the_leader_is_that_of_the_others_too() -> None:
+    crew = Crew(dict.fromkeys(("trainer", "trainer-1", "trainer-2")))
+    assert crew.first(["trainer-2", "trainer"]) == ["trainer"]
+    assert crew.first(["trainer-2", "trainer-1"]) == ["trainer-2", "trainer-1"]
