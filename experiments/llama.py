@@ -1,7 +1,7 @@
 """Llama models pretrained on TPUs: the sizes and hardware at which other stacks have published their steps."""
 
 from axlearn_like.trainer import Trainer
-from experiments.pretraining import pretraining
+from experiments.pretraining import pretraining, tpu_rule
 from experiments.registry import experiment
 from models.llama import llama
 
@@ -23,9 +23,9 @@ def llama2_7b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: i
         data=data,
         seed=seed,
         mesh_rules=(
-            (r"tpu-v5p-(16|32|64)", {"mesh": {"fsdp": -1}, "microbatches": 4, "model.remat": "context"}),
-            (r"tpu-v5p-.*", {"mesh": {"fsdp": -1}, "model.remat": "context"}),
-            (r"tpu-v(6e|5e)-.*", {"mesh": {"fsdp": -1}, "microbatches": 4, "model.remat": "context"}),
+            tpu_rule(r"tpu-v5p-(16|32|64)", {"fsdp": -1}, "context", microbatches=4),
+            tpu_rule(r"tpu-v5p-.*", {"fsdp": -1}, "context"),
+            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1}, "context", microbatches=4),
             (r".*", {"mesh": {"fsdp": -1}}),
         ),
     )
@@ -46,9 +46,9 @@ def llama2_70b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: 
         data=data,
         seed=seed,
         mesh_rules=(
-            (r"tpu-v5p-128", {"mesh": {"fsdp": -1}, "microbatches": 4, "model.remat": "context"}),
-            (r"tpu-v5p-.*", {"mesh": {"fsdp": -1}, "model.remat": "context"}),
-            (r"tpu-v(6e|5e)-.*", {"mesh": {"fsdp": -1, "tensor": 4}, "model.remat": "everything"}),
+            tpu_rule(r"tpu-v5p-128", {"fsdp": -1}, "context", microbatches=4),
+            tpu_rule(r"tpu-v5p-.*", {"fsdp": -1}, "context"),
+            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1, "tensor": 4}, "everything"),
             (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
         ),
     )
@@ -69,9 +69,9 @@ def llama31_8b(*, rows: int = 128, length: int = 8192, data: str = DATA, seed: i
         data=data,
         seed=seed,
         mesh_rules=(
-            (r"tpu-v6e-16", {"mesh": {"fsdp": -1}, "microbatches": 8, "model.remat": "everything"}),
-            (r"tpu-v(6e|5e)-.*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
-            (r"tpu-v5p-.*", {"mesh": {"fsdp": -1}, "model.remat": "context"}),
+            tpu_rule(r"tpu-v6e-16", {"fsdp": -1}, "everything", microbatches=8),
+            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1}, "everything"),
+            tpu_rule(r"tpu-v5p-.*", {"fsdp": -1}, "context"),
             (r".*", {"mesh": {"fsdp": -1}}),
         ),
     )

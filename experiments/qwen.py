@@ -2,7 +2,7 @@
 
 from axlearn_like.trainer import Trainer
 from experiments.llama import DATA
-from experiments.pretraining import pretraining
+from experiments.pretraining import pretraining, tpu_rule
 from experiments.registry import experiment
 from models.moe import moe
 from models.qwen import qwen
@@ -23,8 +23,8 @@ def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: i
         data=data,
         seed=seed,
         mesh_rules=(
-            (r"tpu-v5p-.*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
-            (r"tpu-v(6e|5e)-.*", {"mesh": {"fsdp": -1, "tensor": 4}, "model.remat": "everything"}),
+            tpu_rule(r"tpu-v5p-.*", {"fsdp": -1}, "everything"),
+            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1, "tensor": 4}, "everything"),
             (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
         ),
     )
@@ -45,8 +45,8 @@ def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, see
         data=data,
         seed=seed,
         mesh_rules=(
-            (r"tpu-v5p-.*", {"mesh": {"fsdp": -1, "expert": 8}, "model.remat": "everything"}),
-            (r"tpu-v(6e|5e)-.*", {"mesh": {"fsdp": -1, "expert": 8}, "model.remat": "everything"}),
+            tpu_rule(r"tpu-v5p-.*", {"fsdp": -1, "expert": 8}, "everything"),
+            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1, "expert": 8}, "everything"),
             (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
         ),
     )
