@@ -40,21 +40,21 @@ def command(
     same command but for --process, share one mesh and one run directory.
     """
     check_name(experiment)
-    from mesh.devices import device_name, devices_for
-
-    # The processes must have met before the devices are asked for; which ones a process shows, the mesh says.
-    devices_for(getattr(load_experiment(experiment, sets, seed, applied=applied), "mesh", {}), processes)
-    _join(meet, process, processes)
-    cfg = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
     from axlearn_like.operations.goodput import process_began
     from axlearn_like.trainer import Trainer
     from mesh.compilation import enable_compilation_cache
+    from mesh.devices import device_name, devices_for
 
+    cfg = load_experiment(experiment, sets, seed, applied=applied)
     if not isinstance(cfg, Trainer.Config):
         raise UserError(
             f"experiment {experiment!r} builds {owner_of(cfg)}, `axl train` runs "
             "axlearn_like.trainer:Trainer; for reinforcement learning see `axl rl`"
         )
+    # The processes must have met before the devices are asked for; which ones a process shows, the mesh says.
+    devices_for(cfg.mesh, processes)
+    _join(meet, process, processes)
+    cfg = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
     enable_compilation_cache()
     where = default_run_dir(experiment, run_dir)
     with config_errors(building=True):
