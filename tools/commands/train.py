@@ -52,6 +52,7 @@ def command(
             "axlearn_like.trainer:Trainer; for reinforcement learning see `axl rl`"
         )
     # The processes must have met before the devices are asked for; which ones a process shows, the mesh says.
+    steps = cfg.num_steps
     devices_for(cfg.mesh, processes)
     _join(meet, process, processes)
     cfg = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
@@ -63,7 +64,7 @@ def command(
     if process:
         return  # the first one tells
     if not row["finished"]:
-        click.echo(f"stopped at step {row['step']} of {cfg.num_steps}; the same command goes on")
+        click.echo(f"stopped at step {row['step']} of {steps}; the same command goes on")
     else:
         loss = f", loss {row['loss']:.4f}" if "loss" in row else ""
         click.echo(f"done: step {row['step']}{loss}; run directory {where}")
