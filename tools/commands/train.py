@@ -44,7 +44,9 @@ def command(
     from axlearn_like.trainer import Trainer
     from mesh.compilation import enable_compilation_cache
     from mesh.devices import device_name, devices_for
+    from mesh.joining import join
 
+    _check_meeting(meet, process, processes)
     cfg = load_experiment(experiment, sets, seed, applied=applied)
     if not isinstance(cfg, Trainer.Config):
         raise UserError(
@@ -54,7 +56,8 @@ def command(
     # The processes must have met before the devices are asked for; which ones a process shows, the mesh says.
     steps = cfg.num_steps
     devices_for(cfg.mesh, processes)
-    _join(meet, process, processes)
+    if meet is not None:
+        join(meet, process, processes, role="process")
     cfg = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
     enable_compilation_cache()
     where = default_run_dir(experiment, run_dir)
@@ -70,15 +73,12 @@ def command(
         click.echo(f"done: step {row['step']}{loss}; run directory {where}")
 
 
-def _join(meet: str | None, process: int, processes: int) -> None:
-    if processes == 1 and process == 0 and meet is None:
-        return
+def _check_meeting(meet: str | None, process: int, processes: int) -> None:
+    """Refuse processes that cannot meet."""
     host, _, port = (meet or "").rpartition(":")
-    if process >= processes or not host or not port.isdigit():
+    alone = processes == 1 and process == 0 and meet is None
+    if not alone and (process >= processes or not host or not port.isdigit()):
         raise UserError(
             f"--processes {processes} --process {process} --meet {meet}: expected --process from 0 to {processes - 1}, "
             "and --meet HOST:PORT, the same for all"
         )
-    from mesh.joining import join
-
-    join(str(meet), process, processes, role="process")
