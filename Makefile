@@ -34,7 +34,7 @@ install: $(VENV)/.installed-dev ## make .venv with everything for development
 demo: $(VENV)/.installed ## the main job: SFT, RL with a killed worker, report (SEED=0, NAME=, ARGS=)
 	@$(BIN)/axl rl demo --seed $(SEED) --run-dir runs/$(or $(NAME),demo-seed$(SEED)) $(ARGS)
 
-test: $(VENV)/.installed-dev ## the tests, under ten minutes on two cores (ARGS=)
+test: $(VENV)/.installed-dev ## the tests, under a quarter of an hour on two cores (ARGS=)
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-full: $(VENV)/.installed-dev ## all tests, slow ones included

@@ -52,6 +52,7 @@ def test_all_have_the_number_of_parameters_that_the_job_states(ours: tuple[nnx.G
     assert sum(leaf.size for leaf in jax.tree.leaves(plain)) == job.parameters == 4_720_896
 
 
+@pytest.mark.full
 def test_our_trainer_and_the_plain_script_serve_steps_in_tiny() -> None:
     systems, errors = bench.commands([], lambda _: None, quick=True)
     workers = {name: bench.with_dtype(systems[name], "float32") for name in ("ours", "plain_jax")}
@@ -67,6 +68,7 @@ def test_our_trainer_and_the_plain_script_serve_steps_in_tiny() -> None:
     assert sum(parts.values()) == pytest.approx(results["ours"].ready["start_cpu_s"], rel=0.1)
 
 
+@pytest.mark.full
 def test_dispatch_is_of_as_many_arrays_whatever_the_number_of_layers() -> None:
     figures = measure_dispatch(QUICK, calls=2)
     assert figures["arrays"] == 3 * 12 + 4  # parameters and two moments; optax's count, ours, applied and skipped
