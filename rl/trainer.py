@@ -36,11 +36,11 @@ from rl.objective import Objective
 from rl.policy_program import make_policy_loss, make_score_rows, policy_logprobs
 from rl.scoring import pack_rows
 from rl.weights.access import WeightAccess
-from rl.weights.publisher import Publisher, Push
+from rl.weights.common_push import CommonPush
+from rl.weights.publisher import Publisher
 from rl.weights.snapshot import Snapshot
 
 _BATCH_AGAIN = 2.0  # seconds for a batch that another process has got already
-_SETTLING = 0.5  # seconds by which one process may know later than another that a version is published
 
 
 class BatchSource(Protocol):
@@ -145,7 +145,7 @@ class PolicyTrainer(Configurable):
         self._checkpointer = cfg.checkpoint.build(directory=run.checkpoints / "rl")
         self._learner = cfg.learner.build()
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
-        self._push: Push | None = None  # of the current one
+        self._push: CommonPush | None = None  # of the current one
         self._saving: set[int] = set()  # steps whose checkpoints may still be on their way to the disk
         with jax.set_mesh(self._mesh):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
@@ -167,7 +167,7 @@ class PolicyTrainer(Configurable):
             self._versions.rewind(self.step)
         self._all.meet()
         for snapshot in self._recent:
-            self._publisher.publish(snapshot)
+            CommonPush(self._publisher.again(snapshot), self._publisher, self._all).settle()
         self._publish()
         self.settle()
         if self._all.leader:
@@ -344,20 +344,8 @@ class PolicyTrainer(Configurable):
 
     def settle(self) -> None:
         """Wait until the current version can be pulled; raises what went wrong with it."""
-        while self._push is not None and not self._settled():
-            pass
-
-    def _settled(self) -> bool:
-        """Whether all processes know the current version to be published.
-
-        A server that dies may have said so to some of them only. The others try again, and need the seals of all.
-        """
-        assert self._push is not None
-        if not self._all.any(not self._push.wait(_SETTLING)):
-            return True
-        if self._push.done:
-            self._push = self._publisher.again(self._push)
-        return False
+        if self._push is not None:
+            self._push.settle()
 
     def _publish(self) -> None:
         self.settle()  # at most one is under way
@@ -371,7 +359,8 @@ class PolicyTrainer(Configurable):
                 self._controller.published(version)
 
         with jax.set_mesh(self._mesh):
-            self._push = self._publisher.begin(self.state["params"], version, published)
+            push = self._publisher.begin(self.state["params"], version, published)
+        self._push = CommonPush(push, self._publisher, self._all)
 
     def _copied(self) -> Snapshot:
         """The current version on the host: then the next update may overwrite it."""
@@ -380,7 +369,8 @@ class PolicyTrainer(Configurable):
 
     def _heal(self) -> None:
         """A parameter server or controller that restarted is empty: tell it where we are."""
-        if self._settled() and self._all.share(self._all.leader and self._forgotten()):
+        settled = self._push is not None and self._push.settled()
+        if settled and self._all.share(self._all.leader and self._forgotten()):
             self._events.append("trainer", "heal", step=self.step)
             self.start()
 

@@ -68,10 +68,9 @@ class Publisher:
         marks = fingerprints(params)
         return Push(lambda: take(params, version, marks, shared=self._shared_memory), self.publish, then)
 
-    def again(self, push: "Push") -> "Push":
-        """Publish once more, on a thread, what has been published: another process may have been told otherwise, by a
-        server that died in between."""
-        return Push(push.snapshot, self.publish, lambda snapshot: None)
+    def again(self, snapshot: Snapshot) -> "Push":
+        """Publish, on a thread, what was copied before."""
+        return Push(lambda: snapshot, self.publish, lambda snapshot: None)
 
     def publish(self, snapshot: Snapshot) -> None:
         """Push this process's pieces and seal. With the last process's seal the version is there for all to read.

@@ -28,6 +28,7 @@ def config(mesh: dict[str, int]) -> Trainer.Config:
     return tiny_trainer(STEPS, mesh=mesh, evaluators=(Preemption.Config(), evaluator))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_sigterm_to_one_stops_both_and_both_go_on_to_what_one_process_learns(tmp_path: Path):
     taken = RunDirectory.open(tmp_path / "taken", to_text(config(MESH)))

@@ -12,7 +12,7 @@ import pytest
 from axlearn_like.checkpoint import Checkpointer, restore_params
 from axlearn_like.metrics import read_rows
 from axlearn_like.run_directory import RunDirectory
-from mesh import UserError
+from mesh import UserError, enable_compilation_cache
 from mesh.devices import devices_for
 from mesh.joining import join
 from mesh.processes import Processes
@@ -21,7 +21,6 @@ from rl.experiment import RLExperiment
 from rl.messages import Group
 from rl.parameter_server import ParameterServer
 from rl.run import RLRun
-from rl.tasks import encode_prompt
 from rl.trainer import PolicyTrainer
 from rl.weights.access import WeightAccess
 from tests.elsewhere import elsewhere, in_two_processes
@@ -45,9 +44,9 @@ def config(processes: int = 2, **changes: Any) -> RLExperiment.Config:
 class Scripted:
     """A controller that has every batch ready: made up, the same wherever it is asked for. Notes what it is told."""
 
-    def __init__(self, cfg: RLExperiment.Config, forget: int | None = None):
+    def __init__(self, forget: int | None = None):
         """`forget`: the step of which it has no batch when it is first asked."""
-        self._tasks, self._tokenizer, self._forget = cfg.tasks.build(), cfg.tokenizer.build(), forget
+        self._forget = forget
         self.told: list[list[Any]] = []
         self._version = -1
 
@@ -62,7 +61,7 @@ class Scripted:
         if step == self._forget:
             self._forget = None
             return None
-        return [made_up(self._tasks.train(4 * step + i), self._tokenizer, version=step) for i in range(4)]
+        return [made_up(4 * step + i, version=step) for i in range(4)]
 
     def consumed(self, step: int) -> None:
         self.told.append(["consumed", step])
@@ -75,11 +74,10 @@ class Scripted:
         return f"step {step}"
 
 
-def made_up(problem: Any, tokenizer: Any, version: int) -> Group:
-    """A group of random completions with random rewards, of the problem's number."""
-    prompt = make_prompt(problem.id, len(encode_prompt(problem.question, tokenizer)))
-    rng = np.random.default_rng(problem.id)
-    return make_group(prompt, rng.integers(0, 256, (4, 6)), rng.uniform(size=4), version=version)
+def made_up(number: int, version: int) -> Group:
+    """A group of random completions with random rewards, the same for the same number."""
+    rng = np.random.default_rng(number)
+    return make_group(make_prompt(number), rng.integers(0, 256, (4, 6)), rng.uniform(size=4), version=version)
 
 
 class Forgetful:
@@ -110,10 +108,11 @@ def as_one_of_two(
 ) -> dict[str, Any]:
     """The loop of one of the trainer's processes. In the second SIGTERM comes after an update; and its controller has
     once lost a batch, and the parameter server has died before it told it that a version was published."""
+    enable_compilation_cache()  # as the runtime does
     cfg, second = config(), index == 1
     devices_for(cfg.trainer.mesh, 2)
     join(address, index, 2, role="trainer")
-    controller = Scripted(cfg, forget if second else None)
+    controller = Scripted(forget if second else None)
     trainer = make_trainer(Path(run), cfg, controller, reach(places))
     if second and forget is not None:
         publisher: Any = trainer._publisher
@@ -143,9 +142,10 @@ def warm(folder: Path) -> None:
 
 def alone(places: list[dict[str, Any]], run: str) -> list[list[Any]]:
     """The same run, or the rest of it, in one process with as many devices."""
+    enable_compilation_cache()
     jax.config.update("jax_num_cpu_devices", 4)
     cfg = config(processes=1)
-    controller = Scripted(cfg)
+    controller = Scripted()
     assert make_trainer(Path(run), cfg, controller, reach(places)).run() == STEPS
     return controller.told
 

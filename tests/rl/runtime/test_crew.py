@@ -12,7 +12,7 @@ from rl.patience import Patience
 from rl.runtime.crew import Crew
 from rl.runtime.ray_session import ray_session
 from rl.trainer import PolicyTrainer
-from tests.rl.runtime.experiments import FailingLearner, assert_same_outcome, events, slow
+from tests.rl.runtime.experiments import assert_same_outcome, events, slow
 from tests.rl.runtime.test_preemption import Scenario, run_with
 
 BOTH = ("trainer", "trainer-1")
@@ -119,34 +119,6 @@ def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
     assert any(line.startswith("trainer-1 has not answered for ") for line in said)
     assert all(scenario.lives(name) >= 2 for name in BOTH)
     assert_sound(tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize("failures", [1, 2])
-def test_one_whose_loop_fails_is_started_again_with_the_other_unless_it_fails_twice_for_the_same_reason(
-    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a session of its own: what an actor finds in the environment is the session's."""
-    left, path = tmp_path / "failures", tmp_path / "run"
-    left.write_bytes(b"x" * failures)
-    path.mkdir()
-    monkeypatch.setenv("AXL_TEST_FAILS", str(left))
-    scenario = Scenario(path)
-    changes: dict[str, Any] = {"num_steps": 2, "workers": 1, "trainer": two()}
-    learner = slow().learner
-    changes["learner"] = FailingLearner.Config(
-        optimizer=learner.optimizer, schedule=learner.schedule, clip_norm=learner.clip_norm
-    )
-    if failures == 2:
-        with pytest.raises(RuntimeError, match="the machine hiccupped"):
-            run_with(scenario, **changes)
-        return
-    [line] = run_with(scenario, **changes)
-    expected = "trainer-1 failed at update 0; starting all processes of the trainer again. RuntimeError("
-    assert line == f"{expected}'the machine hiccupped')"
-    assert [(row["target"], row["because"]) for row in events(path, "ended")] == [("trainer", "trainer-1")]
-    assert_sound(path)
 
 
 # ---- what the driver remembers of them
