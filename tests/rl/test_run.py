@@ -98,6 +98,7 @@ def test_the_command_killed_in_the_rl_phase_leaves_nothing_behind_and_is_resumed
     assert_same_outcome(path, whole)
 
 
+@pytest.mark.full
 def test_ctrl_c_in_the_warm_start_is_resumed_to_the_same_policy(tmp_path: Path) -> None:
     path, expected = tmp_path / "run", tmp_path / "expected"
     with Command(path, "warmed", "--runtime", "inprocess") as command:

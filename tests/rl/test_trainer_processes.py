@@ -157,6 +157,7 @@ def deployment() -> Any:
     made.close()
 
 
+@pytest.mark.full
 def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(tmp_path: Path, deployment: Deployment):
     places = endpoints(deployment)
     warm(tmp_path)

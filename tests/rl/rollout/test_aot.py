@@ -41,7 +41,7 @@ def qwq_engine(**changes: Any) -> RolloutEngine.Config:
 
 
 @needs_compiler
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", pytest.param("v6e:2x2", marks=pytest.mark.full)])
 def test_all_programs_compile_and_none_copies_the_cache(topology):
     found = elsewhere(compile_small, topology)
     names = [step["name"] for step in found["steps"]]
