@@ -10,9 +10,9 @@ DATA = "data/tokens-*.array_record"
 
 @experiment
 def llama2_7b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
-    """Llama-2 7B, 4 M tokens a step; v5p from 16 chips, v6e and v5e from 64.
+    """Llama-2 7B, 4 M tokens a step, on v5p, v6e or v5e.
 
-    Memory of a chip: docs/aot-experiments.md. Not trained here: the figures are the TPU compiler's.
+    Compiled for 16 v5p chips with less at once: docs/aot-experiments.md. Not trained here.
     """
     return pretraining(
         llama("Llama-2-7B"),
@@ -33,9 +33,9 @@ def llama2_7b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: i
 
 @experiment
 def llama2_70b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
-    """Llama-2 70B, 4 M tokens a step, on v5p from 128 chips; v6e from 256.
+    """Llama-2 70B, 4 M tokens a step, on v5p, v6e or v5e.
 
-    Memory of a chip: docs/aot-experiments.md. Not trained here: the figures are the TPU compiler's.
+    Compiled for 128 v5p chips with less at once: docs/aot-experiments.md. Not trained here.
     """
     return pretraining(
         llama("Llama-2-70B"),
@@ -56,9 +56,9 @@ def llama2_70b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: 
 
 @experiment
 def llama31_8b(*, rows: int = 128, length: int = 8192, data: str = DATA, seed: int = 0) -> Trainer.Config:
-    """Llama-3.1 8B, 1 M tokens a step in rows of 8,192; v6e from 16 chips, v5p from 8.
+    """Llama-3.1 8B, 1 M tokens a step in rows of 8,192, on v6e, v5e or v5p.
 
-    Memory of a chip: docs/aot-experiments.md. Not trained here: the figures are the TPU compiler's.
+    Compiled for 16 v6e chips with a row each at once, 21 of 33.5 GB: docs/aot-experiments.md. Not trained here.
     """
     return pretraining(
         llama("Llama-3.1-8B"),

@@ -10,9 +10,9 @@ from models.qwen import qwen
 
 @experiment
 def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: int = 0) -> Trainer.Config:
-    """Qwen2.5 32B, 4 M tokens a step in rows of 8,192; v5p from 128 chips, v6e from 256.
+    """Qwen2.5 32B, 4 M tokens a step in rows of 8,192, on v5p, v6e or v5e.
 
-    Memory of a chip: docs/aot-experiments.md. Not trained here: the figures are the TPU compiler's.
+    Neither compiled at scale nor trained yet: see what `axl aot` says of your slice first.
     """
     return pretraining(
         qwen("Qwen2.5-32B"),
@@ -32,9 +32,9 @@ def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: i
 
 @experiment
 def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
-    """Qwen3 30B-A3B (128 experts, of which a token uses 8), 4 M tokens a step; v6e from 256 chips, v5p from 64.
+    """Qwen3 30B-A3B (128 experts, of which a token uses 8), 4 M tokens a step, on v5p, v6e or v5e.
 
-    Memory of a chip: docs/aot-experiments.md. Not trained here: the figures are the TPU compiler's.
+    Neither compiled at scale nor trained yet: see what `axl aot` says of your slice first.
     """
     return pretraining(
         moe("Qwen3-30B-A3B"),
