@@ -4,6 +4,7 @@ Shapes are those of one device, as explicit sharding states them. Nothing is fus
 exist, and so a program may need less. What a loop stacks up over its turns always exists: it comes first.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -59,9 +60,18 @@ def _whole(aval: Any) -> tuple[int, ...]:
 
 
 def _shape(aval: Any) -> tuple[int, ...]:
-    shape = _whole(aval)
-    sharding = getattr(aval, "sharding", None)
-    return tuple(sharding.shard_shape(shape)) if sharding is not None and not sharding.mesh.empty else tuple(shape)
+    """Of one device's part. Inside a shard_map the axes that it maps over are in no partition: the shape is local."""
+    shape, sharding = _whole(aval), getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return tuple(shape)
+    sizes = sharding.mesh.shape
+
+    def ways(entry: Any) -> int:
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        return math.prod(sizes[name] for name in names)
+
+    entries = itertools.zip_longest(shape, sharding.spec[: len(shape)])
+    return tuple(size // ways(entry) for size, entry in entries)
 
 
 def _bytes(aval: Any) -> int:
