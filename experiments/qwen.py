@@ -34,7 +34,7 @@ def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: i
 def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Qwen3 30B-A3B (128 experts, of which a token uses 8), 4 M tokens a step, on v5p, v6e or v5e.
 
-    Neither compiled at scale nor trained yet: see what `axl aot` says of your slice first.
+    Compiled for 256 v6e chips: 1.9 GB of arguments and 13.2 of temporary arrays a chip, of 33.5. Not trained here.
     """
     return pretraining(
         moe("Qwen3-30B-A3B"),
@@ -46,7 +46,7 @@ def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, see
         seed=seed,
         mesh_rules=(
             tpu_rule(r"tpu-v5p-.*", {"fsdp": -1, "expert": 8}, "everything"),
-            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1, "expert": 8}, "everything"),
+            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1, "expert": 8}, "everything", microbatches=4),
             (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
         ),
     )
