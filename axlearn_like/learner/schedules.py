@@ -14,7 +14,16 @@ from axlearn_like.learner.errors import LearnerError, check, where
 Schedule = Callable[[jax.Array], jax.Array]
 
 
-class Constant(Configurable):
+class _OfOptax(Configurable):
+    """A schedule that is one of optax's."""
+
+    _schedule: optax.Schedule
+
+    def __call__(self, count: jax.Array) -> jax.Array:
+        return jnp.asarray(self._schedule(count), jnp.float32)
+
+
+class Constant(_OfOptax):
     """The same learning rate at every update."""
 
     class Config(ConfigBase["Constant"]):
@@ -24,11 +33,8 @@ class Constant(Configurable):
         _check_rates(cfg, "lr")
         self._schedule = optax.schedules.constant_schedule(cfg.lr)
 
-    def __call__(self, count: jax.Array) -> jax.Array:
-        return jnp.asarray(self._schedule(count), jnp.float32)
 
-
-class Linear(Configurable):
+class Linear(_OfOptax):
     """From `start_lr` in a straight line to `end_lr`, reached at `steps` and kept from then on."""
 
     class Config(ConfigBase["Linear"]):
@@ -41,11 +47,8 @@ class Linear(Configurable):
         check(cfg, "steps", cfg.steps >= 1, "1 or more")
         self._schedule = optax.schedules.linear_schedule(cfg.start_lr, cfg.end_lr, cfg.steps)
 
-    def __call__(self, count: jax.Array) -> jax.Array:
-        return jnp.asarray(self._schedule(count), jnp.float32)
 
-
-class WarmupCosine(Configurable):
+class WarmupCosine(_OfOptax):
     """Linear from 0 to `peak_lr`, then half a cosine down to `end_lr` at `total_steps`."""
 
     class Config(ConfigBase["WarmupCosine"]):
@@ -65,11 +68,8 @@ class WarmupCosine(Configurable):
             cfg.end_lr,
         )
 
-    def __call__(self, count: jax.Array) -> jax.Array:
-        return jnp.asarray(self._schedule(count), jnp.float32)
 
-
-class WarmupLinear(Configurable):
+class WarmupLinear(_OfOptax):
     """Linear from 0 to `peak_lr`, then linear down to `end_lr` at `total_steps`."""
 
     class Config(ConfigBase["WarmupLinear"]):
@@ -84,9 +84,6 @@ class WarmupLinear(Configurable):
         up = optax.schedules.linear_schedule(0.0, cfg.peak_lr, cfg.warmup_steps)
         down = optax.schedules.linear_schedule(cfg.peak_lr, cfg.end_lr, cfg.total_steps - cfg.warmup_steps)
         self._schedule = optax.schedules.join_schedules([up, down], [cfg.warmup_steps])
-
-    def __call__(self, count: jax.Array) -> jax.Array:
-        return jnp.asarray(self._schedule(count), jnp.float32)
 
 
 class WarmupStableDecay(Configurable):
@@ -144,7 +141,7 @@ class InverseSqrt(Configurable):
         return jnp.asarray(self._cfg.peak_lr * jnp.minimum(count / warmup, falling), jnp.float32)
 
 
-class Join(Configurable):
+class Join(_OfOptax):
     """Schedules one after another: part i takes over at `boundaries[i - 1]` and counts from 0 there."""
 
     class Config(ConfigBase["Join"]):
@@ -158,9 +155,6 @@ class Join(Configurable):
         check(cfg, "boundaries", fits, f"{len(cfg.parts) - 1} rising numbers of updates above 0, one between two parts")
         parts = [part.build() for part in cfg.parts]
         self._schedule = optax.schedules.join_schedules(parts, list(cfg.boundaries))
-
-    def __call__(self, count: jax.Array) -> jax.Array:
-        return jnp.asarray(self._schedule(count), jnp.float32)
 
 
 def _check_rates(cfg: ConfigBase, *fields: str) -> None:
