@@ -8,14 +8,12 @@ Needs libtpu (the extra `aot`), no TPU, a few minutes for each line, and about 4
 import os
 import re
 import time
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import click
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.config import ConfigBase
@@ -23,11 +21,11 @@ from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.moe import MoE
-from mesh import UserError, make_mesh, partition, to_named_sharding
+from mesh import make_mesh, partition, to_named_sharding
+from mesh.topology import parse_topology, topology_devices
 from models.moe import moe
 
 COLLECTIVES = ("ragged-all-to-all", "all-to-all", "all-gather", "reduce-scatter", "all-reduce", "collective-permute")
-_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
 
 
 class CompiledLayer(NamedTuple):
@@ -61,11 +59,7 @@ def compile_layer(
     Raises:
         UserError: libtpu is missing, or the mesh does not fit the topology.
     """
-    if find_spec("libtpu") is None:
-        raise UserError("libtpu is not installed; it comes with the extra `aot`: pip install 'axlearn-like[aot]'")
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    devices = topology_devices(parse_topology(topology))
     mesh = make_mesh(shape, devices)
     with jax.set_mesh(mesh):
         graphdef, abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))

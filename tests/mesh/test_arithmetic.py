@@ -56,3 +56,17 @@ def test_a_shard_map_counts_for_all_its_devices():
 
     with jax.sharding.use_abstract_mesh(mesh):
         assert count(product, (6, 4), (4, 5)) == 2 * 6 * 4 * 5
+
+
+def test_arrays_inside_a_shard_map_are_those_of_one_device():
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.sharding.AbstractMesh((2, 4), ("expert", "tensor"), axis_types=explicit)
+
+    def doubled(x: jax.Array) -> jax.Array:
+        rows = jax.P("expert")
+        double = jax.shard_map(lambda x: 2 * x, in_specs=rows, out_specs=rows, axis_names={"expert"})
+        return double(jax.reshard(x, jax.P("expert", "tensor")))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(doubled)(jax.ShapeDtypeStruct((6, 8), jnp.float32))
+    assert {one.array for one in largest_traced(jaxpr) if one.operation == "mul"} == {"float32[3,2]"}

@@ -1,6 +1,5 @@
 """What TPUs would be given for a mixture of experts; needs the TPU compiler, no TPU."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -9,9 +8,10 @@ from axlearn_like.layers.experts import Experts
 from axlearn_like.layers.moe import MoE
 from axlearn_like.layers.router import SoftmaxRouter
 from tests.elsewhere import elsewhere
+from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 from tools.aot_moe import compile_layer
 
-pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: the extra aot")
+pytestmark = [pytest.mark.full, needs_tpu_compiler]
 
 
 def compile_small() -> dict[str, Any]:
@@ -21,6 +21,6 @@ def compile_small() -> dict[str, Any]:
 
 
 def test_rows_travel_by_ragged_all_to_all_and_gradients_are_scattered():
-    found = elsewhere(compile_small, timeout=600)
+    found = elsewhere(compile_small, environ=TPU_COMPILER, timeout=600)
     assert found["ragged-all-to-all"] == 4  # there and back, forwards and backwards
     assert found["all-gather"] and found["reduce-scatter"]  # of the matrices, which the compiler may put together

@@ -1,7 +1,6 @@
 """Paged attention on TPU: what it computes (simulated on CPU), and that the TPU compiler takes it in place."""
 
 import dataclasses
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from axlearn_like.kernels.attention.kernel import Rules
 from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
 from mesh import UserError, make_mesh
 from tests.elsewhere import elsewhere
+from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 
 PAGE_SIZE = 4
 
@@ -124,12 +124,12 @@ def test_heads_spread_over_devices_give_the_same():
     assert found == {"tensor": True, "data": True}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
+@pytest.mark.full
+@needs_tpu_compiler
 @pytest.mark.parametrize(("topology", "chunk"), [("v5p:2x2x1", 1), ("v6e:2x2", 1), ("v6e:2x2", 64)])
 def test_tpu_compiler_updates_the_pool_in_place(topology, chunk):
     """Ahead of time, for chips that are not there: a scan over layers, heads over four devices."""
-    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
-    found = elsewhere(compile_for_tpu, topology, str(chunk), environ=quiet)
+    found = elsewhere(compile_for_tpu, topology, str(chunk), environ=TPU_COMPILER)
     assert found["aliased"] == found["pool"]
     assert found["temporary"] < 0.05 * found["pool"]
 

@@ -3,13 +3,14 @@
 import pytest
 
 from tests.elsewhere import elsewhere
+from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
+
+pytestmark = [pytest.mark.full, needs_tpu_compiler]
 
 
 @pytest.fixture(scope="module")
 def programs():
-    pytest.importorskip("libtpu", reason="the TPU compiler (extra `aot`) is not installed")
-    environ = {"TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
-    return elsewhere(compile_programs, environ=environ, timeout=600)
+    return elsewhere(compile_programs, environ=TPU_COMPILER, timeout=600)
 
 
 def compile_programs() -> dict[str, dict[str, int]]:
