@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 
-from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention import zigzag
-from axlearn_like.kernels.attention.kernel import SEQUENCE, Call, Kernel
+from axlearn_like.kernels.attention.kernel import SEQUENCE, Call, Kernel, Sharing
 
 
-class AllGather(Configurable):
+class AllGather(Sharing):
     """Every device gathers the keys and values of the whole rows and mixes them for its own queries.
 
     Takes memory for all keys and values of one layer, and sends them before the first product; works with every kernel.
@@ -19,15 +19,6 @@ class AllGather(Configurable):
         pass
 
     ring = False
-
-    def __init__(self, cfg: Config):
-        del cfg
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other)
-
-    def __hash__(self) -> int:
-        return hash(type(self))
 
 
 def on_one_device(

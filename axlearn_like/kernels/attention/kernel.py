@@ -79,6 +79,21 @@ class Call:
     ring: bool = False
 
 
+class Sharing(Configurable):
+    """What devices do that share a row. All of a class are equal: a jitted function is not traced again for another."""
+
+    ring: bool  # whether keys go around instead of being gathered
+
+    def __init__(self, cfg: ConfigBase):
+        del cfg
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
 class Kernel(Configurable):
     """One way to compute attention. Static: equal configs make equal kernels.
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.kernels.attention.kernel import SEQUENCE, Call, Kernel
+from axlearn_like.config import ConfigBase
+from axlearn_like.kernels.attention.kernel import SEQUENCE, Call, Kernel, Sharing
 
 DIAGONAL, WHOLE = "diagonal", "whole"  # of a block: causal within itself; or all of it is visible, but for segments
 
@@ -47,22 +47,13 @@ class Blocks(Protocol):
         ...
 
 
-class Ring(Configurable):
+class Ring(Sharing):
     """Least memory, and sending hides behind products; needs a kernel that returns logarithmic sums."""
 
     class Config(ConfigBase["Ring"]):
         pass
 
     ring = True
-
-    def __init__(self, cfg: Config):
-        del cfg
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other)
-
-    def __hash__(self) -> int:
-        return hash(type(self))
 
 
 def on_one_device(
