@@ -108,11 +108,11 @@ class PolicyTrainer(Configurable):
 
         def check_rows(self, mesh: Mesh) -> None:
             """Refuse batches that do not divide over the mesh and into microbatches (UserError)."""
-            rows = mesh.shape["data"] * mesh.shape["fsdp"] * self.microbatches
+            rows = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"] * self.microbatches
             if self.row_multiple % rows:
                 raise UserError(
                     f"trainer.row_multiple={self.row_multiple} is not a multiple of "
-                    f"data x fsdp x microbatches = {rows}"
+                    f"data x fsdp x expert x microbatches = {rows}"
                 )
 
     def __init__(
