@@ -11,13 +11,11 @@ from mesh.buffers import largest_buffers
 from mesh.collectives import by_axis, collectives
 from mesh.roofline import TRUST, estimate
 from mesh.topology import Topology, compiler_version
-from mesh.traced_buffers import largest_traced
+from mesh.traced_buffers import kept_for_backward, largest_traced
+from tools.aot.arguments import arguments
 from tools.aot.steps import Step
 
 Report = dict[str, Any]
-
-# What a change of the code may change; times and this machine's figures are left out.
-_GOLDEN = ("step", "topology", "slices", "mesh", "fits", "hbm", "flops_analytic", "flops_executed", "collectives")
 
 
 def report_dict(step: Step, compiled: Compiled) -> Report:
@@ -42,6 +40,8 @@ def report_dict(step: Step, compiled: Compiled) -> Report:
         "roofline_s": None,
         "estimated_step_s": None,
         "mfu_estimate": None,
+        "kept_for_backward": kept_for_backward(compiled.jaxpr),
+        "arguments": list(map(str, arguments(compiled.jaxpr))),
         "largest_buffers": [],
         "oom": None if compiled.shortage is None else dataclasses.asdict(compiled.shortage),
         "unknown_loops": 0,
@@ -75,20 +75,6 @@ def report_dict(step: Step, compiled: Compiled) -> Report:
         "unknown_loops": compiled.program.unknown_loops(),
     }
     return report
-
-
-def golden(report: Report) -> Report:
-    """What of a report is the same on every machine with the same compiler: to be stored and compared."""
-    kept: Report = {name: report[name] for name in _GOLDEN}
-    if report["collectives"] is not None:  # what is hidden follows from estimates
-        kept["collectives"] = {
-            axis: {kind: {"count": row["count"], "bytes": row["bytes"]} for kind, row in kinds.items()}
-            for axis, kinds in report["collectives"].items()
-        }
-    kept["largest_buffers"] = [
-        f"{row['bytes']} {row['array']} {row['what']} {row['path']}" for row in report["largest_buffers"]
-    ]
-    return kept
 
 
 def describe_topology(topology: Topology) -> Mapping[str, Any]:
