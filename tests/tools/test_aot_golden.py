@@ -42,8 +42,8 @@ def report(**changes: Any) -> dict[str, Any]:
     large = {"bytes": 1 << 20, "array": "bf16[8]", "what": "backward", "path": "copy.12", "source": "layers.py:9"}
     facts = {"step": "train", "mesh": {"fsdp": 2, "tensor": 4}, "fits": True, "hbm": hbm, "oom": None}
     return {
-        **facts, "kept_for_backward": 1 << 20, "flops_analytic": 2e12, "flops_executed": 3e12, "collectives": {"fsdp": rows},
-        "arguments": ["state.x: int32[] on every device"], "largest_buffers": [large], "compile_s": 1.0, **changes,
+        **facts, "kept_for_backward": 1 << 20, "flops_analytic": 2e12, "flops_executed": 3e12,
+        "collectives": {"fsdp": rows}, "arguments": ["state.x: int32[] on every device"], "largest_buffers": [large], "compile_s": 1.0, **changes,
     }  # fmt: skip
 
 
