@@ -9,7 +9,7 @@ import optax
 
 
 class Side(NamedTuple):
-    """Of the rows (or columns): the moving average of G G^T (G^T G), and its eigenvectors as columns. float32 [n, n]."""
+    """Of rows (or columns): the moving average of G G^T (G^T G), and its eigenvectors as columns. float32 [n, n]."""
 
     gram: jax.Array
     basis: jax.Array
