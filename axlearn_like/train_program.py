@@ -22,7 +22,7 @@ from axlearn_like.learner import Learner
 from axlearn_like.losses import LossFn, SupervisedLoss, make_supervised_loss
 from axlearn_like.train_step import State, Step, init_state, make_train_step
 from mesh import UserError, to_named_sharding
-from mesh.rules import LOGICAL_AXES, partition
+from mesh.rules import batch_axes, partition
 
 if TYPE_CHECKING:
     from axlearn_like.trainer import Trainer
@@ -91,8 +91,7 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
     Raises:
         InputError: naming the field.
     """
-    axes = LOGICAL_AXES["batch"] or ()
-    axes = (axes,) if isinstance(axes, str) else axes
+    axes = batch_axes()
     ways = math.prod(mesh.shape[axis] for axis in axes)
     if cfg.batch_size % (ways * microbatches):
         raise InputError(

@@ -57,6 +57,7 @@ class Trainer(Configurable):
         loss: SupervisedLoss.Config = SupervisedLoss.Config()
         checkpoint: Checkpointer.Config = Checkpointer.Config()
         mesh: dict[str, int] = {}  # axis -> size, over all processes; absent axes have size 1, one may be -1
+        slices: dict[str, int] = {}  # axis -> the factor of its size over slices; empty: all go over the first axis
         mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
         compiler_options: dict[str, str] = {}  # of XLA, for the train step; set by a mesh rule, for TPUs have their own
         microbatches: int = 1
@@ -81,7 +82,7 @@ class Trainer(Configurable):
                 f"{cfg.num_steps}, {cfg.log_every}, {cfg.microbatches} and {cfg.programs}"
             )
         self._cfg = cfg
-        self._mesh = make_mesh(cfg.mesh)
+        self._mesh = make_mesh(cfg.mesh, slices=cfg.slices)
         self._learner: Learner = cfg.learner.build()
         self._all = Processes("trainer")
         for index, evaluator in enumerate(cfg.evaluators):

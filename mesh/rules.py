@@ -51,6 +51,11 @@ def axis_sizes(axis: str) -> dict[str, int]:
     return {name: mesh.shape[name] for name in names if not mesh.empty and name not in mesh.manual_axes}
 
 
+def batch_axes() -> tuple[str, ...]:
+    """The mesh axes that spread the rows of a batch."""
+    return _names("batch")
+
+
 def mapped_sizes(axis: str) -> dict[str, int]:
     """Inside a `shard_map`: the mesh axes of a logical axis over which it maps, and their sizes."""
     mesh = jax.sharding.get_abstract_mesh()
