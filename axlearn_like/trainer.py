@@ -39,6 +39,7 @@ from axlearn_like.train_program import Program, check_length, check_rows, train_
 from axlearn_like.train_step import State, init_state
 from axlearn_like.training_loop import TrainingLoop
 from mesh import make_mesh
+from mesh.batches import own_rows
 from mesh.processes import Processes
 
 
@@ -163,7 +164,7 @@ class Trainer(Configurable):
         watchdog = cfg.watchdog.build(**here, doing=lambda: clock.cause) if cfg.watchdog else None
         beat = stack.enter_context(watchdog).beat if watchdog else lambda step: None
         profiler = stack.enter_context(cfg.profile.build(**here))  # early: its signal would end the process otherwise
-        data: SupervisedInput = cfg.input.build()
+        data: SupervisedInput = cfg.input.build(rows=own_rows(cfg.input.batch_size))
         stack.callback(data.close)
         program = train_program(cfg, self._mesh, self._learner)
         state, start = self._start(program, tiers, data)
