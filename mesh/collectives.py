@@ -28,7 +28,7 @@ KINDS = {
 # An all-reduce of which every device keeps a part, which the TPU compiler makes a fusion of this name.
 _SCATTER = "all-reduce-scatter"
 _MEGASCALE = {"ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter"}
-_BETWEEN_SLICES = "slices"
+_DCN = " between slices"  # what one axis sends over the data centre's network is apart from what it sends within slices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Collective:
 
     @property
     def axis(self) -> str:
-        """One name for its axes: "fsdp", "fsdp+tensor"."""
-        return "+".join(self.axes) or "none"
+        """One name for its axes: "fsdp", "fsdp+tensor", "data between slices"."""
+        return ("+".join(self.axes) or "none") + (_DCN if self.dcn else "")
 
 
 def collectives(program: Program, mesh: Mesh) -> list[Collective]:
@@ -222,8 +222,7 @@ def _between_slices(lines: Sequence[Instruction], times: float, grid: _Grid) -> 
         size = sum(array.bytes for array in line.arrays if array.dtype not in ("token", "u32"))
         factor = {"all-reduce": 2.0, "all-gather": float(grid.slices)}.get(kind, 1.0)
         received = round(size * factor * (1.0 if kind == "collective-permute" else (grid.slices - 1) / grid.slices))
-        axes = grid.between or (_BETWEEN_SLICES,)
-        yield Collective(kind, axes, grid.slices, received, times, beside, True, line.op_name)
+        yield Collective(kind, grid.between, grid.slices, received, times, beside, True, line.op_name)
 
 
 def _rendezvous(line: Instruction) -> str:

@@ -29,7 +29,9 @@ from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.spans import span
 from axlearn_like.train_step import init_state, make_train_step
 from mesh import UserError, make_mesh, shard_batch, to_named_sharding
+from mesh.mesh import Unseen
 from mesh.processes import Processes, readable
+from mesh.rules import batch_axes
 from rl.batching import Batch, digest_of_groups, pack_groups
 from rl.messages import Group
 from rl.objective import Objective
@@ -63,6 +65,7 @@ class PolicyTrainer(Configurable):
         learner: Learner.Config = REQUIRED
         checkpoint: Checkpointer.Config = Checkpointer.Config()
         mesh: dict[str, int] = {}  # over the devices of all processes
+        slices: dict[str, int] = {}  # axis -> the factor of its size over slices; empty: all go over the first axis
         processes: int = 1  # that share the mesh: an actor each, on a host each if there are several
         microbatches: int = 1
         num_steps: int = REQUIRED
@@ -79,7 +82,7 @@ class PolicyTrainer(Configurable):
             Raises:
                 UserError: naming the field that does not fit.
             """
-            mesh = make_mesh(self.mesh)
+            mesh = make_mesh(self.mesh, slices=self.slices)
             self.check_rows(mesh)
             return mesh
 
@@ -104,15 +107,16 @@ class PolicyTrainer(Configurable):
                     f"trainer.mesh={self.mesh} has {total} devices, which do not divide over "
                     f"trainer.processes={self.processes}"
                 )
-            self.check_rows(make_mesh(self.mesh, jax.devices()[:1] * total))
+            self.check_rows(make_mesh(self.mesh, [Unseen()] * total, slices=self.slices))
 
         def check_rows(self, mesh: Mesh) -> None:
             """Refuse batches that do not divide over the mesh and into microbatches (UserError)."""
-            rows = mesh.shape["data"] * mesh.shape["fsdp"] * self.microbatches
+            axes = batch_axes()
+            rows = math.prod(mesh.shape[axis] for axis in axes) * self.microbatches
             if self.row_multiple % rows:
                 raise UserError(
                     f"trainer.row_multiple={self.row_multiple} is not a multiple of "
-                    f"data x fsdp x microbatches = {rows}"
+                    f"{' x '.join(axes)} x microbatches = {rows}"
                 )
 
     def __init__(

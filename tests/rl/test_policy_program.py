@@ -60,7 +60,8 @@ def test_the_described_step_takes_a_real_batch():
 
 def test_a_batch_that_does_not_divide_is_refused():
     trainer = tiny_experiment().build().trainer_cfg.clone(row_multiple=3, microbatches=2)
-    with pytest.raises(UserError, match=r"trainer\.row_multiple=3 is not a multiple of data x fsdp x microbatches = 2"):
+    expected = r"trainer\.row_multiple=3 is not a multiple of data x fsdp x expert x microbatches = 2"
+    with pytest.raises(UserError, match=expected):
         policy_program(trainer, make_mesh({}), groups=GROUPS, samples=SAMPLES)
 
 

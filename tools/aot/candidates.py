@@ -9,6 +9,7 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.config_edit import set_path
 from axlearn_like.flops import causal_pairs, decoder_flops, matrix_sizes
 from axlearn_like.trainer import Trainer
+from mesh.rules import batch_axes
 from mesh.topology import Topology
 from rl.experiment import RLExperiment
 from tools.aot.memory import remat_presets
@@ -36,7 +37,7 @@ class Candidate(NamedTuple):
     def edits(self, cfg: ConfigBase[Any]) -> dict[str, Any]:
         """Path -> value."""
         if isinstance(cfg, RLExperiment.Config):
-            rows = self.mesh.get("data", 1) * self.mesh.get("fsdp", 1) * self.microbatches
+            rows = math.prod(self.mesh.get(name, 1) for name in batch_axes()) * self.microbatches
             return {
                 "trainer.mesh": self.mesh,
                 "trainer.microbatches": self.microbatches,
