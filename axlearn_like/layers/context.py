@@ -24,6 +24,7 @@ from axlearn_like.kernels.attention.kernel import MASKED, Layout, Rules
 from axlearn_like.kernels.attention.tree import Tree
 from axlearn_like.kernels.attention.xla import capped, mix, softmax_with_sinks, visible_by_place
 from axlearn_like.layers.linear import batched_dot
+from axlearn_like.layers.remat import named
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 
@@ -39,7 +40,7 @@ class Context(Protocol):
     def attend(
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: Any, mixing: Mixing
     ) -> tuple[jax.Array, Any]:
-        """Mix values for each query: [batch, length, k, q, h], and this layer's updated cache."""
+        """Mix values for each query: [batch, length, k, q, h], named `context`, and this layer's updated cache."""
         ...
 
 
@@ -122,7 +123,7 @@ class GroupContext:
         )
         spread = partition("batch", None, "heads", None, None)
         flat = jnp.reshape(branch, (branch.shape[0], -1, *branch.shape[3:]), out_sharding=spread)
-        return jnp.concatenate([trunk, flat], axis=1), cache
+        return named(jnp.concatenate([trunk, flat], axis=1), "context"), cache
 
     def _live(self, length: int) -> jax.Array:
         """bool [g, p + n * t]: not padding of the trunk. That of a branch is seen by nothing before it."""

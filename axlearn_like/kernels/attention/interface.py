@@ -17,6 +17,7 @@ from axlearn_like.kernels.attention.kernel import Call, Kernel, Layout, Rules
 from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.attention.tree import Tree
 from axlearn_like.kernels.attention.xla import Xla
+from axlearn_like.layers.remat import named
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 
@@ -194,14 +195,16 @@ def _run(
 ) -> jax.Array:
     places = zigzag.order(call.length, call.ways, call.layout)
     if call.ways == 1 and (kernel.explicit or jax.sharding.get_abstract_mesh().empty):
-        return kernel.attend(
+        mixed = kernel.attend(
             *(q, k, v, call),
             segments=(segments, segments),
             places_t=jnp.asarray(places),
             sinks_kq=mixing.sinks,
             tables=kernel.tables(call),
         )
-    return _on_each_device(kernel, call, mixing, q, k, v, segments, places)
+    else:
+        mixed = _on_each_device(kernel, call, mixing, q, k, v, segments, places)
+    return mixed if kernel.named and not call.ring else named(mixed, "context")
 
 
 def _on_each_device(

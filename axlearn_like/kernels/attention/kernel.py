@@ -108,6 +108,9 @@ class Kernel(Configurable):
         pass
 
     explicit = False  # whether it also works on arrays that are spread over a mesh by batch and heads
+    # Whether it gives what its backward pass needs of the forward pass the name `context` (see layers/remat.py): only
+    # then need not it be run again where that is kept.
+    named = False
     trees = False  # whether `attend` does a call with a tree; else `GroupContext` mixes by XLA's products
 
     def __init__(self, cfg: Any):

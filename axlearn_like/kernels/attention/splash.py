@@ -16,6 +16,7 @@ from axlearn_like.kernels.attention import zigzag
 from axlearn_like.kernels.attention.kernel import Call, Kernel
 from axlearn_like.kernels.attention.tree import Tree, tree_mask
 from mesh.errors import UserError
+from mesh.expected import visits
 
 LANES = 128  # the width of a TPU register; blocks are multiples of it
 UNFUSED_FROM = 16_384  # the fused backward pass keeps a part of dq for every block of keys: 8 GiB at 32k
@@ -32,7 +33,7 @@ class Splash(Kernel):
         fused_backward: bool | None = None  # dq with dk and dv in one pass; None: for rows shorter than 16,384
         interpret: bool = False  # simulate a TPU, which is slow: for tests
 
-    trees = True
+    trees = named = True
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
@@ -73,6 +74,10 @@ class Splash(Kernel):
         mask = ("causal", call.rules.window) if call.rules.causal else ("full", None)
         return self.tables_of(mask, (length, length), places, call.ways)
 
+    def _visited(self, call: Call) -> int:
+        """Pairs of blocks of a head for which a device computes something, each way."""
+        return int(np.count_nonzero(self.tables(call).arrays[0].block_mask)) // call.ways
+
     def padded(self, call: Call) -> int:
         """The length with padding: of rows of answers whole blocks, since their sizes may be anything."""
         block = LANES if call.tree is None else min(self.cfg.block_kv, padded(call.tree.size))
@@ -98,7 +103,8 @@ class Splash(Kernel):
         kernel = self.bound(call, tables, (q.shape[2], k.shape[2]), save_residuals=False)
         sinks = None if sinks_kq is None else sinks_kq.reshape(-1).astype(jnp.float32)
         ids = tuple(_filled(x, 1, more, _NO_SEGMENT) for x in segments)
-        mixed = jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, _segment_ids(*ids), sinks))(q, k, v, *ids)
+        with visits(q.shape[0] * q.shape[1] * self._visited(call)):
+            mixed = jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, _segment_ids(*ids), sinks))(q, k, v, *ids)
         mixed = mixed[:, :, :length].transpose(0, 2, 1, 3)
         return mixed.reshape(batch, length, k_bskh.shape[2], -1, v_bskh.shape[-1])
 
@@ -148,7 +154,7 @@ class Splash(Kernel):
             "save_residuals": save_residuals,
             "mask_value": splash.DEFAULT_MASK_VALUE,
             "attn_logits_soft_cap": call.rules.soft_cap,
-            "residual_checkpoint_name": None,
+            "residual_checkpoint_name": None if save_residuals else "context",  # see `Kernel.named`
             "mask_function": tables.function,
             "interpret": self.cfg.interpret,
         }

@@ -15,6 +15,7 @@ from axlearn_like.kernels.attention.tree import Tree, tree_mask
 from axlearn_like.kernels.attention.xla import Xla
 from axlearn_like.layers.context import GroupContext
 from mesh import UserError
+from mesh.arithmetic import products
 
 
 def sees(tree: Tree, query: int, key: int) -> bool:
@@ -44,7 +45,8 @@ def test_blocks_told_without_computing_them_are_as_computed(tree, blocks):
     for i in range(0, length, q):
         for j in range(0, length, kv):
             block = mask[slice(i, i + q), slice(j, j + kv)]
-            assert (block.any(), block.all()) == (whole[i : i + q, j : j + kv].any(), whole[i : i + q, j : j + kv].all())
+            part = whole[i : i + q, j : j + kv]
+            assert (block.any(), block.all()) == (part.any(), part.all())
             told += block.shape == (1, 1)
     assert told > length // q  # most blocks of other branches, and all of the trunk that is seen
 
@@ -57,6 +59,21 @@ def test_blocks_of_other_branches_are_not_visited():
     visited = 3 + 4 * (4 + 3)  # of the trunk its causal half, of a branch the trunk and its causal half
     assert [int(np.count_nonzero(table.block_mask)) for table in (forward, dq, dkv)] == [visited] * 3
     assert forward.block_mask.shape[2] == 4  # blocks of keys that a block of queries is led to at most
+
+
+def test_the_flops_counted_are_those_of_the_blocks_that_are_visited():
+    tree, width = Tree(256, 4, 256), 128
+    blocks = Splash.Config(block_q=128, block_kv=128, block_kv_compute=128, fused_backward=False, interpret=True)
+    context = GroupContext(jnp.full((1,), 256, jnp.int32), tree.trunk, tree.branches, tree.size)
+    mixing = Mixing(Rules(), blocks.build(), AllGather.Config().build())
+    x = jax.ShapeDtypeStruct((1, tree.length, 2, width), jnp.float32)
+
+    def loss(q: Any, k: Any, v: Any) -> jax.Array:
+        return jnp.sum(context.attend(q[..., None, :], k, v, None, mixing)[0])
+
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x)
+    products_of_a_pair = 2 + 3 + 4  # forward, dq, dk and dv
+    assert products(traced).kernels == products_of_a_pair * 2 * 31 * 2 * 128 * 128 * width
 
 
 @pytest.fixture(scope="module")
