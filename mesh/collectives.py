@@ -2,7 +2,9 @@
 
 Bytes are those that one device receives in one run of the program, by the usual algorithms, n being the size of a
 group: (n - 1) / n of the result of an all-gather and of the operand of a reduce-scatter or all-to-all, twice that for
-an all-reduce, and all of a permutation's.
+an all-reduce, and all of a permutation's. A ragged all-to-all sends the rows that there are, which is known only when
+it runs: it counts as if all of its smaller side (what it reads, or the places that it may fill) were rows, evenly
+spread over the group.
 """
 
 import dataclasses
@@ -86,7 +88,7 @@ def collectives(program: Program, mesh: Mesh) -> list[Collective]:
             if size < 2 or not groups:
                 continue
             beside = sum(one.cycles for one in lines[at + 1 : ends[line.name]]) if line.name in ends else 0
-            received = _received(kind, line, size)
+            received = _ragged(line, lines, size) if "ragged" in line.opcode else _received(kind, line, size)
             found.append(Collective(kind, grid.axes(groups), size, received, times, beside, False, line.op_name))
         if not fused:
             found += _between_slices(lines, times, grid)
@@ -164,6 +166,14 @@ def _received(kind: str, line: Instruction, size: int) -> int:
         whole = total * size if line.opcode.startswith("reduce-scatter") else total
         return round(whole * share)
     return round(total * share) if kind != "collective-permute" else total
+
+
+def _ragged(line: Instruction, lines: Sequence[Instruction], size: int) -> int:
+    """Its operands are the rows, the places, and who gets how many. No more can be received than was there to be sent;
+    no layer that reserves places for the worst case fills them."""
+    rows, places = (next((one for one in lines if one.name == name), None) for name in line.operands[:2])
+    whole = min(sum(array.bytes for array in one.arrays) for one in (rows, places) if one is not None)
+    return round(whole * (size - 1) / size)
 
 
 def _members(line: Instruction, partitions: int) -> Iterator[list[int]]:

@@ -90,7 +90,9 @@ def candidates(cfg: ConfigBase[Any], topology: Topology, available: int) -> list
 def _job(cfg: ConfigBase[Any]) -> tuple[ConfigBase[Any], dict[str, int], int, int]:
     """Model, mesh, rows and their length."""
     if isinstance(cfg, RLExperiment.Config):
-        return cfg.policy, cfg.trainer.mesh, cfg.groups, cfg.max_prompt + cfg.samples * cfg.max_new
+        each_row = cfg.trainer.samples_per_row or cfg.samples
+        rows = cfg.groups * cfg.samples // each_row
+        return cfg.policy, cfg.trainer.mesh, rows, cfg.max_prompt + each_row * cfg.max_new
     assert isinstance(cfg, Trainer.Config)
     return cfg.model, cfg.mesh, cfg.input.batch_size, cfg.input.seq_len
 

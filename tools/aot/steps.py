@@ -116,7 +116,7 @@ def _policy(experiment: RLExperiment, step: str, mesh: Mesh) -> Step:
         counted = f"forward pass of {rows} rows of {length} tokens"
         score: Any = program.score
         return Step(step, mesh, lambda: score.trace(program.state["params"], **program.rows), flops, counted)
-    groups, samples, new = program.batch["inputs"].shape
+    groups, samples, new = cfg.groups, cfg.samples, cfg.max_new  # a prompt counts once, in however many rows it is
     trunk = program.batch["trunk"].shape[1]
     branches = groups * samples * new
     pairs = causal_pairs(groups, trunk) + causal_pairs(groups * samples, new) + branches * trunk
