@@ -20,6 +20,9 @@ from mesh.traffic import operations
 MATRIX_EFFICIENCY = 0.92
 KERNEL_EFFICIENCY = 0.5
 
+# A real step is expected between so many times the estimate.
+EXPECTED = (0.9, 1.5)
+
 TRUST = {
     "fits": "as on hardware: the compiler of the real thing decides it",
     "hbm": "exact plan of the compiler; the runtime's own memory and fragmentation are not in it (leave some per cent)",
@@ -32,7 +35,7 @@ TRUST = {
     "roofline_s": "lower bounds by makers' peak figures",
     "estimated_step_s": "compiler's cycle estimates for matrix products (within 5 per cent where this was checked, on "
     "v5e), bytes over nominal bandwidth for the rest, plus communication that is not hidden; contention, dispatch, "
-    "stragglers and clock changes are not seen: expect a real step between 0.9 and 1.5 times this",
+    f"stragglers and clock changes are not seen: expect a real step between {EXPECTED[0]} and {EXPECTED[1]} times this",
     "mfu_estimate": "flops_analytic over estimated_step_s and peak: with the same error, for ranking only",
 }
 

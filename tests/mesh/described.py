@@ -23,6 +23,7 @@ class DescribedMesh:
 
     def __init__(self, devices: np.ndarray):
         self.devices, self.axis_names = devices, MESH_AXES
+        self.shape = dict(zip(MESH_AXES, devices.shape, strict=True))
 
 
 def described_mesh(chips: tuple[int, ...] | None = None, slices: int = 1, **axes: int) -> jax.sharding.Mesh:

@@ -36,7 +36,7 @@ def advice(cfg: ConfigBase[Any], outcome: Outcome) -> list[str]:
     if mesh["data"] > 1:
         wider = {n: s for n, s in {**mesh, "fsdp": mesh["fsdp"] * mesh["data"], "data": 1}.items() if s > 1}
         first = 0 if state > shortage.available // 2 else 4
-        found.append((first, f"parameters over more devices: --set '{root}mesh={wider}'"))
+        found.append((first, f'parameters over more devices: --set "{root}mesh={wider}"'))
     first = 0 if state > shortage.available else 5
     found.append((first, "more devices: a larger --topology, with a larger fsdp axis"))
     return [text for _, text in sorted(found, key=lambda one: one[0])]

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from axlearn_like.config import ConfigBase
 from axlearn_like.config_edit import set_path
 from axlearn_like.flops import causal_pairs, decoder_flops, matrix_sizes
+from axlearn_like.layers.remat import find_remat
 from axlearn_like.trainer import Trainer
+from mesh.errors import UserError
 from mesh.rules import batch_axes
 from mesh.topology import Topology
 from rl.experiment import RLExperiment
@@ -37,7 +39,11 @@ class Candidate(NamedTuple):
     def edits(self, cfg: ConfigBase[Any]) -> dict[str, Any]:
         """Path -> value."""
         if isinstance(cfg, RLExperiment.Config):
+<<<<<<< HEAD
             rows = math.prod(self.mesh.get(name, 1) for name in batch_axes()) * self.microbatches
+=======
+            rows = _ways(self.mesh) * self.microbatches
+>>>>>>> 55b959e5a721c87737a1f4133aa6167e83af5559
             return {
                 "trainer.mesh": self.mesh,
                 "trainer.microbatches": self.microbatches,
@@ -58,43 +64,102 @@ class Candidate(NamedTuple):
         return f"{mesh}, remat {self.remat}, {self.microbatches} microbatches"
 
 
-def candidates(cfg: ConfigBase[Any], topology: Topology, available: int) -> list[Candidate]:
+class Space(NamedTuple):
+    """What is tried of each kind; empty: whatever can be.
+
+    Attributes:
+        meshes: shapes; those given are tried even if they cannot fit.
+        remats: presets.
+        microbatches: of the batch.
+    """
+
+    meshes: tuple[dict[str, int], ...] = ()
+    remats: tuple[str, ...] = ()
+    microbatches: tuple[int, ...] = ()
+
+
+def candidates(
+    cfg: ConfigBase[Any], topology: Topology, available: int, space: Space = Space()  # noqa: B008
+) -> list[Candidate]:
     """All that divide evenly and whose parameters alone fit, the most promising first.
 
-    Pipeline, expert and sequence axes stay as the experiment has them; data, fsdp and tensor are tried.
+    Where the space names no meshes, pipeline, expert and sequence axes stay as the experiment has them, and data, fsdp
+    and tensor are tried.
 
     Args:
         cfg: a supervised trainer or an RL experiment.
         topology: of the devices.
         available: bytes of one device.
+        space: what to try.
+
+    Raises:
+        UserError: a mesh of the space has not as many devices as the topology, or there is no such preset.
     """
-    model, mesh, rows, length = _job(cfg)
-    fixed = {name: size for name, size in mesh.items() if name in ("pipeline", "expert", "sequence") and size > 1}
-    free, rest = divmod(topology.devices, math.prod(fixed.values()))
-    if rest:
-        return []
-    sizes = matrix_sizes(model)
+    for remat in space.remats:
+        find_remat(remat)
+    job = _job(cfg)
     found = []
-    for data, fsdp, tensor in _factors(free):
-        shape = {"data": data, **fixed, "fsdp": fsdp, "tensor": tensor}
-        if _STATE * sum(sizes) / (fsdp * tensor) > available or _heads(model) % tensor:
-            continue
-        microbatches = [n for n in _powers(_MOST_MICROBATCHES) if rows % (data * fsdp * n) == 0]
-        for remat, count in itertools.product(remat_presets(), microbatches):
-            promise = _promise(model, topology, shape, remat, count, rows, length)
-            shape = {name: size for name, size in shape.items() if size > 1} or {"fsdp": 1}
-            found.append(Candidate(shape, remat, count, promise))
+    for shape in _given(space, topology) or _searched(job, topology, available):
+        counts = space.microbatches or [n for n in _powers(_MOST_MICROBATCHES) if job.rows % (_ways(shape) * n) == 0]
+        for remat, count in itertools.product(space.remats or remat_presets(), counts):
+            found.append(Candidate(shape, remat, count, _promise(job, topology, shape, remat, count)))
     return sorted(found, key=lambda one: (one.promise, str(one)))
 
 
-def _job(cfg: ConfigBase[Any]) -> tuple[ConfigBase[Any], dict[str, int], int, int]:
-    """Model, mesh, rows and their length."""
+def _ways(shape: dict[str, int]) -> int:
+    """Over how many devices the rows of a batch are spread."""
+    return math.prod(shape.get(name, 1) for name in ("data", "fsdp", "expert"))
+
+
+def _given(space: Space, topology: Topology) -> list[dict[str, int]]:
+    for shape in space.meshes:
+        devices = math.prod(shape.values())
+        if devices != topology.devices:
+            mesh = " x ".join(f"{name} {size}" for name, size in shape.items())
+            raise UserError(f"--sweep-mesh {mesh} has {devices} devices; {topology} has {topology.devices}")
+    return list(space.meshes)
+
+
+def _searched(job: "_Job", topology: Topology, available: int) -> Iterator[dict[str, int]]:
+    fixed = {name: size for name, size in job.mesh.items() if name in ("pipeline", "expert", "sequence") and size > 1}
+    free, rest = divmod(topology.devices, math.prod(fixed.values()))
+    if rest:
+        return
+    for data, fsdp, tensor in _factors(free):
+        if _STATE * job.parameters / (fsdp * tensor) > available or _heads(job.model) % tensor:
+            continue
+        shape = {"data": data, **fixed, "fsdp": fsdp, "tensor": tensor}
+        yield {name: size for name, size in shape.items() if size > 1} or {"fsdp": 1}
+
+
+class _Job(NamedTuple):
+    """What a step is to do, whatever the mesh; counting it takes longer than all the rest."""
+
+    model: Any
+    mesh: dict[str, int]  # as the experiment has it
+    rows: int
+    tokens: int
+    parameters: float
+    flops: float
+
+
+def _job(cfg: ConfigBase[Any]) -> _Job:
     if isinstance(cfg, RLExperiment.Config):
+<<<<<<< HEAD
         each_row = cfg.trainer.samples_per_row or cfg.samples
         rows = cfg.groups * cfg.samples // each_row
         return cfg.policy, cfg.trainer.mesh, rows, cfg.max_prompt + each_row * cfg.max_new
     assert isinstance(cfg, Trainer.Config)
     return cfg.model, cfg.mesh, cfg.input.batch_size, cfg.input.seq_len
+=======
+        model, mesh, rows, length = cfg.policy, cfg.trainer.mesh, cfg.groups, cfg.max_prompt + cfg.samples * cfg.max_new
+    else:
+        assert isinstance(cfg, Trainer.Config)
+        model, mesh, rows, length = cfg.model, cfg.mesh, cfg.input.batch_size, cfg.input.seq_len
+    tokens, pairs = rows * length, causal_pairs(rows, length)
+    flops = decoder_flops(model, tokens=tokens, head_tokens=tokens, pairs=pairs, backward=True)
+    return _Job(model, mesh, rows, tokens, sum(matrix_sizes(model)), flops)
+>>>>>>> 55b959e5a721c87737a1f4133aa6167e83af5559
 
 
 def _heads(model: Any) -> int:
@@ -114,21 +179,14 @@ def _factors(count: int) -> Iterator[tuple[int, int, int]]:
                 yield count // (fsdp * tensor), fsdp, tensor
 
 
-def _promise(
-    model: Any, topology: Topology, mesh: dict[str, int], remat: str, microbatches: int, rows: int, length: int
-) -> float:
+def _promise(job: _Job, topology: Topology, mesh: dict[str, int], remat: str, microbatches: int) -> float:
     """Compute at a fixed efficiency, and half of the communication, which would be beside it."""
     chip, presets = topology.generation, remat_presets()
     data, fsdp, tensor = (mesh.get(name, 1) for name in ("data", "fsdp", "tensor"))
-    tokens = rows * length
-    flops = decoder_flops(
-        model, tokens=tokens, head_tokens=tokens, pairs=causal_pairs(rows, length), backward=True
-    )
     # The presets stand in the order of what they recompute: from nothing to all of a forward pass.
     recomputed = presets.index(remat) / max(1, len(presets) - 1) / 3
-    compute = flops * (1 + recomputed) / (topology.devices * chip.per_device(chip.flops) * _ORDER_EFFICIENCY)
-    parameters = sum(matrix_sizes(model))
-    gathered = 3 * 2 * parameters / tensor * microbatches * (fsdp - 1) / fsdp
-    reduced = 4 * 2 * parameters / (fsdp * tensor) * (data - 1) / data
-    mixed = 16 * 2 * model.num_layers * model.dim * tokens / (data * fsdp) * (tensor - 1) / tensor
+    compute = job.flops * (1 + recomputed) / (topology.devices * chip.per_device(chip.flops) * _ORDER_EFFICIENCY)
+    gathered = 3 * 2 * job.parameters / tensor * microbatches * (fsdp - 1) / fsdp
+    reduced = 4 * 2 * job.parameters / (fsdp * tensor) * (data - 1) / data
+    mixed = 16 * 2 * job.model.num_layers * job.model.dim * job.tokens / (data * fsdp) * (tensor - 1) / tensor
     return compute + 0.5 * (gathered + reduced + mixed) / (2 * chip.link)

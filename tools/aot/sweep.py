@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import click
+import jax
+from rich.console import Console
+from rich.table import Table
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.config_text import to_text
 from mesh.ahead_of_time import compile_step, memory_per_device
 from mesh.errors import UserError
-from mesh.topology import Topology, topology_devices
-from tools.aot.candidates import Candidate, candidates
+from mesh.roofline import EXPECTED
+from mesh.topology import Topology, compiler_version, topology_devices
+from tools.aot.candidates import Candidate, Space, candidates
 from tools.aot.memory import at_least
-from tools.aot.report import describe_topology, report_dict
-from tools.aot.steps import find_step
+from tools.aot.report import Report, describe_topology, report_dict
+from tools.aot.steps import described, find_step
 from tools.experiment import config_errors
 
 Row = dict[str, Any]
@@ -27,11 +31,11 @@ def run_sweep(
     topology: Topology,
     *,
     limit: int,
-    cache: Path | None,
-    options: Mapping[str, str] | None,
-    as_json: bool,
-) -> list[Row]:
-    """Compile the most promising candidates, print the ranking, and return it, the best first.
+    cache: Path | None = None,
+    options: Mapping[str, str] | None = None,
+    space: Space = Space(),  # noqa: B008
+) -> Report:
+    """Compile the most promising candidates, and rank them; every answer is told on standard error.
 
     Args:
         cfg: of the experiment.
@@ -39,13 +43,16 @@ def run_sweep(
         limit: compilations at most; those that the cache knows do not count.
         cache: JSON lines, one for each candidate that was tried; a later sweep goes on from there.
         options: of the compiler.
-        as_json: print one JSON object instead of a table.
+        space: what to try.
+
+    Returns:
+        JSON-able: `tried`, the best first, `best` (None if none fits), what memory there is, and the estimate's error.
 
     Raises:
         UserError: nothing can be tried.
     """
     available = memory_per_device(topology)
-    tried = candidates(cfg, topology, available)
+    tried = candidates(cfg, topology, available, space)
     if not tried:
         raise UserError(
             f"--sweep: no mesh of {topology.devices} devices divides the batch and the model's heads and has room for "
@@ -55,10 +62,10 @@ def run_sweep(
     rows: list[Row] = []
     compiled = 0
     for candidate in tried:
-        if compiled >= limit:
-            break
         key = _key(cfg, topology, candidate, options)
         row = known.get(key)
+        if row is None and compiled >= limit:
+            break
         if row is None:
             row = _try(cfg, topology, candidate, available, options)
             compiled += row["compiled"]
@@ -68,12 +75,15 @@ def run_sweep(
         rows.append(row)
         click.echo(f"{compiled}/{limit} {candidate}: {_verdict(row)}", err=True)
     rows.sort(key=lambda row: (not row["fits"], row["estimated_step_s"] or 0.0, row["needed"] or 0))
-    if as_json:
-        result = {**describe_topology(topology), "available": available, "candidates": len(tried), "tried": rows}
-        click.echo(json.dumps({**result, "best": rows[0] if rows[0]["fits"] else None}))
-    else:
-        _print(rows, available)
-    return rows
+    return {
+        **describe_topology(topology),
+        "available": available,
+        "error": EXPECTED,
+        "versions": {"jax": jax.__version__, "libtpu": compiler_version()},
+        "candidates": len(tried),
+        "tried": rows,
+        "best": rows[0] if rows and rows[0]["fits"] else None,
+    }
 
 
 def _try(
@@ -91,6 +101,7 @@ def _try(
         "fits": False,
         "compiled": False,
         "needed": None,
+        "arguments": None,
         "estimated_step_s": None,
         "mfu_estimate": None,
         "exposed_s": None,
@@ -109,12 +120,11 @@ def _try(
     if not report["fits"]:
         return {**row, "compiled": True, "needed": report["oom"]["needed"], "why": report["oom"]["what"]}
     names = ("estimated_step_s", "mfu_estimate", "exposed_s", "compile_cpu_s")
-    return {**row, "fits": True, "compiled": True, "needed": report["hbm"]["peak"], **{n: report[n] for n in names}}
+    memory = {"needed": report["hbm"]["peak"], "arguments": report["hbm"]["arguments"]}
+    return {**row, "fits": True, "compiled": True, **memory, **{name: report[name] for name in names}}
 
 
 def _least(step: Any) -> int:
-    import jax
-
     with jax.set_mesh(step.mesh):
         return at_least(step.trace().jaxpr)
 
@@ -127,24 +137,23 @@ def _verdict(row: Row) -> str:
     return f"does not fit{how}: {needed} {row['why']}"
 
 
-def _print(rows: list[Row], available: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def print_sweep(result: Report) -> None:
+    """The ranking, and the best one as arguments of the command line."""
+    rows = result["tried"]
     table = Table("mesh", "remat", "microbatches", "GiB", "step, s", "MFU", "exposed, s", box=None, pad_edge=False)
     for row in rows:
-        mesh = " x ".join(f"{name} {size}" for name, size in row["mesh"].items())
         gib = "" if row["needed"] is None else f"{row['needed'] / (1 << 30):.2f}"
         times = ("", "", "")
         if row["fits"]:
             times = (f"{row['estimated_step_s']:.4g}", f"{row['mfu_estimate']:.0%}", f"{row['exposed_s']:.4g}")
-        table.add_row(mesh, row["remat"], str(row["microbatches"]), gib if row["fits"] else f"{gib} no", *times)
+        memory = gib if row["fits"] else f"{gib} no"
+        table.add_row(described(row["mesh"]), row["remat"], str(row["microbatches"]), memory, *times)
     Console().print(table)
-    best = rows[0]
-    if best["fits"]:
-        click.echo("best: " + " ".join(f"--set '{one}'" for one in best["set"]))
+    if result["best"]:
+        click.echo("best: " + " ".join(f'--set "{one}"' for one in result["best"]["set"]))
     else:
-        click.echo(f"nothing that was tried fits {available / (1 << 30):.2f} GiB; raise --sweep-limit or the topology")
+        available = result["available"] / (1 << 30)
+        click.echo(f"nothing that was tried fits {available:.2f} GiB; raise --sweep-limit or the topology")
 
 
 def _key(cfg: ConfigBase[Any], topology: Topology, candidate: Candidate, options: Mapping[str, str] | None) -> str:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mesh.roofline import EXPECTED
 from tools.aot.report import Report
 from tools.aot.steps import described
 
@@ -34,11 +35,12 @@ def print_report(report: Report, advice: Iterable[str] = (), console: Console | 
     console.print(Text(f"executed {report['flops_executed']:.4g}"))
     if report["estimated_step_s"] is not None:
         bounds = ", ".join(f"{name} {seconds:.4g}" for name, seconds in report["roofline_s"].items())
+        least, most = EXPECTED
         console.print(Text(f"lower bounds in s: {bounds}"))
         console.print(
             Text(
-                f"estimated step {report['estimated_step_s']:.4g} s (0.9 to 1.5 times that), of which communication "
-                f"beside nothing {report['exposed_s']:.4g}; MFU about {report['mfu_estimate']:.0%}"
+                f"estimated step {report['estimated_step_s']:.4g} s ({least} to {most} times that), of which "
+                f"communication beside nothing {report['exposed_s']:.4g}; MFU about {report['mfu_estimate']:.0%}"
             )
         )
         console.print(_collectives(report["collectives"]))

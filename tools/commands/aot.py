@@ -24,6 +24,10 @@ STEPS = ("train", "eval", "score", "prefill", "decode")
 @click.option("--sweep", is_flag=True, help="Search mesh shapes, remat and microbatches for the best step that fits.")
 @click.option("--sweep-limit", default=12, show_default=True, type=click.IntRange(1), help="Compilations of a sweep.")
 @click.option("--sweep-cache", type=click.Path(path_type=Path), help="JSON lines by which a sweep goes on.")
+@click.option("--sweep-mesh", "meshes", multiple=True, metavar="AXIS=N,...", help="Try this shape. May be repeated.")
+@click.option("--sweep-remat", "remats", multiple=True, metavar="PRESET", help="Try this preset. May be repeated.")
+@click.option("--sweep-microbatches", "microbatches", multiple=True, type=click.IntRange(1), help="Try this number.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw a sweep: memory and steps, as SVG.")
 @click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Write the executable.")
 @click.option("--hlo", type=click.Path(path_type=Path, dir_okay=False), help="Write the optimised program's text.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of the compiler. May be repeated.")
@@ -37,6 +41,10 @@ def command(
     sweep: bool,
     sweep_limit: int,
     sweep_cache: Path | None,
+    meshes: tuple[str, ...],
+    remats: tuple[str, ...],
+    microbatches: tuple[int, ...],
+    plot: Path | None,
     save: Path | None,
     hlo: Path | None,
     options: tuple[str, ...],
@@ -46,6 +54,10 @@ def command(
     A step that does not fit is a verdict, with exit status 0; what cannot be is refused before anything is compiled.
     """
     check_name(experiment)
+    if sweep and (save or hlo or step != "train"):
+        raise UserError("--sweep searches for a train step; give --save, --hlo or another --step without it")
+    if not sweep and (meshes or remats or microbatches or plot):
+        raise UserError("--sweep-mesh, --sweep-remat, --sweep-microbatches and --plot belong to a sweep; add --sweep")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else jax would look for a TPU
     from mesh.topology import parse_topology, prepare_compiler
 
@@ -56,11 +68,16 @@ def command(
 
     cfg = load_for(experiment, sets, topology)
     if sweep:
-        if save or hlo or step != "train":
-            raise UserError("--sweep searches for a train step; give --save, --hlo or another --step without it")
-        from tools.aot.sweep import run_sweep
+        from tools.aot.candidates import Space
+        from tools.aot.plot import draw_sweep
+        from tools.aot.sweep import print_sweep, run_sweep
 
-        run_sweep(cfg, topology, limit=sweep_limit, cache=sweep_cache, options=chosen, as_json=as_json)
+        space = Space(tuple(map(_mesh, meshes)), remats, microbatches)
+        found = run_sweep(cfg, topology, limit=sweep_limit, cache=sweep_cache, options=chosen, space=space)
+        result = {"experiment": experiment, "set": sets, **found}
+        if plot:
+            plot.write_text(draw_sweep(result))
+        click.echo(json.dumps(result)) if as_json else print_sweep(result)
         return
     outcome = compile_experiment(cfg, step, topology, chosen)
     from tools.aot.advice import advice
@@ -76,3 +93,23 @@ def command(
         click.echo(f"{save}: {size / (1 << 20):.1f} MiB; to be loaded by mesh.ahead_of_time.load_executable", err=True)
     if as_json:
         click.echo(json.dumps(report))
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """`fsdp=8,tensor=2` as a mapping; axes are in the order of the mesh's.
+
+    Raises:
+        UserError: it is not written so, or there is no such axis.
+    """
+    from mesh.errors import did_you_mean
+    from mesh.mesh import MESH_AXES
+
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if name not in MESH_AXES:
+            raise UserError(f"--sweep-mesh {text}: no axis {name!r}{did_you_mean(name, MESH_AXES)}")
+        if not size.isdecimal() or int(size) < 1:
+            raise UserError(f"--sweep-mesh {text}: {name} is {size!r}; expected a size, as in fsdp=8,tensor=2")
+        found[name] = int(size)
+    return {name: found[name] for name in MESH_AXES if name in found}
