@@ -39,11 +39,7 @@ class Candidate(NamedTuple):
     def edits(self, cfg: ConfigBase[Any]) -> dict[str, Any]:
         """Path -> value."""
         if isinstance(cfg, RLExperiment.Config):
-<<<<<<< HEAD
-            rows = math.prod(self.mesh.get(name, 1) for name in batch_axes()) * self.microbatches
-=======
             rows = _ways(self.mesh) * self.microbatches
->>>>>>> 55b959e5a721c87737a1f4133aa6167e83af5559
             return {
                 "trainer.mesh": self.mesh,
                 "trainer.microbatches": self.microbatches,
@@ -108,7 +104,7 @@ def candidates(
 
 def _ways(shape: dict[str, int]) -> int:
     """Over how many devices the rows of a batch are spread."""
-    return math.prod(shape.get(name, 1) for name in ("data", "fsdp", "expert"))
+    return math.prod(shape.get(name, 1) for name in batch_axes())
 
 
 def _given(space: Space, topology: Topology) -> list[dict[str, int]]:
@@ -145,21 +141,15 @@ class _Job(NamedTuple):
 
 def _job(cfg: ConfigBase[Any]) -> _Job:
     if isinstance(cfg, RLExperiment.Config):
-<<<<<<< HEAD
         each_row = cfg.trainer.samples_per_row or cfg.samples
-        rows = cfg.groups * cfg.samples // each_row
-        return cfg.policy, cfg.trainer.mesh, rows, cfg.max_prompt + each_row * cfg.max_new
-    assert isinstance(cfg, Trainer.Config)
-    return cfg.model, cfg.mesh, cfg.input.batch_size, cfg.input.seq_len
-=======
-        model, mesh, rows, length = cfg.policy, cfg.trainer.mesh, cfg.groups, cfg.max_prompt + cfg.samples * cfg.max_new
+        rows, length = cfg.groups * cfg.samples // each_row, cfg.max_prompt + each_row * cfg.max_new
+        model, mesh = cfg.policy, cfg.trainer.mesh
     else:
         assert isinstance(cfg, Trainer.Config)
         model, mesh, rows, length = cfg.model, cfg.mesh, cfg.input.batch_size, cfg.input.seq_len
     tokens, pairs = rows * length, causal_pairs(rows, length)
     flops = decoder_flops(model, tokens=tokens, head_tokens=tokens, pairs=pairs, backward=True)
     return _Job(model, mesh, rows, tokens, sum(matrix_sizes(model)), flops)
->>>>>>> 55b959e5a721c87737a1f4133aa6167e83af5559
 
 
 def _heads(model: Any) -> int:
