@@ -10,6 +10,7 @@ from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import Params
 from axlearn_like.train_program import eval_step
 from mesh import shard_batch
+from mesh.batches import own_rows
 
 
 class Evaluator(Protocol):
@@ -33,7 +34,8 @@ class LossEvaluator(Configurable):
 
     def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any]):
         self.every, self.averaged = cfg.every, cfg.averaged
-        data = cfg.input.build()
+        data = cfg.input.build(rows=own_rows(cfg.input.batch_size))
+        self._rows = cfg.input.batch_size
         self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
         data.close()
         self._loss = eval_step(graphdef)
@@ -44,7 +46,8 @@ class LossEvaluator(Configurable):
         Of averaged parameters: `eval_averaged_loss` and `eval_averaged_accuracy`.
         """
         del step
-        results = jax.device_get([self._loss(params, shard_batch(batch))[1] for batch in self._batches])
+        batches = (shard_batch(batch, rows=self._rows) for batch in self._batches)
+        results = jax.device_get([self._loss(params, batch)[1] for batch in batches])
         prefix = "eval_averaged" if self.averaged else "eval"
         return {
             f"{prefix}_{name}": float(sum(result[name] for result in results) / len(results))

@@ -22,7 +22,8 @@ from axlearn_like.learner import Learner
 from axlearn_like.losses import LossFn, SupervisedLoss, make_supervised_loss
 from axlearn_like.train_step import State, Step, init_state, make_train_step
 from mesh import UserError, to_named_sharding
-from mesh.rules import LOGICAL_AXES, partition
+from mesh.batches import batch_partition
+from mesh.rules import batch_axes
 
 if TYPE_CHECKING:
     from axlearn_like.trainer import Trainer
@@ -79,10 +80,12 @@ def describe_state(
 
 def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """A packed batch as `SupervisedInput` gives it, spread as `shard_batch` does; the mesh is set."""
-    sharding = NamedSharding(mesh, partition("batch", None) or jax.P())
     dtypes = {**dict.fromkeys(_INTEGERS, jnp.int32), "weights": jnp.float32}
     shape = (cfg.batch_size, cfg.seq_len)
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch_partition(shape, name)))
+        for name, dtype in dtypes.items()
+    }
 
 
 def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> None:
@@ -91,8 +94,7 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
     Raises:
         InputError: naming the field.
     """
-    axes = LOGICAL_AXES["batch"] or ()
-    axes = (axes,) if isinstance(axes, str) else axes
+    axes = batch_axes()
     ways = math.prod(mesh.shape[axis] for axis in axes)
     if cfg.batch_size % (ways * microbatches):
         raise InputError(

@@ -39,6 +39,7 @@ from axlearn_like.train_program import Program, check_length, check_rows, train_
 from axlearn_like.train_step import State, init_state
 from axlearn_like.training_loop import TrainingLoop
 from mesh import make_mesh
+from mesh.batches import own_rows
 from mesh.processes import Processes
 
 
@@ -57,6 +58,7 @@ class Trainer(Configurable):
         loss: SupervisedLoss.Config = SupervisedLoss.Config()
         checkpoint: Checkpointer.Config = Checkpointer.Config()
         mesh: dict[str, int] = {}  # axis -> size, over all processes; absent axes have size 1, one may be -1
+        slices: dict[str, int] = {}  # axis -> the factor of its size over slices; empty: all go over the first axis
         mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
         compiler_options: dict[str, str] = {}  # of XLA, for the train step; set by a mesh rule, for TPUs have their own
         microbatches: int = 1
@@ -81,7 +83,7 @@ class Trainer(Configurable):
                 f"{cfg.num_steps}, {cfg.log_every}, {cfg.microbatches} and {cfg.programs}"
             )
         self._cfg = cfg
-        self._mesh = make_mesh(cfg.mesh)
+        self._mesh = make_mesh(cfg.mesh, slices=cfg.slices)
         self._learner: Learner = cfg.learner.build()
         self._all = Processes("trainer")
         for index, evaluator in enumerate(cfg.evaluators):
@@ -162,7 +164,7 @@ class Trainer(Configurable):
         watchdog = cfg.watchdog.build(**here, doing=lambda: clock.cause) if cfg.watchdog else None
         beat = stack.enter_context(watchdog).beat if watchdog else lambda step: None
         profiler = stack.enter_context(cfg.profile.build(**here))  # early: its signal would end the process otherwise
-        data: SupervisedInput = cfg.input.build()
+        data: SupervisedInput = cfg.input.build(rows=own_rows(cfg.input.batch_size))
         stack.callback(data.close)
         program = train_program(cfg, self._mesh, self._learner)
         state, start = self._start(program, tiers, data)

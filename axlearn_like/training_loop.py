@@ -66,7 +66,7 @@ class TrainingLoop:
     def _advance(self) -> None:
         clock, log, step = self.clock, self.log, self.step + 1
         clock.to("input")
-        batch = shard_batch(next(self.data))
+        batch = shard_batch(next(self.data), rows=self.data.batch_size)
         if not log.devices_idle:
             clock.cause = "step"  # they had not finished meanwhile: nobody waited
         clock.to("step")

@@ -12,12 +12,12 @@ from axlearn_like.trainer import Trainer
 
 # XLA for TPUs cuts a product with a gathered matrix into a loop of small ones, each beside a part of the gathering. By
 # its own cycle estimates that costs far more than it hides: a step of Llama-2 7B on 16 v5p chips 2.7 s instead of 1.5.
-_TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
 def tpu_rule(pattern: str, mesh: dict[str, int], remat: str, **edits: Any) -> tuple[str, dict[str, Any]]:
     """A mesh rule for TPUs: the mesh, what is recomputed, the compiler's options, and other edits."""
-    return pattern, {"mesh": mesh, "model.remat": remat, "compiler_options": _TPU_OPTIONS, **edits}
+    return pattern, {"mesh": mesh, "model.remat": remat, "compiler_options": TPU_OPTIONS, **edits}
 
 
 def pretraining(

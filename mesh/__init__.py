@@ -8,11 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mesh.batches import shard_batch
     from mesh.compilation import enable_compilation_cache
     from mesh.devices import device_name
     from mesh.errors import UserError, did_you_mean
     from mesh.mesh import MESH_AXES, MeshError, make_mesh
-    from mesh.rules import constrain, partition, shard_batch, to_named_sharding
+    from mesh.rules import constrain, partition, to_named_sharding
 
 __all__ = [
     "MESH_AXES",
@@ -38,7 +39,7 @@ _MODULES = {
     "enable_compilation_cache": "compilation",
     "make_mesh": "mesh",
     "partition": "rules",
-    "shard_batch": "rules",
+    "shard_batch": "batches",
     "to_named_sharding": "rules",
 }
 

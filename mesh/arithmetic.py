@@ -1,13 +1,17 @@
 """Floating-point operations of the matrix products of a traced program, recomputation included.
 
 They are counted in jax's own form of the program (the jaxpr), where shapes are those of all devices together, loops
-have lengths, and nothing is hidden in a compiler's fusion. An optimised program does the same products.
+have lengths, and nothing is hidden in a compiler's fusion. An optimised program does the same products. Of a ragged
+product the rows count that its layer expects (see `mesh.expected`), and of a
+kernel the points of its grid that it visits, where that is said.
 """
 
 import math
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
+
+from mesh.expected import filled_share, visited_points
 
 
 class Products(NamedTuple):
@@ -21,33 +25,38 @@ class Products(NamedTuple):
         return self.xla + self.kernels
 
 
-def products(jaxpr: ClosedJaxpr | Jaxpr) -> Products:
+def products(jaxpr: ClosedJaxpr | Jaxpr, scope: str = "") -> Products:
     """The matrix products that a program computes.
 
     A while loop whose length cannot be known counts once, of the branches of a conditional the most expensive.
+
+    Args:
+        jaxpr: of the program.
+        scope: name stack of what calls it.
     """
     xla = kernels = 0.0
     inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     for equation in inner.eqns:
         name, params = equation.primitive.name, equation.params
+        within = f"{scope}/{equation.source_info.name_stack}"
         if name == "dot_general":
             xla += _dot(equation)
         elif name == "ragged_dot_general" or name == "ragged_dot":
-            xla += _ragged(equation)
+            xla += _ragged(equation) * filled_share(within)
         elif name == "conv_general_dilated":
             kernel = _shape(equation.invars[1])
             per_output = math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
             xla += 2.0 * math.prod(_shape(equation.outvars[0])) * per_output
         elif name == "pallas_call":
-            kernels += _kernel(params)
+            kernels += _kernel(params, visited_points(within))
         elif name == "cond":
-            counts = [products(branch) for branch in params["branches"]]
+            counts = [products(branch, within) for branch in params["branches"]]
             best = max(counts, key=lambda one: one.total)
             xla, kernels = xla + best.xla, kernels + best.kernels
         else:
             times = _times(name, params)
             for part in parts(params):
-                count = products(part)
+                count = products(part, within)
                 xla, kernels = xla + times * count.xla, kernels + times * count.kernels
     return Products(xla, kernels)
 
@@ -92,9 +101,11 @@ def _ragged(equation: Any) -> float:
     return 2.0 * math.prod(left) * right[-1]  # rows x rows -> a matrix for each expert
 
 
-def _kernel(params: dict[str, Any]) -> float:
+def _kernel(params: dict[str, Any], visited: int | None) -> float:
     estimate = params.get("cost_estimate")
     if estimate is not None:
         return float(estimate.flops)
-    turns = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
+    turns = visited
+    if turns is None:
+        turns = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
     return products(params["jaxpr"]).total * turns

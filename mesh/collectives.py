@@ -2,7 +2,9 @@
 
 Bytes are those that one device receives in one run of the program, by the usual algorithms, n being the size of a
 group: (n - 1) / n of the result of an all-gather and of the operand of a reduce-scatter or all-to-all, twice that for
-an all-reduce, and all of a permutation's.
+an all-reduce, and all of a permutation's. A ragged all-to-all sends the rows that there are, which is known only when
+it runs: it counts as if all of its smaller side (what it reads, or the places that it may fill) were rows, evenly
+spread over the group.
 """
 
 import dataclasses
@@ -28,7 +30,7 @@ KINDS = {
 # An all-reduce of which every device keeps a part, which the TPU compiler makes a fusion of this name.
 _SCATTER = "all-reduce-scatter"
 _MEGASCALE = {"ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter"}
-_BETWEEN_SLICES = "slices"
+_DCN = " between slices"  # what one axis sends over the data centre's network is apart from what it sends within slices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Collective:
 
     @property
     def axis(self) -> str:
-        """One name for its axes: "fsdp", "fsdp+tensor"."""
-        return "+".join(self.axes) or "none"
+        """One name for its axes: "fsdp", "fsdp+tensor", "data between slices"."""
+        return ("+".join(self.axes) or "none") + (_DCN if self.dcn else "")
 
 
 def collectives(program: Program, mesh: Mesh) -> list[Collective]:
@@ -86,7 +88,7 @@ def collectives(program: Program, mesh: Mesh) -> list[Collective]:
             if size < 2 or not groups:
                 continue
             beside = sum(one.cycles for one in lines[at + 1 : ends[line.name]]) if line.name in ends else 0
-            received = _received(kind, line, size)
+            received = _ragged(line, lines, size) if "ragged" in line.opcode else _received(kind, line, size)
             found.append(Collective(kind, grid.axes(groups), size, received, times, beside, False, line.op_name))
         if not fused:
             found += _between_slices(lines, times, grid)
@@ -166,6 +168,14 @@ def _received(kind: str, line: Instruction, size: int) -> int:
     return round(total * share) if kind != "collective-permute" else total
 
 
+def _ragged(line: Instruction, lines: Sequence[Instruction], size: int) -> int:
+    """Its operands are the rows, the places, and who gets how many. No more can be received than was there to be sent;
+    no layer that reserves places for the worst case fills them."""
+    rows, places = (next((one for one in lines if one.name == name), None) for name in line.operands[:2])
+    whole = min(sum(array.bytes for array in one.arrays) for one in (rows, places) if one is not None)
+    return round(whole * (size - 1) / size)
+
+
 def _members(line: Instruction, partitions: int) -> Iterator[list[int]]:
     text = line.attributes
     if found := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
@@ -222,8 +232,7 @@ def _between_slices(lines: Sequence[Instruction], times: float, grid: _Grid) -> 
         size = sum(array.bytes for array in line.arrays if array.dtype not in ("token", "u32"))
         factor = {"all-reduce": 2.0, "all-gather": float(grid.slices)}.get(kind, 1.0)
         received = round(size * factor * (1.0 if kind == "collective-permute" else (grid.slices - 1) / grid.slices))
-        axes = grid.between or (_BETWEEN_SLICES,)
-        yield Collective(kind, axes, grid.slices, received, times, beside, True, line.op_name)
+        yield Collective(kind, grid.between, grid.slices, received, times, beside, True, line.op_name)
 
 
 def _rendezvous(line: Instruction) -> str:

@@ -1,5 +1,6 @@
 """The one named mesh on which everything runs."""
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,12 @@ class MeshError(UserError):
     """A mesh shape that does not exist or does not fit the devices."""
 
 
+class Unseen:
+    """A device of which nothing is known but that it will be there: for shapes that are checked elsewhere."""
+
+    platform = "cpu"
+
+
 def make_mesh(
     shape: Mapping[str, int] | None = None,
     devices: Sequence[Any] | None = None,
@@ -34,19 +41,20 @@ def make_mesh(
         devices: the devices to use; all of them by default, those of other processes of the program included.
         slices: of those sizes, the factors that go over slices (groups of devices that only the data centre's network
             joins): `{"data": 4}` for four slices, each of which has the rest of every axis. Their product is the number
-            of slices. None: there is one slice, or the first axis of `shape` goes over all of them.
+            of slices. None or empty: there is one slice, or the first axis of `shape` goes over all of them. CPU
+            devices are of no slice; in their order, equal parts of them stand for as many slices as are asked for.
 
     Raises:
         MeshError: unknown axis, a size below 1, or a product that is not the number of devices or of slices.
     """
-    shape = dict(shape or {})
+    shape, slices = dict(shape or {}), dict(slices or {})
     if not shape and devices is None and jax.process_count() > 1:
         raise MeshError(f"mesh has no axes, but {jax.process_count()} processes share it; expected e.g. {{'fsdp': -1}}")
     devices = list(jax.devices() if devices is None else devices)
     if not shape:
         devices = devices[:1]
     _check_names(shape, "mesh")
-    _check_names(slices or {}, "slices")
+    _check_names(slices, "slices")
     free = [name for name, size in shape.items() if size == -1]
     if len(free) > 1:
         raise MeshError(f"only one mesh axis may be -1, got {', '.join(free)}")
@@ -59,8 +67,10 @@ def make_mesh(
             f"mesh {_describe(shape)} needs {total} devices but there are {len(devices)} "
             f"({devices[0].platform}); {_nearest(shape, len(devices))}"
         )
-    grid = _lay_out(shape, devices, _over_slices(shape, devices, slices))
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
+    groups = _groups(devices, slices)
+    over = _over_slices(shape, len(groups), slices)
+    sizes, outer = ([of.get(name, 1) for name in MESH_AXES] for of in (shape, over))
+    return Mesh(_lay_out(sizes, groups, outer), MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
 
 
 def _check_names(shape: Mapping[str, int], what: str) -> None:
@@ -68,36 +78,54 @@ def _check_names(shape: Mapping[str, int], what: str) -> None:
         if name not in MESH_AXES:
             raise MeshError(f"{what} has no axis {name!r}{did_you_mean(name, MESH_AXES)}")
         if size < 1 and (size != -1 or what == "slices"):
-            raise MeshError(f"{what} axis {name!r} has size {size}; expected 1 or more, or -1")
+            free = "" if what == "slices" else ", or -1"
+            raise MeshError(f"{what} axis {name!r} has size {size}; expected 1 or more{free}")
 
 
-def _over_slices(
-    shape: Mapping[str, int], devices: Sequence[Any], slices: Mapping[str, int] | None
-) -> dict[str, int]:
-    """By axis, the factor that goes over slices."""
-    count = len({getattr(device, "slice_index", 0) for device in devices})
-    if slices is None:
-        slices = {next((name for name in MESH_AXES if shape.get(name, 1) > 1), "data"): count} if count > 1 else {}
-    if math.prod(slices.values()) != count:
-        raise MeshError(f"slices {_describe(slices)} is for {math.prod(slices.values())} slices but there are {count}")
-    for name, factor in slices.items():
-        if shape.get(name, 1) % factor:
-            raise MeshError(f"mesh axis {name!r} has size {shape.get(name, 1)}, no multiple of slices.{name}={factor}")
-    return dict(slices)
+def _groups(devices: Sequence[Any], slices: Mapping[str, int]) -> list[list[Any]]:
+    """The devices of each slice."""
+    asked = math.prod(slices.values())
+    if devices[0].platform == "cpu" and len(devices) % asked == 0:
+        each = len(devices) // asked
+        return [list(devices[at : at + each]) for at in range(0, len(devices), each)]
+    found: dict[int, list[Any]] = {}
+    for device in devices:
+        found.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    return [found[index] for index in sorted(found)]
 
 
-def _lay_out(shape: Mapping[str, int], devices: Sequence[Any], over: Mapping[str, int]) -> np.ndarray:
-    sizes = [shape.get(name, 1) for name in MESH_AXES]
-    if devices[0].platform != "tpu" or len(devices) == 1:
-        return np.asarray(devices).reshape(sizes)
-    outer = [over.get(name, 1) for name in MESH_AXES]
-    if math.prod(outer) == 1:
-        try:
-            return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-        except NotImplementedError:  # of sizes that no cut of the torus has
-            return np.asarray(devices).reshape(sizes)
+def _over_slices(shape: Mapping[str, int], count: int, slices: Mapping[str, int]) -> dict[str, int]:
+    """By axis, the factor that goes over `count` slices."""
+    over = dict(slices)
+    if not slices and count > 1:
+        over = {next((name for name in MESH_AXES if shape.get(name, 1) > 1), "data"): count}
+    if math.prod(over.values()) != count:
+        total, there = math.prod(over.values()), "there is 1" if count == 1 else f"there are {count}"
+        raise MeshError(f"slices {_describe(over)} is for {total} slices but {there}")
+    for name, factor in over.items():
+        if (size := shape.get(name, 1)) % factor:
+            if slices:
+                raise MeshError(f"mesh axis {name!r} has size {size}, no multiple of slices.{name}={factor}")
+            raise MeshError(
+                f"mesh axis {name!r}, the first, has size {size}, which does not divide over {count} slices; expected "
+                f"a multiple of {count}, or `slices` to say which axes go over them, as in slices={{'data': {count}}}"
+            )
+    return over
+
+
+def _lay_out(sizes: Sequence[int], groups: Sequence[Sequence[Any]], outer: Sequence[int]) -> np.ndarray:
+    """Each slice by itself, and the slices along the axes that go over them, outermost."""
     inner = [size // factor for size, factor in zip(sizes, outer, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    grids = np.stack([_one_slice(inner, group) for group in groups]).reshape([*outer, *inner])
+    count = len(sizes)
+    return grids.transpose([place for axis in range(count) for place in (axis, count + axis)]).reshape(sizes)
+
+
+def _one_slice(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    if devices[0].platform == "tpu" and len(devices) > 1:
+        with contextlib.suppress(NotImplementedError):  # of sizes that no cut of the torus has
+            return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return np.asarray(devices).reshape(sizes)
 
 
 def _describe(shape: Mapping[str, int]) -> str:

@@ -27,9 +27,11 @@ TRUST = {
     "fits": "as on hardware: the compiler of the real thing decides it",
     "hbm": "exact plan of the compiler; the runtime's own memory and fragmentation are not in it (leave some per cent)",
     "flops_analytic": "exact arithmetic on the model's shapes; causal attention counts the half that is needed",
-    "flops_executed": "exact for the traced matrix products, recomputation included; kernels by their own estimate",
-    "collectives": "kinds, counts and bytes exact as compiled; 'overlapped' compares the compiler's cycle estimates "
-    "with nominal link speeds and is coarse",
+    "flops_executed": "exact for the traced matrix products, recomputation included; kernels by their own estimate; "
+    "experts' products for as many rows as come if all experts are chosen equally often",
+    "collectives": "kinds, counts and bytes exact as compiled, but for ragged all-to-alls: these count the rows that "
+    "there are if all experts are chosen equally often, an assumption; 'overlapped' compares the compiler's cycle "
+    "estimates with nominal link speeds and is coarse",
     "roofline_s": "lower bounds by makers' peak figures",
     "estimated_step_s": "compiler's cycle estimates for matrix products (within 5 per cent where this was checked, on "
     "v5e), bytes over nominal bandwidth for the rest, plus communication that is not hidden; contention, dispatch, "

@@ -5,13 +5,10 @@ spread. Parameters and activations use different names where they are spread dif
 parameter ("embed") is cut by fsdp, that of an activation (None) is not.
 """
 
-import math
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from mesh.errors import UserError
 
 LOGICAL_AXES: dict[str, tuple[str, ...] | str | None] = {
     "batch": ("data", "fsdp", "expert"),
@@ -51,6 +48,11 @@ def axis_sizes(axis: str) -> dict[str, int]:
     return {name: mesh.shape[name] for name in names if not mesh.empty and name not in mesh.manual_axes}
 
 
+def batch_axes() -> tuple[str, ...]:
+    """The mesh axes that spread the rows of a batch."""
+    return _names("batch")
+
+
 def mapped_sizes(axis: str) -> dict[str, int]:
     """Inside a `shard_map`: the mesh axes of a logical axis over which it maps, and their sizes."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -66,46 +68,6 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Give a traced array the partition of these logical axes (what is newly made is born unsharded)."""
     spec = partition(*axes)
     return x if spec is None else jax.sharding.reshard(x, spec)
-
-
-def shard_batch(tree: Any) -> Any:
-    """Put host arrays on the devices of the mesh in force: rows over its batch axes, their length, if it cuts that,
-    over its sequence axis; scalars are copied.
-
-    On a mesh of several processes each has the whole arrays, and puts what its own devices need on them.
-
-    Raises:
-        UserError: an array has a number of rows, or of tokens in a row, that does not divide over the mesh.
-    """
-    rows, length = axis_sizes("batch"), axis_sizes("length")
-    if not rows:
-        return jax.device_put(tree)
-    cut = math.prod(length.values()) > 1
-    mesh = jax.sharding.get_mesh()
-
-    def check(path: Any, size: int, things: str, sizes: dict[str, int]) -> None:
-        if size % math.prod(sizes.values()):
-            over = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-            name = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
-            raise UserError(f"batch: {name} has {size} {things}, which do not divide evenly over the mesh ({over})")
-
-    def spread(path: Any, x: Any) -> PartitionSpec:
-        if x.ndim:
-            check(path, x.shape[0], "rows", rows)
-        if x.ndim > 1 and cut:
-            check(path, x.shape[1], "tokens in a row", length)
-        axes = ["batch", "length" if cut else None, *[None] * x.ndim]
-        return partition(*axes[: x.ndim]) or PartitionSpec()
-
-    specs = jax.tree_util.tree_map_with_path(spread, tree)
-    if mesh.empty or not mesh.is_multi_process:
-        return jax.device_put(tree, specs)  # all at once: a call for each array costs the host a third more
-
-    def put(x: Any, spec: PartitionSpec) -> jax.Array:
-        # device_put would compare the arrays of all processes first, over the network.
-        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda box: x[box])
-
-    return jax.tree.map(put, tree, specs)
 
 
 def to_named_sharding(abstract: Any, mesh: Mesh) -> Any:

@@ -1,7 +1,9 @@
 """The largest arrays of a traced program, for where there is no compiled one to ask.
 
-Shapes are those of one device, as explicit sharding states them. Nothing is fused yet: some of these arrays never
-exist, and so a program may need less. What a loop stacks up over its turns always exists: it comes first.
+Shapes are those of one device, as explicit sharding states them; arrays of which it says nothing, because it is left to
+the compiler how they are spread (within a gather from a spread table, say), are not listed. Nothing is fused yet: some
+of these arrays never exist, and so a program may need less. What a loop stacks up over its turns always exists: it
+comes first.
 """
 
 import itertools
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
+from jax.sharding import AxisType
 
 from mesh.arithmetic import parts
 from mesh.buffers import Buffer, phase, place
@@ -51,7 +54,7 @@ def _walk(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Buffer]:
         what = phase(str(equation.source_info.name_stack))
         for out in equation.outvars:
             size = _bytes(out.aval)
-            if size:
+            if size and not _left_to_the_compiler(out.aval):
                 yield Buffer(size, _array(out.aval), what, path, source, equation.primitive.name)
 
 
@@ -72,6 +75,15 @@ def _shape(aval: Any) -> tuple[int, ...]:
 
     entries = itertools.zip_longest(shape, sharding.spec[: len(shape)])
     return tuple(size // ways(entry) for size, entry in entries)
+
+
+def _left_to_the_compiler(aval: Any) -> bool:
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return False
+    mesh = sharding.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind == AxisType.Auto and mesh.shape[name] > 1 for name, kind in kinds)
 
 
 def _bytes(aval: Any) -> int:

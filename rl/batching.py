@@ -19,12 +19,16 @@ def pack_groups(
     max_prompt: int,
     max_new: int,
     row_multiple: int = 1,
+    samples_per_row: int | None = None,
 ) -> tuple[Batch, dict[str, float]]:
     """Arrays of one update and figures about its data.
 
     Prompts are cut into trunk and last token; every branch is `[last, y_0, ..., y_{T-2}]` with targets
-    `[y_0, ..., y_{T-1}]`, so all masks follow from positions. Groups that carry no gradient (by the objective) are left
+    `[y_0, ..., y_{T-1}]`, so all masks follow from positions. Rows that carry no gradient (by the objective) are left
     out, and the rest is padded to a multiple of `row_multiple` rows, which bounds the number of shapes compiled.
+
+    A row is a group, or so many samples of one: then its trunk is in several rows, each to be computed by itself. What
+    depends on the whole group is known by then, so the update is the same.
 
     Returns:
         batch: trunk int32 [g, p], trunk_lengths int32 [g], inputs and targets int32 [g, n, t], action_mask bool,
@@ -59,6 +63,8 @@ def pack_groups(
         scored=np.asarray([[score.status == "ok" for score in g.scores] for g in groups]),
     )
     batch = {**tokens, **prepared.arrays}
+    if samples_per_row is not None:
+        batch = {name: _cut(name, array, samples // samples_per_row) for name, array in batch.items()}
     live = np.flatnonzero(batch["weights"].any(axis=(1, 2)))
     rows = max(row_multiple, -(-len(live) // row_multiple) * row_multiple)
     batch = {name: _take(array, live, rows) for name, array in batch.items()}
@@ -82,6 +88,13 @@ def digest_of_groups(groups: Sequence[Group]) -> str:
 def _take(array: np.ndarray, rows: np.ndarray, total: int) -> np.ndarray:
     padding = [(0, total - len(rows))] + [(0, 0)] * (array.ndim - 1)
     return np.pad(array[rows], padding)
+
+
+def _cut(name: str, array: np.ndarray, parts: int) -> np.ndarray:
+    """[g, n, ...] -> [g * parts, n / parts, ...]; of the trunk as many copies."""
+    if name in ("trunk", "trunk_lengths"):
+        return np.repeat(array, parts, axis=0)
+    return array.reshape(array.shape[0] * parts, array.shape[1] // parts, *array.shape[2:])
 
 
 def _figures(groups: Sequence[Group], rewards: np.ndarray) -> dict[str, float]:

@@ -100,6 +100,13 @@ class RLExperiment(Configurable):
                 f"workers may ask for {cfg.staleness + 1} versions while the next is pushed; "
                 f"expected {cfg.staleness + 2} or more"
             )
+        each_row = cfg.trainer.samples_per_row or cfg.samples
+        if cfg.samples % each_row:
+            raise UserError(f"trainer.samples_per_row={each_row} does not divide samples={cfg.samples}")
+        if cfg.trainer.chunks < 1 or each_row * cfg.max_new % cfg.trainer.chunks:
+            raise UserError(
+                f"trainer.chunks={cfg.trainer.chunks} does not divide the {each_row} x {cfg.max_new} tokens of a row"
+            )
         self.controller_cfg = cfg.controller.clone(
             tasks=cfg.tasks,
             tokenizer=cfg.tokenizer,

@@ -69,8 +69,9 @@ class ParameterServer(Configurable):
         place = f"{cfg.spill.rstrip('/')}/shard-{index}"
         return Spill(place, cfg.spill_keep, setting="parameter_server.spill")
 
-    def listen(self) -> Endpoint:
-        """Serve on the socket that the config names, once; where that is."""
+    def listen(self, known_as: str | None = None) -> Endpoint:
+        """Serve on the socket that the config names, once; where that is. `known_as`: this host's address for others,
+        where the server listens on all that it has."""
         if self._server is None:
             tls = None if self.cfg.tls is None else self.cfg.tls.build()
             port = self.cfg.port and self.cfg.port + self._index
@@ -81,7 +82,7 @@ class ParameterServer(Configurable):
                     port=port,
                     token=self._token,
                     tls=tls,
-                    advertise=own_address() if self.cfg.host in ("0.0.0.0", "::") else None,
+                    advertise=(known_as or own_address()) if self.cfg.host in ("0.0.0.0", "::") else None,
                 )
             except UserError as error:
                 raise UserError(f"parameter server {error} (parameter_server.host, parameter_server.port)") from error

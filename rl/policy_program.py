@@ -1,6 +1,7 @@
 """The programs of the policy trainer, described: what it runs is what is compiled ahead of time."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -11,7 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
+from axlearn_like.layers.chunks import in_chunks, merge_length, spread_like
 from axlearn_like.layers.context import GroupContext
+from axlearn_like.layers.own_tokens import with_own_tokens
 from axlearn_like.losses import Chosen, LossFn, token_logprobs, with_aux
 from axlearn_like.train_program import check_length, describe_state
 from axlearn_like.train_step import State, Step, make_train_step
@@ -54,40 +57,46 @@ def policy_program(cfg: "PolicyTrainer.Config", mesh: Mesh, *, groups: int, samp
     with jax.set_mesh(mesh):
         learner = cfg.learner.build()
         graphdef, state, _ = describe_state(cfg.model, learner, mesh)
-        loss_fn = make_policy_loss(graphdef, objective, cfg.temperature, cfg.microbatches)
-        step = make_train_step(loss_fn, learner, cfg.microbatches, like=state)
-        groups = _padded(groups, cfg.row_multiple)
+        loss_fn = make_policy_loss(graphdef, objective, cfg.temperature, cfg.microbatches, cfg.chunks)
+        step = make_train_step(
+            loss_fn, learner, cfg.microbatches, like=state, compiler_options=cfg.compiler_options
+        )
+        each_row = cfg.samples_per_row or samples
         arrays = batch_shapes(
-            objective, groups=groups, samples=samples, max_prompt=cfg.max_prompt, max_new=cfg.max_new
+            objective,
+            groups=_padded(groups * samples // each_row, cfg.row_multiple),
+            samples=each_row,
+            max_prompt=cfg.max_prompt,
+            max_new=cfg.max_new,
         )
         length = row_length(cfg.max_prompt, cfg.max_new)
         whole = jax.ShapeDtypeStruct((_padded(groups * samples, cfg.row_multiple), length), jnp.int32)
         rows = _spread({"tokens": whole, "targets": whole}, mesh)
         one = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, jax.P(None)))
         return PolicyProgram(
-            step, state, _spread(arrays, mesh), make_score_rows(graphdef), {**rows, "temperature": one}
+            step, state, _spread(arrays, mesh), make_score_rows(graphdef, cfg.chunks), {**rows, "temperature": one}
         )
 
 
 def make_policy_loss(
-    graphdef: nnx.GraphDef[Any], objective: Objective, temperature: float, microbatches: int = 1
+    graphdef: nnx.GraphDef[Any], objective: Objective, temperature: float, microbatches: int = 1, chunks: int = 1
 ) -> LossFn:
     """`loss_fn(params, batch)` on the arrays of `pack_groups`: the objective's, and the layers' own losses.
 
-    Of these each microbatch, which is as many rows, gives its share.
+    Of these each microbatch, which is as many rows, gives its share. `chunks`: see `policy_logprobs`.
     """
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        scored = policy_logprobs(bind(graphdef, params), batch, temperature)
+        scored = policy_logprobs(bind(graphdef, params), batch, temperature, chunks)
         loss, metrics = objective.loss(scored.logprobs, batch, scored.entropy)
         return with_aux(loss, metrics, scored.aux, 1 / microbatches)
 
     return loss_fn
 
 
-def make_score_rows(graphdef: nnx.GraphDef[Any]) -> Callable[..., Chosen]:
+def make_score_rows(graphdef: nnx.GraphDef[Any], chunks: int = 1) -> Callable[..., Chosen]:
     """The jitted `score_rows` of parameters."""
-    return jax.jit(lambda params, **rows: score_rows(bind(graphdef, params), **rows))
+    return jax.jit(lambda params, **rows: score_rows(bind(graphdef, params), **rows, chunks=chunks))
 
 
 class Scored(NamedTuple):
@@ -98,25 +107,36 @@ class Scored(NamedTuple):
     aux: Aux
 
 
-def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: float) -> Scored:
-    """What the objective needs of a model, at the behaviour temperature."""
+def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: float, chunks: int = 1) -> Scored:
+    """What the objective needs of a model, at the behaviour temperature; logits of one of `chunks` parts at a time."""
     groups, samples, length = batch["inputs"].shape
     trunk = batch["trunk"]
     context = GroupContext(batch["trunk_lengths"], trunk.shape[1], samples, length)
     tokens = jnp.concatenate([trunk, batch["inputs"].reshape(groups, -1)], axis=1)
     hidden = model.hidden(tokens, context)
     x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
-    logits = model.logits(x[:, trunk.shape[1] :]) / temperature
-    chosen = token_logprobs(logits, batch["targets"].reshape(groups, -1))
-    logp = jax.nn.log_softmax(logits, axis=-1)
-    entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+    answers, targets = x[:, trunk.shape[1] :], batch["targets"].reshape(groups, -1)
+
+    def of_tokens(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = output.logits(x) / temperature
+        chosen = token_logprobs(logits, targets)
+        logp = jax.nn.log_softmax(logits, axis=-1)
+        return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+    def in_parts(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.tree.map(merge_length, in_chunks(partial(of_tokens, output), chunks, x, targets))
+
+    if chunks == 1:
+        chosen, entropy = of_tokens(model.output, answers, targets)
+    else:
+        chosen, entropy = with_own_tokens(model.output, in_parts, answers, spread_like(targets, answers))
     return Scored(chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape), hidden.aux)
 
 
 def batch_shapes(
     objective: Objective, *, groups: int, samples: int, max_prompt: int, max_new: int
 ) -> Described:
-    """The arrays of `pack_groups` for so many groups that all have a gradient."""
+    """The arrays of `pack_groups` for so many rows, of so many samples each, that all have a gradient."""
     each = (groups, samples, max_new)
     shapes: Described = {
         "trunk": jax.ShapeDtypeStruct((groups, max_prompt - 1), jnp.int32),

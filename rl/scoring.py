@@ -4,6 +4,7 @@ In float32 on a CPU they equal the engine's own to the bit, under the same weigh
 compare them. The update itself computes a prompt once for all its samples, which is faster and sums in another order.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axlearn_like.layers.chunks import in_chunks, merge_length
 from axlearn_like.layers.paged_context import RowContext
 from axlearn_like.layers.reduction import apart
 from axlearn_like.losses import Chosen, chosen_tokens
@@ -42,11 +44,25 @@ def pack_rows(groups: Sequence[Group], *, max_prompt: int, max_new: int, row_mul
     return {"tokens": whole[:, :-1], "targets": whole[:, 1:], "first": first}
 
 
-def score_rows(model: Any, tokens: jax.Array, targets: jax.Array, temperature: jax.Array) -> Chosen:
+def score_rows(
+    model: Any, tokens: jax.Array, targets: jax.Array, temperature: jax.Array, *, chunks: int = 1
+) -> Chosen:
     """log pi of each target, in parts [rows, length]; pure, to be traced.
 
-    `temperature` is an array [1], since XLA divides by an array but multiplies by a constant's reciprocal.
+    Args:
+        model: a decoder.
+        tokens: int32 [rows, length].
+        targets: int32 [rows, length].
+        temperature: an array [1], since XLA divides by an array but multiplies by a constant's reciprocal.
+        chunks: parts of the length whose logits exist at a time; as many as divide it.
     """
     positions = constrain(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), "batch", None)
     hidden = model.hidden(tokens, RowContext(positions)).x
-    return chosen_tokens(apart(model.logits(hidden) / temperature), targets)
+    chunks = math.gcd(chunks, tokens.shape[1])
+    if chunks == 1:
+        return chosen_tokens(apart(model.logits(hidden) / temperature), targets)
+
+    def one(x: jax.Array, targets: jax.Array) -> Chosen:
+        return chosen_tokens(apart(model.logits(x) / temperature), targets)
+
+    return jax.tree.map(merge_length, in_chunks(one, chunks, hidden, targets))

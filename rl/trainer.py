@@ -29,7 +29,9 @@ from axlearn_like.run_directory import EventLog, RunDirectory
 from axlearn_like.spans import span
 from axlearn_like.train_step import init_state, make_train_step
 from mesh import UserError, make_mesh, shard_batch, to_named_sharding
+from mesh.mesh import Unseen
 from mesh.processes import Processes, readable
+from mesh.rules import batch_axes
 from rl.batching import Batch, digest_of_groups, pack_groups
 from rl.messages import Group
 from rl.objective import Objective
@@ -63,6 +65,7 @@ class PolicyTrainer(Configurable):
         learner: Learner.Config = REQUIRED
         checkpoint: Checkpointer.Config = Checkpointer.Config()
         mesh: dict[str, int] = {}  # over the devices of all processes
+        slices: dict[str, int] = {}  # axis -> the factor of its size over slices; empty: all go over the first axis
         processes: int = 1  # that share the mesh: an actor each, on a host each if there are several
         microbatches: int = 1
         num_steps: int = REQUIRED
@@ -70,7 +73,10 @@ class PolicyTrainer(Configurable):
         max_prompt: int = REQUIRED
         max_new: int = REQUIRED
         temperature: float = REQUIRED  # of the behaviour policy; the trainer scores under the same
-        row_multiple: int = 1  # batches are padded to a multiple of this many groups
+        row_multiple: int = 1  # batches are padded to a multiple of this many rows
+        samples_per_row: int | None = None  # of a prompt, which is computed again for every row; None: all in one row
+        chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
+        compiler_options: dict[str, str] = {}  # of XLA, for the update
         agreement_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
 
         def check_sizes(self) -> Mesh:
@@ -79,7 +85,7 @@ class PolicyTrainer(Configurable):
             Raises:
                 UserError: naming the field that does not fit.
             """
-            mesh = make_mesh(self.mesh)
+            mesh = make_mesh(self.mesh, slices=self.slices)
             self.check_rows(mesh)
             return mesh
 
@@ -104,15 +110,16 @@ class PolicyTrainer(Configurable):
                     f"trainer.mesh={self.mesh} has {total} devices, which do not divide over "
                     f"trainer.processes={self.processes}"
                 )
-            self.check_rows(make_mesh(self.mesh, jax.devices()[:1] * total))
+            self.check_rows(make_mesh(self.mesh, [Unseen()] * total, slices=self.slices))
 
         def check_rows(self, mesh: Mesh) -> None:
             """Refuse batches that do not divide over the mesh and into microbatches (UserError)."""
-            rows = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"] * self.microbatches
+            axes = batch_axes()
+            rows = math.prod(mesh.shape[axis] for axis in axes) * self.microbatches
             if self.row_multiple % rows:
                 raise UserError(
                     f"trainer.row_multiple={self.row_multiple} is not a multiple of "
-                    f"data x fsdp x expert x microbatches = {rows}"
+                    f"{' x '.join(axes)} x microbatches = {rows}"
                 )
 
     def __init__(
@@ -150,11 +157,13 @@ class PolicyTrainer(Configurable):
         with jax.set_mesh(self._mesh):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
             self._graphdef, _ = split(abstract)
-            loss = make_policy_loss(self._graphdef, self._objective, cfg.temperature, cfg.microbatches)
+            loss = make_policy_loss(self._graphdef, self._objective, cfg.temperature, cfg.microbatches, cfg.chunks)
             self._score = jax.jit(self._logprobs)
-            self._score_rows = make_score_rows(self._graphdef)
+            self._score_rows = make_score_rows(self._graphdef, cfg.chunks)
             self.state, self.step = self._restore_or_start(initial, seed)
-            self._step = make_train_step(loss, self._learner, cfg.microbatches, like=self.state)
+            self._step = make_train_step(
+                *(loss, self._learner, cfg.microbatches), like=self.state, compiler_options=cfg.compiler_options
+            )
         self._wait_began: float | None = None
         self._metrics = MetricsWriter(run.path, phase="rl", resume_step=self.step, silent=not self._all.leader)
 
@@ -291,6 +300,7 @@ class PolicyTrainer(Configurable):
             max_prompt=self.cfg.max_prompt,
             max_new=self.cfg.max_new,
             row_multiple=self.cfg.row_multiple,
+            samples_per_row=self.cfg.samples_per_row,
         )
         ages = [self.step - int(r.versions.min()) for g in groups for r in g.rollouts]
         arrays = shard_batch(batch)
@@ -305,7 +315,8 @@ class PolicyTrainer(Configurable):
         return {**figures, **metrics, "staleness_mean": np.mean(ages), "staleness_max": max(ages)}
 
     def _logprobs(self, params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
-        return policy_logprobs(bind(self._graphdef, params), batch, self.cfg.temperature).logprobs
+        model = bind(self._graphdef, params)
+        return policy_logprobs(model, batch, self.cfg.temperature, self.cfg.chunks).logprobs
 
     def _agreement(
         self, groups: list[Group], batch: Batch, arrays: dict[str, jax.Array]

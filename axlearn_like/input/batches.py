@@ -42,12 +42,12 @@ class BatchStream:
         batch_size: int,
         long: Literal["refuse", "split"],
         seed: int,
-        local: slice,
+        rows: np.ndarray,
     ):
         self._mixture, self._arrangement = mixture, arrangement
         self._seq_len, self._batch_size, self._seed = seq_len, batch_size, seed
         self._long: Literal["refuse", "split"] = long
-        self._local = local
+        self._rows = rows  # of the global batch, rising
         self._drawn, self._row = mixture.begin(), 0
         self._window: Window | None = None
 
@@ -62,7 +62,7 @@ class BatchStream:
         self._row, self._window = state["row"], None
 
     def __next__(self) -> Batch:
-        shape = (self._local.stop - self._local.start, self._seq_len)
+        shape = (len(self._rows), self._seq_len)
         names = ("tokens", "targets", "positions", "segment_ids")
         out = {name: np.zeros(shape, np.int32) for name in names}
         learned = np.zeros(shape, bool)
@@ -73,13 +73,9 @@ class BatchStream:
             n = min(self._batch_size - done, window.plan.rows - self._row)
             count, places = self._totals(window, self._row, self._row + n)
             targets, live = targets + count, live + places
-            for i in range(max(done, self._local.start), min(done + n, self._local.stop)):
-                self._fill(
-                    window,
-                    self._row + i - done,
-                    {k: v[i - self._local.start] for k, v in out.items()},
-                    learned[i - self._local.start],
-                )
+            for at in range(*np.searchsorted(self._rows, (done, done + n))):
+                row = self._row + int(self._rows[at]) - done
+                self._fill(window, row, {name: array[at] for name, array in out.items()}, learned[at])
             done, self._row = done + n, self._row + n
             if self._row == window.plan.rows:
                 self._drawn, self._row, self._window = window.after, 0, None

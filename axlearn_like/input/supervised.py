@@ -1,6 +1,7 @@
 """Supervised input: shuffled, mixed, packed, deterministic, and resumable in mid-epoch on any number of hosts."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -22,8 +23,8 @@ class SupervisedInput(Configurable):
     `positions` (from 0 in each segment), `segment_ids` (from 1 in each row, 0 on padding), all int32, and `weights`
     float32: 1 / (number of learned targets in the whole batch, of all processes) on those targets, else 0.
 
-    Process p of P gets the rows [p, p + 1) x batch_size / P of the global batch, by default all of them. The global
-    batches do not depend on P: a run may be resumed on another number of hosts, and goes on to the bit.
+    A process reads and gets `rows` of the global batch, by default all of them. The global batches do not depend on
+    which: a run may be resumed on another number of hosts, and goes on to the bit.
 
     Each process makes `prefetch` batches ahead, on a thread.
     """
@@ -37,9 +38,11 @@ class SupervisedInput(Configurable):
         prefetch: int = 4  # batches
         seed: int = 0
 
-    def __init__(self, cfg: Config, *, process: int = 0, processes: int = 1):
+    def __init__(self, cfg: Config, *, rows: Sequence[int] | np.ndarray | None = None):
+        """`rows`: numbers of this process's, rising (see `mesh.batches.own_rows`); None: all."""
         self.seq_len, self.batch_size = cfg.seq_len, cfg.batch_size
-        _check(cfg, process, processes)
+        own = np.arange(cfg.batch_size) if rows is None else np.asarray(rows)
+        _check(cfg, own)
         arrangement = cfg.rows.build()
         name = owner_name(cfg.source)
         if isinstance(cfg.source, Mixture.Config):
@@ -58,7 +61,6 @@ class SupervisedInput(Configurable):
             "weights": mixture.describe(),
             **{f"data of {n}": source.digest for n, source in zip(mixture.names, mixture.sources, strict=True)},
         }
-        each = cfg.batch_size // processes
         stream = BatchStream(
             mixture,
             arrangement,
@@ -66,7 +68,7 @@ class SupervisedInput(Configurable):
             batch_size=cfg.batch_size,
             long=cfg.long,
             seed=cfg.seed,
-            local=slice(process * each, (process + 1) * each),
+            rows=own,
         )
         self._metrics: dict[str, float] = {}
         # In a list, which is emptied when this object goes, at the interpreter's end at the latest: Grain's iterators
@@ -116,18 +118,16 @@ class SupervisedInput(Configurable):
         self._close()
 
 
-def _check(cfg: SupervisedInput.Config, process: int, processes: int) -> None:
+def _check(cfg: SupervisedInput.Config, rows: np.ndarray) -> None:
     if cfg.seq_len < 1 or cfg.batch_size < 1 or cfg.prefetch < 0:
         raise InputError(
             "SupervisedInput.Config: expected seq_len >= 1, batch_size >= 1 and prefetch >= 0, "
             f"got seq_len={cfg.seq_len}, batch_size={cfg.batch_size}, prefetch={cfg.prefetch}"
         )
-    if not 0 <= process < processes:
-        raise InputError(f"SupervisedInput: process {process} of {processes}: expected 0 <= process < processes")
-    if cfg.batch_size % processes:
+    if not len(rows) or rows[0] < 0 or rows[-1] >= cfg.batch_size or (np.diff(rows) < 1).any():
         raise InputError(
-            f"SupervisedInput.Config.batch_size is {cfg.batch_size}; "
-            f"expected a multiple of the number of processes, {processes}"
+            f"SupervisedInput: rows {rows.tolist()} of a batch; expected some of 0 to {cfg.batch_size - 1} "
+            "(SupervisedInput.Config.batch_size - 1), rising"
         )
 
 

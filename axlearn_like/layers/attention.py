@@ -111,7 +111,7 @@ class Attention(Layer):
         q, k, v = named(turn(q), "query"), named(turn(k), "key"), named(v, "value")
         mixing = Mixing(self.rules, self.kernel, self.sequence, None if self.sinks_kq is None else self.sinks_kq[...])
         mixed, cache = context.attend(q, k, v, cache, mixing)
-        out = project(named(mixed, "context"), self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
+        out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
         return named(out, "attention_out"), cache
 
 

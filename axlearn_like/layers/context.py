@@ -19,10 +19,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.kernels.attention.interface import Mixing, attend
+from axlearn_like.kernels.attention.interface import Mixing, attend, attend_tree
 from axlearn_like.kernels.attention.kernel import MASKED, Layout, Rules
+from axlearn_like.kernels.attention.tree import Tree
 from axlearn_like.kernels.attention.xla import capped, mix, softmax_with_sinks, visible_by_place
 from axlearn_like.layers.linear import batched_dot
+from axlearn_like.layers.remat import named
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 
@@ -38,7 +40,7 @@ class Context(Protocol):
     def attend(
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: Any, mixing: Mixing
     ) -> tuple[jax.Array, Any]:
-        """Mix values for each query: [batch, length, k, q, h], and this layer's updated cache."""
+        """Mix values for each query: [batch, length, k, q, h], named `context`, and this layer's updated cache."""
         ...
 
 
@@ -93,6 +95,10 @@ class GroupContext:
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None, mixing: Mixing
     ) -> tuple[jax.Array, None]:
         whole_rows_only(self)
+        tree = Tree(self.trunk_size, self.branches, self.branch_size)
+        mixed = attend_tree(q_btkqh, k_btkh, v_btkh, mixing, tree=tree, live_bt=self._live(tree.length))
+        if mixed is not None:
+            return mixed, cache
         trunk_q, branch_q = self._split(q_btkqh)
         trunk_k, branch_k = self._split(k_btkh)
         trunk_v, branch_v = self._split(v_btkh)
@@ -117,7 +123,12 @@ class GroupContext:
         )
         spread = partition("batch", None, "heads", None, None)
         flat = jnp.reshape(branch, (branch.shape[0], -1, *branch.shape[3:]), out_sharding=spread)
-        return jnp.concatenate([trunk, flat], axis=1), cache
+        return named(jnp.concatenate([trunk, flat], axis=1), "context"), cache
+
+    def _live(self, length: int) -> jax.Array:
+        """bool [g, p + n * t]: not padding of the trunk. That of a branch is seen by nothing before it."""
+        places = jnp.arange(length)
+        return (places < self.trunk_lengths[:, None]) | (places >= self.trunk_size)
 
     def _split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         trunk, rest = x[:, : self.trunk_size], x[:, self.trunk_size :]

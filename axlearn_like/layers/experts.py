@@ -19,6 +19,7 @@ from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.dispatch import counts, gather_sum, order_by, permute, permute_back, spread
 from axlearn_like.layers.reduction import apart
 from mesh.errors import UserError
+from mesh.expected import filled
 from mesh.manual import vary, varying
 from mesh.rules import mapped_sizes, partition
 
@@ -137,7 +138,8 @@ class Experts(Layer):
         expert = jnp.where(place < plan.received[:, None], expert, mine).reshape(-1)  # `mine`: no row, sorted last
         order = order_by(expert)
         received = permute(exchange.to_experts(rows, plan, capacity, axis), order)
-        y = self._network(received, counts(expert, mine), matrices)
+        with filled(max(1, round(devices * capacity / len(rows)))):  # if all experts are chosen equally often
+            y = self._network(received, counts(expert, mine), matrices)
         y = exchange.from_experts(permute_back(y, order), plan, len(rows), axis)
         return y, (len(rows) - jnp.sum(plan.sent)).astype(jnp.float32) / len(rows)
 

@@ -96,7 +96,7 @@ class LatentAttention(Layer):
         if cache is not None:
             v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - self.value_dim)])
         mixed, cache = context.attend(q, k, v, cache, Mixing(self.rules, self.kernel, self.sequence))
-        mixed = named(mixed[..., : self.value_dim], "context")
+        mixed = mixed[..., : self.value_dim]
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
         return named(out, "attention_out"), cache
 

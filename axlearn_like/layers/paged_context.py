@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.kernels.attention.interface import Mixing
+from axlearn_like.kernels.attention.interface import Mixing, attend, platform
 from axlearn_like.kernels.attention.kernel import MASKED
 from axlearn_like.kernels.attention.xla import capped
 from axlearn_like.layers.context import whole_rows_only
@@ -109,6 +109,8 @@ class PagedContext:
 class RowContext:
     """Whole sequences in rows from position 0, without a cache, in the order of the cached contexts: scoring.
 
+    On TPUs, where the cached contexts have a kernel of their own, by the kernel of packed rows, which holds no scores.
+
     Attributes:
         positions: int32 [r, c], 0 to c - 1 in each row.
     """
@@ -119,6 +121,8 @@ class RowContext:
         self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: None, mixing: Mixing
     ) -> tuple[jax.Array, None]:
         whole_rows_only(self)
+        if platform() == "tpu":
+            return attend(q_rckqh, k_rckh, v_rckh, mixing, segment_ids=jnp.zeros_like(self.positions)), cache
         padding = -k_rckh.shape[1] % KEY_BLOCK
         k = jnp.pad(k_rckh.transpose(0, 2, 3, 1), [(0, 0)] * 3 + [(0, padding)])
         v = jnp.pad(v_rckh.transpose(0, 2, 1, 3), [(0, 0)] * 2 + [(0, padding), (0, 0)])

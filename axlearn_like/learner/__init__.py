@@ -21,6 +21,7 @@ from axlearn_like.learner.schedules import (
     WarmupLinear,
     WarmupStableDecay,
 )
+from axlearn_like.learner.soap import scale_by_soap
 from axlearn_like.learner.spikes import SkipSpikes
 from axlearn_like.learner.storage import BFloat16, HostMemory
 
@@ -52,4 +53,5 @@ __all__ = [
     "WarmupLinear",
     "WarmupStableDecay",
     "decay_mask",
+    "scale_by_soap",
 ]

@@ -1,10 +1,12 @@
 """Optimizers made for single matrices, on stacks of them that are spread over devices."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
+from jax.sharding import PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.learner.kinds import Matrices, MatrixAxes, matrix_labels, path_name
@@ -15,12 +17,13 @@ from axlearn_like.learner.spread import Plan, is_spread, make_plan
 class Matrixwise(Configurable):
     """A transformation of optax or of another library, applied to every matrix [inputs, outputs] by itself.
 
-        Matrixwise.Config(direction=config_for(optax.contrib.scale_by_muon, preconditioning="aol"))
+        Matrixwise.Config(direction=config_for(scale_by_soap, every=20))
 
-    For methods of second order (Shampoo, SOAP, GaLore ...), which keep matrices of state for each matrix of weights:
+    For methods of second order (SOAP, Shampoo, GaLore ...), which keep matrices of state for each matrix of weights:
     the stack is spread over the devices, so that each computes whole matrices, and their state lies there. Mesh axes
-    that do not divide the stack compute the same, and hold the same state. `others` is for embeddings, heads, scales,
-    biases and the rest.
+    that do not divide the stack compute the same, and hold the same state. A scalar of state called `count`, as optax
+    names it, is one for the whole stack: what is done every so often is done for all at once, and else not at all.
+    `others` is for embeddings, heads, scales, biases and the rest.
     """
 
     class Config(ConfigBase["Matrixwise"]):
@@ -51,37 +54,53 @@ class Matrixwise(Configurable):
     def _init(self, params: Any) -> Any:
         def one(path: tuple[Any, ...], p: jax.Array) -> Any:
             axes = self._axes(path, p)
-            plan = make_plan(p, axes, whole=True)
+            plan, kept = make_plan(p, axes, whole=True), self._kept(p, axes)
 
             def body(p: jax.Array) -> Any:
-                return _over_stack(self._direction.init, axes)(plan.gather(p))
+                return _over_stack(self._direction.init, axes, 0, kept)(plan.gather(p))
 
-            return _on_devices(body, plan, plan.spec, plan.stack_spec)(p)
+            return _on_devices(body, plan, plan.spec, _specs(kept, plan))(p)
 
         return jax.tree_util.tree_map_with_path(one, params)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def one(path: tuple[Any, ...], g: jax.Array, state: Any, p: jax.Array) -> Any:
             axes = self._axes(path, g)
-            plan = make_plan(g, axes, whole=True)
+            plan, kept = make_plan(g, axes, whole=True), self._kept(g, axes)
 
             def body(g: jax.Array, state: Any, p: jax.Array) -> Any:
-                update, state = _over_stack(self._direction.update, axes)(plan.gather(g), state, plan.gather(p))
-                return plan.scatter(update, g), state
+                update = _over_stack(self._direction.update, axes, (0, kept, 0), (0, kept))
+                made, state = update(plan.gather(g), state, plan.gather(p))
+                return plan.scatter(made, g), state
 
-            ins, outs = (plan.spec, plan.stack_spec, plan.spec), (plan.spec, plan.stack_spec)
-            return _on_devices(body, plan, ins, outs)(g, state, p)
+            specs = _specs(kept, plan)
+            return _on_devices(body, plan, (plan.spec, specs, plan.spec), (plan.spec, specs))(g, state, p)
 
         both = jax.tree_util.tree_map_with_path(one, updates, state, params)
         made, state = (jax.tree.map(lambda _, pair, i=i: pair[i], updates, both) for i in (0, 1))
         return made, state
 
+    def _kept(self, x: jax.Array, axes: MatrixAxes) -> Any:
+        """For every array of the state of one matrix: 0 if each matrix of the stack has its own, else None."""
+        shape = tuple(math.prod(x.shape[axis] for axis in side) for side in (axes.inputs, axes.outputs))
+        state = jax.eval_shape(self._direction.init, jax.ShapeDtypeStruct(shape, x.dtype))
 
-def _over_stack(function: Callable[..., Any], axes: MatrixAxes) -> Callable[..., Any]:
-    """`function` of one matrix, for arrays of them."""
+        def own(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> int | None:
+            return None if not leaf.ndim and path_name(path).endswith("count") else 0
+
+        return jax.tree_util.tree_map_with_path(own, state)
+
+
+def _over_stack(function: Callable[..., Any], axes: MatrixAxes, ins: Any, outs: Any) -> Callable[..., Any]:
+    """`function` of one matrix, for arrays of them; `ins` and `outs` as `jax.vmap` has them."""
     for _ in axes.stack:
-        function = jax.vmap(function)
+        function = jax.vmap(function, in_axes=ins, out_axes=outs)
     return function
+
+
+def _specs(kept: Any, plan: Plan) -> Any:
+    one = lambda own: PartitionSpec() if own is None else plan.stack_spec  # noqa: E731
+    return jax.tree.map(one, kept, is_leaf=lambda own: own is None)
 
 
 def _on_devices(body: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -152,7 +152,13 @@ def peers_of(
         events.append(caller, "waiting", who=caller, what=f"{names[shard]} {what}", seconds=round(seconds, 1))
 
     locate = [server.locate for server in servers]
-    weights = connect(cfg.parameter_server, locate, on_wait=on_wait, say_after=patience.say_after)
+    weights = connect(
+        cfg.parameter_server,
+        locate,
+        on_wait=on_wait,
+        say_after=patience.say_after,
+        known_as=ray.util.get_node_ip_address(),
+    )
     verifier = RemoteRole("verifier", actors["verifier"], patience, limit=patience.batch, **known)
     return controller, weights, verifier
 
@@ -186,7 +192,7 @@ class RoleHost:
 
     def endpoint(self) -> Endpoint:
         """Where the parameter server's bytes are served."""
-        return self._built().listen()
+        return self._built().listen(ray.util.get_node_ip_address())
 
     def run_worker(self, peers: dict[str, Any]) -> dict[str, Any]:
         """The rollout worker's loop, until the controller stops the run. `peers`: actors of the roles it calls."""

@@ -21,7 +21,7 @@ def ray_session(address: str | None = None) -> Iterator[bool]:
     A session that is open already is used and left open, as another's.
 
     Raises:
-        UserError: there is no cluster at `address`.
+        UserError: there is no cluster at that address, or it does not let us in.
     """
     if ray.is_initialized():
         yield False
@@ -31,10 +31,8 @@ def ray_session(address: str | None = None) -> Iterator[bool]:
         # Ray starts its processes by fork and exec, JAX warns of every fork; nothing runs between the two.
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if address is not None:
-            _join(address, quiet)
-        elif not own:
-            ray.init(**quiet)
+        if not own:
+            _join(address or os.environ["RAY_ADDRESS"], quiet)
         else:
             ray.init(
                 "local",  # and not whatever Ray was started last on this machine
@@ -57,7 +55,10 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
         ray.init(address, **quiet)
     except (ConnectionError, RuntimeError) as error:
         why = str(error).splitlines()[0]
-        raise UserError(f"cannot join the Ray cluster at {address} from this machine: {why}") from error
+        raise UserError(
+            f"cannot join the Ray cluster at {address} from this machine: {why} (one that was started with a token, as "
+            "`ray start` does where ~/.ray/auth_token exists, wants RAY_AUTH_MODE=token and the same token here)"
+        ) from error
 
 
 @contextmanager

@@ -27,8 +27,10 @@ class WeightAccess:
         directory: Directory | RemoteDirectory,
         shards: Sequence[Shard],
         clients: Sequence[Client] = (),
+        known_as: str | None = None,
     ):
-        """`clients`: whose links these are, if they go over sockets."""
+        """`clients`: whose links these are, if they go over sockets. `known_as`: this host's address for others."""
+        self._known_as = known_as
         self._cfg, self.directory, self._shards = cfg, directory, list(shards)
         self.remote = isinstance(directory, RemoteDirectory)
         self._closing: list[Client | Server] = list(clients)
@@ -69,9 +71,8 @@ class WeightAccess:
         cfg, holder = self._cfg, Holder(PieceStore())
         tls = None if cfg.tls is None else cfg.tls.build()
         alone = cfg.host in ("127.0.0.1", "::1", "localhost")
-        server = Server(
-            serve(holder), host=cfg.host if alone else "0.0.0.0", tls=tls, advertise=None if alone else own_address()
-        )
+        known_as = None if alone else self._known_as or own_address()
+        server = Server(serve(holder), host=cfg.host if alone else "0.0.0.0", tls=tls, advertise=known_as)
         self._closing.append(server)
         links: dict[str, RemoteHolder] = {}
 
@@ -93,9 +94,11 @@ def connect(
     connect_timeout: float = 10.0,
     on_wait: Callable[[int, str, float], None] | None = None,
     say_after: float = 30.0,
+    known_as: str | None = None,
 ) -> WeightAccess:
     """To the shards that these functions find, the directory's first; each is asked anew, for up to `patience` seconds,
-    when its shard is gone. `on_wait` and `say_after` are those of `Client`, the number of the shard before the rest."""
+    when its shard is gone. `on_wait` and `say_after` are those of `Client`, the number of the shard before the rest.
+    `known_as`: this host's address for others, who may be served from here."""
     tls = None if cfg.tls is None else cfg.tls.build()
     names = [f"parameter server (shard {number})" if number else "parameter server" for number in range(len(locate))]
     clients = [
@@ -110,4 +113,5 @@ def connect(
         )
         for number, (where, name) in enumerate(zip(locate, names, strict=True))
     ]
-    return WeightAccess(cfg, RemoteDirectory(clients[0]), [RemoteHolder(client) for client in clients], clients)
+    shards = [RemoteHolder(client) for client in clients]
+    return WeightAccess(cfg, RemoteDirectory(clients[0]), shards, clients, known_as)

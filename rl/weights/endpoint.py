@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import socket
 
+import psutil
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -20,8 +22,11 @@ class Endpoint:
 
 
 def own_address() -> str:
-    """The address of this host that others see: of the interface that its default route goes by; no packet is sent."""
+    """The address of this host that others see: of the interface that its default route goes by (no packet is sent), or
+    of any if it has no such route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # of a range that is reserved for documentation
         return probe.getsockname()[0]
-    return socket.gethostbyname(socket.gethostname())
+    addresses = [a.address for nic in psutil.net_if_addrs().values() for a in nic if a.family == socket.AF_INET]
+    others = [address for address in addresses if not address.startswith("127.")]
+    return others[0] if others else "127.0.0.1"

@@ -10,7 +10,7 @@ of layers). One more program adds the sums of all devices for all arrays, so the
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -35,6 +35,15 @@ def fingerprints(params: Params) -> dict[str, str]:
     Raises:
         WeightsError: an array whose elements have more than 32 bits.
     """
+    return begin_fingerprints(params)()
+
+
+def begin_fingerprints(params: Params) -> Callable[[], dict[str, str]]:
+    """Have the devices compute `fingerprints`; what is returned waits for them. The arrays may be donated meanwhile.
+
+    Raises:
+        WeightsError: an array whose elements have more than 32 bits.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     by_mesh: dict[Any, list[tuple[str, jax.Array, PartitionSpec]]] = {}
     for path, leaf in leaves:
@@ -43,14 +52,20 @@ def fingerprints(params: Params) -> dict[str, str]:
             raise WeightsError(f"tensor {name} is of {leaf.dtype}; only numbers of at most 32 bits have fingerprints")
         array, sharding = _on_a_mesh(leaf)
         by_mesh.setdefault(sharding.mesh, []).append((name, array, sharding.spec))
-    found: dict[str, str] = {}
+    begun = []
     for mesh, arrays in by_mesh.items():
         with jax.set_mesh(mesh):
             parts = [_device_sums(mesh, spec)(array) for _, array, spec in arrays]
-            sums = np.asarray(_add_up(mesh)(parts))
-        for (name, array, _), lanes in zip(arrays, sums, strict=True):
-            found[name] = _digest(name, array.dtype.name, array.shape, lanes)
-    return found
+            begun.append(([(name, array.dtype.name, array.shape) for name, array, _ in arrays], _add_up(mesh)(parts)))
+
+    def wait() -> dict[str, str]:
+        return {
+            name: _digest(name, dtype, shape, lanes)
+            for arrays, sums in begun
+            for (name, dtype, shape), lanes in zip(arrays, np.asarray(sums), strict=True)
+        }
+
+    return wait
 
 
 def path_name(path: Any) -> str:

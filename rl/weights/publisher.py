@@ -13,7 +13,7 @@ from typing import Protocol
 from axlearn_like.layers.base import Params
 from rl.weights.digest import digest_of
 from rl.weights.errors import AttemptOver, VersionGone, WeightsError
-from rl.weights.fingerprint import fingerprints
+from rl.weights.fingerprint import begin_fingerprints
 from rl.weights.holder import Shard
 from rl.weights.manifest import Piece, Seal
 from rl.weights.shared import Segment, host_identity
@@ -54,8 +54,8 @@ class Publisher:
         self._shared_memory = shared_memory
 
     def copy(self, params: Params, version: int) -> Snapshot:
-        """This process's part of a version, to be published at once or later."""
-        return take(params, version, fingerprints(params), shared=self._shared_memory)
+        """This process's part of a version, to be published at once or later; the arrays may be given up."""
+        return self._take(params, version).wait()
 
     def begin(
         self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None
@@ -63,14 +63,13 @@ class Publisher:
         """Publish on a thread; `then` is called when it is done.
 
         All processes of the trainer call this in the same order, since the contents' fingerprints are computed by all
-        of them together, here and now. The arrays may be given up when `Push.snapshot` returns.
+        of them together. The arrays may be given up when `Push.snapshot` returns.
         """
-        marks = fingerprints(params)
-        return Push(lambda: take(params, version, marks, shared=self._shared_memory), self.publish, then)
+        return Push(self._take(params, version), self.publish, then)
 
     def again(self, snapshot: Snapshot) -> "Push":
         """Publish, on a thread, what was copied before."""
-        return Push(lambda: snapshot, self.publish, lambda snapshot: None)
+        return Push(snapshot, self.publish, lambda snapshot: None)
 
     def publish(self, snapshot: Snapshot) -> None:
         """Push this process's pieces and seal. With the last process's seal the version is there for all to read.
@@ -88,6 +87,9 @@ class Publisher:
             except AttemptOver:
                 if attempt == _ATTEMPTS - 1:
                     raise
+
+    def _take(self, params: Params, version: int) -> Snapshot:
+        return take(params, version, begin_fingerprints(params), shared=self._shared_memory)
 
     def _wait_for_others(self, version: int, key: int) -> bool:
         """Until the last process has sealed; False if the attempt came to nothing and has to be made again."""
@@ -151,9 +153,9 @@ class Publisher:
         """Pieces to data shards: the largest first, each to the shard with the fewest bytes so far."""
         loads = [0] * len(self._shards)
         assigned: dict[int, list[Copied]] = {}
-        for piece in sorted(pieces, key=lambda piece: -piece.array.nbytes):
+        for piece in sorted(pieces, key=lambda piece: -piece.nbytes):
             number = min(range(len(loads)), key=lambda n: (loads[n], (n - self._process) % len(loads)))
-            loads[number] += piece.array.nbytes
+            loads[number] += piece.nbytes
             assigned.setdefault(number, []).append(piece)
         return assigned
 
@@ -161,23 +163,15 @@ class Publisher:
 class Push:
     """One version on its way, on a thread of its own."""
 
-    def __init__(
-        self, copy: Callable[[], Snapshot], publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]
-    ):
-        self._copied = threading.Event()
+    def __init__(self, snapshot: Snapshot, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]):
+        self._snapshot = snapshot
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._snapshot: Snapshot | None = None
-        self._thread = threading.Thread(target=self._run, args=(copy, publish, then), daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(publish, then), daemon=True).start()
 
     def snapshot(self) -> Snapshot:
-        """What was copied, as soon as it is."""
-        self._copied.wait()
-        if self._snapshot is None:
-            self.wait()
-        assert self._snapshot is not None
-        return self._snapshot
+        """What was copied, as soon as all of it is."""
+        return self._snapshot.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it is published within so many seconds (None: however long that takes); raises what went wrong."""
@@ -190,18 +184,13 @@ class Push:
     def done(self) -> bool:
         return self._ended.is_set()
 
-    def _run(
-        self, copy: Callable[[], Snapshot], publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]
-    ) -> None:
+    def _run(self, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]) -> None:
         try:
-            self._snapshot = copy()
-            self._copied.set()
             publish(self._snapshot)
             then(self._snapshot)
         except BaseException as error:  # handed to whoever waits
             self._error = error
         finally:
-            self._copied.set()
             self._ended.set()
 
 
@@ -209,9 +198,9 @@ def _chunks(pieces: Sequence[Copied]) -> list[list[Copied]]:
     chunks: list[list[Copied]] = []
     room = 0
     for piece in pieces:
-        if piece.array.nbytes > room or not chunks:
+        if piece.nbytes > room or not chunks:
             chunks.append([])
             room = _CHUNK
         chunks[-1].append(piece)
-        room -= piece.array.nbytes
+        room -= piece.nbytes
     return chunks

@@ -1,8 +1,12 @@
-"""A version of the weights in the memory of one trainer process: what it pushes, once or, if the server dies, again."""
+"""A version of the weights in the memory of one trainer process: what it pushes, once or, if the server dies, again.
+
+It is made on threads, the largest pieces first, and who asks for a piece waits for that one: so the first are on their
+way to the server while the last are copied from the device.
+"""
 
 import dataclasses
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,8 +21,7 @@ from rl.weights.manifest import TensorSpec
 from rl.weights.memory import ALIGNMENT, MEMORY
 from rl.weights.shared import Segment
 
-_COPIES = 4  # at a time, if there is as much to copy as
-_MUCH = 1 << 24  # bytes
+_COPIES = 4  # at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,8 +30,14 @@ class Copied:
 
     tensor: str
     box: Box
-    array: np.ndarray
+    nbytes: int
     offset: int  # in the snapshot's memory
+    copy: Future[np.ndarray]
+
+    @property
+    def array(self) -> np.ndarray:
+        """What is in the box, as soon as it is copied; raises what went wrong with that."""
+        return self.copy.result()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,12 +51,28 @@ class Snapshot:
     tensors: tuple[TensorSpec, ...]
     owned: tuple[Copied, ...]
     others: tuple[Copied, ...]
-    fingerprints: dict[str, str]
-    memory: Segment | None  # where `owned` lies, if others on this host shall see it
+    kept: Future[tuple[Segment | None, np.ndarray]]
+    marks: Future[dict[str, str]]
+
+    def wait(self) -> "Snapshot":
+        """Until all is copied, and the devices' arrays may be given up."""
+        for piece in self.owned + self.others:
+            piece.copy.result()
+        return self
+
+    @property
+    def memory(self) -> Segment | None:
+        """Where `owned` lies, if others on this host shall see it."""
+        return self.kept.result()[0]
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.array.nbytes for piece in self.owned)
+        return sum(piece.nbytes for piece in self.owned)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the whole version's arrays, as soon as they are computed."""
+        return self.marks.result()
 
     @property
     def checksum(self) -> str:
@@ -71,13 +96,13 @@ class Snapshot:
         return jax.tree_util.tree_map_with_path(put, like)
 
 
-def take(params: Params, version: int, marks: dict[str, str], *, shared: bool) -> Snapshot:
-    """Copy this process's parts of the weights to the host.
+def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, shared: bool) -> Snapshot:
+    """Begin to copy this process's parts of the weights to the host.
 
-    The copy is one's own: the devices' arrays may be given up (donated) as soon as this returns.
+    The copy is one's own: the devices' arrays may be given up (donated) when `Snapshot.wait` returns.
 
     Args:
-        marks: their fingerprints.
+        marks: waits for their fingerprints.
         shared: into memory that other processes of this host can map. Where there is not enough of that, into
             ordinary memory.
     """
@@ -89,42 +114,44 @@ def take(params: Params, version: int, marks: dict[str, str], *, shared: bool) -
         here = {box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
         owned += [(name, box, part) for box, part in mine.items()]
         others += [(name, box, part) for box, part in here.items() if box not in mine]
+    owned.sort(key=lambda piece: -piece[2].nbytes)  # as they are sent
     for _, _, part in owned + others:
         part.copy_to_host_async()
-    memory, copied = _copy(owned, shared)
-    return Snapshot(
-        version=version,
-        tensors=tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name) for name, leaf in named),
-        owned=copied,
-        others=_copy(others, shared=False)[1],
-        fingerprints=marks,
-        memory=memory,
-    )
+    pool = ThreadPoolExecutor(_COPIES + 1, "copy")  # one for what waits for the fingerprints
+    found = pool.submit(marks)
+    kept, copied = _copy(owned, shared, pool)
+    _, rest = _copy(others, False, pool)
+    pool.shutdown(wait=False)
+    specs = tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name) for name, leaf in named)
+    return Snapshot(version, specs, copied, rest, kept, found)
 
 
 def _copy(
-    parts: Sequence[tuple[str, Box, jax.Array]], shared: bool
-) -> tuple[Segment | None, tuple[Copied, ...]]:
+    parts: Sequence[tuple[str, Box, jax.Array]], shared: bool, pool: ThreadPoolExecutor
+) -> tuple[Future[tuple[Segment | None, np.ndarray]], tuple[Copied, ...]]:
     offsets, end = [], 0
     for _, _, part in parts:
         offsets.append(end)
         end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-    memory = _segment(end) if shared and end else None
-    buffer = MEMORY.empty((end,), np.uint8) if memory is None else memory.buffer
 
-    def copy(one: tuple[str, Box, jax.Array], offset: int) -> Copied:
-        tensor, box, part = one
+    def memory() -> tuple[Segment | None, np.ndarray]:
+        segment = _segment(end) if shared and end else None
+        return segment, MEMORY.empty((end,), np.uint8) if segment is None else segment.buffer
+
+    def copy(box: Box, part: jax.Array, offset: int) -> np.ndarray:
+        segment, buffer = kept.result()
         array = buffer[offset : offset + part.nbytes].view(np.dtype(part.dtype)).reshape(shape_of(box))
-        if memory is None:
+        if segment is None:
             np.copyto(array, np.asarray(part))
         else:
-            memory.write(np.ascontiguousarray(part), offset)  # its pages are new
-        return Copied(tensor, box, array, offset)
+            segment.write(np.ascontiguousarray(part), offset)  # its pages are new
+        return array
 
-    if end < _MUCH:
-        return memory, tuple(map(copy, parts, offsets))
-    with ThreadPoolExecutor(_COPIES, "copy") as pool:
-        return memory, tuple(pool.map(copy, parts, offsets))
+    kept = pool.submit(memory)
+    return kept, tuple(
+        Copied(tensor, box, part.nbytes, offset, pool.submit(copy, box, part, offset))
+        for (tensor, box, part), offset in zip(parts, offsets, strict=True)
+    )
 
 
 def _segment(nbytes: int) -> Segment | None:

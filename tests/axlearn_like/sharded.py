@@ -1,11 +1,12 @@
 """One train step on each of several meshes of eight devices; run in a process that has them.
 
-    python -m tests.axlearn_like.sharded RESULTS.npz
+    python -m tests.axlearn_like.sharded RESULTS.npz MESHES
 """
 
 import contextlib
+import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,25 +16,68 @@ from axlearn_like.config_edit import set_path
 from axlearn_like.kernels.attention.ring import Ring
 from axlearn_like.layers.base import split
 from axlearn_like.layers.embedding import Head
+from axlearn_like.layers.experts import Experts
+from axlearn_like.layers.moe import MoE
 from axlearn_like.layers.pipeline import Pipeline
+from axlearn_like.layers.router import SoftmaxRouter
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.losses import SupervisedLoss, make_supervised_loss
 from axlearn_like.train_step import init_state, make_train_step
 from mesh import make_mesh, shard_batch, to_named_sharding
 from tests.axlearn_like.layers.small import small_decoder
 
-# None: no mesh at all, which is what the others are compared with.
-MESHES: dict[str, dict[str, int] | None] = {
-    "none": None,
-    "one": {},
-    "fsdp": {"fsdp": 8},
-    "fsdp_tensor": {"fsdp": 4, "tensor": 2},
-    "data_fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
-    "pipeline_fsdp": {"pipeline": 2, "fsdp": 4},
-    "sequence_fsdp": {"sequence": 4, "fsdp": 2},
-    "ring": {"data": 2, "sequence": 2, "tensor": 2},
-    "pipeline_tensor": {"pipeline": 2, "data": 2, "tensor": 2},
+
+class Case(NamedTuple):
+    """A mesh, and what else is particular.
+
+    Attributes:
+        mesh: None: no mesh at all, which is what the others are compared with.
+        slices: of the mesh.
+        experts: whether the feed-forward layers are mixtures.
+        ring: whether keys and values go round over the axis `sequence`, instead of being gathered.
+        microbatches: whose gradients are accumulated.
+    """
+
+    mesh: dict[str, int] | None
+    slices: dict[str, int] | None = None
+    experts: bool = False
+    ring: bool = False
+    microbatches: int = 1
+
+
+# Accumulation once, where all kinds of axes meet.
+MESHES = {
+    "none": Case(None),
+    "one": Case({}),
+    "fsdp": Case({"fsdp": 8}),
+    "fsdp_tensor": Case({"fsdp": 4, "tensor": 2}),
+    "data_fsdp_tensor": Case({"data": 2, "fsdp": 2, "tensor": 2}, slices={"data": 2}, microbatches=2),
+    "pipeline_fsdp": Case({"pipeline": 2, "fsdp": 4}),
+    "sequence_fsdp": Case({"sequence": 4, "fsdp": 2}),
+    "ring": Case({"data": 2, "sequence": 2, "tensor": 2}, ring=True),
+    "pipeline_tensor": Case({"pipeline": 2, "data": 2, "tensor": 2}),
 }
+# With these every axis is alone once, and every pair of the six is together on one mesh.
+MORE = {
+    "none": Case(None),
+    "data": Case({"data": 8}),
+    "pipeline": Case({"pipeline": 2}),
+    "sequence": Case({"sequence": 8}),
+    "tensor": Case({"tensor": 2}),
+    "fsdp_over_slices": Case({"data": 2, "fsdp": 4}, slices={"fsdp": 2}),
+    "pipeline_sequence": Case({"pipeline": 2, "sequence": 4}),
+    "pipeline_ring": Case({"pipeline": 2, "sequence": 2, "fsdp": 2}, ring=True),
+}
+EXPERTS = {
+    "none": Case(None, experts=True),
+    "expert": Case({"expert": 8}, experts=True),
+    "pipeline_expert_fsdp": Case({"pipeline": 2, "expert": 2, "fsdp": 2}, experts=True),
+    "expert_sequence": Case({"expert": 4, "sequence": 2}, experts=True),
+    "expert_ring": Case({"expert": 2, "sequence": 2, "tensor": 2}, experts=True, ring=True),
+    "data_expert": Case({"data": 2, "expert": 4}, experts=True),
+    "pipeline_expert_tensor": Case({"pipeline": 2, "expert": 2, "tensor": 2}, experts=True),
+}
+SETS = {"meshes": MESHES, "more": MORE, "experts": EXPERTS}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 
 
@@ -52,13 +96,18 @@ def make_batch() -> dict[str, np.ndarray]:
     }
 
 
-def train_step(shape: dict[str, int] | None, microbatches: int, sequence: Any = None) -> dict[str, Any]:
+def train_step(case: Case) -> dict[str, Any]:
     """Loss, gradients and new parameters of one step, and how the program communicates."""
-    mesh = None if shape is None else make_mesh(shape)
+    devices = jax.devices()[: math.prod((case.mesh or {}).values())]
+    mesh = None if case.mesh is None else make_mesh(case.mesh, devices, slices=case.slices)
     cfg = small_decoder(num_layers=2, head=Head.Config(), pipeline=Pipeline.Config(microbatches=4))
     cfg.embedding.init_std = 0.5
-    if sequence is not None:
-        set_path(cfg, "block.attention.sequence", sequence)
+    if case.ring:
+        set_path(cfg, "block.attention.sequence", Ring.Config())
+    if case.experts:  # with a loss that is a mean over the rows: load balance is of each microbatch of a pipeline
+        router = SoftmaxRouter.Config(top_k=2, load_balance=0.0, z_loss=0.01)
+        mixture = MoE.Config(num_experts=8, router=router, experts=Experts.Config(hidden=24))
+        set_path(cfg, "block.feed_forward", mixture)
     learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3), clip_norm=None).build()
     graphdefs = []
 
@@ -75,7 +124,7 @@ def train_step(shape: dict[str, int] | None, microbatches: int, sequence: Any = 
         shards = max(len({s.index for s in leaf.addressable_shards}) for leaf in jax.tree.leaves(state["params"]))
         # The head in chunks on every mesh, whole without one.
         loss = SupervisedLoss.Config(chunks=1 if mesh is None else 2).build()
-        step = make_train_step(make_supervised_loss(graphdefs[0], loss), learner, microbatches)
+        step = make_train_step(make_supervised_loss(graphdefs[0], loss), learner, case.microbatches)
         batch = shard_batch(make_batch())
         program = step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
         text = program.as_text()
@@ -84,6 +133,7 @@ def train_step(shape: dict[str, int] | None, microbatches: int, sequence: Any = 
     return {
         "loss": metrics["loss"],
         "born": born,
+        "new": jax.device_get(state["params"]),
         # Adam's first moment after one step is (1 - b1) times the gradient.
         "gradient": jax.tree.map(lambda m: np.asarray(m) / (1 - AdamW.Config().b1), moment),
         "shards": shards,
@@ -91,17 +141,15 @@ def train_step(shape: dict[str, int] | None, microbatches: int, sequence: Any = 
     }
 
 
-def main(path: str) -> None:
+def main(path: str, which: str) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     arrays = {}
-    for name, shape in MESHES.items():
-        # Accumulation once, where all kinds of axes meet.
-        sequence = Ring.Config() if name == "ring" else None
-        found = train_step(shape, microbatches=2 if name == "data_fsdp_tensor" else 1, sequence=sequence)
+    for name, case in SETS[which].items():
+        found = train_step(case)
         for key, leaf in jax.tree_util.tree_leaves_with_path(found):
             arrays[f"{name}/{jax.tree_util.keystr(key, simple=True, separator='.')}"] = np.asarray(leaf)
     np.savez(path, **arrays)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -37,7 +37,7 @@ def test_every_collective_of_a_loop_is_found_with_its_axis_count_and_bytes(topol
             "collective-permute": {"count": TURNS, "bytes": TURNS * block},
         },
     }
-    between = found["collectives"].pop("data", {})
+    between = found["collectives"].pop("data between slices", {})
     assert found["collectives"] == wanted
     assert between == ({"all-reduce": {"count": 1, "bytes": 2 * block // 2}} if slices > 1 else {})
     assert found["unknown_loops"] == 0

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mesh.arithmetic import products
+from mesh.expected import filled
 from mesh.traced_buffers import kept_for_backward, largest_traced
 
 
@@ -70,3 +71,29 @@ def test_arrays_inside_a_shard_map_are_those_of_one_device():
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(doubled)(jax.ShapeDtypeStruct((6, 8), jnp.float32))
     assert {one.array for one in largest_traced(jaxpr) if one.operation == "mul"} == {"float32[3,2]"}
+
+
+def test_ragged_products_count_the_rows_that_are_expected():
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        with filled(4):
+            y = jax.checkpoint(lambda a: jax.lax.ragged_dot(a, b, jnp.array([2, 1], jnp.int32)))(a)
+        return jnp.sum(y**2)
+
+    places = 2 * 8 * 4 * 5
+    assert count(product, (8, 4), (2, 4, 5)) == places / 4
+    assert count(jax.grad(product, argnums=(0, 1)), (8, 4), (2, 4, 5)) == 3 * places / 4  # forward, and two backward
+
+
+def test_arrays_that_the_compiler_spreads_are_not_said_to_be_whole():
+    axis = "fsdp"
+    mesh = jax.sharding.AbstractMesh((4,), (axis,), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def look_up(table: jax.Array, rows: jax.Array) -> jax.Array:
+        table = jax.reshard(table, jax.P(None, axis))
+        return table.at[rows].get(out_sharding=jax.P(None, axis))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(look_up)(
+            jax.ShapeDtypeStruct((64, 16), jnp.float32), jax.ShapeDtypeStruct((4096,), jnp.int32)
+        )
+    assert largest_traced(jaxpr)[0].array == "float32[4096,4]"

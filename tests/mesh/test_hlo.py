@@ -54,6 +54,23 @@ def test_collectives_by_axis_kind_and_bytes():
     assert sum(one.beside for one in found) == 700
 
 
+def test_rows_to_experts_count_as_many_as_there_are():
+    """128 rows of 4 bf16 go to 4 devices, each of which has places for all of them from everybody; and back."""
+    sizes = "%size, %size, %size, %size), channel_id=3, replica_groups={{0,1,2,3}}"
+    text = f"""HloModule step, is_scheduled=true, num_partitions=4
+
+ENTRY %main (rows: bf16[128,4], places: bf16[512,4]) -> bf16[128,4] {{
+  %rows = bf16[128,4]{{1,0}} parameter(0)
+  %places = bf16[512,4]{{1,0}} parameter(1)
+  %size = s32[4]{{0}} constant(0)
+  %there = bf16[512,4]{{1,0}} ragged-all-to-all(%rows, %places, {sizes}
+  ROOT %back = bf16[128,4]{{1,0}} ragged-all-to-all(%there, %rows, {sizes}
+}}
+"""
+    found = collectives(parse(text), described_mesh(fsdp=2, tensor=2))
+    assert [(one.kind, one.bytes) for one in found] == [("all-to-all", 128 * 4 * 2 * 3 // 4)] * 2
+
+
 def test_what_is_cut_out_of_a_stack_counts_as_what_is_cut_out():
     moved = {one.cycles: one for one in operations(parse(PROGRAM))}
     assert moved[100].bytes == 2 * 64 * 128 * 2 + 4  # read and written, and the index; not the stack

@@ -1,11 +1,14 @@
 """A mesh that fits is made; one that does not is explained."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
 
 from mesh import MESH_AXES, MeshError, UserError, make_mesh
+from mesh.mesh import Unseen
 from mesh.topology import find_compiler, prepare_compiler
 
 # More devices than there are, for shapes that are refused before any device is used.
@@ -74,9 +77,47 @@ def test_the_error_is_one_that_the_user_can_mend():
     assert issubclass(MeshError, UserError)
 
 
+class OfASlice:
+    """As much of an accelerator as a mesh looks at."""
+
+    platform = "gpu"
+
+    def __init__(self, index: int, slice_index: int):
+        self.id, self.slice_index = index, slice_index
+
+
+def order(shape: dict[str, int], devices: Any, slices: dict[str, int] | None = None) -> list[int]:
+    return [device.id for device in make_mesh(shape, devices, slices=slices).devices.flat]
+
+
+def test_slices_lie_along_the_axes_that_go_over_them():
+    mixed = [OfASlice(i, i % 2) for i in range(8)]  # even ones and odd ones
+    even, odd = [0, 2, 4, 6], [1, 3, 5, 7]
+    assert order({"data": 2, "fsdp": 4}, mixed) == even + odd  # the first axis, where nothing is said
+    assert order({"data": 2, "fsdp": 4}, mixed, {"data": 2}) == even + odd
+    assert order({"data": 2, "fsdp": 4}, mixed, {"fsdp": 2}) == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert order({"fsdp": 8}, mixed, {"fsdp": 2}) == even + odd
+    four = [OfASlice(i, i // 2) for i in range(8)]
+    assert order({"data": 4, "tensor": 2}, four, {"data": 2, "tensor": 2}) == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_equal_parts_of_cpu_devices_stand_for_slices():
+    unseen = [Unseen() for _ in range(8)]
+    made = make_mesh({"data": 2, "fsdp": -1}, unseen, slices={"fsdp": 2}).devices.flat
+    assert [unseen.index(device) for device in made] == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
 def test_slices_that_are_not_there_are_refused():
-    with pytest.raises(MeshError, match=r"slices data 2 is for 2 slices but there are 1"):
-        make_mesh({"data": 2, "fsdp": 4}, EIGHT, slices={"data": 2})
+    one = [OfASlice(i, 0) for i in range(8)]
+    with pytest.raises(MeshError, match=r"slices data 2 is for 2 slices but there is 1"):
+        make_mesh({"data": 2, "fsdp": 4}, one, slices={"data": 2})
+    three = [OfASlice(i, i // 4) for i in range(12)]
+    with pytest.raises(MeshError, match=r"slices data 2 x fsdp 2 is for 4 slices but there are 3"):
+        make_mesh({"data": 2, "fsdp": 6}, three, slices={"data": 2, "fsdp": 2})
+    with pytest.raises(MeshError, match=r"axis 'data', the first, has size 2, which does not divide over 3 slices"):
+        make_mesh({"data": 2, "fsdp": 6}, three)
+    with pytest.raises(MeshError, match=r"slices axis 'data' has size -1; expected 1 or more$"):
+        make_mesh({"data": 2, "fsdp": 4}, EIGHT, slices={"data": -1})
     with pytest.raises(MeshError, match=r"slices has no axis 'dat'; did you mean 'data'"):
         make_mesh({"data": 2, "fsdp": 4}, EIGHT, slices={"dat": 2})
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh import MeshError, UserError, make_mesh, shard_batch
+from mesh.batches import own_rows
 from mesh.joining import join
 from mesh.processes import Processes, readable
 from tests.elsewhere import in_two_processes
@@ -35,8 +36,16 @@ def test_two_processes_agree_and_share_one_mesh():
     for found in (leader, other):
         assert found["devices"] == [4, 2]
         assert found["batch"] and found["readable"]
+        assert found["own rows lie where whole ones do"]
         assert "2 processes share it" in found["no axes"]
         assert "rows has 6 rows, which do not divide evenly over the mesh (data 2 x fsdp 2)" in found["uneven"]
+    first, second = [0, 1, 2, 3], [4, 5, 6, 7]
+    assert (leader["own"]["data"], other["own"]["data"]) == (first, second)
+    assert (leader["own"]["fsdp_tensor"], other["own"]["fsdp_tensor"]) == (first, second)
+    # The axis with rows is within the processes: each needs all.
+    assert leader["own"]["tensor_over_processes"] == other["own"]["tensor_over_processes"] == first + second
+    assert leader["own"]["pipeline"] == other["own"]["pipeline"] == first + second
+    assert (leader["own"]["mixed"], other["own"]["mixed"]) == ([0, 1, 4, 5], [2, 3, 6, 7])
 
 
 def agree(address: str, index: int) -> dict[str, Any]:
@@ -85,7 +94,32 @@ def on_devices() -> dict[str, Any]:
     )
     found["readable"] = all(np.array_equal(readable(array), batch[name]) for name, array in put.items())
     found["no axes"] = error_of(make_mesh)
+    own_parts(found)
     return found
+
+
+def own_parts(found: dict[str, Any]) -> None:
+    """The rows that this process needs on several meshes, and what becomes of them."""
+    a, b, c, d = jax.devices()
+    meshes = {
+        "data": make_mesh({"data": 4}),
+        "fsdp_tensor": make_mesh({"fsdp": 2, "tensor": 2}),
+        "tensor_over_processes": make_mesh({"fsdp": 2, "tensor": 2}, [a, c, b, d]),
+        "pipeline": make_mesh({"pipeline": 2, "expert": 2}),
+        "mixed": make_mesh({"data": 4}, [a, c, b, d]),
+    }
+    batch = {"tokens": np.arange(24).reshape(8, 3), "weights": np.arange(8.0)}
+    found["own"], same = {}, []
+    for name, mesh in meshes.items():
+        with jax.set_mesh(mesh):
+            own = own_rows(8)
+            found["own"][name] = own.tolist()
+            put, whole = shard_batch({k: x[own] for k, x in batch.items()}, rows=8), shard_batch(batch)
+        for key, array in put.items():
+            assert array.sharding == whole[key].sharding and array.shape == whole[key].shape
+            shards = zip(array.addressable_shards, whole[key].addressable_shards, strict=True)
+            same += [np.array_equal(ours.data, theirs.data) for ours, theirs in shards]
+    found["own rows lie where whole ones do"] = all(same) and len(same) == 5 * 2 * 2
 
 
 def error_of(action: Any) -> str:

@@ -2,11 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from mesh import MESH_AXES, UserError, constrain, make_mesh, partition, shard_batch, to_named_sharding
+from mesh import MESH_AXES, constrain, make_mesh, partition, to_named_sharding
 from mesh.rules import LOGICAL_AXES, axis_sizes
 
 ONE = make_mesh({"fsdp": 1}, jax.devices()[:1])
@@ -24,7 +23,6 @@ def test_without_a_mesh_nothing_is_spread():
     assert partition("batch", None) is None
     assert axis_sizes("batch") == {}
     assert constrain(x, "batch", None) is x
-    np.testing.assert_array_equal(shard_batch({"x": np.ones((3, 2))})["x"], x)
 
 
 def test_names_become_mesh_axes():
@@ -51,33 +49,6 @@ def test_axes_of_size_one_are_left_out_so_that_equal_partitions_are_written_equa
     narrow = make_mesh({"fsdp": 2}, jax.devices()[:1] * 2).abstract_mesh
     with jax.sharding.use_abstract_mesh(narrow):
         assert partition("batch", "residual", "heads") == PartitionSpec("fsdp", None, None)
-
-
-def test_a_batch_is_copied_to_a_device_whole():
-    batch = {"tokens": np.arange(12).reshape(4, 3), "weights": np.ones(4, np.float32), "scale": np.float32(2)}
-    with jax.set_mesh(ONE):
-        put = shard_batch(batch)
-    for name, x in batch.items():
-        assert put[name].sharding.is_fully_replicated
-        np.testing.assert_array_equal(put[name], x)
-
-
-def test_rows_that_do_not_divide_are_refused_by_name():
-    batch = {"tokens": np.zeros((8, 3)), "extra": {"weights": np.zeros((6, 3))}}
-    with (
-        jax.sharding.use_abstract_mesh(EIGHT),
-        pytest.raises(UserError, match=r"extra\.weights has 6 rows, .* \(data 2 x fsdp 2\)"),
-    ):
-        shard_batch(batch)
-
-
-def test_rows_that_cannot_be_cut_over_a_sequence_axis_are_refused_by_name():
-    mesh = make_mesh({"fsdp": 2, "sequence": 4}, jax.devices()[:1] * 8).abstract_mesh
-    with (
-        jax.sharding.use_abstract_mesh(mesh),
-        pytest.raises(UserError, match=r"tokens has 6 tokens in a row, which do not divide .* \(sequence 4\)"),
-    ):
-        shard_batch({"tokens": np.zeros((8, 6))})
 
 
 def test_abstract_shardings_get_devices():

@@ -61,6 +61,19 @@ def test_trunk_inputs_and_targets_are_the_sequence_shifted_by_one():
             assert not batch["inputs"][g, n, length:].any()
 
 
+def test_a_group_in_several_rows_has_its_trunk_in_each():
+    objective = Objective.Config(old_policy="current").build()
+    whole = pack(GROUPS, objective)
+    batch, _ = pack_groups(GROUPS, objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, samples_per_row=1)
+    order = np.flatnonzero(whole["weights"].any(axis=2))  # rollouts of which anything counts
+    assert batch["inputs"].shape == (len(order), 1, MAX_NEW)
+    for name, array in batch.items():
+        if name in ("trunk", "trunk_lengths"):
+            np.testing.assert_array_equal(array, whole[name][order // 2])
+        else:
+            np.testing.assert_array_equal(array[:, 0], whole[name].reshape(6, *array.shape[2:])[order])
+
+
 def test_masks_come_from_positions_whatever_the_tokens_are():
     """Zero (the filler), pad and eos in the middle are actions like others, and so is a final eos."""
     prompt = make_prompt(3)

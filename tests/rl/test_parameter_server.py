@@ -169,7 +169,7 @@ def test_contents_that_are_not_what_the_trainers_devices_had_are_refused_on_the_
     publisher = access.publisher()
     taken = publisher.copy(on_device(weights(0)), 0)
     meant = publisher.copy(on_device({**weights(0), "count": np.int32(8)}), 0)
-    publisher.publish(dataclasses.replace(taken, fingerprints=meant.fingerprints))
+    publisher.publish(dataclasses.replace(taken, marks=meant.marks))
     with pytest.raises(WeightsError, match="version 0: count on this worker's devices is not what the trainer had"):
         pull(access, weights(0), 0)
 

@@ -14,7 +14,7 @@ from models.moe import tiny_moe
 from rl.batching import pack_groups
 from rl.messages import Group
 from rl.objective.presets import dapo, grpo, rloo
-from rl.policy_program import batch_shapes, make_policy_loss, policy_program
+from rl.policy_program import batch_shapes, make_policy_loss, make_score_rows, policy_program
 from rl.scoring import pack_rows
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params
 
@@ -60,7 +60,8 @@ def test_the_described_step_takes_a_real_batch():
 
 def test_a_batch_that_does_not_divide_is_refused():
     trainer = tiny_experiment().build().trainer_cfg.clone(row_multiple=3, microbatches=2)
-    with pytest.raises(UserError, match=r"trainer\.row_multiple=3 is not a multiple of data x .* x microbatches = 2"):
+    expected = r"trainer\.row_multiple=3 is not a multiple of data x fsdp x expert x microbatches = 2"
+    with pytest.raises(UserError, match=expected):
         policy_program(trainer, make_mesh({}), groups=GROUPS, samples=SAMPLES)
 
 
@@ -85,3 +86,52 @@ def test_the_losses_of_a_router_reach_the_policy_in_shares_of_the_microbatches()
     losses = [float(metrics[name]) for name in ("load_balance", "router_z")]
     assert min(losses) > 0
     np.testing.assert_allclose(float(whole - half), sum(losses) / 2, rtol=1e-3)
+
+
+def test_neither_rows_nor_chunks_change_an_update():
+    """The loss's gradient from whole groups at once, and from rows of two samples each with the head in three parts."""
+    trainer = tiny_experiment().build().trainer_cfg
+    assert isinstance(trainer.model, Decoder.Config)
+    graphdef = split(trainer.model.build(rngs=nnx.Rngs(0)))[0]
+    params, objective = tiny_params(trainer.model), trainer.objective.build()
+    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "row_multiple": 4}
+
+    def gradients(chunks: int, samples_per_row: int | None):
+        batch, _ = pack_groups(groups(), objective, **sizes, samples_per_row=samples_per_row)
+        loss = make_policy_loss(graphdef, objective, trainer.temperature, chunks=chunks)
+        (_, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+        return batch, metrics, grads
+
+    whole, metrics, expected = gradients(1, None)
+    batch, found, grads = gradients(3, 2)
+    assert whole["inputs"].shape == (GROUPS, SAMPLES, MAX_NEW)
+    assert batch["inputs"].shape == (2 * GROUPS, SAMPLES // 2, MAX_NEW)
+    for name in metrics:
+        np.testing.assert_allclose(found[name], metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    scale = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale), grads, expected)
+
+
+def test_scoring_in_chunks_gives_the_same_parts():
+    trainer = tiny_experiment().build().trainer_cfg
+    assert isinstance(trainer.model, Decoder.Config)
+    graphdef, params = split(trainer.model.build(rngs=nnx.Rngs(0)))[0], tiny_params(trainer.model)
+    rows = pack_rows(groups(), max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    arguments = {"tokens": rows["tokens"], "targets": rows["targets"], "temperature": np.ones(1, np.float32)}
+    whole, parts = (make_score_rows(graphdef, chunks)(params, **arguments) for chunks in (1, 24))  # 8 of them divide
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"samples_per_row": 3}, r"trainer\.samples_per_row=3 does not divide samples=4"),
+        ({"chunks": 5}, r"trainer\.chunks=5 does not divide the 4 x 6 tokens of a row"),
+    ],
+)
+def test_rows_and_chunks_that_do_not_divide_are_refused(changes, message):
+    cfg = tiny_experiment()
+    cfg.trainer.set(**changes)
+    with pytest.raises(UserError, match=message):
+        cfg.build()

@@ -83,6 +83,21 @@ def test_an_evaluation_gathers_each_matrix_of_a_layer_once():
     assert found["flops_executed"] < 1.3 * found["flops_analytic"]
 
 
+@pytest.mark.full
+@needs_compiler
+def test_what_goes_between_slices_is_apart_from_what_goes_within():
+    """Four parts of the data, two in each of two slices: these share their gradients first."""
+    words = ["--topology", "v6e:2x2", "--slices", "2", "--set", "mesh={'data': 4, 'fsdp': 2}"]
+    found = elsewhere(run_cli, [HERE, *words, "--set", "slices={'data': 2}", "--json"], timeout=280)["json"]
+    assert (found["slices"], found["devices"], found["mesh"]) == (2, 8, {"data": 4, "fsdp": 2})
+    assert set(found["collectives"]) == {"data", "fsdp", "data+fsdp", "data between slices"}
+    gradients = (LAYERS * (4 * 256 * 256 + 3 * 256 * 512) + 2 * 512 * 256) * 2  # bytes, in bfloat16
+    between = found["collectives"]["data between slices"]
+    assert set(between) == {"all-reduce"}  # of the quarter of the gradients that each device of a slice has
+    assert gradients / 4 <= between["all-reduce"]["bytes"] < 1.1 * gradients / 4
+    assert found["roofline_s"]["link data between slices"] > 2 * found["roofline_s"]["link data"]
+
+
 @needs_compiler
 def test_what_does_not_fit_comes_with_what_to_change():
     sets = ["--set", "model.num_layers=30000", "--set", "model.remat=nothing"]
@@ -117,6 +132,13 @@ REFUSED = {
         "input.seq_len is 8192", "model.block.attention.rope.max_length is 4096",
     ],
     "--topology v6e:2x2 --set mesh={'fsdp':3}": ["mesh fsdp 3 needs 3 devices but there are 4"],
+    "--topology v6e:2x2 --slices 2 --set mesh={'data':4,'fsdp':2} --set slices={'fsdp':4}": [
+        "slices fsdp 4 is for 4 slices but there are 2",
+    ],
+    "--topology v6e:2x2 --slices 2 --set mesh={'data':1,'fsdp':8} --set slices={'data':2}": [
+        "mesh axis 'data' has size 1, no multiple of slices.data=2",
+    ],
+    "--topology v6e:2x2 --slices 2 --set slices={'dat':2}": ["slices has no axis 'dat'", "did you mean 'data'"],
     "--topology v6e:2x2 --set model.block.attention.num_kv_heads=2 --set mesh={'tensor':4}": [
         "num_kv_heads=2", "tensor 4",
     ],

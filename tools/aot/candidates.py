@@ -11,6 +11,7 @@ from axlearn_like.flops import causal_pairs, decoder_flops, matrix_sizes
 from axlearn_like.layers.remat import find_remat
 from axlearn_like.trainer import Trainer
 from mesh.errors import UserError
+from mesh.rules import batch_axes
 from mesh.topology import Topology
 from rl.experiment import RLExperiment
 from tools.aot.memory import remat_presets
@@ -103,7 +104,7 @@ def candidates(
 
 def _ways(shape: dict[str, int]) -> int:
     """Over how many devices the rows of a batch are spread."""
-    return math.prod(shape.get(name, 1) for name in ("data", "fsdp", "expert"))
+    return math.prod(shape.get(name, 1) for name in batch_axes())
 
 
 def _given(space: Space, topology: Topology) -> list[dict[str, int]]:
@@ -140,7 +141,9 @@ class _Job(NamedTuple):
 
 def _job(cfg: ConfigBase[Any]) -> _Job:
     if isinstance(cfg, RLExperiment.Config):
-        model, mesh, rows, length = cfg.policy, cfg.trainer.mesh, cfg.groups, cfg.max_prompt + cfg.samples * cfg.max_new
+        each_row = cfg.trainer.samples_per_row or cfg.samples
+        rows, length = cfg.groups * cfg.samples // each_row, cfg.max_prompt + each_row * cfg.max_new
+        model, mesh = cfg.policy, cfg.trainer.mesh
     else:
         assert isinstance(cfg, Trainer.Config)
         model, mesh, rows, length = cfg.model, cfg.mesh, cfg.input.batch_size, cfg.input.seq_len

@@ -53,13 +53,6 @@ def step_names(cfg: ConfigBase) -> tuple[str, ...]:
     raise UserError(f"{type(cfg).__qualname__} has no steps to compile; expected Trainer.Config or RLExperiment.Config")
 
 
-def mesh_shape(cfg: ConfigBase, step: str) -> dict[str, int]:
-    """The mesh that the experiment states for a step."""
-    if isinstance(cfg, RLExperiment.Config):
-        return dict(cfg.engine.mesh if step in ("prefill", "decode") else cfg.trainer.mesh)
-    return dict(getattr(cfg, "mesh", {}))
-
-
 def find_step(cfg: ConfigBase, step: str, devices: list[Any]) -> Step:
     """A step on these devices, checked as far as it can be without a compiler.
 
@@ -73,9 +66,9 @@ def find_step(cfg: ConfigBase, step: str, devices: list[Any]) -> Step:
         experiment = cfg.build()
         if step in ("prefill", "decode"):
             return _engine(experiment, step, devices)
-        return _policy(experiment, step, make_mesh(mesh_shape(cfg, step), devices))
+        return _policy(experiment, step, make_mesh(cfg.trainer.mesh, devices, slices=cfg.trainer.slices))
     assert isinstance(cfg, Trainer.Config)
-    mesh = make_mesh(cfg.mesh, devices)
+    mesh = make_mesh(cfg.mesh, devices, slices=cfg.slices)
     return _train(cfg, mesh) if step == "train" else _eval(cfg, mesh)
 
 
@@ -123,7 +116,7 @@ def _policy(experiment: RLExperiment, step: str, mesh: Mesh) -> Step:
         counted = f"forward pass of {rows} rows of {length} tokens"
         score: Any = program.score
         return Step(step, mesh, lambda: score.trace(program.state["params"], **program.rows), flops, counted)
-    groups, samples, new = program.batch["inputs"].shape
+    groups, samples, new = cfg.groups, cfg.samples, cfg.max_new  # a prompt counts once, in however many rows it is
     trunk = program.batch["trunk"].shape[1]
     branches = groups * samples * new
     pairs = causal_pairs(groups, trunk) + causal_pairs(groups * samples, new) + branches * trunk

@@ -15,7 +15,9 @@ from axlearn_like.kernels.attention import all_gather, ring, zigzag
 from axlearn_like.kernels.attention.cudnn import Cudnn
 from axlearn_like.kernels.attention.kernel import Call, Kernel, Layout, Rules
 from axlearn_like.kernels.attention.splash import Splash
+from axlearn_like.kernels.attention.tree import Tree
 from axlearn_like.kernels.attention.xla import Xla
+from axlearn_like.layers.remat import named
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 
@@ -143,7 +145,39 @@ def attend(
         UserError: no kernel can do it, or rows cannot be cut over the mesh.
     """
     ways = axis_sizes("length").get("sequence", 1)
-    call = Call(
+    call = _described(q_btkqh, v_btkh, mixing)
+    call = dataclasses.replace(
+        call, ways=ways, layout=layout if ways > 1 else "straight", ring=ways > 1 and mixing.sequence.ring
+    )
+    return _run(_chosen(mixing.kernel, call), call, mixing, q_btkqh, k_btkh, v_btkh, segment_ids)
+
+
+def attend_tree(
+    q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, mixing: Mixing, *, tree: Tree, live_bt: jax.Array
+) -> jax.Array | None:
+    """Attention of rows that hold a prompt and its answers, as `attend`; None where the kernel taken has none of it.
+
+    Args:
+        q_btkqh: queries, t being `tree.length`.
+        k_btkh: keys.
+        v_btkh: values.
+        mixing: how.
+        tree: what a token sees by its place.
+        live_bt: bool [b, t]; what is False is padding, seen by other padding only.
+
+    Raises:
+        UserError: no kernel can do it.
+    """
+    call = dataclasses.replace(_described(q_btkqh, v_btkh, mixing), tree=tree)
+    kernel = _chosen(mixing.kernel, call)
+    if not kernel.trees:
+        return None
+    return _run(kernel, call, mixing, q_btkqh, k_btkh, v_btkh, live_bt.astype(jnp.int32))
+
+
+def _described(q_btkqh: jax.Array, v_btkh: jax.Array, mixing: Mixing) -> Call:
+    """Of rows in one piece."""
+    return Call(
         platform=platform(),
         dtype=np.dtype(q_btkqh.dtype),
         length=q_btkqh.shape[1],
@@ -153,21 +187,24 @@ def attend(
         value_dim=v_btkh.shape[-1],
         rules=mixing.rules,
         sinks=mixing.sinks is not None,
-        ways=ways,
-        layout=layout if ways > 1 else "straight",
-        ring=ways > 1 and mixing.sequence.ring,
     )
-    kernel = _chosen(mixing.kernel, call)
-    places = zigzag.order(call.length, ways, call.layout)
-    if ways == 1 and (kernel.explicit or jax.sharding.get_abstract_mesh().empty):
-        return kernel.attend(
-            *(q_btkqh, k_btkh, v_btkh, call),
-            segments=(segment_ids, segment_ids),
+
+
+def _run(
+    kernel: Kernel, call: Call, mixing: Mixing, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
+) -> jax.Array:
+    places = zigzag.order(call.length, call.ways, call.layout)
+    if call.ways == 1 and (kernel.explicit or jax.sharding.get_abstract_mesh().empty):
+        mixed = kernel.attend(
+            *(q, k, v, call),
+            segments=(segments, segments),
             places_t=jnp.asarray(places),
             sinks_kq=mixing.sinks,
             tables=kernel.tables(call),
         )
-    return _on_each_device(kernel, call, mixing, q_btkqh, k_btkh, v_btkh, segment_ids, places)
+    else:
+        mixed = _on_each_device(kernel, call, mixing, q, k, v, segments, places)
+    return mixed if kernel.named and not call.ring else named(mixed, "context")
 
 
 def _on_each_device(

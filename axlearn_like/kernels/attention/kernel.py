@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.kernels.attention.tree import Tree
 from mesh.errors import UserError
 
 MASKED = -1e30  # finite, so that a fully masked (padding) row gives garbage instead of NaN
@@ -63,6 +64,7 @@ class Call:
         ways: devices over which the length is cut.
         layout: how (see zigzag.py).
         ring: whether keys go round these devices, instead of being gathered.
+        tree: of rows that hold a prompt and its answers; None: every token sees those before it.
     """
 
     platform: str
@@ -77,6 +79,7 @@ class Call:
     ways: int = 1
     layout: Layout = "straight"
     ring: bool = False
+    tree: Tree | None = None
 
 
 class Sharing(Configurable):
@@ -105,6 +108,10 @@ class Kernel(Configurable):
         pass
 
     explicit = False  # whether it also works on arrays that are spread over a mesh by batch and heads
+    # Whether it gives what its backward pass needs of the forward pass the name `context` (see layers/remat.py): only
+    # then need not it be run again where that is kept.
+    named = False
+    trees = False  # whether `attend` does a call with a tree; else `GroupContext` mixes by XLA's products
 
     def __init__(self, cfg: Any):
         self.cfg = cfg

@@ -14,7 +14,9 @@ import numpy as np
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention import zigzag
 from axlearn_like.kernels.attention.kernel import Call, Kernel
+from axlearn_like.kernels.attention.tree import Tree, tree_mask
 from mesh.errors import UserError
+from mesh.expected import visits
 
 LANES = 128  # the width of a TPU register; blocks are multiples of it
 UNFUSED_FROM = 16_384  # the fused backward pass keeps a part of dq for every block of keys: 8 GiB at 32k
@@ -30,6 +32,8 @@ class Splash(Kernel):
         block_kv_compute: int = 512  # keys multiplied at a time
         fused_backward: bool | None = None  # dq with dk and dv in one pass; None: for rows shorter than 16,384
         interpret: bool = False  # simulate a TPU, which is slow: for tests
+
+    trees = named = True
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
@@ -53,13 +57,31 @@ class Splash(Kernel):
             return "cannot have a window in a ring"
         if call.ring and not call.rules.causal:
             return "rings are causal"
-        return None
+        return None if call.tree is None else self._tree_supported(call, call.tree)
+
+    def _tree_supported(self, call: Call, tree: Tree) -> str | None:
+        if tree.size < LANES:
+            return f"answers of {tree.size} tokens do not fill a block of {LANES}"
+        if call.rules.window is not None or not call.rules.causal:
+            return "is causal and has no window in rows of a prompt and its answers"
+        return tree.too_large()
 
     def tables(self, call: Call) -> "Tables":
-        length = padded(call.length)
+        length = self.padded(call)
+        if call.tree is not None:
+            return _make_tree_tables(call.tree, length, self.sizes((length, length)))
         places = zigzag.order(length, call.ways, call.layout)
         mask = ("causal", call.rules.window) if call.rules.causal else ("full", None)
         return self.tables_of(mask, (length, length), places, call.ways)
+
+    def _visited(self, call: Call) -> int:
+        """Pairs of blocks of a head for which a device computes something, each way."""
+        return int(np.count_nonzero(self.tables(call).arrays[0].block_mask)) // call.ways
+
+    def padded(self, call: Call) -> int:
+        """The length with padding: of rows of answers whole blocks, since their sizes may be anything."""
+        block = LANES if call.tree is None else min(self.cfg.block_kv, padded(call.tree.size))
+        return call.length + -call.length % block
 
     def attend(
         self,
@@ -75,12 +97,14 @@ class Splash(Kernel):
     ) -> jax.Array:
         del places_t  # in the tables
         batch, length, _, _, width = q_btkqh.shape
-        q = _filled(_queries_by_head(_scaled(q_btkqh, call.rules.scale_of(width))), 2)
-        k, v = (_filled(x.transpose(0, 2, 1, 3), 2) for x in (k_bskh, v_bskh))
+        more = self.padded(call) - call.length if call.ways == 1 else 0  # else it divides
+        q = _filled(_queries_by_head(_scaled(q_btkqh, call.rules.scale_of(width))), 2, more)
+        k, v = (_filled(x.transpose(0, 2, 1, 3), 2, more) for x in (k_bskh, v_bskh))
         kernel = self.bound(call, tables, (q.shape[2], k.shape[2]), save_residuals=False)
         sinks = None if sinks_kq is None else sinks_kq.reshape(-1).astype(jnp.float32)
-        ids = tuple(_filled(x, 1, _NO_SEGMENT) for x in segments)
-        mixed = jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, _segment_ids(*ids), sinks))(q, k, v, *ids)
+        ids = tuple(_filled(x, 1, more, _NO_SEGMENT) for x in segments)
+        with visits(q.shape[0] * q.shape[1] * self._visited(call)):
+            mixed = jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, _segment_ids(*ids), sinks))(q, k, v, *ids)
         mixed = mixed[:, :, :length].transpose(0, 2, 1, 3)
         return mixed.reshape(batch, length, k_bskh.shape[2], -1, v_bskh.shape[-1])
 
@@ -130,7 +154,7 @@ class Splash(Kernel):
             "save_residuals": save_residuals,
             "mask_value": splash.DEFAULT_MASK_VALUE,
             "attn_logits_soft_cap": call.rules.soft_cap,
-            "residual_checkpoint_name": None,
+            "residual_checkpoint_name": None if save_residuals else "context",  # see `Kernel.named`
             "mask_function": tables.function,
             "interpret": self.cfg.interpret,
         }
@@ -166,7 +190,6 @@ def _make_tables(
 ) -> Tables:
     """Made by numpy, block by block; all heads share them."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 
     kind, window = mask
     if kind == "full":
@@ -174,6 +197,18 @@ def _make_tables(
     else:
         one = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
         one.q_sequence = np.frombuffer(places, np.int32)
+    return _tables_of_mask(one, ways, sizes)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_tree_tables(tree: Tree, length: int, sizes: Sizes) -> Tables:
+    return _tables_of_mask(tree_mask(tree, length), 1, sizes)
+
+
+def _tables_of_mask(one: Any, ways: int, sizes: Sizes) -> Tables:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
+
     of_heads, blocks = masks.MultiHeadMask([one]), (sizes.q, sizes.kv)
     shards = {"head_shards": 1, "q_seq_shards": ways}
     forward, function = info.process_mask(of_heads, blocks, **shards)
@@ -255,8 +290,7 @@ def _queries_by_head(q_btkqh: jax.Array) -> jax.Array:
     return q_btkqh.reshape(batch, length, -1, width).transpose(0, 2, 1, 3)
 
 
-def _filled(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
-    missing = -x.shape[axis] % LANES
+def _filled(x: jax.Array, axis: int, missing: int, value: int = 0) -> jax.Array:
     pads = [(0, missing if i == axis else 0) for i in range(x.ndim)]
     return jnp.pad(x, pads, constant_values=value) if missing else x
 

@@ -162,7 +162,7 @@ def test_files_train_like_what_they_hold(tmp_path):
     json_lines(tmp_path / "a.jsonl", *({"text": "x" * n} for n in range(1, 40)))
     source = JsonLines.Config(files=str(tmp_path / "a.jsonl"), tokenizer=BYTES)
     cfg = SupervisedInput.Config(source=source, seq_len=16, batch_size=4, long="split", seed=2)
-    whole, halves = cfg.build(), [cfg.build(process=p, processes=2) for p in range(2)]
+    whole, halves = cfg.build(), [cfg.build(rows=rows) for rows in (range(2), range(2, 4))]
     for _ in range(30):
         batch, parts = next(whole), [next(half) for half in halves]
         for name, x in batch.items():

@@ -55,7 +55,9 @@ def test_any_interruptions_and_numbers_of_processes(source, rows, sessions, pref
     uninterrupted = config(source, rows, 0).build()
     state = ""
     for processes, steps in sessions:
-        parts = [config(source, rows, prefetch).build(process=p, processes=processes) for p in range(processes)]
+        each = ROWS // processes
+        own = [range(p * each, (p + 1) * each) for p in range(processes)]
+        parts = [config(source, rows, prefetch).build(rows=some) for some in own]
         for part in parts if state else []:
             part.restore(json.loads(state))
         for _ in range(steps):
@@ -76,9 +78,9 @@ def test_every_step_can_be_resumed_from():
         states.append(data.state())
         batches.append(next(data))
     for step, state in enumerate(states):
-        resumed = config(several, FirstFit.Config(window=40), 0).build(process=step % 3, processes=3)
+        rows = np.arange(step % 3, ROWS, 3)  # of a process with devices here and there
+        resumed = config(several, FirstFit.Config(window=40), 0).build(rows=rows)
         resumed.restore(state)
-        rows = slice(step % 3 * 4, step % 3 * 4 + 4)
         assert_same({name: x[rows] for name, x in batches[step].items()}, next(resumed))
 
 
@@ -110,7 +112,7 @@ def test_a_process_reads_only_its_own_rows():
     seen = []
     for process in range(4):
         source = Indexed()
-        each = slice(process * 2, process * 2 + 2)
+        each = np.array([process, process + 4])
         stream = BatchStream(
             Single(source, "x"),
             FirstFit.Config().build(),
@@ -118,7 +120,7 @@ def test_a_process_reads_only_its_own_rows():
             batch_size=8,
             long="refuse",
             seed=0,
-            local=each,
+            rows=each,
         )
         batch = next(stream)
         assert len(source.read_examples) == 4  # two rows of two examples

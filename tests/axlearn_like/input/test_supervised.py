@@ -120,10 +120,9 @@ def test_settings_and_sources_that_make_no_sense_are_refused():
     with pytest.raises(InputError, match="source Counting has no examples"):
         make(source=Counting.Config(examples=0))
     cfg = SupervisedInput.Config(source=Counting.Config(), seq_len=16, batch_size=4)
-    with pytest.raises(InputError, match="batch_size is 4; expected a multiple of the number of processes, 3"):
-        cfg.build(process=0, processes=3)
-    with pytest.raises(InputError, match="process 2 of 2"):
-        cfg.build(process=2, processes=2)
+    for rows in ([], [-1, 0], [3, 4], [1, 1], [2, 1]):
+        with pytest.raises(InputError, match=r"rows \[.*\] of a batch; expected some of 0 to 3 .*, rising"):
+            cfg.build(rows=rows)
 
 
 def test_positions_of_other_versions_data_or_settings_are_refused():

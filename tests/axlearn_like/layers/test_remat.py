@@ -5,9 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_like.kernels.attention.all_gather import AllGather
+from axlearn_like.kernels.attention.interface import Mixing, attend
+from axlearn_like.kernels.attention.kernel import Rules
+from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.context import PackedContext
-from axlearn_like.layers.remat import NAMES, PRESETS, find_remat
+from axlearn_like.layers.remat import NAMES, PRESETS, checkpoint, find_remat, named
 from mesh import UserError
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
@@ -55,6 +59,21 @@ def test_no_value_and_no_gradient_changes(remat):
     found = jax.jit(jax.value_and_grad(loss_of(remat)[0]))(params)
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(other, one, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat, kernels", [("nothing", 3), ("context", 3), ("attention", 3), ("everything", 4)])
+def test_attention_by_a_kernel_is_run_again_only_where_its_results_are_not_kept(remat, kernels):
+    """A forward pass, one for the gradient of queries, one for those of keys and values; nothing is run here."""
+    kernel = Splash.Config(interpret=True, fused_backward=False).build()
+    mixing = Mixing(Rules(), kernel, AllGather.Config().build())
+
+    def loss(x):
+        q, k, v = (named(y, name) for y, name in zip(jnp.split(x, 3, axis=2), ("query", "key", "value"), strict=True))
+        return jnp.sum(attend(q[..., None, :], k, v, mixing, segment_ids=jnp.ones((1, 128), jnp.int32)))
+
+    x = jax.ShapeDtypeStruct((1, 128, 3, 128), jnp.float32)
+    traced = jax.make_jaxpr(jax.grad(lambda x: checkpoint(loss, find_remat(remat))(x * 2)))(x)
+    assert str(traced).count("pallas_call[") == kernels
 
 
 def test_a_preset_mentions_only_names_that_layers_give():

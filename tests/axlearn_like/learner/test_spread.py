@@ -7,7 +7,7 @@ import optax
 
 from axlearn_like.config_text import to_text
 from axlearn_like.function_config import config_for
-from axlearn_like.learner import Adafactor, Average, ClipByBlockRMS, Group, Matrixwise, Muon
+from axlearn_like.learner import Adafactor, Average, ClipByBlockRMS, Group, Matrixwise, Muon, scale_by_soap
 from tests.axlearn_like.learner.parameters import DEVICES, learner, sharded_differences
 from tests.elsewhere import elsewhere
 
@@ -15,8 +15,8 @@ MESHES = ({"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 8})
 MATRICES = "inner_states/matrices/inner_state/0"
 
 
-def several(text: str) -> list[Any]:
-    return [sharded_differences(text, mesh) for mesh in MESHES]
+def several(text: str, soap: str) -> list[Any]:
+    return [*(sharded_differences(text, mesh) for mesh in MESHES), sharded_differences(soap, MESHES[0])]
 
 
 def test_eight_devices_update_as_one_does():
@@ -32,8 +32,15 @@ def test_eight_devices_update_as_one_does():
         ),
     )
     # By 8 neither stacks of 4 layers nor heads of width 4 can be shared out: there q is gathered.
-    three_axes, fsdp = elsewhere(several, json.dumps(to_text(cfg)), environ=DEVICES)
+    second_order = learner(Matrixwise.Config(direction=config_for(scale_by_soap, every=2)))
+    texts = [json.dumps(to_text(one)) for one in (cfg, second_order)]
+    three_axes, fsdp, soap = elsewhere(several, *texts, environ=DEVICES)
     assert three_axes["apart"] < 5e-6 and fsdp["apart"] < 5e-6
+    assert soap["apart"] < 1e-3  # its bases turn far with a rounding where eigenvalues are close
+    first = f"optax/0/{MATRICES}/layers/moe/up_edf"
+    assert {soap["spread"][f"{first}/{name}"] for name in ("nu", "left/gram", "right/basis")} == {
+        soap["spread"][f"{first}/mu"]
+    }
     spread = three_axes["spread"]
     assert spread["average/layers/attention/q_dkqh"] == "(None, 'fsdp', 'tensor', None, None)"
     assert spread[f"optax/2/inner_states/rest/inner_state/{MATRICES}/mu/layers/attention/q_dkqh"] == (

@@ -7,8 +7,9 @@ import pytest
 
 from axlearn_like.layers.base import Params
 from rl.parameter_server import ParameterServer
-from rl.weights.publisher import Publisher, Push
-from rl.weights.snapshot import Snapshot
+from rl.weights.memory import Memory
+from rl.weights.publisher import Publisher
+from rl.weights.shared import Segment
 from tests.rl.weights.small import host, pull
 
 
@@ -23,11 +24,14 @@ def server() -> ParameterServer:
     return ParameterServer.Config().build()
 
 
-def test_a_copy_that_fails_ends_the_push(server: ParameterServer):
-    def fail() -> Snapshot:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_copy_that_fails_ends_the_push(server: ParameterServer, shared: bool, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
         raise MemoryError("no room on the host")
 
-    push = Push(fail, server.access().publisher().publish, lambda snapshot: None)
+    monkeypatch.setattr(Segment if shared else Memory, "write" if shared else "empty", fail)
+    publisher = Publisher(server.access().directory, [server.holder], shared_memory=shared)
+    push = publisher.begin(params(), 0)
     for wait in (push.wait, push.snapshot):
         with pytest.raises(MemoryError, match="no room on the host"):
             wait()
