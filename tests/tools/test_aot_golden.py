@@ -43,7 +43,8 @@ def report(**changes: Any) -> dict[str, Any]:
     facts = {"step": "train", "mesh": {"fsdp": 2, "tensor": 4}, "fits": True, "hbm": hbm, "oom": None}
     return {
         **facts, "kept_for_backward": 1 << 20, "flops_analytic": 2e12, "flops_executed": 3e12,
-        "collectives": {"fsdp": rows}, "arguments": ["state.x: int32[] on every device"], "largest_buffers": [large], "compile_s": 1.0, **changes,
+        "collectives": {"fsdp": rows}, "arguments": ["state.x: int32[] on every device"], "largest_buffers": [large],
+        "compile_s": 1.0, **changes,
     }  # fmt: skip
 
 
