@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -47,21 +47,26 @@ class Case(NamedTuple):
         return f"{self.experiment}.{self.topology}{'.small' if self.small else ''}"
 
 
-def _small(experiment: str, topology: str, rows: int, *, heads: int = 8, experts: bool = False) -> Case:
-    """The experiment with a narrow model of few layers and short rows."""
+def _narrow(model: str, *, heads: int = 8, experts: bool = False) -> tuple[str, ...]:
+    """Edits that make a model narrow, of few layers; what else it has stays."""
     feed_forward = ("num_experts=16", "experts.hidden=128") if experts else ("hidden=256",)
-    edits = (
-        "model.dim=128",
-        "model.num_layers=3",
-        "model.vocab_size=512",
-        f"model.block.attention.num_heads={heads}",
-        "model.block.attention.num_kv_heads=4",
-        *(f"model.block.feed_forward.{edit}" for edit in feed_forward),
-        "input.seq_len=256",
-        f"input.batch_size={rows}",
+    return (
+        f"{model}.dim=128",
+        f"{model}.num_layers=3",
+        f"{model}.vocab_size=512",
+        f"{model}.block.attention.num_heads={heads}",
+        f"{model}.block.attention.num_kv_heads=4",
+        *(f"{model}.block.feed_forward.{edit}" for edit in feed_forward),
     )
+
+
+def _small(experiment: str, topology: str, rows: int, **shape: Any) -> Case:
+    """A supervised experiment with a narrow model and short rows."""
+    edits = (*_narrow("model", **shape), "input.seq_len=256", f"input.batch_size={rows}")
     return Case(experiment, topology, edits, small=True)
 
+
+_RL = ("groups=16", "samples=4", "max_prompt=257", "max_new=64", "trainer.row_multiple=16", "trainer.chunks=4")
 
 CASES = (
     _small("llama2_7b", "v5p-32", 64, heads=4),
@@ -69,6 +74,7 @@ CASES = (
     _small("llama31_8b", "v6e-16", 128),
     _small("qwen25_32b", "v6e-16", 16),
     _small("qwen3_30b_a3b", "v5p-32", 16, experts=True),
+    Case("qwq_32b_rl", "v5p-32", (*_narrow("policy"), *_RL), small=True),
     Case("demo", "v6e-4", ("trainer.mesh={'data': -1}",), small=True),
 )
 
