@@ -195,6 +195,15 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
         raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
 
+def check_params(path: str | Path, abstract_params: Any) -> None:
+    """Raises what `restore_params` would, by what a checkpoint says of its arrays; none of them is read."""
+    folder = _step_directory(Path(path).absolute())
+    try:
+        check_structure(f"checkpoint {folder}", abstract_params, _read_manifest(folder)[_PARAMS])
+    except _Damaged as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
+
+
 def verify_latest(directory: str | Path) -> None:
     """Reads the newest checkpoint in a `checkpoints` directory, if there is one, and compares it with its manifest.
 

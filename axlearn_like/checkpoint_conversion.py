@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.checkpoint import restore_params
+from axlearn_like.checkpoint import check_params, restore_params
 from axlearn_like.checkpoint_manifest import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 
@@ -101,9 +101,7 @@ def restore_converted(path: str | Path, abstract_params: Tree, conversions: Sequ
     Raises:
         CheckpointError: nothing there, damaged, or not what the conversions start from: names the first array.
     """
-    stages = [abstract_params]
-    for conversion in reversed(conversions):
-        stages.insert(0, conversion.saved(stages[0]))
+    stages = _stages(abstract_params, conversions)
     params = restore_params(path, stages[0])
     if not conversions:
         return params
@@ -117,6 +115,14 @@ def restore_converted(path: str | Path, abstract_params: Tree, conversions: Sequ
     return jax.jit(convert, out_shardings=shardings)(params)
 
 
+def _stages(abstract_params: Tree, conversions: Sequence[Conversion]) -> list[Tree]:
+    """What was saved, what each conversion makes of it, and what is wanted."""
+    stages = [abstract_params]
+    for conversion in reversed(conversions):
+        stages.insert(0, conversion.saved(stages[0]))
+    return stages
+
+
 class StartFrom(Configurable):
     """Where a new run takes its first parameters from; the optimizer starts afresh."""
 
@@ -127,6 +133,10 @@ class StartFrom(Configurable):
     def __init__(self, cfg: Config):
         self._path = cfg.path
         self._conversions: list[Conversion] = [conversion.build() for conversion in cfg.conversions]
+
+    def check(self, abstract_params: Any) -> None:
+        """Refuse what `params` would, as far as can be known without reading an array (CheckpointError)."""
+        check_params(self._path, _stages(abstract_params, self._conversions)[0])
 
     def params(self, abstract_params: Any) -> Any:
         """Them, in the shapes, dtypes and shardings of `abstract_params`. CheckpointError: see restore_converted."""

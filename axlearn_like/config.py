@@ -49,6 +49,8 @@ class RequiredType:
 
 REQUIRED: Any = RequiredType()
 
+BUILDING = "while building "  # begins the note with its path that `build` adds to an error
+
 # While set, `build` reports (path, the owner's private config) of everything it has built.
 on_built: ContextVar[Callable[[str, "ConfigBase[Any]"], None] | None] = ContextVar(
     "on_built", default=None
@@ -143,8 +145,8 @@ class ConfigBase[T]:
             built = cfg._make(runtime)
         except Exception as error:
             notes = getattr(error, "__notes__", ())
-            if not any(note.startswith("while building ") for note in notes):
-                error.add_note(f"while building {path}")  # The innermost place is the one to know.
+            if not any(note.startswith(BUILDING) for note in notes):
+                error.add_note(f"{BUILDING}{path}")  # The innermost place is the one to know.
             raise
         report = on_built.get()
         if report is not None:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.config_edit import walk_configs
+from axlearn_like.config_errors import errors_at
 from axlearn_like.input import InputError, SupervisedInput
 from axlearn_like.layers.base import split
 from axlearn_like.layers.rope import Rope
@@ -63,9 +64,13 @@ def eval_step(graphdef: nnx.GraphDef[Any], loss: SupervisedLoss | None = None) -
 
 
 def describe_state(
-    model: ConfigBase, learner: Learner, mesh: Mesh
+    model: ConfigBase, learner: Learner, mesh: Mesh, field: str = "model"
 ) -> tuple[nnx.GraphDef[Any], State, Callable[[jax.Array], State]]:
-    """The model's graph definition, the train state on the mesh, and the function that makes one; the mesh is set."""
+    """The model's graph definition, the train state on the mesh, and the function that makes one; the mesh is set.
+
+    Raises:
+        UserError: the model does not fit the mesh; names the layer, by its path from `field`.
+    """
     graphdefs: list[nnx.GraphDef[Any]] = []
 
     def init(key: jax.Array) -> State:
@@ -74,7 +79,8 @@ def describe_state(
         return init_state(params, learner)
 
     # The key is made within: the mesh may be one that can hold no array.
-    state = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
+    with errors_at(field, model):
+        state = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
     return graphdefs[0], {**state, "opt_state": learner.placed(state["opt_state"])}, init
 
 

@@ -116,12 +116,14 @@ class Trainer(Configurable):
         """
         cfg = self._cfg
         with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.set_mesh(self._mesh))
+            program = self._checked_program()
             if not isinstance(run_dir, RunDirectory):
+                self._check_start(RunDirectory.attach(Path(run_dir).expanduser()), program)
                 run_dir = stack.enter_context(self._open(run_dir))
             if self._all.leader:
                 run_dir.resolved_config_path.write_text(to_text(self.resolved()))
             stop = stack.enter_context(graceful_stop())
-            stack.enter_context(jax.set_mesh(self._mesh))
             events = EventLog(run_dir.events_path, silent=not self._all.leader)
             clock = stack.enter_context(CauseClock(events, began=began))
             checkpointer = cfg.checkpoint.build(directory=run_dir.checkpoints)
@@ -134,7 +136,19 @@ class Trainer(Configurable):
                 remote = cfg.remote.build(**where, config=to_text(cfg), events=events)
             tiers = CheckpointTiers(checkpointer, best, remote, events)
             stack.callback(tiers.close)
-            return self._run(run_dir, events, clock, tiers, stop, stack, progress)
+            return self._run(run_dir, program, events, clock, tiers, stop, stack, progress)
+
+    def _checked_program(self) -> Program:
+        """Traced once, before anything on disk is changed: what does not fit is refused now. Jax keeps the trace."""
+        program = train_program(self._cfg, self._mesh, self._learner)
+        jax.eval_shape(program.step, program.state, program.batch)
+        return program
+
+    def _check_start(self, run_dir: RunDirectory, program: Program) -> None:
+        """Refuse parameters of another model before there is a run that would start from them."""
+        begun = run_dir.config_path.exists()  # it may have a checkpoint of its own by now
+        if self._cfg.start_from is not None and not begun and self._cfg.remote is None:
+            self._cfg.start_from.build().check(program.state["params"])
 
     def _open(self, path: str | Path) -> RunDirectory:
         """The first process opens and locks it; what keeps it from that is raised in all."""
@@ -153,6 +167,7 @@ class Trainer(Configurable):
     def _run(
         self,
         run_dir: RunDirectory,
+        program: Program,
         events: EventLog,
         clock: CauseClock,
         tiers: CheckpointTiers,
@@ -166,7 +181,6 @@ class Trainer(Configurable):
         profiler = stack.enter_context(cfg.profile.build(**here))  # early: its signal would end the process otherwise
         data: SupervisedInput = cfg.input.build(rows=own_rows(cfg.input.batch_size))
         stack.callback(data.close)
-        program = train_program(cfg, self._mesh, self._learner)
         state, start = self._start(program, tiers, data)
         events.append("trainer", "start", step=start, began=round(clock.began, 3))
         clock.start(start)

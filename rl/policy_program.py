@@ -56,7 +56,7 @@ def policy_program(cfg: "PolicyTrainer.Config", mesh: Mesh, *, groups: int, samp
     objective = cfg.objective.build()
     with jax.set_mesh(mesh):
         learner = cfg.learner.build()
-        graphdef, state, _ = describe_state(cfg.model, learner, mesh)
+        graphdef, state, _ = describe_state(cfg.model, learner, mesh, "policy")
         loss_fn = make_policy_loss(graphdef, objective, cfg.temperature, cfg.microbatches, cfg.chunks)
         step = make_train_step(
             loss_fn, learner, cfg.microbatches, like=state, compiler_options=cfg.compiler_options

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config_errors import errors_at
 from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.learner import Learner
 from axlearn_like.metrics import MetricsWriter
@@ -155,7 +156,8 @@ class PolicyTrainer(Configurable):
         self._push: CommonPush | None = None  # of the current one
         self._saving: set[int] = set()  # steps whose checkpoints may still be on their way to the disk
         with jax.set_mesh(self._mesh):
-            abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
+            with errors_at("policy", cfg.model):
+                abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
             self._graphdef, _ = split(abstract)
             loss = make_policy_loss(self._graphdef, self._objective, cfg.temperature, cfg.microbatches, cfg.chunks)
             self._score = jax.jit(self._logprobs)

@@ -24,7 +24,7 @@ from axlearn_like.operations.recompilation import RecompilationError
 from axlearn_like.operations.watchdog import EXIT_CODE
 from axlearn_like.run_directory import RunDirectory, RunDirectoryError
 from mesh import UserError
-from tests.axlearn_like.tiny import ROOT, Counting, run_in_process, tiny_trainer
+from tests.axlearn_like.tiny import ROOT, Counting, run_in_process, tiny_model, tiny_trainer
 
 
 def losses(run_dir) -> dict[int, float]:
@@ -148,6 +148,10 @@ def test_all_operations_at_once_change_no_bit(tmp_path, uninterrupted):
     start = StartFrom.Config(path=str(run_dir / "checkpoints"))
     after = tiny_trainer(1, start_from=start, seed=4).build().run(tmp_path / "other", progress=False)
     assert after["loss"] < uninterrupted[1] - 0.5
+    other_model = tiny_trainer(1, start_from=start, model=tiny_model().set(vocab_size=48))
+    with pytest.raises(CheckpointError, match=r"12 is of another model .*'embedding/weight_vd' has shape .*\[32, 16\]"):
+        other_model.build().run(tmp_path / "larger", progress=False)
+    assert not (tmp_path / "larger").exists()
     # A metric that nobody measures is told at the first evaluation.
     wrong = cfg.clone(keep_best=KeepBest.Config(metric="eval_los"), remote=None, bit_check=None)
     with pytest.raises(UserError, match="keep_best.metric='eval_los': .*did you mean 'eval_loss'"):

@@ -1,9 +1,14 @@
-"""`axl train` by several processes: what is refused; how they train is in tests/axlearn_like."""
+"""What `axl train` refuses before anything is made; how it trains is in tests/axlearn_like."""
+
+import contextlib
+import io
+from pathlib import Path
 
 import pytest
 
 from axlearn_like.trainer import Trainer
 from tests.axlearn_like.tiny import tiny_trainer
+from tests.elsewhere import elsewhere
 from tools.cli import EXIT_USER_ERROR, main
 
 
@@ -27,3 +32,52 @@ def test_processes_that_cannot_meet_are_refused(arguments, message, capsys, tmp_
     assert main(["train", experiment, "--run-dir", str(tmp_path / "run"), *arguments]) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def tiny() -> Trainer.Config:
+    """8 rows of 16 tokens; width 16, 2 heads, 32 words, 2 layers."""
+    return tiny_trainer(2)
+
+
+# Edits -> what is said, on eight devices.
+REFUSED = {
+    "mesh={'fsdp':3}": ["mesh fsdp 3 needs 3 devices but there are 8 (cpu); fsdp 8 would fit"],
+    "mesh={'data':4} slices={'data':3}": ["mesh data 4 needs 4 devices"],
+    "mesh={'data':4,'fsdp':2} slices={'data':4,'fsdp':4}": ["slices data 4 x fsdp 4 is for 16 slices but there is 1"],
+    "mesh={'data':4,'fsdp':2} slices={'data':1,'fsdp':4}": ["'fsdp' has size 2, no multiple of slices.fsdp=4"],
+    "mesh={'fsdp':8} input.batch_size=12": ["Trainer.Config.input.batch_size is 12; expected a multiple of 8"],
+    "mesh={'data':2,'tensor':4}": ["model.block.attention: ", "num_kv_heads=2 do not divide", "(tensor 4)"],
+    "mesh={'fsdp':8} model.dim=20": ["model.embedding: dimension 1 (embed)", "(32, 20) is 20", "(fsdp 8)"],
+    "mesh={'data':4,'tensor':2} model.block.feed_forward.hidden=25": [
+        "model.block.feed_forward: dimension 1 (hidden) of a parameter of shape (16, 25) is 25", "(tensor 2)",
+    ],
+    "mesh={'pipeline':2,'data':4}": ["8 rows does not divide into 8 microbatches (Pipeline.Config.microbatches)"],
+    "mesh={'data':4,'sequence':2} input.seq_len=18": ["rows of 18 tokens", "sequence 2: expected a multiple of 4"],
+    "mesh={'sequence':8} input.seq_len=12": ["tokens has 12 tokens in a row, which do not divide", "(sequence 8)"],
+    "model.block.attention.rope.max_length=8": [
+        "Trainer.Config.input.seq_len is 16, but model.block.attention.rope.max_length is 8",
+    ],
+    "model.remat=everythin": ["model: remat: no preset 'everythin'; did you mean 'everything'"],
+}  # fmt: skip
+
+
+def test_what_cannot_be_is_refused_before_there_is_a_run(tmp_path):
+    environ = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    found = elsewhere(refuse, list(REFUSED), str(tmp_path / "run"), environ=environ)
+    for edits, expected in REFUSED.items():
+        status, message = found[edits]
+        assert status == EXIT_USER_ERROR and all(part in message for part in expected), (edits, message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse(lines: list[str], run_dir: str) -> dict[str, tuple[int, str]]:
+    """Exit status and message by edits."""
+    messages = {}
+    for line in lines:
+        err, edits = io.StringIO(), [word for edit in line.split() for word in ("--set", edit)]
+        with contextlib.redirect_stderr(err):
+            status = main(["train", f"{__name__}:{tiny.__name__}", "--quiet", "--run-dir", run_dir, *edits])
+        messages[line] = status, err.getvalue()
+        if Path(run_dir).exists():
+            break  # it was not refused in time
+    return messages
