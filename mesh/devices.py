@@ -25,6 +25,12 @@ def device_name(devices: Sequence[Any] | None = None) -> str:
     return f"{_SOLD_AS.get(kind, kind)}-{len(devices)}"
 
 
+def platform() -> str:
+    """Where what is being traced will run: the platform of the mesh in force, which may be described only."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def device_name_elsewhere() -> str:
     """`device_name()` of this machine, found by another process, so that this one does not take the accelerators."""
     code = "from mesh.devices import device_name, one_device_per_core as f; f(); print(device_name())"

@@ -9,12 +9,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.balancing import with_balancing, without_loads
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.layers.reduction import apart
 from axlearn_like.learner.average import Average
 from axlearn_like.learner.errors import LearnerError, check, where
 from axlearn_like.learner.groups import Group, Groups
 from axlearn_like.learner.optimizers import AdamW
 from axlearn_like.learner.schedules import Constant, Schedule
 from axlearn_like.learner.spikes import SkipSpikes
+from mesh.devices import platform
 
 
 class Learner(Configurable):
@@ -91,27 +93,48 @@ class Learner(Configurable):
         if self._spikes:
             spike, small["spikes"] = self._spikes.update(grad_norm, good, opt_state["spikes"])
             good &= ~spike
-        large = self._loaded(opt_state)
         lr = self._schedule(opt_state["applied"])
-        direction, new_optax = self._transformation.update(grads, large["optax"], params)
-        # Select, never multiply by zero: 0 * nan is nan.
-        updates = jax.tree.map(lambda d, p: jnp.where(good, -lr * d, 0.0).astype(p.dtype), direction, params)
-        updates = with_balancing(updates, loads, self._balance_rate, good)
+        new_params, large, update_norm = self._guarded(good, loads, grads, params, self._loaded(opt_state), lr)
         applied = opt_state["applied"] + good.astype(jnp.int32)
         skipped = opt_state["skipped"] + (~good).astype(jnp.int32)
-        kept = {"optax": jax.tree.map(lambda new, old: jnp.where(good, new, old), new_optax, large["optax"])}
         metrics = {
             "grad_norm": grad_norm,
             "lr": lr,
-            "update_norm": optax.tree.norm(updates),
+            "update_norm": update_norm,
             "skipped": skipped.astype(jnp.float32),
         }
         if self._spikes:
             metrics["spikes"] = small["spikes"]["spikes"].astype(jnp.float32)
+        return new_params, {"applied": applied, "skipped": skipped, **small, **self._stored(large, applied)}, metrics
+
+    def _guarded(
+        self, good: jax.Array, loads: Any, grads: Any, params: Any, large: dict[str, Any], lr: jax.Array
+    ) -> tuple[Any, dict[str, Any], jax.Array]:
+        """What `_changed` makes of parameters and optimizer state if the gradient is good; else both as they are."""
+        if platform() != "cpu":
+            return self._changed(good, loads, grads, params, large, lr)
+        # XLA's CPU compiler would copy all that is donated for the sake of the old values, to select from.
+        return jax.lax.cond(
+            good,
+            lambda: self._changed(jnp.bool_(True), loads, grads, params, large, lr),
+            lambda: (params, large, jnp.zeros((), jnp.float32)),
+        )
+
+    def _changed(
+        self, good: jax.Array, loads: Any, grads: Any, params: Any, large: dict[str, Any], lr: jax.Array
+    ) -> tuple[Any, dict[str, Any], jax.Array]:
+        """Parameters and optimizer state after the update, if it is good, and the norm of what was added."""
+        direction, new_optax = self._transformation.update(grads, large["optax"], params)
+        # Stored once: the norm and the sum would each compute it from arrays that are then copied for the second.
+        direction = apart(direction)
+        # Select, never multiply by zero: 0 * nan is nan.
+        updates = jax.tree.map(lambda d, p: jnp.where(good, -lr * d, 0.0).astype(p.dtype), direction, params)
+        updates = with_balancing(updates, loads, self._balance_rate, good)
+        kept = {"optax": jax.tree.map(lambda new, old: jnp.where(good, new, old), new_optax, large["optax"])}
         new_params = optax.apply_updates(params, updates)
         if self._average:
             kept["average"] = self._average.update(large["average"], self._trained(new_params), good)
-        return new_params, {"applied": applied, "skipped": skipped, **small, **self._stored(kept, applied)}, metrics
+        return new_params, kept, optax.tree.norm(updates).astype(jnp.float32)
 
     def averaged(self, params: Any, opt_state: dict[str, Any]) -> Any:
         """The average of the parameters, those that are frozen as they are; like `params`, to evaluate or to keep.

@@ -18,6 +18,7 @@ from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.attention.tree import Tree
 from axlearn_like.kernels.attention.xla import Xla
 from axlearn_like.layers.remat import named
+from mesh.devices import platform
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 
@@ -89,12 +90,6 @@ def _chosen(kernel: Kernel, call: Call) -> Kernel:
         *(call.length, call.kv_heads, call.per_kv, call.head_dim, call.platform, choice),
     )
     return choice.kernel
-
-
-def platform() -> str:
-    """Where what is being traced will run: the platform of the mesh in force, which may be described only."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 def explain(attention: Any, *, platform: str, dtype: Any, length: int, ways: int = 1) -> Choice:
