@@ -7,7 +7,7 @@ from experiments.registry import experiment
 from models.moe import moe
 from models.qwen import qwen
 
-# A width of 5,120 in pieces of 80, whole tiles of bfloat16 (16). Of pieces that are not, XLA makes all-reduces of arrays
+# A width of 5,120 in pieces of 80: whole tiles of bfloat16 (16). Of other pieces XLA makes all-reduces of arrays
 # that are zero elsewhere, instead of all-gathers and reduce-scatters: twice the bytes, beside no computation.
 FSDP_OF_5120 = 64
 
