@@ -18,7 +18,7 @@ from rl.trainer import PolicyTrainer
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.service import Verifier
 
-ROWS_OF = 4  # answers of a prompt that share a row of the trainer
+ROWS_OF = 2  # answers of a prompt that share a row of the trainer: with more, what the backward pass needs does not fit
 
 
 @experiment
@@ -52,7 +52,7 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
             checkpoint=Checkpointer.Config(save_every=20),
             row_multiple=rows,
             samples_per_row=ROWS_OF,
-            chunks=64,
+            chunks=32,
         ),
         engine=RolloutEngine.Config(slots=64, page_size=64, prefill_tokens=4096, keep_completions=False),
         verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=16),
@@ -72,7 +72,7 @@ def _rule(microbatches: int) -> dict[str, object]:
         "trainer.mesh": {"data": -1, "fsdp": FSDP_OF_5120},
         "trainer.microbatches": max(1, microbatches),
         "trainer.compiler_options": TPU_OPTIONS,
-        "policy.remat": "everything",
+        "policy.remat": "context",
         "engine.mesh": {"tensor": 8},
     }
 
