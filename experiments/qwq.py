@@ -4,6 +4,7 @@ from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.tokenizer import ByteTokenizer
 from experiments.pretraining import TPU_OPTIONS
+from experiments.qwen import FSDP_OF_5120
 from experiments.registry import experiment
 from models.qwen import qwen
 from rl.evaluation import Evaluation
@@ -17,7 +18,7 @@ from rl.trainer import PolicyTrainer
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.service import Verifier
 
-ROWS_OF = 4  # answers of a prompt that share a row of the trainer
+ROWS_OF = 2  # answers of a prompt that share a row of the trainer: with more, what the backward pass needs does not fit
 
 
 @experiment
@@ -51,13 +52,13 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
             checkpoint=Checkpointer.Config(save_every=20),
             row_multiple=rows,
             samples_per_row=ROWS_OF,
-            chunks=64,
+            chunks=32,
         ),
         engine=RolloutEngine.Config(slots=64, page_size=64, prefill_tokens=4096, keep_completions=False),
         verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=16),
         evaluation=Evaluation.Config(problems_per_family=64),
         mesh_rules=(
-            # A row to a chip at a time; parameters over all chips, and no other way of sharing work.
+            # A row to a chip at a time, and no way of sharing work but by rows.
             ("tpu-v5p-512", _rule(rows // 512)),
             ("tpu-v5p-1024", _rule(rows // 1024)),
             (".*", {"trainer.mesh": {"fsdp": -1}, "policy.remat": "everything"}),
@@ -68,10 +69,10 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
 
 def _rule(microbatches: int) -> dict[str, object]:
     return {
-        "trainer.mesh": {"fsdp": -1},
+        "trainer.mesh": {"data": -1, "fsdp": FSDP_OF_5120},
         "trainer.microbatches": max(1, microbatches),
         "trainer.compiler_options": TPU_OPTIONS,
-        "policy.remat": "everything",
+        "policy.remat": "context",
         "engine.mesh": {"tensor": 8},
     }
 
