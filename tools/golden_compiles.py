@@ -2,7 +2,7 @@
 tests/experiments/test_golden_compiles.py.
 
     python -m tools.golden_compiles [NAMES]     # experiments or files; without names: the small ones
-    python -m tools.golden_compiles --full      # all: a minute and a half of CPU time for each that is not small
+    python -m tools.golden_compiles --full      # all: a minute and a half of CPU time for a large model
 
 A change of memory, of a collective or of how an array is cut shows as a changed line. Look at the difference, then
 commit it. Small ones are experiments of reduced sizes: what a compilation costs goes with the width of the model, not
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from experiments.pretraining import TPU_OPTIONS
 from mesh.errors import UserError, did_you_mean
 from mesh.topology import compiler_version, parse_topology, prepare_compiler
 
@@ -33,7 +34,7 @@ class Case(NamedTuple):
         experiment: a registered name.
         topology: as it is sold.
         sets: edits, after the mesh rules.
-        small: it takes seconds, not minutes.
+        small: of reduced sizes; else it is the experiment as it ships, on that mesh.
     """
 
     experiment: str
@@ -66,7 +67,15 @@ def _small(experiment: str, topology: str, rows: int, **shape: Any) -> Case:
     return Case(experiment, topology, edits, small=True)
 
 
-_RL = ("groups=16", "samples=4", "max_prompt=257", "max_new=64", "trainer.row_multiple=16", "trainer.chunks=4")
+_RL = (
+    "groups=16",
+    "samples=4",
+    "max_prompt=257",
+    "max_new=64",
+    "trainer.row_multiple=16",
+    "trainer.chunks=4",
+    f"trainer.compiler_options={TPU_OPTIONS}",  # of its rules for 512 chips and more
+)
 
 CASES = (
     _small("llama2_7b", "v5p-32", 64, heads=4),
@@ -75,7 +84,8 @@ CASES = (
     _small("qwen25_32b", "v6e-16", 16),
     _small("qwen3_30b_a3b", "v5p-32", 16, experts=True),
     Case("qwq_32b_rl", "v5p-32", (*_narrow("policy"), *_RL), small=True),
-    Case("demo", "v6e-4", ("trainer.mesh={'data': -1}",), small=True),
+    Case("demo", "v6e-4", ("trainer.mesh={'data': -1}",)),
+    Case("llama2_7b", "v5p-32"),
 )
 
 
@@ -130,7 +140,7 @@ def chosen(names: Iterable[str], full: bool) -> list[Case]:
 
 @click.command(help=f"Compile experiments for TPUs, and write what came of it to {DIRECTORY.name}/.")
 @click.argument("names", nargs=-1)
-@click.option("--full", is_flag=True, help="Those of full size too: minutes each.")
+@click.option("--full", is_flag=True, help="Those of full size too, which take minutes.")
 def main(names: tuple[str, ...], full: bool) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     prepare_compiler()

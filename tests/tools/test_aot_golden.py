@@ -80,7 +80,7 @@ def test_cases_are_chosen_by_experiment_or_file():
     assert {case.small for case in chosen([], full=False)} == {True}
     assert chosen([], full=True) == list(CASES)
     assert [case.name for case in chosen(["llama2_7b"], full=False)] == ["llama2_7b.v5p-32.small"]
-    assert [case.name for case in chosen(["demo.v6e-4.small.txt"], full=False)] == ["demo.v6e-4.small"]
+    assert [case.name for case in chosen(["llama2_7b.v5p-32.txt"], full=False)] == ["llama2_7b.v5p-32"]
     with pytest.raises(UserError, match="no experiment or file 'lama2_7b' to compile; did you mean 'llama2_7b'"):
         chosen(["lama2_7b"], full=False)
     assert len({case.name for case in CASES}) == len(CASES)

@@ -62,6 +62,7 @@ def test_what_cannot_be_tried_is_refused(space, expected):
     [
         ("--sweep --sweep-mesh fsdb=4", "--sweep-mesh fsdb=4: no axis 'fsdb'; did you mean 'fsdp'"),
         ("--sweep --sweep-mesh fsdp=two", "fsdp is 'two'; expected a size"),
+        ("--sweep --plot no/such/x.svg", "there is no folder no/such"),
         ("--plot x.svg", "belong to a sweep; add --sweep"),
     ],
 )

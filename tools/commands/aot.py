@@ -58,6 +58,8 @@ def command(
         raise UserError("--sweep searches for a train step; give --save, --hlo or another --step without it")
     if not sweep and (meshes or remats or microbatches or plot):
         raise UserError("--sweep-mesh, --sweep-remat, --sweep-microbatches and --plot belong to a sweep; add --sweep")
+    if plot and not plot.absolute().parent.is_dir():
+        raise UserError(f"--plot {plot}: there is no folder {plot.parent}")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else jax would look for a TPU
     from mesh.topology import parse_topology, prepare_compiler
 
