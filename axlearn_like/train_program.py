@@ -110,15 +110,15 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
         )
 
 
-def check_length(model: ConfigBase, length: int, field: str) -> None:
+def check_length(model: ConfigBase, length: int, field: str, root: str = "model") -> None:
     """Refuse sequences that are longer than what the model's rotary positions were made for.
 
     Raises:
-        UserError: naming the field and the position embedding's path.
+        UserError: naming the field and the position embedding's path, from `root`, that of the model.
     """
     for path, rope in walk_configs(model):
         if isinstance(rope, Rope.Config) and rope.max_length is not None and length > rope.max_length:
             raise UserError(
-                f"{field} is {length}, but model.{path}.max_length is {rope.max_length}; expected at most that, or "
+                f"{field} is {length}, but {root}.{path}.max_length is {rope.max_length}; expected at most that, or "
                 "set max_length (and a scaling of the frequencies) if the model is to be stretched"
             )

@@ -22,7 +22,7 @@ class MeshError(UserError):
 class Unseen:
     """A device of which nothing is known but that it will be there: for shapes that are checked elsewhere."""
 
-    platform = "cpu"
+    platform = device_kind = "cpu"
 
 
 def make_mesh(

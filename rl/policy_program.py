@@ -52,7 +52,7 @@ def policy_program(cfg: "PolicyTrainer.Config", mesh: Mesh, *, groups: int, samp
         UserError: the batch does not divide over the mesh, or sequences are longer than the model's positions.
     """
     cfg.check_rows(mesh)
-    check_length(cfg.model, cfg.max_prompt + cfg.max_new, "max_prompt + max_new")
+    check_length(cfg.model, cfg.max_prompt + cfg.max_new, "max_prompt + max_new", "policy")
     objective = cfg.objective.build()
     with jax.set_mesh(mesh):
         learner = cfg.learner.build()

@@ -24,6 +24,7 @@ from axlearn_like.metrics import Progress
 from axlearn_like.preemption import Stop, graceful_stop
 from axlearn_like.row_tail import RowTail
 from axlearn_like.run_directory import EventLog, RunDirectory
+from axlearn_like.train_program import check_length
 from axlearn_like.trainer import Trainer
 from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment, warm_start_directory
@@ -49,6 +50,7 @@ class RLRun:
         """
         cfg, experiment = self._cfg, self._experiment
         _check_sizes(cfg, runtime)
+        check_length(cfg.policy, cfg.max_prompt + cfg.max_new, "max_prompt + max_new", "policy")
         experiment.check()
         roles = (experiment.controller_cfg, experiment.engine_cfg, cfg.parameter_server)
         for part in (*roles, cfg.objective, cfg.learner):

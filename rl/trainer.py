@@ -81,13 +81,14 @@ class PolicyTrainer(Configurable):
         agreement_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
 
         def check_sizes(self) -> Mesh:
-            """The mesh, if it fits the devices and batches fit it.
+            """The mesh, if it fits the devices, and batches and model fit it.
 
             Raises:
                 UserError: naming the field that does not fit.
             """
             mesh = make_mesh(self.mesh, slices=self.slices)
             self.check_rows(mesh)
+            self.check_model(mesh)
             return mesh
 
         def check_processes(self) -> None:
@@ -111,7 +112,9 @@ class PolicyTrainer(Configurable):
                     f"trainer.mesh={self.mesh} has {total} devices, which do not divide over "
                     f"trainer.processes={self.processes}"
                 )
-            self.check_rows(make_mesh(self.mesh, [Unseen()] * total, slices=self.slices))
+            mesh = make_mesh(self.mesh, [Unseen()] * total, slices=self.slices)
+            self.check_rows(mesh)
+            self.check_model(mesh)
 
         def check_rows(self, mesh: Mesh) -> None:
             """Refuse batches that do not divide over the mesh and into microbatches (UserError)."""
@@ -122,6 +125,11 @@ class PolicyTrainer(Configurable):
                     f"trainer.row_multiple={self.row_multiple} is not a multiple of "
                     f"{' x '.join(axes)} x microbatches = {rows}"
                 )
+
+        def check_model(self, mesh: Mesh) -> None:
+            """Refuse layers that do not divide over the mesh, by their paths (UserError)."""
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), errors_at("policy", self.model):
+                jax.eval_shape(lambda: self.model.build(rngs=nnx.Rngs(0)))
 
     def __init__(
         self,
@@ -156,8 +164,7 @@ class PolicyTrainer(Configurable):
         self._push: CommonPush | None = None  # of the current one
         self._saving: set[int] = set()  # steps whose checkpoints may still be on their way to the disk
         with jax.set_mesh(self._mesh):
-            with errors_at("policy", cfg.model):
-                abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
+            abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
             self._graphdef, _ = split(abstract)
             loss = make_policy_loss(self._graphdef, self._objective, cfg.temperature, cfg.microbatches, cfg.chunks)
             self._score = jax.jit(self._logprobs)

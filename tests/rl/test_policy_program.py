@@ -68,7 +68,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 def test_sequences_longer_than_the_positions_are_refused():
     trainer = tiny_experiment().build().trainer_cfg
     set_path(trainer, "model.block.attention.rope.max_length", 16)
-    with pytest.raises(UserError, match=r"max_prompt \+ max_new is 18, but model\.block\.attention\.rope\.max_length"):
+    with pytest.raises(UserError, match=r"max_prompt \+ max_new is 18, but policy\.block\.attention\.rope\.max_length"):
         policy_program(trainer, make_mesh({}), groups=GROUPS, samples=SAMPLES)
 
 

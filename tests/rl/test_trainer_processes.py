@@ -224,6 +224,8 @@ def nbytes() -> int:
         ({"processes": 3, "mesh": {"fsdp": 4}}, "has 4 devices, which do not divide over trainer.processes=3"),
         ({"processes": 2, "mesh": {"fdsp": 4}}, "mesh has no axis 'fdsp'; did you mean 'fsdp'"),
         ({"processes": 2, "mesh": {"fsdp": 8}}, "trainer.row_multiple=4 is not a multiple of .* = 8"),
+        ({"processes": 2, "mesh": {"tensor": 4}}, r"policy\.block\.attention: .*num_kv_heads=2 do not .*tensor 4"),
+        ({"processes": 2, "mesh": {"data": 4}, "slices": {"data": 3}}, "slices data 3 is for 3 slices but there is 1"),
     ],
 )
 def test_processes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str):

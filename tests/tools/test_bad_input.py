@@ -60,6 +60,11 @@ SETS = {
     "its value": (["tasks.families.1.params={'min_terms': 0}"], "'chain_sum': reasoning-gym refuses .*min_terms"),
     "mesh size": (["trainer.mesh={'fsdp': 3}"], r"mesh fsdp 3 needs 3 devices but there are \d .*; fsdp \d would fit"),
     "mesh axis": (["trainer.mesh={'fdsp': 1}"], "mesh has no axis 'fdsp'; did you mean 'fsdp'"),
+    "slices": (["trainer.slices={'dat': 2}"], "slices has no axis 'dat'; did you mean 'data'"),
+    "positions": (
+        ["policy.block.attention.rope.max_length=16"],
+        r"max_prompt \+ max_new is \d+, but policy\.block\.attention\.rope\.max_length is 16",
+    ),
     "rows": (["trainer.row_multiple=3", "trainer.microbatches=2"], "row_multiple=3 is not a multiple of .* = 2"),
     "prompt": (["max_prompt=3"], r"training problem 0 of family '\w+' has \d+ prompt tokens; max_prompt is 3"),
     "sampler": (["sampler.top_k=5"], "sampler: training needs the whole distribution .*top_k=None"),
