@@ -38,6 +38,17 @@ PRESETS: dict[str, Remat | None] = {
 }
 
 
+_SHARED = "shared"
+
+
+def shared(x: jax.Array) -> jax.Array:
+    """x, which is the same for all layers: kept for the backward pass whatever a `Remat` says.
+
+    A scan over layers stores it once; within every layer it would be computed again, several times over.
+    """
+    return checkpoint_name(x, _SHARED)
+
+
 def named(x: jax.Array, name: str) -> jax.Array:
     """x, under a name that a `Remat` may mention."""
     assert name in NAMES, name
@@ -63,11 +74,12 @@ def find_remat(remat: str | Remat) -> Remat | None:
 
 
 def checkpoint[F](fn: F, remat: Remat | None) -> F:
-    """`fn`, of whose intermediate results only what `remat` mentions is kept for the backward pass."""
+    """`fn`, of whose intermediate results only what `remat` mentions, and what layers share, is kept for the backward
+    pass."""
     if remat is None:
         return fn
     policy: Any = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[name for name, way in remat.items() if way == "save"],
+        names_which_can_be_saved=[_SHARED, *(name for name, way in remat.items() if way == "save")],
         names_which_can_be_offloaded=[name for name, way in remat.items() if way == "offload"],
         offload_src="device",
         offload_dst="pinned_host",

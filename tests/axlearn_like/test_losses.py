@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.losses import SupervisedLoss, make_supervised_loss, supervised_loss, token_logprobs
+from axlearn_like.losses import SupervisedLoss, make_supervised_loss, supervised_loss, token_hits, token_logprobs
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
 
@@ -27,6 +27,17 @@ def test_token_logprobs_survive_large_logits():
     value, gradient = jax.value_and_grad(lambda x: token_logprobs(x, jnp.asarray([[0]])).sum())(logits)
     assert value == 0.0
     assert np.isfinite(gradient).all()
+
+
+def test_a_hit_is_the_first_of_the_largest_logits():
+    rng = np.random.default_rng(0)
+    logits = rng.integers(0, 3, (4, 9, 5)).astype(np.float32)  # many equals
+    targets = rng.integers(0, 5, (4, 9)).astype(np.int32)
+    hits = token_hits(jnp.asarray(logits), jnp.asarray(targets))
+    np.testing.assert_array_equal(hits, logits.argmax(-1) == targets)
+    assert 0 < np.sum(hits) < hits.size
+    broken = jnp.asarray(logits).at[0, :, 2].set(jnp.nan)
+    assert not token_hits(broken, jnp.asarray(targets))[0].any()
 
 
 def test_supervised_loss_counts_only_weighted_targets():

@@ -42,6 +42,12 @@ def test_everything_recomputed_keeps_the_input_of_each_block_alone():
     assert in_layers(stored("everything")) == 1
 
 
+def test_cosines_and_sines_are_stored_once_for_all_layers():
+    shapes = stored("everything")
+    assert shapes.count((ROWS, LENGTH, 4)) == 2  # half of a head
+    assert not any(shape[0] == 3 and shape[-1] == 4 for shape in shapes if len(shape) > 1)
+
+
 @pytest.mark.parametrize("names", [["context"], ["gate", "up"], ["query", "key", "value", "context"]])
 def test_what_is_saved_is_stored_and_nothing_else(names):
     assert in_layers(stored(dict.fromkeys(names, "save"))) == 1 + len(names)
