@@ -2,14 +2,10 @@
 
 from axlearn_like.trainer import Trainer
 from experiments.llama import DATA
-from experiments.pretraining import pretraining, tpu_rule
+from experiments.pretraining import LARGE_FSDP, pretraining, tpu_rule
 from experiments.registry import experiment
 from models.moe import moe
 from models.qwen import qwen
-
-# A width of 5,120 in pieces of 80: whole tiles of bfloat16 (16). Of other pieces XLA makes all-reduces of arrays
-# that are zero elsewhere, instead of all-gathers and reduce-scatters: twice the bytes, beside no computation.
-FSDP_OF_5120 = 64
 
 
 @experiment
@@ -28,8 +24,8 @@ def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: i
         seed=seed,
         mesh_rules=(
             tpu_rule(r"tpu-v5p-(16|32|64)", {"fsdp": -1}, "everything", microbatches=4),
-            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": FSDP_OF_5120}, "context"),
-            tpu_rule(r"tpu-v(6e|5e)-.*", {"data": -1, "fsdp": FSDP_OF_5120, "tensor": 4}, "everything"),
+            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": LARGE_FSDP}, "context"),
+            tpu_rule(r"tpu-v(6e|5e)-.*", {"data": -1, "fsdp": LARGE_FSDP, "tensor": 4}, "everything"),
             (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
         ),
     )

@@ -3,8 +3,7 @@
 from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.tokenizer import ByteTokenizer
-from experiments.pretraining import TPU_OPTIONS
-from experiments.qwen import FSDP_OF_5120
+from experiments.pretraining import LARGE_FSDP, TPU_OPTIONS
 from experiments.registry import experiment
 from models.qwen import qwen
 from rl.evaluation import Evaluation
@@ -69,7 +68,7 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
 
 def _rule(microbatches: int) -> dict[str, object]:
     return {
-        "trainer.mesh": {"data": -1, "fsdp": FSDP_OF_5120},
+        "trainer.mesh": {"data": -1, "fsdp": LARGE_FSDP},
         "trainer.microbatches": max(1, microbatches),
         "trainer.compiler_options": TPU_OPTIONS,
         "policy.remat": "context",
