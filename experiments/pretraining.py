@@ -15,7 +15,7 @@ from axlearn_like.trainer import Trainer
 TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 # Over all 128 or 512 chips of a slice XLA makes all-reduces of arrays that are zero elsewhere, where parameters are to
-# be gathered and gradients scattered: twice the bytes. Over 16 or 64 chips it gathers and scatters. The rest shares rows.
+# be gathered and gradients scattered: twice the bytes. Over 16 or 64 it gathers and scatters. The rest shares rows.
 LARGE_FSDP = 64
 
 
