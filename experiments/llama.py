@@ -1,12 +1,10 @@
 """Llama models pretrained on TPUs: the sizes and hardware at which other stacks have published their steps."""
 
 from axlearn_like.trainer import Trainer
-from experiments.pretraining import pretraining, tpu_rule
+from experiments.pretraining import LARGE_FSDP, pretraining, tpu_rule
 from experiments.registry import experiment
 from models.llama import llama
 
-# Parameters over so many devices that pieces of their width are whole tiles (16 numbers; see experiments/qwen.py): 256
-# for a width of 4,096, 512 for 8,192. With more devices, rows alone are shared.
 DATA = "data/tokens-*.array_record"
 
 
@@ -26,9 +24,7 @@ def llama2_7b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: i
         seed=seed,
         mesh_rules=(
             tpu_rule(r"tpu-v5p-(16|32|64)", {"fsdp": -1}, "context", microbatches=4),
-            tpu_rule(r"tpu-v5p-(128|256)", {"fsdp": -1}, "context"),
-            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": 256}, "context"),
-            tpu_rule(r"tpu-v(6e|5e)-(512|1024|2048)", {"data": -1, "fsdp": 256}, "context"),
+            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": LARGE_FSDP}, "context"),
             tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1}, "context", microbatches=4),
             (r".*", {"mesh": {"fsdp": -1}}),
         ),
@@ -50,9 +46,9 @@ def llama2_70b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: 
         data=data,
         seed=seed,
         mesh_rules=(
-            tpu_rule(r"tpu-v5p-128", {"fsdp": -1}, "context", microbatches=4),
-            tpu_rule(r"tpu-v5p-(256|512)", {"fsdp": -1}, "context"),
-            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": 512}, "context"),
+            tpu_rule(r"tpu-v5p-(16|32|64)", {"fsdp": -1}, "context", microbatches=8),
+            tpu_rule(r"tpu-v5p-128", {"data": -1, "fsdp": LARGE_FSDP}, "context", microbatches=4),
+            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": LARGE_FSDP}, "context"),
             tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1, "tensor": 4}, "everything"),
             (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
         ),

@@ -14,6 +14,10 @@ from axlearn_like.trainer import Trainer
 # its own cycle estimates that costs far more than it hides: a step of Llama-2 7B on 16 v5p chips 2.7 s instead of 1.5.
 TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
+# Over all 128 or 512 chips of a slice XLA makes all-reduces of arrays that are zero elsewhere, where parameters are to
+# be gathered and gradients scattered: twice the bytes. Over 16 or 64 it gathers and scatters. The rest shares rows.
+LARGE_FSDP = 64
+
 
 def tpu_rule(pattern: str, mesh: dict[str, int], remat: str, **edits: Any) -> tuple[str, dict[str, Any]]:
     """A mesh rule for TPUs: the mesh, what is recomputed, the compiler's options, and other edits."""

@@ -2,21 +2,18 @@
 
 from axlearn_like.trainer import Trainer
 from experiments.llama import DATA
-from experiments.pretraining import pretraining, tpu_rule
+from experiments.pretraining import LARGE_FSDP, pretraining, tpu_rule
 from experiments.registry import experiment
 from models.moe import moe
 from models.qwen import qwen
-
-# A width of 5,120 in pieces of 80: whole tiles of bfloat16 (16). Of other pieces XLA makes all-reduces of arrays
-# that are zero elsewhere, instead of all-gathers and reduce-scatters: twice the bytes, beside no computation.
-FSDP_OF_5120 = 64
 
 
 @experiment
 def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Qwen2.5 32B, 4 M tokens a step in rows of 8,192, on v5p, v6e or v5e.
 
-    Neither compiled at scale nor trained yet: see what `axl aot` says of your slice first.
+    Compiled for 128 v5p chips with parameters over all of them and everything recomputed: 3.1 GB of arguments and 62 of
+    temporary arrays a chip, of 102.8, estimated at 28 s (docs/aot-experiments.md). Not trained here.
     """
     return pretraining(
         qwen("Qwen2.5-32B"),
@@ -28,8 +25,8 @@ def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: i
         seed=seed,
         mesh_rules=(
             tpu_rule(r"tpu-v5p-(16|32|64)", {"fsdp": -1}, "everything", microbatches=4),
-            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": FSDP_OF_5120}, "context"),
-            tpu_rule(r"tpu-v(6e|5e)-.*", {"data": -1, "fsdp": FSDP_OF_5120, "tensor": 4}, "everything"),
+            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": LARGE_FSDP}, "everything"),
+            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1, "tensor": 4}, "everything"),
             (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
         ),
     )
@@ -39,7 +36,8 @@ def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: i
 def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Qwen3 30B-A3B (128 experts, of which a token uses 8), 4 M tokens a step, on v5p, v6e or v5e.
 
-    Compiled for 256 v6e chips: 1.9 GB of arguments and 13.2 of temporary arrays a chip, of 33.5. Not trained here.
+    Compiled for 256 v6e chips: 1.9 GB of arguments and 13.2 of temporary arrays a chip, of 33.5; estimated at 10 s, of
+    which most is memory traffic with places for rows that do not come (docs/aot-experiments.md). Not trained here.
     """
     return pretraining(
         moe("Qwen3-30B-A3B"),

@@ -1,9 +1,11 @@
 """Bytes between memory (HBM) and the compute units, and the time of each operation of a compiled program."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 
 from mesh.collectives import KINDS
+from mesh.expected import filled_share
 from mesh.hlo import Array, Instruction, Program
 
 _FREE = {
@@ -12,6 +14,7 @@ _FREE = {
     "iota",
 }  # fmt: skip
 _MATRIX = ("convolution", "dot")
+_BEGUN = re.compile(r"-(start|update|done)$")
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -42,19 +45,29 @@ def operations(program: Program) -> Iterator[Operation]:
         lines = program.computations[name]
         made = {line.name: line for line in lines}
         for line in lines:
-            base = line.opcode.removesuffix("-start").removesuffix("-done")
-            if line.opcode in _FREE or base in KINDS or line.opcode == "copy-done" or base == "async":
+            base = _BEGUN.sub("", line.opcode)
+            if line.opcode in _FREE or base in KINDS or base == "async" or (base != line.opcode and not _counts(line)):
                 continue
             inside = program.computations.get(line.called.get("calls", ""), ())
             if line.opcode == "fusion" and line.called.get("calls", "").startswith("all-reduce-scatter"):
                 continue
             matrix = line.opcode in _MATRIX or any(one.opcode in _MATRIX for one in inside)
             kernel = line.opcode == "custom-call" and "tpu_custom_call" in line.attributes
-            yield Operation(times, _moved(program, line, made, inside), line.cycles, matrix, kernel)
+            moved = _moved(program, line, made, inside)
+            if kernel:  # of places without rows it reads and writes nothing
+                moved = round(moved * filled_share(line.op_name))
+            yield Operation(times, moved, line.cycles, matrix, kernel)
+
+
+def _counts(line: Instruction) -> bool:
+    """Of the two or three lines of what is under way beside others, the one that says best what is moved."""
+    return line.opcode == "copy-start" or (line.opcode.endswith("-done") and line.opcode != "copy-done")
 
 
 def _moved(program: Program, line: Instruction, made: dict[str, Instruction], inside: Sequence[Instruction]) -> int:
     """What is only cut out of a large array, or written into one, counts as what is cut out or written."""
+    if line.opcode.endswith("-done"):  # of a slice or a gather: read from HBM, whole or not, and put somewhere
+        return sum(array.padded + _hbm(array) for array in line.arrays)
     if line.opcode.endswith("-start"):  # copies from memory to memory: (destination, source, ...)
         return sum(_hbm(array) for array in line.arrays[:2])
     if line.opcode in _SLICES:

@@ -18,7 +18,7 @@ import click
 
 from mesh.topology import GENERATIONS, parse_topology
 
-LARGEST_FSDP = 512  # pieces of a width of 8,192 are then 16 numbers, one tile of bfloat16
+LARGEST_FSDP = 64  # see experiments/pretraining.py
 LARGEST_SLICE = 1024
 SIZES = tuple(2**n for n in range(3, 14))
 _KEPT = ("topology", "slices", "devices", "mesh", "fits", "hbm", "flops_analytic", "flops_of", "flops_executed",
@@ -84,7 +84,7 @@ def facts(reports: Sequence[Mapping[str, Any]]) -> Facts:
     summed = [r for r in single if r["mesh"].get("data", 1) > 1]
     if not summed or len({fsdp_of(r) for r in single}) < 2:
         raise click.ClickException("expected reports of two sizes of fsdp or more, one of them with data too")
-    first, last = single[0], next(r for r in reversed(single) if r["mesh"].get("data", 1) == 1)
+    first, last = single[0], single[-1]
     few, many = fsdp_of(first), fsdp_of(last)
     cut = (first["hbm"]["peak"] - last["hbm"]["peak"]) / (1 / few - 1 / many)
     data = summed[0]["mesh"]["data"]

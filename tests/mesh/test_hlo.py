@@ -77,6 +77,22 @@ def test_what_is_cut_out_of_a_stack_counts_as_what_is_cut_out():
     assert moved[100].times == 4
 
 
+def test_what_is_under_way_beside_others_counts_once():
+    """A slice into another memory is read; a gather is read and written; a copy has its own line for both."""
+    text = """HloModule step, is_scheduled=true
+
+ENTRY %main (stack: bf16[64,128]) -> bf16[32,128] {
+  %stack = bf16[64,128]{1,0} parameter(0)
+  %slice-start = ((bf16[64,128]{1,0}), bf16[16,128]{1,0:S(1)}, s32[]) slice-start(%stack), slice={[0:16], [0:128]}
+  %slice-done = bf16[16,128]{1,0:S(1)} slice-done(%slice-start)
+  %call-start = ((bf16[64,128]{1,0}), bf16[32,128]{1,0}, s32[]) call-start(%stack), to_apply=%gather
+  %call-update = ((bf16[64,128]{1,0}), bf16[32,128]{1,0}, s32[]) call-update(%call-start)
+  ROOT %call-done = bf16[32,128]{1,0} call-done(%call-update)
+}
+"""
+    assert [one.bytes for one in operations(parse(text))] == [16 * 128 * 2, 2 * 32 * 128 * 2]
+
+
 def test_the_largest_arrays_carry_layer_and_pass():
     largest = largest_buffers(parse(PROGRAM))
     assert largest[0].what == "argument" and largest[0].path == "state.params.layers.mu.up_df"

@@ -8,8 +8,8 @@ from tests.elsewhere import elsewhere
 
 
 def test_in_chunks_over_a_mesh_as_on_one_device():
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    found: dict[str, dict[str, Any]] = elsewhere(gradients, environ=devices, timeout=300)
+    four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    found: dict[str, dict[str, Any]] = elsewhere(gradients, environ=four, timeout=300)
     expected = found.pop("one")
     for name, result in found.items():
         assert result.keys() == expected.keys()

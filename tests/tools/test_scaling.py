@@ -34,19 +34,19 @@ def report(fsdp: int, data: int = 1) -> dict[str, Any]:
 
 
 def test_the_reports_are_found_again():
-    known = facts([report(512, 2), report(128), report(512)])
+    known = facts([report(64, 8), report(32), report(64, 2)])
     assert known.busy == 8.0 and known.tokens == 2 * 4096
     assert (known.cut, known.whole) == (pytest.approx(CUT), pytest.approx(WHOLE))
     assert (known.gathered, known.summed) == (pytest.approx(GATHERED), pytest.approx(SUMMED))
 
 
 def test_a_line_by_hand():
-    known = facts([report(512, 2), report(128), report(512)])
+    known = facts([report(64, 8), report(32), report(64, 2)])
     small, one, many = row(known, 16), row(known, 1024), row(known, 8192)
     assert small.memory == pytest.approx(CUT / 16 + WHOLE) and not small.fits and one.fits
     assert (many.slices, many.fsdp) == (8, LARGEST_FSDP)
-    assert many.fsdp_bytes == pytest.approx(GATHERED * 511 / 512)
-    assert many.data_bytes == one.data_bytes == pytest.approx(2 * SUMMED / 512 / 2)
+    assert many.fsdp_bytes == pytest.approx(GATHERED * 63 / 64)
+    assert many.data_bytes == one.data_bytes == pytest.approx(2 * SUMMED / 64 * 15 / 16)
     assert one.dcn_bytes == 0 and many.dcn_bytes == pytest.approx(2 * SUMMED / 1024 * 7 / 8)
     assert many.dcn == pytest.approx(many.dcn_bytes / 6.25e9)
     assert many.ici == pytest.approx((many.fsdp_bytes + many.data_bytes) / (6 * 90e9))
@@ -60,7 +60,7 @@ def test_links_of_slices():
 
 def test_too_few_reports_are_refused():
     with pytest.raises(click.ClickException, match="two sizes of fsdp"):
-        facts([report(512), report(128)])
+        facts([report(64), report(32)])
 
 
 def test_the_table_in_the_docs_is_that_of_the_stored_reports():
