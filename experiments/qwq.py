@@ -24,9 +24,9 @@ ROWS_OF = 2  # answers of a prompt that share a row of the trainer: with more, w
 def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
     """QwQ 32B, 256 prompts of up to 4,097 tokens a step, 16 answers of up to 16,384 each, on 512 or 1,024 v5p chips.
 
-    Compiled for both (docs/aot-experiments.md): on 512 chips 6.2 GB of arguments and 83 of temporary arrays a chip, of
-    102.8, and an update estimated at 144 s. Not trained here: it begins with random weights and bytes for tokens, as
-    weights of Hugging Face are not read into a run yet; `seed`, sizes and tasks are what any run would have.
+    The update is compiled for both (docs/aot-experiments.md): 6.2 GB of arguments and 83 of temporary arrays a chip, of
+    102.8, estimated at 144 s on 512 chips and 72 s on 1,024. Not trained here: a run begins with random weights and has
+    bytes for tokens.
     """
     tasks = _tasks(seed)
     rows = groups * samples // ROWS_OF

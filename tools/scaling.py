@@ -86,13 +86,13 @@ def facts(reports: Sequence[Mapping[str, Any]]) -> Facts:
         raise click.ClickException("expected reports of two sizes of fsdp or more, one of them with data too")
     first, last = single[0], single[-1]
     few, many = fsdp_of(first), fsdp_of(last)
-    cut = (first["hbm"]["peak"] - last["hbm"]["peak"]) / (1 / few - 1 / many)
+    cut = (memory_of(first) - memory_of(last)) / (1 / few - 1 / many)
     data = summed[0]["mesh"]["data"]
     rows, length = rows_of(last)
     return Facts(
         busy=last["estimated_step_s"] - last["exposed_s"],
         cut=cut,
-        whole=last["hbm"]["peak"] - cut / many,
+        whole=memory_of(last) - cut / many,
         gathered=axis_bytes(last, "fsdp") * many / (many - 1),
         summed=axis_bytes(summed[0], "data") * fsdp_of(summed[0]) / (2 * (data - 1) / data),
         available=last["hbm"]["available"],
@@ -127,6 +127,12 @@ def links(shape: Sequence[int]) -> int:
 
 def fsdp_of(report: Mapping[str, Any]) -> int:
     return report["mesh"].get("fsdp", 1)
+
+
+def memory_of(report: Mapping[str, Any]) -> int:
+    """Bytes of arguments, results that lie elsewhere, and temporaries: by which `axl aot` says what fits."""
+    plan = report["hbm"]
+    return plan["arguments"] + plan["temp"] + plan["output"] - plan["alias"]
 
 
 def axis_bytes(report: Mapping[str, Any], axis: str) -> int:
@@ -170,17 +176,25 @@ def published(reports: Mapping[str, Mapping[str, Any]], generation: str = "v5p")
     def mfu(report: Mapping[str, Any], seconds: float) -> float:
         return 100 * report["flops_analytic"] / report["devices"] / chip.per_device(chip.flops) / seconds
 
+    def ways(name: str) -> list[tuple[str, Mapping[str, Any]]]:
+        """The step, and others of the same work: their names begin as its own and say what is different."""
+        begin = f"{name.removeprefix('weak ')}, "
+        named = [other for other in reports if other.startswith(begin)]
+        others = [(f"estimate, {other.removeprefix(begin)}", reports[other]) for other in named]
+        return [("estimate", reports[name]), *sorted(others, key=lambda pair: pair[0])]
+
     for name in dict.fromkeys(name for name, _, _ in PUBLISHED):
         if name not in reports:
             continue
         one = reports[name]
         rows, length = rows_of(one)
         what = f"{name.removeprefix('weak ').split()[0]}, {one['devices']} chips, {rows:,} rows of {length:,}"
-        low, high = (one["estimated_step_s"] * factor for factor in _RANGE)
-        lines.append(
-            f"| {what} | estimate | {one['estimated_step_s']:.1f} ({low:.1f} to {high:.1f}) "
-            f"| {mfu(one, one['estimated_step_s']):.0f} % ({mfu(one, high):.0f} to {mfu(one, low):.0f}) |"
-        )
+        for label, other in ways(name):
+            seconds = other["estimated_step_s"]
+            low, high = (seconds * factor for factor in _RANGE)
+            share = f"{mfu(other, seconds):.0f} % ({mfu(other, high):.0f} to {mfu(other, low):.0f})"
+            lines.append(f"| {what} | {label} | {seconds:.1f} ({low:.1f} to {high:.1f}) | {share} |")
+            what = ""
         for whose, seconds in ((who, s) for other, who, s in PUBLISHED if other == name):
             lines.append(f"| | {whose} | {seconds} | {mfu(one, seconds):.0f} % |")
     return "\n".join(lines)
