@@ -1,23 +1,23 @@
 """Cross entropy of next-token targets, in the additive form that gradient accumulation needs."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.zigzag import spread
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
-from axlearn_like.layers.chunks import cut_axes, in_chunks, spread_like, without_axes
+from axlearn_like.layers.chunks import cut_axes, in_chunks, spread_like
 from axlearn_like.layers.context import PackedContext
 from axlearn_like.layers.reduction import apart, exponentials
+from axlearn_like.layers.shared_head import shared_head
 from mesh.errors import UserError
-from mesh.manual import vary
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -93,34 +93,17 @@ class SupervisedLoss(Configurable):
         return with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
 
     def _head(self, model: Any, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
-        """Loss and metrics from final hidden states.
-
-        In chunks, every device goes through those of its own tokens: so the gradient of the head is summed over devices
-        once, and not for every chunk.
-        """
+        """Loss and metrics from final hidden states."""
         graphdef, params = split(model.output)
-        axes = cut_axes(x) if self._cfg.chunks > 1 else ()
 
-        def own(params: Any, *parts: jax.Array) -> tuple[jax.Array, Metrics]:
-            output = bind(graphdef, jax.tree.map(lambda leaf: vary(leaf, axes), params))
+        def one(params: Any, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
+            logits = bind(graphdef, params).logits(x)
+            return supervised_loss(logits, {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss)
 
-            def one(x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
-                return supervised_loss(
-                    output.logits(x), {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss
-                )
-
-            chunks = in_chunks(one, self._cfg.chunks, *parts)
-            sums = jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), chunks)
-            return jax.lax.psum(sums, axes) if axes else sums
-
-        if not axes:
-            return own(params, x, targets, weights)
-        # In the type in which they are multiplied, as weights are that are gathered layer by layer.
-        params = jax.tree.map(lambda leaf: without_axes(leaf.astype(x.dtype), axes), params)
-        rows = PartitionSpec(*jax.typeof(x).sharding.spec[:2])
-        return jax.shard_map(
-            own, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=PartitionSpec(), axis_names=set(axes)
-        )(params, x, targets, weights)
+        if axes := cut_axes(x):
+            return shared_head(one, self._cfg.chunks, axes, params, x, targets, weights)
+        chunks = in_chunks(partial(one, params), self._cfg.chunks, x, targets, weights)
+        return jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), chunks)
 
 
 def supervised_loss(logits_btv: jax.Array, batch: Batch, *, z_loss: float = 0.0) -> tuple[jax.Array, Metrics]:
