@@ -43,7 +43,7 @@ def operations(program: Program) -> Iterator[Operation]:
         made = {line.name: line for line in lines}
         for line in lines:
             base = line.opcode.removesuffix("-start").removesuffix("-done")
-            if line.opcode in _FREE or base in KINDS or line.opcode == "copy-done" or base == "async":
+            if line.opcode in _FREE or base in KINDS or line.opcode.endswith("-done") or base == "async":
                 continue
             inside = program.computations.get(line.called.get("calls", ""), ())
             if line.opcode == "fusion" and line.called.get("calls", "").startswith("all-reduce-scatter"):
@@ -55,6 +55,8 @@ def operations(program: Program) -> Iterator[Operation]:
 
 def _moved(program: Program, line: Instruction, made: dict[str, Instruction], inside: Sequence[Instruction]) -> int:
     """What is only cut out of a large array, or written into one, counts as what is cut out or written."""
+    if line.opcode.endswith("slice-start"):  # (source, what is cut out of it, ...)
+        return line.arrays[1].padded + _hbm(line.arrays[1])
     if line.opcode.endswith("-start"):  # copies from memory to memory: (destination, source, ...)
         return sum(_hbm(array) for array in line.arrays[:2])
     if line.opcode in _SLICES:

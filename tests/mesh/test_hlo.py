@@ -60,6 +60,18 @@ def test_what_is_cut_out_of_a_stack_counts_as_what_is_cut_out():
     assert moved[100].times == 4
 
 
+def test_a_prefetched_part_of_an_array_counts_once_and_not_as_the_array():
+    text = """HloModule prefetch, is_scheduled=true
+
+ENTRY %main (p: s8[65536]) -> s8[4096] {
+  %p = s8[65536]{0:T(1024)(128)(4,1)} parameter(0)
+  %slice-start.1 = ((s8[65536]{0:T(1024)(128)(4,1)}), s8[4096]{0:T(1024)(128)(4,1)S(1)}, s32[]{:S(2)}) slice-start(%p), slice={[0:4096]}
+  ROOT %slice-done.1 = s8[4096]{0:T(1024)(128)(4,1)S(1)} slice-done(%slice-start.1)
+}
+"""  # noqa: E501
+    assert [one.bytes for one in operations(parse(text))] == [4096]  # read from HBM, written to VMEM
+
+
 def test_the_largest_arrays_carry_layer_and_pass():
     largest = largest_buffers(parse(PROGRAM))
     assert largest[0].what == "argument" and largest[0].path == "state.params.layers.mu.up_df"
