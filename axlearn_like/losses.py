@@ -1,6 +1,7 @@
 """Cross entropy of next-token targets, in the additive form that gradient accumulation needs."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +12,11 @@ from flax import nnx
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.zigzag import spread
 from axlearn_like.layers.aux import Aux
-from axlearn_like.layers.base import bind
-from axlearn_like.layers.chunks import in_chunks, spread_like
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.chunks import cut_axes, in_chunks, spread_like
 from axlearn_like.layers.context import PackedContext
-from axlearn_like.layers.own_tokens import with_own_tokens
 from axlearn_like.layers.reduction import apart, exponentials
+from axlearn_like.layers.shared_head import shared_head
 from mesh.errors import UserError
 
 Batch = Mapping[str, jax.Array]
@@ -107,19 +108,16 @@ class SupervisedLoss(Configurable):
 
     def _head(self, model: Any, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
         """Loss and metrics from final hidden states."""
+        graphdef, params = split(model.output)
 
-        def own(output: Any, *parts: jax.Array) -> tuple[jax.Array, Metrics]:
-            def one(x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
-                return supervised_loss(
-                    output.logits(x), {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss
-                )
+        def one(params: Any, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
+            logits = bind(graphdef, params).logits(x)
+            return supervised_loss(logits, {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss)
 
-            chunks = in_chunks(one, self._cfg.chunks, *parts)
-            return jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), chunks)
-
-        if self._cfg.chunks == 1:
-            return own(model.output, x, targets, weights)
-        return with_own_tokens(model.output, own, x, targets, weights, summed=True)
+        if axes := cut_axes(x):
+            return shared_head(one, self._cfg.chunks, axes, params, x, targets, weights)
+        chunks = in_chunks(partial(one, params), self._cfg.chunks, x, targets, weights)
+        return jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), chunks)
 
 
 def supervised_loss(logits_btv: jax.Array, batch: Batch, *, z_loss: float = 0.0) -> tuple[jax.Array, Metrics]:

@@ -59,7 +59,7 @@ def llama2_70b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: 
 def llama31_8b(*, rows: int = 128, length: int = 8192, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Llama-3.1 8B, 1 M tokens a step in rows of 8,192, on v6e, v5e or v5p.
 
-    Compiled for 16 v6e chips with a row each at once, 15 of 33.5 GB at the peak (docs/aot-experiments.md). Not trained.
+    Compiled for 16 v6e chips with a row each at once, 12 of 33.5 GB at the peak (docs/aot-experiments.md). Not trained.
     """
     return pretraining(
         llama("Llama-3.1-8B"),

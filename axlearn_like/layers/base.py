@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from axlearn_like.config import Configurable
 from mesh.errors import UserError
@@ -65,3 +66,24 @@ def fan_in_init(fan_in: int) -> Initializer:
     `fan_in` is given because weights may have several input axes.
     """
     return jax.nn.initializers.truncated_normal(stddev=fan_in**-0.5)
+
+
+def cast_late[T](params: T, index: jax.Array | None, dtype: DTypeLike) -> T:
+    """Parameters of layer `index` of a stack, within the loop over them, to be cast to `dtype` there.
+
+    XLA for TPUs propagates bfloat16 through slices, loops, selections and barriers: it casts the whole stack before the
+    loop, and the copy is there all through the forward and the backward pass. A product it does not cross. So every
+    parameter is multiplied by a one of which the compiler does not know that it is one; no bit changes. Only where fsdp
+    cuts the stack, since elsewhere the copy saves reading twice as many bytes.
+    """
+    if index is None or math.prod(axis_sizes("embed").values()) == 1:
+        return params
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else _times_one(leaf, index), params)
+
+
+@jax.custom_vjp
+def _times_one(x: jax.Array, index: jax.Array) -> jax.Array:
+    return x * jnp.where(index >= 0, 1, 0).astype(x.dtype)
+
+
+_times_one.defvjp(lambda x, index: (_times_one(x, index), None), lambda _, gradient: (gradient, None))

@@ -60,14 +60,14 @@ def spread_like(x: jax.Array, other: jax.Array) -> jax.Array:
 def cut_axes(x: jax.Array) -> tuple[str, ...]:
     """The mesh axes that cut the first two axes of x."""
     entries = () if (spec := _spec(x)) is None else spec[:2]
-    return tuple(name for entry in entries for name in _names(entry))
+    return tuple(name for entry in entries for name in entry_names(entry))
 
 
 def without_axes(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """x gathered over these mesh axes; what others cut stays cut."""
     spec = _spec(x)
     assert spec is not None
-    kept = [tuple(name for name in _names(entry) if name not in axes) for entry in spec]
+    kept = [tuple(name for name in entry_names(entry) if name not in axes) for entry in spec]
     return jax.sharding.reshard(x, PartitionSpec(*(names or None for names in kept)))
 
 
@@ -90,7 +90,8 @@ def merge_rows(x: jax.Array) -> jax.Array:
     return jnp.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), out_sharding=out)
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def entry_names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a partition."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.attention import Attention
 from axlearn_like.layers.aux import Aux, over_layers
-from axlearn_like.layers.base import Layer
+from axlearn_like.layers.base import Layer, cast_late
 from axlearn_like.layers.context import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
@@ -118,7 +118,7 @@ class Decoder(Layer):
         ) -> tuple[Any, Aux]:
             (x, cache), (layer, index, routing) = carry, each
             if cache is None:
-                x, _, aux = layer(x, context, None, routing)
+                x, _, aux = cast_late(layer, index, self.dtype)(x, context, None, routing)
                 return (x, None), aux
             x, (cache, _), aux = layer(x, context, (cache, index), routing)
             return (x, cache), aux

@@ -14,17 +14,14 @@ from axlearn_like.layers.chunks import cut_axes, without_axes
 from mesh.manual import vary
 
 
-def with_own_tokens(
-    output: Any, fn: Callable[..., Any], x: jax.Array, *arrays: jax.Array, summed: bool = False
-) -> Any:
+def with_own_tokens(output: Any, fn: Callable[..., Any], x: jax.Array, *arrays: jax.Array) -> Any:
     """`fn(output, x, *arrays)`, on every device with its part of the tokens.
 
     Args:
         output: the layer that makes logits; it becomes whole over the mesh axes that cut tokens.
-        fn: gives a pytree: of arrays [batch, length, ...], or, if `summed`, of sums over tokens.
+        fn: gives a pytree of arrays [batch, length, ...].
         x: final hidden states [batch, length, dim].
         arrays: each [batch, length, ...], cut as x is.
-        summed: whether results are to be summed over devices.
     """
     axes = cut_axes(x)
     if not axes:
@@ -32,15 +29,10 @@ def with_own_tokens(
     graphdef, params = split(output)
 
     def own(params: Any, *parts: jax.Array) -> Any:
-        results = fn(bind(graphdef, jax.tree.map(lambda leaf: vary(leaf, axes), params)), *parts)
-        return jax.lax.psum(results, axes) if summed else results
+        return fn(bind(graphdef, jax.tree.map(lambda leaf: vary(leaf, axes), params)), *parts)
 
     # In the type in which they are multiplied, as weights are that are gathered layer by layer.
     params = jax.tree.map(lambda leaf: without_axes(leaf.astype(x.dtype), axes), params)
     rows = PartitionSpec(*jax.typeof(x).sharding.spec[:2])
-    return jax.shard_map(
-        own,
-        in_specs=(PartitionSpec(), *(rows for _ in (x, *arrays))),
-        out_specs=PartitionSpec() if summed else rows,
-        axis_names=set(axes),
-    )(params, x, *arrays)
+    specs = (PartitionSpec(), *(rows for _ in (x, *arrays)))
+    return jax.shard_map(own, in_specs=specs, out_specs=rows, axis_names=set(axes))(params, x, *arrays)
