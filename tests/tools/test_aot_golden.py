@@ -38,7 +38,8 @@ def test_arguments_are_told_with_the_axes_that_cut_them():
 
 def report(**changes: Any) -> dict[str, Any]:
     hbm = {"arguments": 3 << 20, "output": 0, "alias": 0, "temp": 1 << 19, "host": 0, "peak": 4 << 20, "code": 7}
-    rows = {"all-gather": {"count": 3, "bytes": 5 << 18, "overlapped": 4}}
+    gather, reduce = ({"count": count, "bytes": 5 << 18, "overlapped": 4} for count in (3, 7))
+    rows = {"all-gather": gather, "all-reduce": reduce}
     large = {"bytes": 1 << 20, "array": "bf16[8]", "what": "backward", "path": "copy.12", "source": "layers.py:9"}
     facts = {"step": "train", "mesh": {"fsdp": 2, "tensor": 4}, "fits": True, "hbm": hbm, "oom": None}
     return {
@@ -56,6 +57,7 @@ def test_each_fact_has_a_line_that_can_be_read_alone():
         "kept for the backward pass: 1.00 MiB",
         "FLOPs executed: 3e+12",
         "collective over fsdp, all-gather: 3 times, 1.25 MiB received",
+        "collective over fsdp, all-reduce: 1.25 MiB received",
         "argument state.x: int32[] on every device",
         "large array: 1.00 MiB bf16[8] backward copy",
     ):
@@ -66,7 +68,9 @@ def test_each_fact_has_a_line_that_can_be_read_alone():
 def test_times_estimates_and_places_in_files_are_left_out():
     other = report(compile_s=9.0, estimated_step_s=1.0, host_rss=1)
     other["largest_buffers"] = [{**other["largest_buffers"][0], "source": "layers.py:10", "path": "copy.13"}]
-    other["collectives"] = {"fsdp": {"all-gather": {"count": 3, "bytes": 5 << 18, "overlapped": 0}}}
+    counts = {"all-gather": 3, "all-reduce": 5}
+    rows = {kind: {"count": count, "bytes": 5 << 18, "overlapped": 0} for kind, count in counts.items()}
+    other["collectives"] = {"fsdp": rows}
     assert golden_lines(other) == golden_lines(report())
 
 
