@@ -43,6 +43,7 @@ class Facts(NamedTuple):
         cut, whole: bytes of memory that are cut over `fsdp`, and that are not.
         gathered: bytes that `fsdp` would exchange over infinitely many chips.
         summed: bytes of gradients of all parameters, as they are summed over `data`.
+        rate: bytes/s that a chip receives over `fsdp` where that is a part of a slice.
         available: bytes of a chip.
         tokens: of a chip.
         flops: of the model, of a chip.
@@ -53,6 +54,7 @@ class Facts(NamedTuple):
     whole: float
     gathered: float
     summed: float
+    rate: float
     available: float
     tokens: float
     flops: float
@@ -95,6 +97,7 @@ def facts(reports: Sequence[Mapping[str, Any]]) -> Facts:
         whole=memory_of(last) - cut / many,
         gathered=axis_bytes(last, "fsdp") * many / (many - 1),
         summed=axis_bytes(summed[0], "data") * fsdp_of(summed[0]) / (2 * (data - 1) / data),
+        rate=axis_bytes(summed[0], "fsdp") / summed[0]["roofline_s"]["link fsdp"],
         available=last["hbm"]["available"],
         tokens=rows * length / last["devices"],
         flops=last["flops_analytic"] / last["devices"],
@@ -111,7 +114,8 @@ def row(known: Facts, chips: int, generation: str = "v5p") -> Row:
     fsdp_bytes = known.gathered * (fsdp - 1) / fsdp
     data_bytes = 2 * known.summed / fsdp * (data - 1) / data
     dcn_bytes = 2 * known.summed / inside * (slices - 1) / slices
-    ici = (fsdp_bytes + data_bytes) / (links(parse_topology(f"{generation}-{inside * chip.counted}").shape) * chip.link)
+    whole = links(parse_topology(f"{generation}-{inside * chip.counted}").shape) * chip.link
+    ici = (fsdp_bytes + data_bytes) / (whole if data == 1 else known.rate)
     dcn = dcn_bytes / chip.dcn
     memory = known.cut / fsdp + known.whole
     return Row(

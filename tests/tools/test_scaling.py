@@ -26,6 +26,7 @@ def report(fsdp: int, data: int = 1) -> dict[str, Any]:
         "mesh": {"fsdp": fsdp, "data": data} if data > 1 else {"fsdp": fsdp},
         "hbm": {"arguments": CUT / fsdp, "temp": WHOLE, "output": 1e9, "alias": 1e9, "available": 100e9},
         "collectives": sent,
+        "roofline_s": {"link fsdp": GATHERED * (fsdp - 1) / fsdp / 300e9},
         "estimated_step_s": 9.0,
         "exposed_s": 1.0,
         "flops_analytic": 1e15 * chips,
@@ -49,7 +50,8 @@ def test_a_line_by_hand():
     assert many.data_bytes == one.data_bytes == pytest.approx(2 * SUMMED / 64 * 15 / 16)
     assert one.dcn_bytes == 0 and many.dcn_bytes == pytest.approx(2 * SUMMED / 1024 * 7 / 8)
     assert many.dcn == pytest.approx(many.dcn_bytes / 6.25e9)
-    assert many.ici == pytest.approx((many.fsdp_bytes + many.data_bytes) / (6 * 90e9))
+    assert many.ici == pytest.approx((many.fsdp_bytes + many.data_bytes) / 300e9)
+    assert row(known, 64).ici == pytest.approx(many.fsdp_bytes / (6 * 90e9))  # all of a 4x4x4
     # With so many tokens a chip computes for as long as it communicates.
     assert many.covered_from / known.tokens * known.busy == pytest.approx(many.ici + many.dcn)
 
