@@ -85,8 +85,8 @@ def _whole(params: Any, *, axes: tuple[str, ...], kept: Any, dtype: Any) -> Any:
 def _scattered(whole: Any, axes: tuple[str, ...], kept: Any, like: Any) -> Any:
     """Inside the shard_map: summed over devices, each of which keeps its part, in the type of the parameters.
 
-    `jax.lax.psum_scatter` would send half as much, but cannot be compiled where other axes of the mesh are not mapped over
-    (jax 0.12), and libtpu 0.0.50 does not make one of this sum and cut, as it does for the layers' gradients.
+    `jax.lax.psum_scatter` would send half as much, but cannot be compiled where other axes of the mesh are not mapped
+    over (jax 0.12), and libtpu 0.0.50 does not make one of this sum and cut, as it does for the layers' gradients.
     """
 
     def one(leaf: jax.Array, spec: PartitionSpec, like: jax.Array) -> jax.Array:
