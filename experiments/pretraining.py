@@ -5,6 +5,7 @@ from typing import Any
 from axlearn_like.checkpoint import Checkpointer
 from axlearn_like.config import ConfigBase
 from axlearn_like.input import ArrayRecord, SupervisedInput, TokenIds, json_record
+from axlearn_like.layers.remat import Remat
 from axlearn_like.learner import AdamW, Learner, WarmupCosine
 from axlearn_like.losses import SupervisedLoss
 from axlearn_like.mesh_rules import MeshRules
@@ -19,7 +20,7 @@ TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 LARGE_FSDP = 64
 
 
-def tpu_rule(pattern: str, mesh: dict[str, int], remat: str, **edits: Any) -> tuple[str, dict[str, Any]]:
+def tpu_rule(pattern: str, mesh: dict[str, int], remat: str | Remat, **edits: Any) -> tuple[str, dict[str, Any]]:
     """A mesh rule for TPUs: the mesh, what is recomputed, the compiler's options, and other edits."""
     return pattern, {"mesh": mesh, "model.remat": remat, "compiler_options": TPU_OPTIONS, **edits}
 
