@@ -92,9 +92,9 @@ class MarkedInput(SupervisedInput):
 
     class Config(SupervisedInput.Config): ...
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, *, rows: np.ndarray | None = None):
         phases.end("config and build")
-        super().__init__(cfg)
+        super().__init__(cfg, rows=rows)
         phases.end("input")
 
 
