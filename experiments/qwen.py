@@ -12,8 +12,8 @@ from models.qwen import qwen
 def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Qwen2.5 32B, 4 M tokens a step in rows of 8,192, on v5p, v6e or v5e.
 
-    Compiled for 128 v5p chips with parameters over all of them and everything recomputed: 3.1 GB of arguments and 62 of
-    temporary arrays a chip, of 102.8, estimated at 28 s (docs/aot-experiments.md). Not trained here.
+    Compiled for 128 v5p chips: 6.2 GB of arguments and 57 of temporary arrays a chip, of 102.8, estimated at 24 s
+    (docs/aot-experiments.md). Not trained here.
     """
     return pretraining(
         qwen("Qwen2.5-32B"),
