@@ -16,6 +16,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 # The death of a process is told in a paragraph of Ray's; the runtime tells it in a line of ours.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker died or was killed|Raylet is terminated")
+# A process that loses the raylet takes its parent for it, unless told its number, and if that is gone (we are a daemon,
+# or what a container runs), exits without a word. Actors are told by their raylet; of a driver we see to it ourselves.
+os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
 if "RAY_ADDRESS" not in os.environ:
     # Unless it is off, Ray replaces 127.0.0.1 by an address of the network and listens there; the switch is named after
     # the systems on which off is the default.

@@ -1,6 +1,10 @@
 """Ray's own processes killed in the middle: others are started, and the run goes on to the same bits."""
 
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from axlearn_like.run_directory import RunDirectory
 from mesh import UserError
 from rl.runtime.ray_runtime import run_ray
 from rl.runtime.ray_session import ray_session
+from tests.rl.runtime.command import ROOT
 from tests.rl.runtime.experiments import assert_same_outcome, events, run_here, slow
 from tests.rl.tiny import tiny_experiment
 
@@ -61,6 +66,35 @@ def test_the_raylet_and_the_gcs_server_are_killed_and_the_run_goes_on(tmp_path: 
     assert all(line.endswith("; starting Ray and all roles again, from the last checkpoint") for line in said)
     assert len(events(tmp_path / "run", "session_lost")) == 2
     assert events(tmp_path / "run", "died") == [] and ours("raylet") == ours("gcs_server") == []
+
+
+def test_a_driver_that_nobody_waits_for_outlives_its_raylet(tmp_path: Path) -> None:
+    """As under init or in a container: Ray would take the parent that is gone for the raylet, and end the driver."""
+    run = tmp_path / "run"
+    command = f"{sys.executable} -m tools.cli rl tests.chaos.experiments:endless --run-dir {run}"
+    shell = ["sh", "-c", f"{command} > {tmp_path}/said 2>&1 & echo $!"]
+    environ = {name: value for name, value in os.environ.items() if name != "RAY_RAYLET_PID"}  # which we have set here
+    started = subprocess.run(shell, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    driver = psutil.Process(int(started.stdout))
+
+    def wait_for(event: str, count: int) -> None:
+        give_up = time.monotonic() + 300
+        while len(events(run, event)) < count:
+            assert driver.is_running() and time.monotonic() < give_up, (tmp_path / "said").read_text()
+            time.sleep(0.2)
+
+    try:
+        wait_for("update", 3)
+        [raylet] = [child for child in driver.children() if child.name() == "raylet"]
+        raylet.kill()
+        wait_for("session_lost", 1)
+        wait_for("session", 2)
+        wait_for("update", len(events(run, "update")) + 3)
+        driver.terminate()
+        driver.wait(120)
+    finally:
+        for process in (*driver.children(recursive=True), driver) if driver.is_running() else ():
+            process.kill()
 
 
 @pytest.fixture
