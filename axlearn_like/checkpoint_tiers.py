@@ -15,9 +15,7 @@ class CheckpointTiers:
     A failure anywhere, in the background too, is raised by the next `check`.
     """
 
-    def __init__(
-        self, checkpointer: Checkpointer, best: KeepBest | None, remote: RemoteTier | None, events: EventLog
-    ):
+    def __init__(self, checkpointer: Checkpointer, best: KeepBest | None, remote: RemoteTier | None, events: EventLog):
         self._local, self._best, self._remote, self._events = checkpointer, best, remote, events
         self._unfinished: dict[int, float | None] = {}  # steps on their way to the disk -> value of the best metric
         self._saved: int | None = None  # the last step that `save` was called with

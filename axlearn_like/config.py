@@ -52,9 +52,7 @@ REQUIRED: Any = RequiredType()
 BUILDING = "while building "  # begins the note with its path that `build` adds to an error
 
 # While set, `build` reports (path, the owner's private config) of everything it has built.
-on_built: ContextVar[Callable[[str, "ConfigBase[Any]"], None] | None] = ContextVar(
-    "on_built", default=None
-)
+on_built: ContextVar[Callable[[str, "ConfigBase[Any]"], None] | None] = ContextVar("on_built", default=None)
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
@@ -113,9 +111,7 @@ class ConfigBase[T]:
         return dict(config_items(self)) == dict(config_items(typing.cast(Self, other)))
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__qualname__}({', '.join(f'{k}={v!r}' for k, v in config_items(self))})"
-        )
+        return f"{type(self).__qualname__}({', '.join(f'{k}={v!r}' for k, v in config_items(self))})"
 
     def set(self, **values: Any) -> Self:
         """Sets fields in place; either all of them or, on an error, none."""

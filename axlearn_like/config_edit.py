@@ -130,9 +130,7 @@ def replace[C: ConfigBase[Any]](
     found = [(p, c) for p, c in places if fnmatch.fnmatchcase(p, glob)]
     if not found:
         where = f"; it is at: {', '.join(p for p, _ in places)}" if places else ""
-        raise LookupError(
-            f"{root_name(root)} has no {match.__qualname__} at a path like {glob!r}{where}"
-        )
+        raise LookupError(f"{root_name(root)} has no {match.__qualname__} at a path like {glob!r}{where}")
     made: dict[int, ConfigBase[Any]] = {}
     seen: list[ConfigBase[Any]] = []
     for path, old in reversed(found):

@@ -46,24 +46,16 @@ def qualified_name(obj: Any, where: str = "value") -> str:
     name, module = getattr(obj, "__qualname__", None), getattr(obj, "__module__", None)
     if not isinstance(name, str) or not isinstance(module, str):
         hint = "; describe a partial call with config_for(function, ...)" if callable(obj) else ""
-        raise TypeError(
-            f"{where}: {obj!r} ({type(obj).__qualname__}) cannot be written as text{hint}"
-        )
+        raise TypeError(f"{where}: {obj!r} ({type(obj).__qualname__}) cannot be written as text{hint}")
     if "<lambda>" in name:
-        raise TypeError(
-            f"{where}: a lambda has no name to write; define a top-level function instead"
-        )
+        raise TypeError(f"{where}: a lambda has no name to write; define a top-level function instead")
     if "<locals>" in name:
-        raise TypeError(
-            f"{where}: {name} is local to a function; define it at the top of its module"
-        )
+        raise TypeError(f"{where}: {name} is local to a function; define it at the top of its module")
     # optax._src.alias:adamw is optax:adamw to its users, and stays so when optax moves its files.
     for candidate in itertools.accumulate(module.split("."), "{}.{}".format):
         if _follow(sys.modules.get(candidate), name) is obj:
             return f"{candidate}:{name}"
-    raise TypeError(
-        f"{where}: {module}:{name} is not {obj!r}; only top-level objects can be written as text"
-    )
+    raise TypeError(f"{where}: {module}:{name} is not {obj!r}; only top-level objects can be written as text")
 
 
 def import_name(name: str, where: str = "value") -> Any:

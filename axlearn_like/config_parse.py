@@ -27,9 +27,7 @@ def parse_value(text: str, hint: Any, where: str) -> Any:
     for alternative in sorted(alternatives(hint), key=_rank):
         try:
             return check(_parse(text, alternative, where), alternative, where)
-        except (
-            LookupError
-        ) as error:  # The name of something to import: its reason is worth telling.
+        except LookupError as error:  # The name of something to import: its reason is worth telling.
             reasons.append(str(error))
         except (ValueError, TypeError, SyntaxError):
             continue
@@ -100,9 +98,7 @@ def _parse_sequence(text: str, hint: Any, origin: Any, where: str) -> Any:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         words = [word.strip() for word in text.strip("()[] ").split(",")]
-        return make(
-            parse_value(w, element_hint(hint, i), f"{where}[{i}]") for i, w in enumerate(words) if w
-        )
+        return make(parse_value(w, element_hint(hint, i), f"{where}[{i}]") for i, w in enumerate(words) if w)
     return make(value) if isinstance(value, (list, tuple)) else make((value,))
 
 

@@ -55,9 +55,7 @@ def record_resolved() -> Iterator[Resolved]:
         on_built.reset(token)
 
 
-def resolve(
-    cfg: ConfigBase[Any], build: Callable[[ConfigBase[Any]], Any] | None = None
-) -> ConfigBase[Any]:
+def resolve(cfg: ConfigBase[Any], build: Callable[[ConfigBase[Any]], Any] | None = None) -> ConfigBase[Any]:
     """Builds `cfg` and returns its resolved config.
 
     Args:

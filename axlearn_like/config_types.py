@@ -110,8 +110,7 @@ def _check_generic(value: Any, hint: Any, origin: Any, args: tuple[Any, ...], wh
     if isinstance(value, Mapping):
         key_hint, value_hint = args
         return {
-            check(k, key_hint, f"{where} key {k!r}"): check(v, value_hint, f"{where}[{k!r}]")
-            for k, v in value.items()
+            check(k, key_hint, f"{where} key {k!r}"): check(v, value_hint, f"{where}[{k!r}]") for k, v in value.items()
         }
     if isinstance(value, (list, tuple, set, frozenset)):
         return type(value)(check(v, args[0], f"{where}[{i}]") for i, v in enumerate(value))

@@ -51,9 +51,7 @@ class PhraseTokenizer(ByteTokenizer):
         return super().decode(expanded)
 
 
-def learn_phrases(
-    texts: Sequence[str], max_phrases: int, min_share: float = 0.05
-) -> tuple[str, ...]:
+def learn_phrases(texts: Sequence[str], max_phrases: int, min_share: float = 0.05) -> tuple[str, ...]:
     """The runs of whole words that save most tokens, greedily, each in at least `min_share` of the texts.
 
     A run ends with the blank behind it, if there is one, so that what follows starts at a token of its own. Runs with

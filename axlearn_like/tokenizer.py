@@ -43,9 +43,7 @@ class ByteTokenizer(Configurable):
         kept = bytearray()
         for i in ids:
             if not 0 <= i < self.vocab_size:
-                raise ValueError(
-                    f"token id {i} is outside this tokenizer's 0..{self.vocab_size - 1}"
-                )
+                raise ValueError(f"token id {i} is outside this tokenizer's 0..{self.vocab_size - 1}")
             if i < 256:
                 kept.append(i)
         return kept.decode("utf-8", errors="replace")

@@ -47,9 +47,7 @@ def task_mixture(seed: int) -> TaskMixture.Config:
     halves = [0.5, 0.5]
     return TaskMixture.Config(
         families=(
-            TaskFamily.Config(
-                name="spell_backward", params={"min_word_len": 3, "max_word_len": 8}
-            ),
+            TaskFamily.Config(name="spell_backward", params={"min_word_len": 3, "max_word_len": 8}),
             TaskFamily.Config(
                 name="complex_arithmetic",
                 params={**one_to_nine, "operations": ["+", "-"], "operations_weights": halves},
@@ -88,17 +86,13 @@ def demo_sft(*, seed: int = 0, steps: int = 700) -> Trainer.Config:
     packing = FirstFit.Config(window=256)  # problems are made as they are read: few at once, or the start is slow
     rows = SupervisedInput.Config(source=source, seq_len=64, batch_size=32, rows=packing, seed=seed)
     unseen = rows.clone(source=source.clone(start=VALIDATION_START, num_examples=2_000))
-    policy = tiny(
-        vocab_size=tokenizer.vocab_size, dim=96, num_heads=3, num_kv_heads=1, hidden=256
-    )
+    policy = tiny(vocab_size=tokenizer.vocab_size, dim=96, num_heads=3, num_kv_heads=1, hidden=256)
     return Trainer.Config(
         model=policy,
         input=rows,
         learner=Learner.Config(
             optimizer=AdamW.Config(b2=0.98, weight_decay=0.1),
-            schedule=WarmupLinear.Config(
-                peak_lr=3e-3, warmup_steps=50, total_steps=steps, end_lr=2.5e-3
-            ),
+            schedule=WarmupLinear.Config(peak_lr=3e-3, warmup_steps=50, total_steps=steps, end_lr=2.5e-3),
         ),
         checkpoint=Checkpointer.Config(save_every=100, keep=1),
         mesh={"data": -1},
@@ -133,16 +127,12 @@ def demo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
         ),
         learner=Learner.Config(
             optimizer=AdamW.Config(b2=0.98),
-            schedule=WarmupLinear.Config(
-                peak_lr=2e-4, warmup_steps=20, total_steps=steps, end_lr=5e-5
-            ),
+            schedule=WarmupLinear.Config(peak_lr=2e-4, warmup_steps=20, total_steps=steps, end_lr=5e-5),
             clip_norm=0.5,
         ),
         trainer=PolicyTrainer.Config(row_multiple=4),
         engine=RolloutEngine.Config(slots=128, keep_completions=False),
-        verifier=Verifier.Config(
-            scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=1
-        ),
+        verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=1),
         evaluation=Evaluation.Config(problems_per_family=96),
         kill_worker_after=0.5,
     )

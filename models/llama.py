@@ -43,9 +43,9 @@ def llama(name: str) -> Decoder.Config:
     """
     if name in _LLAMA2:
         shape = _LLAMA2[name]
-        return dense(
-            vocab_size=32_000, head_dim=128, tied=False, theta=1e4, eps=1e-5, max_length=4096, **shape
-        ).set(dtype="bfloat16")
+        return dense(vocab_size=32_000, head_dim=128, tied=False, theta=1e4, eps=1e-5, max_length=4096, **shape).set(
+            dtype="bfloat16"
+        )
     if name not in LLAMA:
         known = [*_LLAMA2, *LLAMA]
         raise UserError(f"no Llama model {name!r}{did_you_mean(name, known, limit=len(known))}")

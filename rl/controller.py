@@ -54,8 +54,7 @@ class Controller(Configurable):
         """`first_lease` is beyond all that a controller of the same run, if it died, can have granted."""
         if cfg.groups % cfg.groups_per_lease:
             raise UserError(
-                f"controller.groups={cfg.groups} does not divide into leases of "
-                f"groups_per_lease={cfg.groups_per_lease}"
+                f"controller.groups={cfg.groups} does not divide into leases of groups_per_lease={cfg.groups_per_lease}"
             )
         if cfg.staleness < 0:
             raise UserError(f"controller.staleness={cfg.staleness}; expected 0 or more updates")
@@ -92,9 +91,7 @@ class Controller(Configurable):
         with self._changed:
             while not self._stopped:
                 self._expire()
-                parcel = self._ledger.lease(
-                    worker, self._leasable(), self._clock(), cfg.lease_seconds
-                )
+                parcel = self._ledger.lease(worker, self._leasable(), self._clock(), cfg.lease_seconds)
                 if parcel is not None:
                     self._waits.end(worker)
                     return self._grant(parcel)
@@ -214,9 +211,7 @@ class Controller(Configurable):
         """The plan: prompts of one parcel of one step."""
         first = step * self.cfg.groups + parcel * self.cfg.groups_per_lease
         problems = [self._tasks.train(first + i) for i in range(self.cfg.groups_per_lease)]
-        return tuple(
-            Prompt(p.id, p.family, encode_prompt(p.question, self._tokenizer)) for p in problems
-        )
+        return tuple(Prompt(p.id, p.family, encode_prompt(p.question, self._tokenizer)) for p in problems)
 
     @property
     def _begun(self) -> bool:
@@ -243,9 +238,7 @@ class Controller(Configurable):
             life=self._life,
         )
 
-    def _usable(
-        self, partial: tuple[Rollout, ...], prompt: Prompt, oldest: int, newest: int
-    ) -> list[Rollout]:
+    def _usable(self, partial: tuple[Rollout, ...], prompt: Prompt, oldest: int, newest: int) -> list[Rollout]:
         """What was handed back of a prompt, if it is whole in samples and no token is too old, or too new."""
         found = [rollout for rollout in partial if rollout.prompt_id == prompt.id]
         whole = sorted(rollout.sample_id for rollout in found) == list(range(self.cfg.samples))

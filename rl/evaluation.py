@@ -53,9 +53,7 @@ class Evaluation(Configurable):
             scores = verifier.score([rollout.prompt_id for rollout in rollouts], answers)
             for i, problem in enumerate(part):
                 mine = slice(i * samples, (i + 1) * samples)
-                results.append(
-                    ProblemResult.from_scores(problem.id, problem.family, scores[mine])
-                )
+                results.append(ProblemResult.from_scores(problem.id, problem.family, scores[mine]))
                 if sum(row["family"] == problem.family for row in shown) < self.cfg.shown_per_family:
                     shown.append(sample_row(problem, rollouts[mine][0], answers[mine][0], scores[mine][0]))
         return summarise(results, ks=self.cfg.ks, seed=seed), shown

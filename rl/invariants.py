@@ -235,8 +235,7 @@ def versions_once(records: Records) -> Finding:
         first = known.setdefault(row["version"], row["checksum"])
         if first != row["checksum"]:
             broken.append(
-                f"version {row['version']}: {row['role']} saw {row['checksum']} ({row['event']}), "
-                f"it was {first} before"
+                f"version {row['version']}: {row['role']} saw {row['checksum']} ({row['event']}), it was {first} before"
             )
     unchecked = f"{silent} events `push` and `pull` without a checksum" if silent else ""
     return Finding("versions never reused", checked, tuple(broken), unchecked)

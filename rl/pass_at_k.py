@@ -29,9 +29,7 @@ class ProblemResult:
 
     def __post_init__(self):
         if not 0 <= self.correct <= self.samples:
-            raise ValueError(
-                f"problem {self.problem_id}: {self.correct} correct of {self.samples} samples"
-            )
+            raise ValueError(f"problem {self.problem_id}: {self.correct} correct of {self.samples} samples")
 
     @classmethod
     def from_scores(cls, problem_id: int, family: str, scores: Sequence[Score]) -> "ProblemResult":
@@ -49,9 +47,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         ValueError: k is not in 1..samples, or correct not in 0..samples.
     """
     if not 1 <= k <= samples:
-        raise ValueError(
-            f"pass@{k} cannot be estimated from {samples} samples: 1 <= k <= samples is needed"
-        )
+        raise ValueError(f"pass@{k} cannot be estimated from {samples} samples: 1 <= k <= samples is needed")
     if not 0 <= correct <= samples:
         raise ValueError(f"{correct} correct of {samples} samples")
     subsets = math.comb(samples, k)
@@ -85,9 +81,7 @@ def summarise(
     seen: set[int] = set()
     for result in results:
         if result.problem_id in seen:
-            raise ValueError(
-                f"problem {result.problem_id} occurs twice: put all of its samples in one result"
-            )
+            raise ValueError(f"problem {result.problem_id} occurs twice: put all of its samples in one result")
         seen.add(result.problem_id)
         families.setdefault(result.family, []).append(result)
     if not families:
@@ -99,9 +93,7 @@ def summarise(
     for name in sorted(families):
         members = families[name]
         row: dict[str, Any] = {"problems": len(members), "samples": sum(r.samples for r in members)}
-        rng = np.random.default_rng(
-            [seed, zlib.crc32(name.encode())]
-        )  # another family changes nothing here
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])  # another family changes nothing here
         draws = rng.integers(len(members), size=(resamples, len(members)))
         for k in ks:
             values = np.array([pass_at_k(r.samples, r.correct, k) for r in members])
@@ -111,12 +103,8 @@ def summarise(
             replicas[f"pass@{k}"].append(means)
         rows[name] = row
 
-    total: dict[str, Any] = {
-        key: sum(row[key] for row in rows.values()) for key in ("problems", "samples")
-    }
+    total: dict[str, Any] = {key: sum(row[key] for row in rows.values()) for key in ("problems", "samples")}
     for key, means in replicas.items():
         total[key] = float(np.mean([row[key] for row in rows.values()]))
-        total[f"{key}_ci"] = [
-            float(x) for x in np.percentile(np.mean(means, axis=0), [tail, 100 - tail])
-        ]
+        total[f"{key}_ci"] = [float(x) for x in np.percentile(np.mean(means, axis=0), [tail, 100 - tail])]
     return {**total, "families": rows}

@@ -58,9 +58,7 @@ def policy_program(cfg: "PolicyTrainer.Config", mesh: Mesh, *, groups: int, samp
         learner = cfg.learner.build()
         graphdef, state, _ = describe_state(cfg.model, learner, mesh, "policy")
         loss_fn = make_policy_loss(graphdef, objective, cfg.temperature, cfg.microbatches, cfg.chunks)
-        step = make_train_step(
-            loss_fn, learner, cfg.microbatches, like=state, compiler_options=cfg.compiler_options
-        )
+        step = make_train_step(loss_fn, learner, cfg.microbatches, like=state, compiler_options=cfg.compiler_options)
         each_row = cfg.samples_per_row or samples
         arrays = batch_shapes(
             objective,
@@ -133,9 +131,7 @@ def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: flo
     return Scored(chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape), hidden.aux)
 
 
-def batch_shapes(
-    objective: Objective, *, groups: int, samples: int, max_prompt: int, max_new: int
-) -> Described:
+def batch_shapes(objective: Objective, *, groups: int, samples: int, max_prompt: int, max_new: int) -> Described:
     """The arrays of `pack_groups` for so many rows, of so many samples each, that all have a gradient."""
     each = (groups, samples, max_new)
     shapes: Described = {

@@ -19,9 +19,7 @@ class _MissingPycosat(ModuleType):
     """Stands in `sys.modules` for a pycosat that is not installed."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith(
-            "__"
-        ):  # Python's own protocols probe these with hasattr
+        if name.startswith("__") and name.endswith("__"):  # Python's own protocols probe these with hasattr
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise ImportError(
             f"pycosat.{name} is needed by reasoning_gym.logic.contrib.logic_puzzle "

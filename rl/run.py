@@ -68,9 +68,7 @@ class RLRun:
             check_machine(cfg)
         self._checked = runtime
 
-    def run(
-        self, run_dir: str | Path, *, runtime: Runtime = "ray", force: bool = False
-    ) -> dict[str, Any] | None:
+    def run(self, run_dir: str | Path, *, runtime: Runtime = "ray", force: bool = False) -> dict[str, Any] | None:
         """Go through the phases; returns the report, or None if SIGTERM or Ctrl-C asked for the end.
 
         Raises:
@@ -119,9 +117,7 @@ class RLRun:
                 last = Trainer(cfg).run(inner)
             return last["finished"]
 
-    def _improve(
-        self, run: RunDirectory, events: EventLog, stop: Stop, *, runtime: Runtime
-    ) -> bool:
+    def _improve(self, run: RunDirectory, events: EventLog, stop: Stop, *, runtime: Runtime) -> bool:
         steps = self._cfg.num_steps
         start = _latest_step(run.checkpoints / "rl") or 0
         if start >= steps:
@@ -177,9 +173,7 @@ class RLRun:
         initial = self._experiment.initial_params(run, mesh)
         if version == 0:
             return initial
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), initial
-        )
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), initial)
         return restore_params(run.checkpoints / "rl", abstract)
 
     def _summarise(self, run: RunDirectory) -> dict[str, Any]:

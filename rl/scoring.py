@@ -44,9 +44,7 @@ def pack_rows(groups: Sequence[Group], *, max_prompt: int, max_new: int, row_mul
     return {"tokens": whole[:, :-1], "targets": whole[:, 1:], "first": first}
 
 
-def score_rows(
-    model: Any, tokens: jax.Array, targets: jax.Array, temperature: jax.Array, *, chunks: int = 1
-) -> Chosen:
+def score_rows(model: Any, tokens: jax.Array, targets: jax.Array, temperature: jax.Array, *, chunks: int = 1) -> Chosen:
     """log pi of each target, in parts [rows, length]; pure, to be traced.
 
     Args:

@@ -63,9 +63,7 @@ def _throughput(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dic
         "gen_tokens_per_second": sum(row["gen_tokens"] for row in rows) / wall,
         "updates_per_second": len(rows) / wall,
         "gen_tokens_per_worker_second": generated / generating if generating else 0.0,
-        "train_tokens_per_update_second": sum(row["train_tokens"] for row in rows) / updating
-        if updating
-        else 0.0,
+        "train_tokens_per_update_second": sum(row["train_tokens"] for row in rows) / updating if updating else 0.0,
     }
 
 
@@ -91,9 +89,7 @@ def _weights(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {**figures, "pulled_bytes": moved["nbytes"], "travelled_bytes": moved["travelled"]}
 
 
-def _kill(
-    kill: dict[str, Any], events: list[dict[str, Any]], rows: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _kill(kill: dict[str, Any], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What one kill cost.
 
     `detected_s`: until its loop was seen to have ended; `replaced_s`: until its successor handed in a first rollout;
@@ -101,12 +97,8 @@ def _kill(
     """
     at, target = kill["time"], kill["target"]
     later = [event for event in events if event["time"] > at]
-    detected = next(
-        (e["time"] for e in later if e["event"] == "died" and e.get("target") == target), None
-    )
-    started = next(
-        (e["time"] for e in later if e["event"] == "start" and e["role"] == target), None
-    )
+    detected = next((e["time"] for e in later if e["event"] == "died" and e.get("target") == target), None)
+    started = next((e["time"] for e in later if e["event"] == "start" and e["role"] == target), None)
     replaced = next(
         (
             e["time"]

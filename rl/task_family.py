@@ -56,9 +56,7 @@ class TaskFamily(Configurable):
         _check_name(cfg.name)
         _check_params(cfg.name, cfg.params)
         digest = hashlib.blake2b(f"{seed}/{self.label}".encode(), digest_size=4).digest()
-        params = dict(
-            cfg.params, seed=int.from_bytes(digest, "big") >> 2
-        )  # seed + i stays below 2**32 (numpy's limit)
+        params = dict(cfg.params, seed=int.from_bytes(digest, "big") >> 2)  # seed + i stays below 2**32 (numpy's limit)
         if cfg.name in _FINITE:
             params["size"] = _FINITE_SIZE
         try:
@@ -89,36 +87,25 @@ def _check_name(name: str) -> None:
             f"{', '.join(n for n in _NOT_REPRODUCIBLE if n != name)}"
         )
     if name in _NEEDS_DATASETS:
-        raise ValueError(
-            f"task family {name!r} is itself a mixture: name its parts in "
-            "TaskMixture.Config.families"
-        )
+        raise ValueError(f"task family {name!r} is itself a mixture: name its parts in TaskMixture.Config.families")
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4)
-        hint = (
-            f"did you mean {', '.join(near)}?"
-            if near
-            else f"there are {', '.join(sorted(DATASETS))}"
-        )
+        hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(DATASETS))}"
         raise ValueError(f"unknown task family {name!r}: {hint}")
 
 
 def _check_params(name: str, params: dict[str, Any]) -> None:
     from reasoning_gym.factory import DATASETS
 
-    accepted = [
-        f.name for f in dataclasses.fields(DATASETS[name][1]) if f.init and f.name not in _RESERVED
-    ]
+    accepted = [f.name for f in dataclasses.fields(DATASETS[name][1]) if f.init and f.name not in _RESERVED]
     for key in params:
         if key in _RESERVED:
             raise ValueError(
-                f"task family {name!r}: param {key!r} belongs to the mixture, which is endless "
-                "and has its own seed"
+                f"task family {name!r}: param {key!r} belongs to the mixture, which is endless and has its own seed"
             )
         if key not in accepted:
             near = difflib.get_close_matches(key, accepted, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"task family {name!r} has no param {key!r}: {hint}"
-                f"accepted: {', '.join(accepted) or 'none'}"
+                f"task family {name!r} has no param {key!r}: {hint}accepted: {', '.join(accepted) or 'none'}"
             )

@@ -21,9 +21,7 @@ from rl.task_family import TaskFamily
 __all__ = ["SupervisedSource", "TaskFamily", "TaskMixture", "encode_prompt", "is_heldout"]
 
 _SEPARATOR = "\n"  # between question and answer: one token, and no question needs an escape
-_ATTEMPTS = (
-    16  # dataset items reserved for one training problem; the first that is not held out is taken
-)
+_ATTEMPTS = 16  # dataset items reserved for one training problem; the first that is not held out is taken
 _MAX_ID = 2**31  # ids enter random keys on the device as int32
 _CYCLE = 4096  # longest exact cycle of the mixture's order
 _SCAN = 64  # gives up on held-out problems after this many times the expected number of items ...
@@ -59,8 +57,7 @@ class TaskMixture(Configurable):
     def __init__(self, cfg: Config):
         if cfg.heldout_every < 2:
             raise ValueError(
-                f"TaskMixture.Config.heldout_every={cfg.heldout_every}: at least 2, or nothing "
-                "is left to train on"
+                f"TaskMixture.Config.heldout_every={cfg.heldout_every}: at least 2, or nothing is left to train on"
             )
         if not cfg.families:
             raise ValueError("TaskMixture.Config.families is empty")
@@ -74,9 +71,7 @@ class TaskMixture(Configurable):
                     "set TaskFamily.Config.label"
                 )
         self.family_names: tuple[str, ...] = tuple(labels)
-        self._cycle = _smooth_round_robin(
-            _shares([family.weight for family in self._families], labels)
-        )
+        self._cycle = _smooth_round_robin(_shares([family.weight for family in self._families], labels))
         counts = np.cumsum(np.equal.outer(self._cycle, np.arange(len(labels))), axis=0)
         self._rank = [
             int(counts[i, family]) - 1 for i, family in enumerate(self._cycle)
@@ -114,11 +109,7 @@ class TaskMixture(Configurable):
         Raises:
             ValueError: a family has fewer; says how many were found.
         """
-        return [
-            p
-            for family in range(len(self._families))
-            for p in self._heldout_of(family, n_per_family)
-        ]
+        return [p for family in range(len(self._families)) for p in self._heldout_of(family, n_per_family)]
 
     def problem(self, problem_id: int) -> Problem:
         """The problem with this id, from either set.
@@ -153,9 +144,7 @@ class TaskMixture(Configurable):
     def _make(self, family: int, item: int) -> Problem:
         problem_id = item * len(self._families) + family
         if problem_id >= _MAX_ID:
-            raise IndexError(
-                f"item {item} of {self.family_names[family]!r}: problem ids end at {_MAX_ID - 1}"
-            )
+            raise IndexError(f"item {item} of {self.family_names[family]!r}: problem ids end at {_MAX_ID - 1}")
         entry = self._families[family].item(item)
         return Problem(
             id=problem_id,
@@ -233,9 +222,7 @@ def _shares(weights: list[float], labels: list[str]) -> list[int]:
     shares = [round(f * _CYCLE) for f in fractions]
     for share, weight, label in zip(shares, weights, labels, strict=True):
         if weight and not share:
-            raise ValueError(
-                f"task family {label!r}: weight={weight} is less than 1/{_CYCLE} of the mixture"
-            )
+            raise ValueError(f"task family {label!r}: weight={weight} is less than 1/{_CYCLE} of the mixture")
     return shares
 
 

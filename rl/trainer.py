@@ -279,9 +279,7 @@ class PolicyTrainer(Configurable):
         lacking = groups is None or digest_of_groups(groups) != digest
         return None if self._all.any(lacking) else groups
 
-    def _restore_or_start(
-        self, initial: Callable[[Any], Params] | None, seed: int
-    ) -> tuple[dict[str, Any], int]:
+    def _restore_or_start(self, initial: Callable[[Any], Params] | None, seed: int) -> tuple[dict[str, Any], int]:
         def create(key: jax.Array) -> dict[str, Any]:
             params = split(self.cfg.model.build(rngs=nnx.Rngs(key)))[1]
             return init_state(params, self._learner)
@@ -327,9 +325,7 @@ class PolicyTrainer(Configurable):
         model = bind(self._graphdef, params)
         return policy_logprobs(model, batch, self.cfg.temperature, self.cfg.chunks).logprobs
 
-    def _agreement(
-        self, groups: list[Group], batch: Batch, arrays: dict[str, jax.Array]
-    ) -> dict[str, float]:
+    def _agreement(self, groups: list[Group], batch: Batch, arrays: dict[str, jax.Array]) -> dict[str, float]:
         """|trainer - sampler| log-probabilities of the batch under the *same* version of the weights.
 
         `logprob_diff`: by the forward pass of the update; `scoring_diff`: by that of `rl.scoring`, which sums in the

@@ -19,11 +19,7 @@ FORBIDDEN_NNX = frozenset(
 )
 
 ROOT = Path(__file__).parent.parent
-SOURCES = [
-    path.relative_to(ROOT).as_posix()
-    for room in FLOORS
-    for path in sorted((ROOT / room).rglob("*.py"))
-]
+SOURCES = [path.relative_to(ROOT).as_posix() for room in FLOORS for path in sorted((ROOT / room).rglob("*.py"))]
 
 
 def imported_modules(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
@@ -46,10 +42,7 @@ def floor_violations(source: str, module: str) -> list[str]:
         if target == "tests":
             found.append(f"{module}:{line} imports {name}: tests are below nobody")
         elif target in FLOORS and FLOORS[target] > FLOORS[room]:
-            found.append(
-                f"{module}:{line} imports {name}: "
-                f"floor {FLOORS[room]} must not know floor {FLOORS[target]}"
-            )
+            found.append(f"{module}:{line} imports {name}: floor {FLOORS[room]} must not know floor {FLOORS[target]}")
         elif {room, target} == {"rl", "models"}:
             found.append(f"{module}:{line} imports {name}: rl and models do not know each other")
     return found

@@ -158,4 +158,3 @@ def test_the_new_kernel_computes_attention():
     context = PackedContext(jnp.tile(jnp.arange(6), (2, 1)), jnp.array([[1, 1, 1, 2, 2, 0]] * 2))
     results = jax.jit(lambda p: [bind(g, p)(x, context, None)[0] for g in (graphdef, other)])(params)
     assert jnp.allclose(*results, atol=1e-5) and jnp.abs(results[0]).max() > 0.01
-

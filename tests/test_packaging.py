@@ -21,9 +21,7 @@ EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "cloud", "dev"}
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command that must succeed, in an environment that does not point at the checkout."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -33,9 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
     """The wheel, built from a copy so that no build output lands in the checkout."""
     copy = tmp_path_factory.mktemp("source")
     for package in PACKAGES:
-        shutil.copytree(
-            checkout / package, copy / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(checkout / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(checkout / name, copy / name)
     run([sys.executable, "-m", "build", "--wheel", "--no-isolation", str(copy)], copy)
@@ -60,9 +56,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_and_no_test(wheel: Path, checkout: Path) -> None:
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     sources = {
-        path.relative_to(checkout).as_posix()
-        for package in PACKAGES
-        for path in (checkout / package).rglob("*.py")
+        path.relative_to(checkout).as_posix() for package in PACKAGES for path in (checkout / package).rglob("*.py")
     }
     assert sources <= names
     assert {name.split("/")[0] for name in names} == set(PACKAGES)
@@ -96,8 +90,7 @@ def requirement_names(checkout: Path) -> dict[str, set[str]]:
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
     return {
-        extra: {canonical(match[0]) for line in lines if (match := name.match(line))}
-        for extra, lines in groups.items()
+        extra: {canonical(match[0]) for line in lines if (match := name.match(line))} for extra, lines in groups.items()
     }
 
 

@@ -99,9 +99,7 @@ def _with_places(layer: Any, x: jax.Array, factor: float = 1.25) -> tuple[jax.Ar
     stored = (experts.gate_edf, experts.up_edf, experts.down_efd)
     gate, up, down = (jax.sharding.reshard(w[...].astype(x.dtype), PartitionSpec("expert", None, None)) for w in stored)
     hidden = jax.nn.silu(jnp.einsum("becd,edf->becf", sent, gate)) * jnp.einsum("becd,edf->becf", sent, up)
-    made = jax.sharding.reshard(
-        jnp.einsum("becf,efd->becd", hidden, down), PartitionSpec(spread, None, None, None)
-    )
+    made = jax.sharding.reshard(jnp.einsum("becf,efd->becd", hidden, down), PartitionSpec(spread, None, None, None))
     return jnp.einsum("btec,becd->btd", back, made), Aux(routed.losses)
 
 

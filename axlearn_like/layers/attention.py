@@ -52,9 +52,7 @@ class Attention(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         kv_heads = cfg.num_kv_heads or cfg.num_heads
         if cfg.num_heads % kv_heads:
-            raise UserError(
-                f"Attention: num_heads={cfg.num_heads} is not a multiple of num_kv_heads={kv_heads}"
-            )
+            raise UserError(f"Attention: num_heads={cfg.num_heads} is not a multiple of num_kv_heads={kv_heads}")
         if cfg.head_dim is None and cfg.dim % cfg.num_heads:
             raise UserError(f"Attention: dim={cfg.dim} is not a multiple of num_heads={cfg.num_heads}")
         check_spread("Attention: num_kv_heads", kv_heads)
@@ -64,9 +62,7 @@ class Attention(Layer):
         self.query_shape, self.value_dim = (kv_heads, per_kv, head_dim), head_dim
         init, kv_shape = fan_in_init(cfg.dim), (cfg.dim, kv_heads, head_dim)
         kv_axes = ("embed", "heads", None)
-        self.q_dkqh = param(
-            rngs, (cfg.dim, kv_heads, per_kv, head_dim), ("embed", "heads", None, None), init
-        )
+        self.q_dkqh = param(rngs, (cfg.dim, kv_heads, per_kv, head_dim), ("embed", "heads", None, None), init)
         self.k_dkh = param(rngs, kv_shape, kv_axes, init)
         self.v_dkh = param(rngs, kv_shape, kv_axes, init)
         self.out_kqhd = param(

@@ -49,9 +49,7 @@ class Head(Layer):
         vocab_size: int = REQUIRED
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.weight_dv = param(
-            rngs, (cfg.dim, cfg.vocab_size), ("embed", "vocab"), fan_in_init(cfg.dim)
-        )
+        self.weight_dv = param(rngs, (cfg.dim, cfg.vocab_size), ("embed", "vocab"), fan_in_init(cfg.dim))
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """float32 logits [batch, length, vocab]."""

@@ -63,9 +63,7 @@ class Experts(Layer):
         self._product = cfg.product.build()
         self._num_experts, self._capacity_factor = cfg.num_experts, cfg.capacity_factor
 
-    def __call__(
-        self, x_btd: jax.Array, experts_btk: jax.Array, weights_btk: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x_btd: jax.Array, experts_btk: jax.Array, weights_btk: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weighted sum of each token's experts.
 
         Args:
@@ -90,9 +88,7 @@ class Experts(Layer):
         rows = spread if spread is not None and was[1] == spread[1] else whole
         inner, outer = partition("experts", "embed", "hidden"), partition("experts", "hidden", "embed")
         specs = (rows, rows, rows, Weights(inner, inner, outer))
-        run = jax.shard_map(
-            self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes)
-        )
+        run = jax.shard_map(self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
         y_btd, dropped = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
         return jax.sharding.reshard(y_btd, was), dropped
 

@@ -40,9 +40,7 @@ KEY_BLOCK = 64  # windows are multiples of this many keys, so that XLA's CPU red
 RUBBISH = 0  # the page that takes what padding writes; no sequence owns it
 
 
-def make_pool(
-    *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: Any
-) -> Pool:
+def make_pool(*, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: Any) -> Pool:
     """An empty pool: k [layers * pages, k, h, page_size], v [layers * pages, k, page_size, h]."""
 
     def empty(*shape: int) -> jax.Array:

@@ -36,9 +36,7 @@ class Llama3Scaling(Configurable):
     def __call__(self, freq: np.ndarray) -> np.ndarray:
         c = self.cfg
         wavelength = 2 * math.pi / freq
-        smooth = (c.original_length / wavelength - c.low_freq_factor) / (
-            c.high_freq_factor - c.low_freq_factor
-        )
+        smooth = (c.original_length / wavelength - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor)
         smooth = np.clip(smooth, 0.0, 1.0)
         return (1 - smooth) * freq / c.factor + smooth * freq
 

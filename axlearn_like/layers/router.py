@@ -131,9 +131,7 @@ class SigmoidRouter(Layer):
 
 def _check(cfg: Any) -> None:
     if not 1 <= cfg.top_k <= cfg.num_experts:
-        raise UserError(
-            f"{type(cfg).__qualname__}.top_k: expected 1 to num_experts {cfg.num_experts}, got {cfg.top_k}"
-        )
+        raise UserError(f"{type(cfg).__qualname__}.top_k: expected 1 to num_experts {cfg.num_experts}, got {cfg.top_k}")
 
 
 def _logits(x_btd: jax.Array, weight_de: jax.Array) -> jax.Array:

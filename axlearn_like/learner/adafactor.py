@@ -94,8 +94,10 @@ class Adafactor(Configurable):
 
         def one(path: tuple[Any, ...], g: jax.Array, nu: Whole | Factored, p: jax.Array) -> Any:
             sides = self._factors(path, g.shape)
-            update, nu = _whole(g, nu, beta, self._cfg.eps) if isinstance(nu, Whole) else _factored(
-                g, nu, beta, self._cfg.eps, *(sides or ((), ()))
+            update, nu = (
+                _whole(g, nu, beta, self._cfg.eps)
+                if isinstance(nu, Whole)
+                else _factored(g, nu, beta, self._cfg.eps, *(sides or ((), ())))
             )
             return self._scaled(update, p, self._matrices.block(path_name(path), g.ndim)), nu
 

@@ -67,9 +67,7 @@ def _begin(g: jax.Array, state: SoapState) -> tuple[jax.Array, SoapState]:
     return jnp.zeros_like(g), state._replace(left=solved(state.left), right=solved(state.right))
 
 
-def _go_on(
-    g: jax.Array, state: SoapState, b1: float, b2: float, eps: float, every: int
-) -> tuple[jax.Array, SoapState]:
+def _go_on(g: jax.Array, state: SoapState, b1: float, b2: float, eps: float, every: int) -> tuple[jax.Array, SoapState]:
     mu = b1 * state.mu + (1 - b1) * g
     nu = b2 * state.nu + (1 - b2) * jnp.square(_into(g, state))
     steps = state.count.astype(jnp.float32)  # the first gave none

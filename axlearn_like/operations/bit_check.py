@@ -78,9 +78,7 @@ class BitCheck(Configurable):
                 return jnp.stack([checksum(part) for part in parts])[:, None]
 
             everywhere = PartitionSpec(None, self._mesh.axis_names)
-            mapped = jax.shard_map(
-                of_device, mesh=self._mesh, in_specs=specs, out_specs=everywhere, check_vma=False
-            )
+            mapped = jax.shard_map(of_device, mesh=self._mesh, in_specs=specs, out_specs=everywhere, check_vma=False)
             self._programs[specs] = jax.jit(mapped)
         digests = self._programs[specs](*leaves)
         return {shard.device: np.asarray(shard.data)[:, 0] for shard in digests.addressable_shards}

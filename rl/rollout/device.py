@@ -50,9 +50,7 @@ class Placed:
 class Device:
     """Runs prefill and decoding for sequences; knows nothing of queues."""
 
-    def __init__(
-        self, cfg: "RolloutEngine.Config", *, pages: int, longest: int, described: Items[Any] | None = None
-    ):
+    def __init__(self, cfg: "RolloutEngine.Config", *, pages: int, longest: int, described: Items[Any] | None = None):
         """`described`: devices that are not there, to compile for (see aot.py); weights and pool are but described."""
         self._cfg, self._pages = cfg, pages
         self._mesh = make_mesh(cfg.mesh, described)
@@ -122,9 +120,7 @@ class Device:
             self.traces += 1
             return prefill(bind(graphdef, params), pool, chunks, pages=pages, kernel=kernel)
 
-        def run_decode(
-            params: Params, pool: Any, windows: Any, rows: Rows, quorum: jax.Array, plain: bool
-        ) -> Any:
+        def run_decode(params: Params, pool: Any, windows: Any, rows: Rows, quorum: jax.Array, plain: bool) -> Any:
             self.traces += 1
             model = bind(graphdef, params)
             return decode(model, pool, windows, rows, quorum, steps=steps, pages=pages, plain=plain, kernel=kernel)

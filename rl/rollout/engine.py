@@ -88,9 +88,7 @@ class RolloutEngine(Configurable):
         """
         return Placed(self._device.place(params), approximations)
 
-    def set_weights(
-        self, params: Params | Placed, version: int, *, swap: Swap = "go_on", rewind: bool = False
-    ) -> None:
+    def set_weights(self, params: Params | Placed, version: int, *, swap: Swap = "go_on", rewind: bool = False) -> None:
         """Put in a policy, between two dispatches.
 
         Args:

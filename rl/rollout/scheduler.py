@@ -63,9 +63,7 @@ class Scheduler:
 
     # ---- prefill
 
-    def to_prefill(
-        self, shape: Callable[[int], tuple[int, int]]
-    ) -> tuple[list[tuple[Sequence, int]], list[PageCopy]]:
+    def to_prefill(self, shape: Callable[[int], tuple[int, int]]) -> tuple[list[tuple[Sequence, int]], list[PageCopy]]:
         """Who is to be prefilled next, with how many tokens each; 0 tokens where a kept prefix was all it lacked.
 
         `shape` gives (rows, tokens of a row) for the number of tokens that the first lacks.

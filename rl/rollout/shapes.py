@@ -20,11 +20,11 @@ class Shapes:
         self, *, slots: int, steps: int, prefill_tokens: int, longest: int, ragged: bool, grouped: bool = True
     ):
         """Args:
-            steps: of a decoding dispatch.
-            longest: tokens that a sequence can have.
-            ragged: whether a prefill too reads each row's own keys alone, so that there is one window for all.
-            grouped: whether rows decode in groups that read as far as each needs. On CPUs; elsewhere small groups would
-                leave the device idle, and each group has to be compiled for each layer and width.
+        steps: of a decoding dispatch.
+        longest: tokens that a sequence can have.
+        ragged: whether a prefill too reads each row's own keys alone, so that there is one window for all.
+        grouped: whether rows decode in groups that read as far as each needs. On CPUs; elsewhere small groups would
+            leave the device idle, and each group has to be compiled for each layer and width.
         """
         self._grouped = grouped
         self._steps, self._prefill_tokens = steps, prefill_tokens

@@ -89,9 +89,7 @@ def _actors(run: RunDirectory, where: dict[str, str], cfg: RLExperiment.Config) 
     try:
         return {name: ray.get_actor(name, namespace=where["namespace"]) for name in names}
     except ValueError as error:
-        raise UserError(
-            f"the run in {run.path} has lost its driver; resume it with `axl rl`, and join then"
-        ) from error
+        raise UserError(f"the run in {run.path} has lost its driver; resume it with `axl rl`, and join then") from error
 
 
 def _path(run: RunDirectory) -> Path:

@@ -112,9 +112,7 @@ class RemoteRole:
     def _tell(self, method: str, waits: Waits, what: str) -> None:
         if self._events is not None and waits.due(method):
             seconds = round(waits.begin(method), 1)
-            self._events.append(
-                self._caller, "waiting", who=self._caller, what=f"{self._name} {what}", seconds=seconds
-            )
+            self._events.append(self._caller, "waiting", who=self._caller, what=f"{self._name} {what}", seconds=seconds)
 
 
 class RemoteServer(RemoteRole):
@@ -263,9 +261,7 @@ class RoleHost:
             devices_for(cfg.trainer.mesh, len(names))  # as in the command, which has seen that the mesh fits
         if len(names) > 1:
             beyond = patience.unresponsive + _MARGIN  # the driver ends before that who does not answer
-            join(
-                self._meeting, names.index(self._name), len(names), role="trainer", timeout=beyond, heartbeat=beyond
-            )
+            join(self._meeting, names.index(self._name), len(names), role="trainer", timeout=beyond, heartbeat=beyond)
 
         def on_wait(who: str, seconds: float) -> None:
             what = f"{who} to come to the same point"

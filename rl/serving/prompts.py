@@ -31,9 +31,7 @@ def read_prompts(fields: Fields, served: Served) -> list[np.ndarray]:
     if len(value) > served.max_samples:
         raise bad_field("prompt", f"{len(value)} prompts; this server makes at most {served.max_samples} completions")
     return [
-        _token_ids(item, f"prompt[{i}]", served)
-        if isinstance(item, list)
-        else _encoded(item, f"prompt[{i}]", served)
+        _token_ids(item, f"prompt[{i}]", served) if isinstance(item, list) else _encoded(item, f"prompt[{i}]", served)
         for i, item in enumerate(value)
     ]
 

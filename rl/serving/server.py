@@ -88,9 +88,7 @@ class Server(Configurable):
         )
         self._http = uvicorn.Server(config)
         self.engine.start()
-        self._thread = threading.Thread(
-            target=self._http.run, kwargs={"sockets": [listener]}, name="http", daemon=True
-        )
+        self._thread = threading.Thread(target=self._http.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
         self._thread.start()
 
     @property

@@ -91,9 +91,8 @@ class WorkerPool:
         parts = [f"pid {w.pid} starting for {now - w.since:.1f} s" for w in [*self._starting]]
         for worker in [*self._busy]:
             parts.append(f"pid {worker.pid} at its chunk for {now - worker.since:.1f} s")
-        return (
-            f"waiting for verification ({self._deadline_s:g} s at most per answer); "
-            f"{len(self._queue)} queued; " + ("; ".join(parts) or "no process is at work")
+        return f"waiting for verification ({self._deadline_s:g} s at most per answer); {len(self._queue)} queued; " + (
+            "; ".join(parts) or "no process is at work"
         )
 
     def stats(self) -> dict[str, Any]:
@@ -152,9 +151,7 @@ class WorkerPool:
     def _hand_out(self) -> None:
         while self._idle:
             fair = -(-len(self._queue) // self._processes)
-            chunk = self._queue.take(
-                max(1, min(_CAPACITY, fair, int(_CHUNK_SECONDS / self._answer_seconds)))
-            )
+            chunk = self._queue.take(max(1, min(_CAPACITY, fair, int(_CHUNK_SECONDS / self._answer_seconds))))
             if not chunk:
                 return
             worker = self._idle.pop()

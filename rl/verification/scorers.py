@@ -36,9 +36,7 @@ class ReasoningGymScorer(Scorer):
         self._mixture = cfg.mixture.build()
         self._pass_mark = cfg.pass_mark
         # The samples of one problem arrive together, so its item is made once.
-        self._problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(
-            self._mixture.problem
-        )
+        self._problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(self._mixture.problem)
 
     def score(self, problem_id: int, answer: str) -> float:
         score = self._mixture.score(self._problem(problem_id), answer)

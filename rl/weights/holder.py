@@ -179,9 +179,7 @@ class Holder:
         blob = self._encode_once(key, tensor, box, dtype, codec.name, options.base if codec.needs_base else None)
         return Answer(codec.name, store.digest(key, tensor, box, dtype) if codec.lossless else digest_of(blob), blob)
 
-    def _encode_once(
-        self, key: int, tensor: str, box: Box, dtype: str | None, codec: str, base: int | None
-    ) -> bytes:
+    def _encode_once(self, key: int, tensor: str, box: Box, dtype: str | None, codec: str, base: int | None) -> bytes:
         name = (key, tensor, box, dtype, codec, base)
         with self._lock:
             future = self._encoded.get(name)

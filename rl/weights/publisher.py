@@ -57,9 +57,7 @@ class Publisher:
         """This process's part of a version, to be published at once or later; the arrays may be given up."""
         return self._take(params, version).wait()
 
-    def begin(
-        self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None
-    ) -> "Push":
+    def begin(self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None) -> "Push":
         """Publish on a thread; `then` is called when it is done.
 
         All processes of the trainer call this in the same order, since the contents' fingerprints are computed by all

@@ -161,9 +161,7 @@ def _segment(nbytes: int) -> Segment | None:
         return None  # /dev/shm is small in many containers; the bytes take the socket then
 
 
-def _assemble(
-    name: str, pieces: Sequence[Copied], shape: Sequence[int], sharding: jax.sharding.Sharding
-) -> jax.Array:
+def _assemble(name: str, pieces: Sequence[Copied], shape: Sequence[int], sharding: jax.sharding.Sharding) -> jax.Array:
     arrays = []
     for box, devices in needed_boxes(sharding, shape).items():
         piece = next((piece for piece in pieces if within(box, piece.box)), None)

@@ -1,6 +1,6 @@
 """One train step on each of several meshes of eight devices; run in a process that has them.
 
-    python -m tests.axlearn_like.sharded RESULTS.npz MESHES
+python -m tests.axlearn_like.sharded RESULTS.npz MESHES
 """
 
 import contextlib

@@ -114,9 +114,7 @@ def test_a_list_changed_in_place_is_checked_at_build():
     ],
 )
 def test_an_unknown_field_is_an_error_with_the_nearest_name(act: Any):
-    with pytest.raises(
-        AttributeError, match=r"Norm\.Config has no field 'epss'; did you mean 'eps'"
-    ):
+    with pytest.raises(AttributeError, match=r"Norm\.Config has no field 'epss'; did you mean 'eps'"):
         act()
 
 
@@ -273,9 +271,7 @@ def test_copies_and_pickles_are_equal_configs():
 def test_function_config_calls_the_function():
     cfg = config_for(schedule, peak=3e-4)
     assert cfg.set(warmup=5).build() == ("schedule", 3e-4, 5, "cosine")
-    with pytest.raises(
-        AttributeError, match=r"schedule\.Config has no field 'warm_up'; did you mean"
-    ):
+    with pytest.raises(AttributeError, match=r"schedule\.Config has no field 'warm_up'; did you mean"):
         config_for(schedule, warm_up=1)
     with pytest.raises(ValueError, match=r"schedule\.peak is REQUIRED"):
         config_for(schedule).build()
@@ -323,7 +319,5 @@ def test_importing_the_config_system_imports_no_jax_and_no_numpy():
         "import sys, axlearn_like.config_text, axlearn_like.config_resolve;"
         "print(sorted({'jax', 'numpy', 'flax', 'rich'} & sys.modules.keys()))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -212,9 +212,7 @@ def test_the_first_matching_mesh_rule_is_applied():
 
 
 def test_no_matching_mesh_rule_is_an_error():
-    with pytest.raises(
-        LookupError, match=r"Model has no mesh rule for 'gpu-h100-4'; its rules: 'tpu"
-    ):
+    with pytest.raises(LookupError, match=r"Model has no mesh rule for 'gpu-h100-4'; its rules: 'tpu"):
         apply_mesh_rules(model(), RULES, "gpu-h100-4")
     with pytest.raises(LookupError, match="no mesh rule for 'xtpu-v5p-16'"):
         apply_mesh_rules(model(), RULES, "xtpu-v5p-16")

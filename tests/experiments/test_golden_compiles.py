@@ -57,9 +57,7 @@ def compare(case: Case, texts: dict[str, str]) -> None:
     if reason := _otherwise(case):
         pytest.skip(reason)
     stored = (DIRECTORY / f"{case.name}.txt").read_text()
-    lines = difflib.unified_diff(
-        stored.splitlines(), texts[case.name].splitlines(), "stored", "now", lineterm="", n=0
-    )
+    lines = difflib.unified_diff(stored.splitlines(), texts[case.name].splitlines(), "stored", "now", lineterm="", n=0)
     difference = "\n".join(lines)
     assert not difference, f"`{COMMAND} {case.name}`, if this is meant:\n{difference}"
 

@@ -67,9 +67,7 @@ def test_an_experiment_is_found_by_its_name(own_registry: None):
 def test_errors_call_the_root_by_the_experiments_name(own_registry: None):
     registry.experiment(in_package("small_run"))
     cfg = registry.get("small_run")
-    with pytest.raises(
-        AttributeError, match=r"small_run\.blocks\.0\.norm has no field 'epss'; did"
-    ):
+    with pytest.raises(AttributeError, match=r"small_run\.blocks\.0\.norm has no field 'epss'; did"):
         set_path(cfg, "blocks.0.norm.epss", "1")
     with pytest.raises(ValueError, match=r"small_run\.dim is REQUIRED"):
         cfg.set(dim=Model.Config().dim).build()
@@ -79,9 +77,7 @@ def test_an_unknown_name_offers_the_nearest():
     function = in_package("a_made_up_run")
     registry.experiment(function)
     try:
-        with pytest.raises(
-            LookupError, match="no experiment 'a_made_up_rum'; did you mean 'a_made_up_run"
-        ):
+        with pytest.raises(LookupError, match="no experiment 'a_made_up_rum'; did you mean 'a_made_up_run"):
             registry.get("a_made_up_rum")
     finally:
         del registry._functions["a_made_up_run"]
@@ -91,9 +87,7 @@ def test_two_experiments_of_one_name_are_refused_but_a_reload_is_not(own_registr
     registry.experiment(in_package("run"))
     again = registry.experiment(in_package("run"))
     assert registry.find("run") is again
-    with pytest.raises(
-        ValueError, match="two experiments are called 'run', in experiments.made_up and"
-    ):
+    with pytest.raises(ValueError, match="two experiments are called 'run', in experiments.made_up and"):
         registry.experiment(in_package("run", "experiments.other"))
 
 

@@ -16,9 +16,7 @@ def test_without_a_near_name_all_are_listed() -> None:
 
 
 def test_a_long_list_is_cut_and_counted() -> None:
-    assert did_you_mean("?", [f"n{i:02}" for i in range(30)], limit=2) == (
-        "; known: n00, n01, ... (30 in all)"
-    )
+    assert did_you_mean("?", [f"n{i:02}" for i in range(30)], limit=2) == ("; known: n00, n01, ... (30 in all)")
 
 
 def test_without_options_there_is_no_hint() -> None:

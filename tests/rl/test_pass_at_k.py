@@ -23,8 +23,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(samples: int):
 def test_pass_at_k_is_unbiased():
     p, samples, k = 0.3, 10, 4
     expected = sum(
-        math.comb(samples, c) * p**c * (1 - p) ** (samples - c) * pass_at_k(samples, c, k)
-        for c in range(samples + 1)
+        math.comb(samples, c) * p**c * (1 - p) ** (samples - c) * pass_at_k(samples, c, k) for c in range(samples + 1)
     )
     assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
 
@@ -82,10 +81,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     covered = 0
     for trial in range(200):
         rates = rng.beta(1.0, 2.0, size=60)  # problems of different difficulty; the mean is 1/3
-        results = [
-            ProblemResult(i, "a", correct=int(c), samples=8)
-            for i, c in enumerate(rng.binomial(8, rates))
-        ]
+        results = [ProblemResult(i, "a", correct=int(c), samples=8) for i, c in enumerate(rng.binomial(8, rates))]
         low, high = summarise(results, ks=(1,), resamples=300, seed=trial)["pass@1_ci"]
         covered += low <= 1 / 3 <= high
     assert 0.88 <= covered / 200 <= 0.99

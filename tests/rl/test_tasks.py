@@ -88,9 +88,7 @@ def test_a_family_of_weight_zero_is_held_out_only():
 @given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=5))
 @settings(deadline=None, max_examples=20)
 def test_any_stretch_holds_the_families_in_proportion(weights: list[float]):
-    families = tuple(
-        TaskFamily.Config(name="gcd", label=f"f{i}", weight=w) for i, w in enumerate(weights)
-    )
+    families = tuple(TaskFamily.Config(name="gcd", label=f"f{i}", weight=w) for i, w in enumerate(weights))
     mixture = TaskMixture.Config(families=families).build()
     counts = dict.fromkeys(mixture.family_names, 0)
     for i in range(60):

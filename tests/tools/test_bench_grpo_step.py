@@ -63,9 +63,6 @@ def test_job_is_the_same_for_all_and_differs_by_step() -> None:
 
 
 def _measured(cpu: list[float]) -> Measured:
-    steps = [
-        {"cpu_s": c, "wall_s": 2 * c, "gen_cpu_s": c / 2, "new_tokens": 100, "reward": 0.5}
-        for c in cpu
-    ]
+    steps = [{"cpu_s": c, "wall_s": 2 * c, "gen_cpu_s": c / 2, "new_tokens": 100, "reward": 0.5} for c in cpu]
     ready = {"first_step_s": 5.0, "start_s": 9.0, "version": "x 1", "parameters": 7}
     return Measured(ready=ready, steps=steps)

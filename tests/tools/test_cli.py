@@ -14,9 +14,7 @@ from tools import cli
 def run_and_list_modules(code: str, checkout: Path) -> tuple[int, set[str]]:
     """Runs `code` in a fresh interpreter; returns its exit status and the imported modules."""
     script = f"import sys\n{code}\nprint('MODULES', *sorted(sys.modules))\nsys.exit(status)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, timeout=60)
     assert "MODULES" in done.stdout, done.stderr
     return done.returncode, set(done.stdout.rpartition("MODULES ")[2].split())
 
@@ -81,9 +79,7 @@ def test_a_user_error_is_one_message_and_status_2(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("failing")
-def test_debug_shows_the_traceback_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debug_shows_the_traceback_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AXL_DEBUG", "0")
     assert cli.main(["--debug", "refuse"]) == 2
     captured = capsys.readouterr()

@@ -119,17 +119,13 @@ def test_a_constructor_refuses_its_config_by_a_value_error() -> None:
     assert not isinstance(caught.value, UserError)
 
 
-@pytest.mark.parametrize(
-    ("module", "error"), [("rl.made_up", TypeError("bug")), ("numpy.made_up", ValueError("bug"))]
-)
+@pytest.mark.parametrize(("module", "error"), [("rl.made_up", TypeError("bug")), ("numpy.made_up", ValueError("bug"))])
 def test_other_errors_while_building_are_bugs(module: str, error: Exception) -> None:
     with pytest.raises(type(error), match="bug"), config_errors(building=True):
         raiser(module, error)()
 
 
-def test_the_command_line_shows_an_own_experiment(
-    own: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_shows_an_own_experiment(own: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "show", f"{own}:thing", "--set", "size=8"]) == 0
     assert "size: 8" in capsys.readouterr().out.splitlines()
 

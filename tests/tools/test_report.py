@@ -93,9 +93,7 @@ def write_run(run: Path, *, steps: int = 320, kill: bool = True, finished: bool 
         for worker in ("worker-0", "worker-1"):
             if not (down and worker == "worker-1"):
                 event(now + 0.05, worker, "pull", seconds=0.03, version=step)
-                event(
-                    now + seconds - 0.05, worker, "generate", seconds=seconds - 0.12, version=step
-                )
+                event(now + seconds - 0.05, worker, "generate", seconds=seconds - 0.12, version=step)
         for part in range(4):
             event(now + 0.3 + 0.02 * part, "verifier", "score", seconds=0.035)
         event(now + wait, "trainer", "wait", seconds=wait, **{"for": "batch"})
@@ -103,9 +101,7 @@ def write_run(run: Path, *, steps: int = 320, kill: bool = True, finished: bool 
         event(now + seconds, "trainer", "push", seconds=0.035, version=step + 1)
         now += seconds
         progress = 1 - math.exp(-step / 110)
-        per = {
-            name: a + (b - a) * progress + rng.gauss(0, 0.05) for name, (a, b) in FAMILIES.items()
-        }
+        per = {name: a + (b - a) * progress + rng.gauss(0, 0.05) for name, (a, b) in FAMILIES.items()}
         stale = 2.0 if down else float(rng.random() < 0.4) + 1
         metrics.append(
             {
@@ -164,9 +160,7 @@ def _write_rollouts(folder: Path, rng: random.Random, finished: bool) -> None:
             ("Spell this word backward: lantern", "nretnal"),
             ("Spell this word backward: mesh", "hsem"),
         ],
-        "number_sorting": [
-            ("Sort these numbers in ascending order: 4, -7, 13, 2", "['-7', '2', '4', '13']")
-        ],
+        "number_sorting": [("Sort these numbers in ascending order: 4, -7, 13, 2", "['-7', '2', '4', '13']")],
     }
     for phase, chance in (("eval_before", 0.4), ("rl", 0.5), ("eval_after", 0.7)):
         if phase == "eval_after" and not finished:
@@ -311,9 +305,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=20)
     for part in ("metrics.jsonl", "events.jsonl", "report.json"):
         text = (path / part).read_text()
-        (path / part).write_text(
-            text.replace("spell_backward", "<b id=x>").replace("worker-1", "<i>&'")
-        )
+        (path / part).write_text(text.replace("spell_backward", "<b id=x>").replace("worker-1", "<i>&'"))
     page = Page(render(load_run(path)))
     assert page.open == [] and "<b id=x>" in page.text
     assert not any(tag == "b" and attributes.get("id") == "x" for tag, attributes in page.tags)
@@ -325,9 +317,7 @@ def test_kill_and_return_are_drawn_where_they_happened(run_path: Path, source: s
     drawn = charts.marks(run)
     assert [mark.style for mark in drawn] == ["kill", "back"]
     assert 159 <= drawn[0].step <= 161 < drawn[1].step < 170
-    assert section(source, "reward").count('class="rule kill"') == 2 + len(
-        FAMILIES
-    )  # wide, narrow, one per family
+    assert section(source, "reward").count('class="rule kill"') == 2 + len(FAMILIES)  # wide, narrow, one per family
     lanes = section(source, "timeline")
     assert 'class="outage"' in lanes and "worker-1 killed" in lanes and "lease_expired" in lanes
     assert "Close up: around the kill" in lanes
@@ -436,16 +426,12 @@ def test_broken_and_odd_values_do_not_stop_the_report(tmp_path: Path) -> None:
         {"phase": "rl", "step": 1, "time": 7.0, "reward": 0.75, "logprob_diff_mean": 0.0},
     ]
     lines = [json.dumps(row) for row in rows]
-    (path / "metrics.jsonl").write_text(
-        "\n".join([lines[0], '{"torn', lines[1], "[1, 2]", lines[2]]) + "\n"
-    )
+    (path / "metrics.jsonl").write_text("\n".join([lines[0], '{"torn', lines[1], "[1, 2]", lines[2]]) + "\n")
     (path / "events.jsonl").write_text(
         '{"role": "x", "event": "update"}\n{"time": 6.5, "event": "kill", "target": "w"}\n'
     )
     run = load_run(path)
-    assert run.series("rl", "reward") == [(0.0, 0.5), (1.0, 0.75)], (
-        "of a repeated step the later row counts"
-    )
+    assert run.series("rl", "reward") == [(0.0, 0.5), (1.0, 0.75)], "of a repeated step the later row counts"
     assert run.series("rl", "entropy") == []
     assert run.outages[0].back is None
     assert any("report.json: not valid JSON" in note for note in run.notes)
@@ -454,15 +440,11 @@ def test_broken_and_odd_values_do_not_stop_the_report(tmp_path: Path) -> None:
 
 
 def test_errors_name_the_path_and_what_was_expected(tmp_path: Path, run_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"demos: no such directory; expected a run directory.*did you mean 'demo'"
-    ):
+    with pytest.raises(UserError, match=r"demos: no such directory; expected a run directory.*did you mean 'demo'"):
         load_run(run_path.parent / "demos")
     with pytest.raises(UserError, match=r"not a run directory; expected.*it holds runs.*demo"):
         load_run(run_path.parent)
-    with pytest.raises(
-        UserError, match=r"not a run directory; expected a run directory, one that holds config.txt"
-    ):
+    with pytest.raises(UserError, match=r"not a run directory; expected a run directory, one that holds config.txt"):
         load_run(tmp_path)
     with pytest.raises(UserError, match=r"config.txt: not a run directory"):
         load_run(run_path / "config.txt")

@@ -30,7 +30,5 @@ def test_busy_counts_overlap_once_and_waiting_not() -> None:
         timeline.Span("wait", 5, 10, ""),
     ]
     assert timeline.busy(spans, 0.0, 10.0) == pytest.approx(0.5)
-    joined = timeline.merged(
-        [timeline.Span("score", 0, 2, "a"), timeline.Span("score", 1, 3, "b")], 0.0
-    )
+    joined = timeline.merged([timeline.Span("score", 0, 2, "a"), timeline.Span("score", 1, 3, "b")], 0.0)
     assert [(span.start, span.end, span.count) for span in joined] == [(0, 3, 2)]

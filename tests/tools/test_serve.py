@@ -114,9 +114,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return message.removeprefix(prefix)
 
 
-def test_a_port_in_use_is_refused_before_anything_is_loaded(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_is_refused_before_anything_is_loaded(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = refusal(capsys, str(run_dir), "--port", str(port))

@@ -75,7 +75,10 @@ class Space(NamedTuple):
 
 
 def candidates(
-    cfg: ConfigBase[Any], topology: Topology, available: int, space: Space = Space()  # noqa: B008
+    cfg: ConfigBase[Any],
+    topology: Topology,
+    available: int,
+    space: Space = Space(),  # noqa: B008
 ) -> list[Candidate]:
     """All that divide evenly and whose parameters alone fit, the most promising first.
 

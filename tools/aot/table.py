@@ -18,9 +18,7 @@ def print_report(report: Report, advice: Iterable[str] = (), console: Console | 
     """Verdict, memory, time, collectives and the largest arrays."""
     console = console or Console()
     where = report["topology"] if report["slices"] == 1 else f"{report['slices']} x {report['topology']}"
-    console.print(
-        Text(f"{report['step']} on {where} ({report['sold_as']}, {report['devices']} devices): "), end=""
-    )
+    console.print(Text(f"{report['step']} on {where} ({report['sold_as']}, {report['devices']} devices): "), end="")
     console.print(Text(described(report["mesh"])))
     if report["hbm"] is not None:
         hbm = report["hbm"]

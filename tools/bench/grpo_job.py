@@ -55,10 +55,7 @@ class GrpoJob:
         """
         letters = random.Random(self.seed * 1_000_003 + step)
         size = self.prompt_tokens if length is None else length
-        return [
-            "".join(chr(letters.randrange(97, 123)) for _ in range(size))
-            for _ in range(self.prompts)
-        ]
+        return ["".join(chr(letters.randrange(97, 123)) for _ in range(size)) for _ in range(self.prompts)]
 
 
 def digit_share(completion: str) -> float:

@@ -39,9 +39,7 @@ _WORDS = ("system", "role", "version", "way", "figure")  # columns of text
 
 @command.command(name="grpo_step")
 @click.option("--peers", default="", help=PEERS_HELP + "tunix,trl.")
-@click.option(
-    "--steps", default=10, show_default=True, type=click.IntRange(min=1), help="Measured steps."
-)
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(min=1), help="Measured steps.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def grpo_step(peers: str, steps: int, as_json: bool) -> None:
     """CPU seconds of one small GRPO step on this machine.
@@ -55,9 +53,7 @@ def grpo_step(peers: str, steps: int, as_json: bool) -> None:
 
 @command.command(name="rollout")
 @click.option("--peers", default="", help=PEERS_HELP + "tunix,transformers.")
-@click.option(
-    "--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Measured rounds."
-)
+@click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
 @click.option("--sections", default="", help=SECTIONS_HELP)
 @click.option("--quick", is_flag=True, help="Tiny jobs: shows that all runs, measures nothing.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
@@ -80,9 +76,7 @@ def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) 
 @click.option("--minutes", type=float, help="Begin no further kill after so long; default: make them all.")
 @click.option("--keep", type=click.Path(path_type=Path), help="A new directory to keep the runs in.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
-def recovery(
-    kills: int, roles: str, seed: int, minutes: float | None, keep: Path | None, as_json: bool
-) -> None:
+def recovery(kills: int, roles: str, seed: int, minutes: float | None, keep: Path | None, as_json: bool) -> None:
     """Seconds from kill -9 of a role to the next update, and whether the run's result is the same to the bit."""
     from rich.console import Console
 

@@ -80,9 +80,7 @@ def thin(values: Points, most: int, worst: bool = False) -> Points:
     middle = [sum(x for x, _ in chunk) / len(chunk) for chunk in chunks]
     if worst:
         return [(x, max(y for _, y in chunk)) for x, chunk in zip(middle, chunks, strict=True)]
-    return [
-        (x, sum(y for _, y in chunk) / len(chunk)) for x, chunk in zip(middle, chunks, strict=True)
-    ]
+    return [(x, sum(y for _, y in chunk) / len(chunk)) for x, chunk in zip(middle, chunks, strict=True)]
 
 
 def window(count: int) -> int:
@@ -188,10 +186,7 @@ def _curve_plot(
     y_format: Callable[[float], str],
     reference: float | None = None,
 ) -> svg.Plot:
-    smooth = [
-        moving_mean(curve.values, window(len(curve.values))) if curve.raw else []
-        for curve in series
-    ]
+    smooth = [moving_mean(curve.values, window(len(curve.values))) if curve.raw else [] for curve in series]
     steps = [x for curve in series for x, _ in curve.values]
     values = [value for curve in series for _, value in curve.values]
     if reference is not None:
@@ -202,11 +197,7 @@ def _curve_plot(
         name=name, x_label="step", y_label=y_label, log=log, y_format=y_format,
     )  # fmt: skip
     if reference is not None:
-        plot.add(
-            svg.element(
-                "path", d=f"M{plot.left} {plot.y(reference):.1f}H{plot.right}", class_="axis dash"
-            )
-        )
+        plot.add(svg.element("path", d=f"M{plot.left} {plot.y(reference):.1f}H{plot.right}", class_="axis dash"))
     for curve, line in zip(series, smooth, strict=True):
         if curve.raw:
             plot.dots(thin(curve.values, _MOST_POINTS, curve.worst), f"{curve.style} soft")
@@ -235,11 +226,7 @@ def _tips(series: Sequence[Curve], form: Callable[[float], str]) -> list[tuple[f
     for index, (step, _) in enumerate(columns):
         lines = [f"step {step:.0f}"]
         for curve, values in zip(series, others, strict=True):
-            near = (
-                values[index]
-                if len(values) == len(columns)
-                else min(values, key=lambda v: abs(v[0] - step))
-            )
+            near = values[index] if len(values) == len(columns) else min(values, key=lambda v: abs(v[0] - step))
             lines.append(f"{curve.label}: {form(near[1])}")
         tips.append((step, "\n".join(lines)))
     return tips
@@ -255,9 +242,7 @@ def small_multiples(run: Run) -> str:
             curve = Curve(family, values, "accent")
             ends = moving_mean(values, window(len(values)))
             name = f"Reward of {family}: {ends[0][1]:.2f} at first, {ends[-1][1]:.2f} at last"
-            plot = _curve_plot(
-                [curve], MINI, 168, name, "reward", False, (0.0, 1.0), svg.number_label
-            )
+            plot = _curve_plot([curve], MINI, 168, name, "reward", False, (0.0, 1.0), svg.number_label)
             _draw_marks(plot, [replace(mark, words="") for mark in ruled], words=False)
             plot.hover(_tips([curve], plain))
             cards.append(
@@ -270,11 +255,7 @@ def small_multiples(run: Run) -> str:
 
 def dumbbells(run: Run, key: str) -> str:
     """Scores before and after with confidence intervals: the mean, then one row per family."""
-    rows = [
-        row
-        for row in scores(run, key)
-        if number(row[1].get(key)) is not None or row[2].get(key) is not None
-    ]
+    rows = [row for row in scores(run, key) if number(row[1].get(key)) is not None or row[2].get(key) is not None]
     if not rows:
         return ""
 
@@ -285,17 +266,11 @@ def dumbbells(run: Run, key: str) -> str:
         parts = []
         for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
             column, anchor = scale(tick), {0.0: "start", 1.0: "end"}.get(tick, "middle")
-            parts.append(
-                svg.element("path", d=f"M{column:.1f} {top + 20}V{height - 26}", class_="grid")
-            )
+            parts.append(svg.element("path", d=f"M{column:.1f} {top + 20}V{height - 26}", class_="grid"))
             label = f"{100 * tick:.0f} %"
             parts.append(svg.text(column, height - 8, label, text_anchor=anchor, class_="tick"))
         for index, (name, before, after) in enumerate(rows):
-            parts.append(
-                _dumbbell(
-                    scale, top + pitch * index, width, key, name, before, after, strong=index == 0
-                )
-            )
+            parts.append(_dumbbell(scale, top + pitch * index, width, key, name, before, after, strong=index == 0))
         return svg.picture(width, height, f"{key} before and after RL", "".join(parts))
 
     caption = (
@@ -343,9 +318,7 @@ def _dumbbell(
         drawn = ""
         if low is not None and high is not None:
             tip += f", 95 % CI {percent(low)} to {percent(high)} %"
-            drawn = svg.element(
-                "path", d=f"M{scale(low):.1f} {row_y}H{scale(high):.1f}", class_=f"whisk {color}"
-            )
+            drawn = svg.element("path", d=f"M{scale(low):.1f} {row_y}H{scale(high):.1f}", class_=f"whisk {color}")
         dot = svg.element("circle", cx=scale(value), cy=row_y, r=5, class_=f"{mark} {color}")
         parts.append(svg.element("g", svg.title(tip) + drawn + dot))
     return "".join(parts)

@@ -64,28 +64,21 @@ def _under_way(run: Run, first: float | None) -> str:
         )
     rows = run.rows("sft")
     at = f"SFT step {rows[-1]['step']}" if rows else "nothing logged so far"
-    return (
-        '<p class="what">No evaluation yet</p>'
-        f'<div class="score"><div class="n">{escape(at)}</div></div>'
-    )
+    return f'<p class="what">No evaluation yet</p><div class="score"><div class="n">{escape(at)}</div></div>'
 
 
 def _tiles(run: Run) -> str:
     tiles = []
     for key in pass_keys(run)[1:]:
         first, last = run.before.get(key), run.after.get(key)
-        tiles.append(
-            (key, f"{percent(first)} → {percent(last)} %", f"{points(first, last)} points")
-        )
+        tiles.append((key, f"{percent(first)} → {percent(last)} %", f"{points(first, last)} points"))
     tiles += [(name, value, "") for name, value in throughput(run)[:2]]
     mean, high = mean_max(run, "staleness")
     if mean is not None:
         tiles.append(("Staleness of samples", f"{plain(mean)} versions", f"at most {plain(high)}"))
     mean, high = mean_max(run, "logprob_diff")
     if mean is not None:
-        tiles.append(
-            ("Trainer vs sampler", plain(mean), f"log-prob difference, at most {plain(high)}")
-        )
+        tiles.append(("Trainer vs sampler", plain(mean), f"log-prob difference, at most {plain(high)}"))
     if run.kills:
         lost = lost_seconds(run)
         count = f"{len(run.kills)} role{'s' * (len(run.kills) > 1)} killed"
@@ -98,8 +91,7 @@ def _tiles(run: Run) -> str:
             )
         )
     cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>"
-        f"{escape(value)}{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
         for name, value, note in tiles
     )
     return f'<dl class="tiles">{cells}</dl>' if cells else ""

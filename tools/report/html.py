@@ -34,8 +34,7 @@ def render(run: Run) -> str:
         ("config", "Versions and config", _config(run)),
     ]
     body = "".join(
-        f'<section id="{key}"><h2>{heading}</h2>{content or _nothing(run)}</section>'
-        for key, heading, content in parts
+        f'<section id="{key}"><h2>{heading}</h2>{content or _nothing(run)}</section>' for key, heading, content in parts
     )
     links = "".join(f'<a href="#{key}">{heading}</a>' for key, heading, _ in parts)
     notes = "".join(f"<p>{escape(note)}</p>" for note in run.notes)
@@ -79,8 +78,7 @@ def _tasks(run: Run) -> str:
         return ""
     figures = "".join(dumbbells(run, key) for key in keys)
     heads = "".join(
-        f'<th class="num">{key} before</th><th class="num">after</th><th class="num">points</th>'
-        for key in keys
+        f'<th class="num">{key} before</th><th class="num">after</th><th class="num">points</th>' for key in keys
     )
     rows = []
     for index, (name, _, _) in enumerate(scores(run, keys[0])):
@@ -89,9 +87,7 @@ def _tasks(run: Run) -> str:
             _, before, after = list(scores(run, key))[index]
             for part in (before, after):
                 ci = interval(part.get(f"{key}_ci"))
-                cells += (
-                    f'<td class="num">{percent(part.get(key))}<br><span class="ci">{ci}</span></td>'
-                )
+                cells += f'<td class="num">{percent(part.get(key))}<br><span class="ci">{ci}</span></td>'
             cells += f'<td class="num">{points(before.get(key), after.get(key))}</td>'
         _, before, after = list(scores(run, keys[0]))[index]
         count = plain((after or before).get("problems"))
@@ -120,8 +116,7 @@ def _kills(run: Run) -> str:
         for kill in run.kills
     )
     heads = "".join(
-        f"<th class=num>{name}</th>"
-        for name in ("at RL step", "noticed after", "replaced after", "run lost")
+        f"<th class=num>{name}</th>" for name in ("at RL step", "noticed after", "replaced after", "run lost")
     )
     return (
         f'<div class="card scroll"><h3>Kills</h3><table><thead><tr><th>role</th>{heads}</tr>'
@@ -132,8 +127,7 @@ def _kills(run: Run) -> str:
 def _config(run: Run) -> str:
     versions = mapping(run.report.get("versions"))
     rows = "".join(
-        f"<tr><td>{escape(str(name))}</td><td>{escape(str(version))}</td></tr>"
-        for name, version in versions.items()
+        f"<tr><td>{escape(str(name))}</td><td>{escape(str(version))}</td></tr>" for name, version in versions.items()
     )
     parts = ""
     if rows:

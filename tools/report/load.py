@@ -99,9 +99,7 @@ class Run:
             names.update(dict.fromkeys(mapping(evaluation.get("families"))))
         for row in self.metrics:
             names.update(dict.fromkeys(key[7:] for key in row if key.startswith("reward/")))
-        names.update(
-            dict.fromkeys(str(row["family"]) for row in self.rollouts if row.get("family"))
-        )
+        names.update(dict.fromkeys(str(row["family"]) for row in self.rollouts if row.get("family")))
         return list(names)
 
     @cached_property
@@ -237,11 +235,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     try:
         config = folder / "config.txt"
         events = read_rows(folder / "events.jsonl", notes)
-        rollouts = [
-            row
-            for part in sorted((folder / "rollouts").glob("*.jsonl"))
-            for row in read_rows(part, notes)
-        ]
+        rollouts = [row for part in sorted((folder / "rollouts").glob("*.jsonl")) for row in read_rows(part, notes)]
         return Run(
             path=folder,
             config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
@@ -256,6 +250,4 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         )
     except OSError as error:
         where = error.filename or folder
-        raise UserError(
-            f"{where}: cannot read this part of the run: {error.strerror or error}"
-        ) from error
+        raise UserError(f"{where}: cannot read this part of the run: {error.strerror or error}") from error

@@ -47,9 +47,7 @@ def samples(run: Run) -> str:
 
 
 def _by_question(run: Run, phase: str, latest: bool = False) -> Samples:
-    rows = [
-        row for row in run.rollouts if row.get("phase") == phase and row.get("question") is not None
-    ]
+    rows = [row for row in run.rollouts if row.get("phase") == phase and row.get("question") is not None]
     if latest and rows:
         last = max(number(row.get("step")) or 0.0 for row in rows)
         rows = [row for row in rows if (number(row.get("step")) or 0.0) == last]
@@ -62,11 +60,7 @@ def _by_question(run: Run, phase: str, latest: bool = False) -> Samples:
 def _row(key: tuple[str, str], before: Samples, after: Samples, heads: tuple[str, str]) -> str:
     any_row = (before.get(key) or after.get(key) or [{}])[0]
     cells = [("Question", _words(key[1])), ("Expected", _words(any_row.get("expected")))]
-    cells += [
-        (head, _answer(part.get(key)))
-        for head, part in zip(heads, (before, after), strict=True)
-        if head
-    ]
+    cells += [(head, _answer(part.get(key))) for head, part in zip(heads, (before, after), strict=True) if head]
     return "<tr>" + "".join(f'<td data-name="{name}">{cell}</td>' for name, cell in cells) + "</tr>"
 
 

@@ -122,8 +122,7 @@ def speed(run: Run) -> str:
     waits = curves(
         run,
         "Seconds per step",
-        "A whole step and the part of it that the trainer waited for samples. Good: waiting is "
-        "a small part.",
+        "A whole step and the part of it that the trainer waited for samples. Good: waiting is a small part.",
         [
             Curve("step", run.series("rl", "step_seconds"), "c1"),
             Curve("of it waiting", run.series("rl", "wait_seconds"), "muted"),

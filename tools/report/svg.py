@@ -114,9 +114,7 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
 
-def limits(
-    values: Sequence[float], *, zero: bool = False, log: bool = False
-) -> tuple[float, float]:
+def limits(values: Sequence[float], *, zero: bool = False, log: bool = False) -> tuple[float, float]:
     """A range that holds all values with some air, from zero if asked; whole decades if log."""
     if log:
         positive = [value for value in values if value > 0] or [1.0]
@@ -168,9 +166,7 @@ class Plot:
                     class_="grid" if tick else "axis",
                 )
             )
-            self.parts.append(
-                text(self.left - 8, row + 4, y_format(tick), text_anchor="end", class_="tick")
-            )
+            self.parts.append(text(self.left - 8, row + 4, y_format(tick), text_anchor="end", class_="tick"))
         for tick in x_ticks:
             self.parts.append(
                 text(
@@ -181,15 +177,11 @@ class Plot:
                     class_="tick",
                 )
             )
-        self.parts.append(
-            element("path", d=f"M{self.left} {self.bottom}H{self.right}", class_="axis")
-        )
+        self.parts.append(element("path", d=f"M{self.left} {self.bottom}H{self.right}", class_="axis"))
         if y_label:
             self.parts.append(text(2, 13, y_label, class_="unit"))
         if x_label:
-            self.parts.append(
-                text(self.right, self.height - 3, x_label, text_anchor="end", class_="unit")
-            )
+            self.parts.append(text(self.right, self.height - 3, x_label, text_anchor="end", class_="unit"))
 
     def add(self, *parts: str) -> None:
         """Adds markup over what is drawn so far."""
@@ -207,9 +199,7 @@ class Plot:
         """One small disc per point, as a single path of round caps to keep the file small."""
         if points:
             path = "".join(f"M{self.x(x):.1f} {self.y(y):.1f}h0" for x, y in points)
-            self.parts.append(
-                element("path", d=path, class_=f"dots {style}", stroke_width=2 * radius)
-            )
+            self.parts.append(element("path", d=path, class_=f"dots {style}", stroke_width=2 * radius))
 
     def area(self, points: Sequence[tuple[float, float, float]], style: str) -> None:
         """A band between lower and upper values, given as (x, lower, upper)."""
@@ -221,16 +211,12 @@ class Plot:
     def rule(self, x: float, style: str, tip: str, words: str = "", before: bool = False) -> None:
         """A vertical line with a tooltip and, if there are words, a label right of its top."""
         column = self.x(x)
-        drawn = element(
-            "path", d=f"M{column:.1f} {self.top - 6}V{self.bottom}", class_=f"rule {style}"
-        )
+        drawn = element("path", d=f"M{column:.1f} {self.top - 6}V{self.bottom}", class_=f"rule {style}")
         wide = element("path", d=f"M{column:.1f} {self.top - 6}V{self.bottom}", class_="catch")
         if words:
             side = -5 if before else 5
             anchor = "end" if before else "start"
-            drawn += text(
-                column + side, self.top, words, text_anchor=anchor, class_=f"mark {style}"
-            )
+            drawn += text(column + side, self.top, words, text_anchor=anchor, class_=f"mark {style}")
         self.parts.append(element("g", title(tip) + drawn + wide))
 
     def hover(self, tips: Sequence[tuple[float, str]]) -> None:

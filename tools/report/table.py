@@ -47,11 +47,7 @@ def tables(run: Run) -> list[RenderableType]:
 
 
 def _progress(run: Run) -> str:
-    logged = [
-        f"{phase.upper()} step {rows[-1]['step']}"
-        for phase in ("sft", "rl")
-        if (rows := run.rows(phase))
-    ]
+    logged = [f"{phase.upper()} step {rows[-1]['step']}" for phase in ("sft", "rl") if (rows := run.rows(phase))]
     return f"{run.name}: no evaluation yet; logged so far: {', '.join(logged) or 'nothing'}"
 
 
@@ -62,15 +58,7 @@ def _score(row: Row, key: str) -> Text:
 
 def _change(before: object, after: object) -> Text:
     first, last = number(before), number(after)
-    style = (
-        ""
-        if first is None or last is None
-        else "green"
-        if last > first
-        else "red"
-        if last < first
-        else ""
-    )
+    style = "" if first is None or last is None else "green" if last > first else "red" if last < first else ""
     return Text(points(before, after), style=style)
 
 

@@ -56,9 +56,7 @@ def lanes(run: Run) -> dict[str, list[Span]]:
         kind = name if name in KINDS else "other"
         end = float(row["time"])
         details = [
-            f"{key} {row[key]}"
-            for key in ("step", "version", "for", "rollouts", "tokens")
-            if row.get(key) is not None
+            f"{key} {row[key]}" for key in ("step", "version", "for", "rollouts", "tokens") if row.get(key) is not None
         ]
         tip = ", ".join([name, *details])
         found.setdefault(str(row.get("role")), []).append(Span(kind, end - seconds, end, tip))
@@ -67,9 +65,7 @@ def lanes(run: Run) -> dict[str, list[Span]]:
 
 
 def _rank(role: str) -> int:
-    return next(
-        (rank for rank, prefix in enumerate(_ORDER) if role.startswith(prefix)), len(_ORDER)
-    )
+    return next((rank for rank, prefix in enumerate(_ORDER) if role.startswith(prefix)), len(_ORDER))
 
 
 def merged(spans: Iterable[Span], gap: float) -> list[Span]:
@@ -140,19 +136,14 @@ def _end(run: Run) -> float:
 class _Lanes:
     """A picture with one lane per role over a window of time."""
 
-    def __init__(
-        self, run: Run, roles: dict[str, list[Span]], start: float, end: float, width: int
-    ) -> None:
+    def __init__(self, run: Run, roles: dict[str, list[Span]], start: float, end: float, width: int) -> None:
         self.run, self.start, self.end = run, start, max(end, start + 1e-3)
         narrow = width == NARROW
         self.left, self.pitch, self.bar = (6, 48, 22) if narrow else (138, 40, 26)
         self.width, self.top = width, 34
         self.height = self.top + self.pitch * len(roles) + 48
         self.x = svg.Scale(self.start, self.end, self.left, width - 10)
-        self.rows = {
-            role: self.top + self.pitch * index + (18 if narrow else 4)
-            for index, role in enumerate(roles)
-        }
+        self.rows = {role: self.top + self.pitch * index + (18 if narrow else 4) for index, role in enumerate(roles)}
         self.parts: list[str] = []
         for role, spans in roles.items():
             row = self.rows[role]
@@ -166,13 +157,9 @@ class _Lanes:
         origin = run.start
         for tick in svg.time_ticks(self.start - origin, self.end - origin, 5 if narrow else 10):
             column, foot = self.x(tick + origin), self.height - 42
-            self.parts.append(
-                svg.element("path", d=f"M{column:.1f} {self.top}V{foot}", class_="grid")
-            )
+            self.parts.append(svg.element("path", d=f"M{column:.1f} {self.top}V{foot}", class_="grid"))
             words = svg.time_label(tick)
-            self.parts.append(
-                svg.text(column, self.height - 26, words, text_anchor="middle", class_="tick")
-            )
+            self.parts.append(svg.text(column, self.height - 26, words, text_anchor="middle", class_="tick"))
         self._versions()
 
     def _versions(self) -> None:
@@ -207,9 +194,7 @@ class _Lanes:
         seconds = duration(back - outage.killed)
         row = self.rows.get(outage.target)
         if row is not None:
-            self.parts.append(
-                self.box(outage.killed, back, row, "outage", f"{outage.target} down for {seconds}")
-            )
+            self.parts.append(self.box(outage.killed, back, row, "outage", f"{outage.target} down for {seconds}"))
         foot = self.height - 42
         for time, style, words in (
             (outage.killed, "kill", "killed"),
@@ -219,9 +204,7 @@ class _Lanes:
                 continue
             column = self.x(time)
             tip = f"{outage.target} {words} {duration(time - self.run.start)} after the start"
-            drawn = svg.element(
-                "path", d=f"M{column:.1f} {self.top - 8}V{foot}", class_=f"rule {style}"
-            )
+            drawn = svg.element("path", d=f"M{column:.1f} {self.top - 8}V{foot}", class_=f"rule {style}")
             if labels:
                 before = style == "kill" and column > 130
                 words = f"{outage.target} {words}" if style == "kill" else words
@@ -262,18 +245,13 @@ def _shares(spans: Sequence[Span], start: float, size: float, bins: int) -> dict
     return shares
 
 
-def _stack(
-    shares: dict[str, list[float]], left: float, row: float, bar: float
-) -> list[tuple[str, str]]:
+def _stack(shares: dict[str, list[float]], left: float, row: float, bar: float) -> list[tuple[str, str]]:
     """One path per kind, piled from the lane's foot; equal neighbours share a rectangle."""
     bins = len(next(iter(shares.values()), []))
     floor = [0.0] * bins
     paths = []
     for kind, values in shares.items():
-        boxes = [
-            (round(row + bar * (1 - floor[at] - values[at]), 1), round(bar * values[at], 1))
-            for at in range(bins)
-        ]
+        boxes = [(round(row + bar * (1 - floor[at] - values[at]), 1), round(bar * values[at], 1)) for at in range(bins)]
         floor = [low + value for low, value in zip(floor, values, strict=True)]
         path, at = [], 0
         while at < bins:
@@ -361,9 +339,7 @@ def close_up(run: Run) -> str:
     if not roles or chosen is None:
         return ""
     start, end = chosen
-    near = {
-        role: [s for s in spans if s.end > start and s.start < end] for role, spans in roles.items()
-    }
+    near = {role: [s for s in spans if s.end > start and s.start < end] for role, spans in roles.items()}
     down = {o.target for o in run.outages if o.killed < end and (o.back is None or o.back > start)}
     near = {role: spans for role, spans in near.items() if spans or role in down}
     if not any(near.values()):
@@ -380,9 +356,7 @@ def close_up(run: Run) -> str:
                 low, high = max(span.start, start), min(span.end, end)
                 # A hair of daylight between neighbours, so that equal colours still read as
                 # separate spans.
-                view.parts.append(
-                    view.box(low, max(high - 0.9 * pixel, low), view.rows[role], style, tip)
-                )
+                view.parts.append(view.box(low, max(high - 0.9 * pixel, low), view.rows[role], style, tip))
             for row in _points(run, role, start, end):
                 column, middle = view.x(float(row["time"])), view.rows[role] + view.bar / 2
                 since = duration(float(row["time"]) - run.start)
@@ -392,11 +366,7 @@ def close_up(run: Run) -> str:
         view.outages(labels=True)
         return view.render("Timeline of all roles, close up")
 
-    heading = (
-        "Close up: around the kill"
-        if run.outages
-        else "Close up: a dozen steps in the middle of RL"
-    )
+    heading = "Close up: around the kill" if run.outages else "Close up: a dozen steps in the middle of RL"
     caption = (
         "The spans themselves, time since the start; diamonds are leases that expired. Good: "
         "workers generate while the trainer updates, and the other worker keeps going while one "

@@ -84,9 +84,7 @@ def duration(value: object) -> str:
 
 def pass_keys(run: Run) -> list[str]:
     """The pass@k that the evaluations hold, ascending in k: ``["pass@1", "pass@8"]``."""
-    found = {
-        key for part in (run.before, run.after) for key in part if re.fullmatch(r"pass@\d+", key)
-    }
+    found = {key for part in (run.before, run.after) for key in part if re.fullmatch(r"pass@\d+", key)}
     return sorted(found, key=lambda key: int(key[5:]))
 
 

@@ -222,9 +222,7 @@ def _on_each_device(
     length = partition("length")
     cut = length[0] if length else None
     tables = None if call.ring else jax.tree.map(jnp.asarray, kernel.tables(call))
-    table_specs = jax.tree.map(
-        lambda x: PartitionSpec(*(None,) * (x.ndim - 2), cut, *(None,) * (x.ndim > 1)), tables
-    )
+    table_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 2), cut, *(None,) * (x.ndim > 1)), tables)
     rest = [sinks, jax.tree.map(jax.sharding.reshard, tables, table_specs)]
     mesh = jax.sharding.get_abstract_mesh()
     return jax.shard_map(

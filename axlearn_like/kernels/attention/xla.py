@@ -140,5 +140,3 @@ class XlaBlocks:
 
 def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
-
-

@@ -8,9 +8,7 @@ from axlearn_like.layers.linear import project
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), [((6,), (5,)), ((6,), (2, 3, 4)), ((2, 3, 4), (6,)), ((2, 3), (4, 5))]
-)
+@pytest.mark.parametrize(("inputs", "outputs"), [((6,), (5,)), ((6,), (2, 3, 4)), ((2, 3, 4), (6,)), ((2, 3), (4, 5))])
 def test_any_number_of_axes_is_one_contraction(inputs, outputs):
     x = RNG.normal(size=(2, 3, *inputs)).astype(np.float32)
     weight = RNG.normal(size=(*inputs, *outputs)).astype(np.float32)

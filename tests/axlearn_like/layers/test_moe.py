@@ -74,9 +74,7 @@ def test_sigmoid_experts_and_the_shared_one_are_too():
     experts = np.asarray(aux.routing)
     scores = 1 / (1 + np.exp(-X.astype(np.float64) @ np.asarray(params["router"]["weight_de"], np.float64)))
     picked = np.take_along_axis(scores, experts, -1)
-    np.testing.assert_allclose(
-        y, brute_force(params, experts, 2.0 * picked / picked.sum(-1, keepdims=True)), atol=5e-6
-    )
+    np.testing.assert_allclose(y, brute_force(params, experts, 2.0 * picked / picked.sum(-1, keepdims=True)), atol=5e-6)
 
 
 def test_gradients_are_those_of_all_experts_computed_for_all_tokens():

@@ -45,9 +45,7 @@ def test_schedules_pass_through_their_corners():
     ],
 )
 def test_warmup_stable_decay(shape: Any, middle: float):
-    cfg = WarmupStableDecay.Config(
-        peak_lr=1.0, warmup_steps=4, decay_steps=8, total_steps=20, end_lr=0.1, shape=shape
-    )
+    cfg = WarmupStableDecay.Config(peak_lr=1.0, warmup_steps=4, decay_steps=8, total_steps=20, end_lr=0.1, shape=shape)
     found = values(cfg, [0, 1, 3, 4, 5, 11, 12, 16, 20, 21, 99])
     fall = 0.1 + 0.9 * middle
     np.testing.assert_allclose(found, [0, 0.25, 0.75, 1, 1, 1, 1, fall, 0.1, 0.1, 0.1], atol=1e-6)

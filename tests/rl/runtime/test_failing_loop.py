@@ -64,9 +64,7 @@ def test_one_process_of_the_trainer_fails_and_all_are_started_again(
     cfg = slow(num_steps=2, workers=1)
     cfg.trainer.set(processes=2, mesh={"fsdp": 2})
     sound = cfg.learner
-    cfg.learner = FailingLearner.Config(
-        optimizer=sound.optimizer, schedule=sound.schedule, clip_norm=sound.clip_norm
-    )
+    cfg.learner = FailingLearner.Config(optimizer=sound.optimizer, schedule=sound.schedule, clip_norm=sound.clip_norm)
     if (line := run_with(failures, cfg, path, monkeypatch)) is None:
         return
     assert line.startswith("trainer-1 failed at update 0; starting all processes of the trainer again. RuntimeError(")

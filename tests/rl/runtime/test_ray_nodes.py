@@ -46,9 +46,7 @@ def raylet_of(pid: int) -> int:
     return parent.pid
 
 
-def test_a_node_is_lost_with_all_its_processes_and_the_roles_come_back_on_others(
-    tmp_path: Path, cluster: Any
-) -> None:
+def test_a_node_is_lost_with_all_its_processes_and_the_roles_come_back_on_others(tmp_path: Path, cluster: Any) -> None:
     expected = run_here(tmp_path / "expected", tiny_experiment(num_steps=16, evaluation=None))
     path, cfg = tmp_path / "run", slow(num_steps=16, workers=3, groups_per_lease=1)
     head = cluster.head_node.all_processes["raylet"][0].process.pid

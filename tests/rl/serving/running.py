@@ -69,9 +69,7 @@ class Running:
 
 
 @contextmanager
-def running(
-    engine: RolloutEngine | None = None, api_key: str | None = None, **changes: Any
-) -> Iterator[Running]:
+def running(engine: RolloutEngine | None = None, api_key: str | None = None, **changes: Any) -> Iterator[Running]:
     """Serves until the end of the block; `changes` are fields of the server's config."""
     engine = engine or make_engine()
     cfg = Server.Config(**{"grace": 5.0, **changes})

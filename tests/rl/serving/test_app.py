@@ -361,9 +361,7 @@ def patient() -> Iterator[Running]:
 
 
 def test_a_client_that_goes_in_the_midst_of_a_stream_ends_its_generation(patient: Running) -> None:
-    stream = patient.client().completions.create(
-        model=MODEL, prompt="hello", logit_bias={"65": 100}, stream=True, n=4
-    )
+    stream = patient.client().completions.create(model=MODEL, prompt="hello", logit_bias={"65": 100}, stream=True, n=4)
     assert next(iter(stream)).choices[0].text.startswith("A")
     stream.close()
     assert eventually(lambda: metric(patient, "axl_requests_total", endpoint="completions", status="499") == 1)

@@ -168,10 +168,7 @@ def find_interpreter(versions: Iterable[str]) -> tuple[Path, str]:
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     for version in wanted:
         candidates = [Path(getattr(sys, "_base_executable", sys.executable))]
-        candidates += [
-            Path(folder) / f"python{version}"
-            for folder in os.environ.get("PATH", "").split(os.pathsep)
-        ]
+        candidates += [Path(folder) / f"python{version}" for folder in os.environ.get("PATH", "").split(os.pathsep)]
         candidates += sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True)
         for candidate in candidates:
             if candidate.is_file() and _version_of(candidate) == version:
@@ -182,9 +179,7 @@ def find_interpreter(versions: Iterable[str]) -> tuple[Path, str]:
     )
 
 
-def ensure_environment(
-    environment: Environment, say: Callable[[str], None], cache: Path | None = None
-) -> Path:
+def ensure_environment(environment: Environment, say: Callable[[str], None], cache: Path | None = None) -> Path:
     """Makes the environment unless it is there and complete.
 
     Args:
@@ -218,9 +213,7 @@ def ensure_environment(
 
 def _version_of(interpreter: Path) -> str | None:
     try:
-        probe = subprocess.run(
-            [str(interpreter), "-c", _PROBE], capture_output=True, text=True, timeout=30
-        )
+        probe = subprocess.run([str(interpreter), "-c", _PROBE], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return probe.stdout.strip() if probe.returncode == 0 else None
@@ -252,9 +245,7 @@ def _make(environment: Environment, folder: Path, log: Path, say: Callable[[str]
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     with log.open("w") as output:
         for command in commands:
-            done = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environ, check=False
-            )
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environ, check=False)
             if done.returncode:
                 output.flush()
                 raise EnvironmentFailed(_failure(command, log))

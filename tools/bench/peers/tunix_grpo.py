@@ -109,9 +109,7 @@ def main() -> None:
         learner = GRPOLearner(
             rl_cluster=cluster,
             reward_fns=reward,
-            algo_config=GRPOConfig(
-                num_generations=job.group, num_iterations=1, beta=0.0, epsilon=job.clip
-            ),
+            algo_config=GRPOConfig(num_generations=job.group, num_iterations=1, beta=0.0, epsilon=job.clip),
         )
         server.begin()
         learner.train(batches(job, cluster, server))

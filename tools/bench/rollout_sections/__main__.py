@@ -1,6 +1,6 @@
 """Measures one section in this process; the last line of standard output is its result in JSON.
 
-    python -m tools.bench.rollout_sections long_tail [--quick]
+python -m tools.bench.rollout_sections long_tail [--quick]
 """
 
 import json

@@ -1,7 +1,7 @@
 """Measures all ways by turns: in each round each way has the machine to itself, in processes that it starts.
 
-    python -m tools.bench.transports --json
-    python -m tools.bench.transports --ways wire,arrow_flight --rounds 3
+python -m tools.bench.transports --json
+python -m tools.bench.transports --ways wire,arrow_flight --rounds 3
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Measures one section in this process; the last line of standard output is its result in JSON.
 
-    python -m tools.bench.weights_sections reshard [--quick]
+python -m tools.bench.weights_sections reshard [--quick]
 """
 
 import json

@@ -37,9 +37,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     return {"fan_out": {"workers": workers, "nbytes": nbytes, "rounds": rounds, **ways}}
 
 
-def _once(
-    server: Process, trainer: Process, fleet: list[Process], version: int, relays: bool
-) -> dict[str, float]:
+def _once(server: Process, trainer: Process, fleet: list[Process], version: int, relays: bool) -> dict[str, float]:
     server.ask("sent")
     before = server.cpu_s() + sum(worker.cpu_s() for worker in fleet)
     for worker in fleet:

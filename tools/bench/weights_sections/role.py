@@ -1,6 +1,6 @@
 """One role's process: reads what it is asked from standard input, a line each, and answers in JSON.
 
-    python -m tools.bench.weights_sections.role server OPTIONS
+python -m tools.bench.weights_sections.role server OPTIONS
 """
 
 import json
