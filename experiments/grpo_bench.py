@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.learner import AdamW, Constant, Learner
-from axlearn_like.tokenizer import ByteTokenizer
+from axlearn_like.tokenizers.bytes import ByteTokenizer
 from experiments.registry import experiment
 from models.tiny import tiny
 from rl.experiment import RLExperiment

@@ -1,6 +1,6 @@
 """Llama models pretrained on TPUs: the sizes and hardware at which other stacks have published their steps."""
 
-from axlearn_like.trainer import Trainer
+from axlearn_like.training.trainer import Trainer
 from experiments.pretraining import LARGE_FSDP, pretraining, tpu_rule
 from experiments.registry import experiment
 from models.llama import llama

@@ -1,7 +1,7 @@
 """A mixture of experts trained on a laptop: the demo's supervised part with other feed-forward layers."""
 
-from axlearn_like.phrase_tokenizer import PhraseTokenizer
-from axlearn_like.trainer import Trainer
+from axlearn_like.tokenizers.phrases import PhraseTokenizer
+from axlearn_like.training.trainer import Trainer
 from experiments.reasoning_gym import PHRASES, demo_sft
 from experiments.registry import experiment
 from models.moe import tiny_moe

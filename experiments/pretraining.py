@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from axlearn_like.checkpoint import Checkpointer
-from axlearn_like.config import ConfigBase
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.config import ConfigBase, MeshRules
 from axlearn_like.input import ArrayRecord, SupervisedInput, TokenIds, json_record
-from axlearn_like.layers.remat import Remat
 from axlearn_like.learner import AdamW, Learner, WarmupCosine
-from axlearn_like.losses import SupervisedLoss
-from axlearn_like.mesh_rules import MeshRules
-from axlearn_like.trainer import Trainer
+from axlearn_like.remat import Remat
+from axlearn_like.training.losses import SupervisedLoss
+from axlearn_like.training.trainer import Trainer
 
 # XLA for TPUs cuts a product with a gathered matrix into a loop of small ones, each beside a part of the gathering. By
 # its own cycle estimates that costs far more than it hides: a step of Llama-2 7B on 16 v5p chips 2.7 s instead of 1.5.

@@ -1,6 +1,6 @@
 """Qwen models at scale: pretraining of a dense one and of a mixture of experts."""
 
-from axlearn_like.trainer import Trainer
+from axlearn_like.training.trainer import Trainer
 from experiments.llama import DATA
 from experiments.pretraining import LARGE_FSDP, pretraining, tpu_rule
 from experiments.registry import experiment

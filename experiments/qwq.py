@@ -1,19 +1,19 @@
 """Reinforcement learning of a 32B reasoning model with long answers, at the scale for which RLAX was made."""
 
-from axlearn_like.checkpoint import Checkpointer
+from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
-from axlearn_like.tokenizer import ByteTokenizer
+from axlearn_like.tokenizers.bytes import ByteTokenizer
 from experiments.pretraining import LARGE_FSDP, TPU_OPTIONS
 from experiments.registry import experiment
 from models.qwen import qwen
-from rl.evaluation import Evaluation
+from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.objective import TruncatedImportance
 from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
-from rl.task_family import TaskFamily
-from rl.tasks import TaskMixture
-from rl.trainer import PolicyTrainer
+from rl.tasks.family import TaskFamily
+from rl.tasks.mixture import TaskMixture
+from rl.training.trainer import PolicyTrainer
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.service import Verifier
 

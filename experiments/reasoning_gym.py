@@ -3,22 +3,22 @@
 Expected of `axl rl demo` (two cores, no accelerator): pass@1 about 0.3 after supervised fine-tuning and 0.6 after RL.
 """
 
-from axlearn_like.checkpoint import Checkpointer
-from axlearn_like.evaluation import LossEvaluator
+from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.input import FirstFit, SupervisedInput
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
-from axlearn_like.phrase_tokenizer import PhraseTokenizer
-from axlearn_like.trainer import StopWhen, Trainer
+from axlearn_like.tokenizers.phrases import PhraseTokenizer
+from axlearn_like.training.evaluators import LossEvaluator
+from axlearn_like.training.trainer import StopWhen, Trainer
 from experiments.registry import experiment
 from models.tiny import tiny
-from rl.evaluation import Evaluation
+from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.objective import TruncatedImportance
 from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
-from rl.task_family import TaskFamily
-from rl.tasks import SupervisedSource, TaskMixture
-from rl.trainer import PolicyTrainer
+from rl.tasks.family import TaskFamily
+from rl.tasks.mixture import SupervisedSource, TaskMixture
+from rl.training.trainer import PolicyTrainer
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.service import Verifier
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from axlearn_like.config import ConfigBase, did_you_mean, label
+from axlearn_like.config import ConfigBase, label
+from mesh.errors import did_you_mean
 
 _functions: dict[str, Callable[..., ConfigBase[Any]]] = {}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.decoder import Block, Decoder
-from axlearn_like.layers.experts import Experts
 from axlearn_like.layers.feed_forward import SwiGLU
-from axlearn_like.layers.moe import MoE
-from axlearn_like.layers.router import SigmoidRouter, SoftmaxRouter
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SigmoidRouter, SoftmaxRouter
 from mesh.errors import UserError, did_you_mean
 from models.dense import dense
 from models.tiny import tiny

@@ -10,32 +10,31 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from axlearn_like.checkpoint import restore_params
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.checkpoint.checkpointer import restore_params
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules
 from axlearn_like.layers.base import Params, split
 from axlearn_like.learner import Learner
-from axlearn_like.mesh_rules import MeshRules
-from axlearn_like.metrics import read_rows
-from axlearn_like.run_directory import EventLog, RunDirectory
-from axlearn_like.tokenizer import ByteTokenizer
-from axlearn_like.trainer import Trainer, resolve_model
+from axlearn_like.run.directory import EventLog, RunDirectory
+from axlearn_like.run.metrics import read_rows
+from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.training.trainer import Trainer, resolve_model
 from mesh import UserError, to_named_sharding
 from mesh.processes import Processes
-from rl.controller import Controller
-from rl.evaluation import Evaluation
+from rl.controller.controller import Controller
+from rl.evaluation.evaluator import Evaluation
 from rl.objective import Objective
-from rl.parameter_server import ParameterServer
-from rl.patience import Patience
+from rl.parameter_server.client import WeightAccess
+from rl.parameter_server.pull.prefetcher import Follower
+from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.store.shard_server import Shard
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.sampling import Sampler, plain
 from rl.rollout.worker import LeaseSource, RolloutWorker
 from rl.rollout.worker import Verifier as VerifierRole
-from rl.sampling import Sampler, plain
-from rl.tasks import encode_prompt
-from rl.trainer import BatchSource, PolicyTrainer
+from rl.tasks.mixture import encode_prompt
+from rl.timeouts import Patience
+from rl.training.trainer import BatchSource, PolicyTrainer
 from rl.verification.service import Verifier
-from rl.weights.access import WeightAccess
-from rl.weights.follower import Follower
-from rl.weights.holder import Shard
 
 LEASES_PER_LIFE = 1_000_000_000  # of a controller's process: its leases are never taken for those of its successor
 
@@ -70,7 +69,7 @@ class RLExperiment(Configurable):
         evaluation: Evaluation.Config | None = Evaluation.Config()
 
         swap: Literal["go_on", "recompute"] = "go_on"  # of sequences under way, if controller.weights="in_flight"
-        mesh_rules: MeshRules = ()  # what changes with the devices of the trainer (see axlearn_like/mesh_rules.py)
+        mesh_rules: MeshRules = ()  # edits by the devices of the trainer (axlearn_like/config/mesh_rules.py)
         workers: int = 2  # rollout workers, where the runtime has processes; more may join
         patience: Patience.Config = Patience.Config()  # where the runtime has processes
         kill_worker_after: float | None = None  # share of the updates after which one worker is killed -9

@@ -16,19 +16,19 @@ from typing import Any, Literal
 
 import jax
 
-from axlearn_like.checkpoint import Checkpointer, restore_params, verify_latest
-from axlearn_like.config_text import to_text
-from axlearn_like.full_disk import DiskFull, telling_full_disk
+from axlearn_like.checkpoint.checkpointer import Checkpointer, restore_params, verify_latest
+from axlearn_like.config import to_text
 from axlearn_like.layers.base import Params
-from axlearn_like.metrics import Progress
-from axlearn_like.preemption import Stop, graceful_stop
-from axlearn_like.row_tail import RowTail
-from axlearn_like.run_directory import EventLog, RunDirectory
-from axlearn_like.train_program import check_length
-from axlearn_like.trainer import Trainer
+from axlearn_like.run.directory import EventLog, RunDirectory
+from axlearn_like.run.disk import DiskFull, telling_full_disk
+from axlearn_like.run.jsonl import RowTail
+from axlearn_like.run.metrics import Progress
+from axlearn_like.run.signals import Stop, graceful_stop
+from axlearn_like.training.program import check_length
+from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
+from rl.audit.summary import summarise_run
 from rl.experiment import RLExperiment, warm_start_directory
-from rl.summary import summarise_run
 
 Runtime = Literal["inprocess", "ray"]
 Say = Callable[[str], None]
@@ -63,7 +63,7 @@ class RLRun:
         elif not os.environ.get("RAY_ADDRESS"):  # there the devices are other machines'
             experiment.trainer_cfg.check_sizes()
         if runtime == "ray":
-            from rl.runtime.preflight import check_machine
+            from rl.runtime.ray.preflight import check_machine
 
             check_machine(cfg)
         self._checked = runtime
@@ -123,7 +123,7 @@ class RLRun:
         if start >= steps:
             return True
         if runtime == "ray":
-            from rl.runtime.ray_runtime import run_ray
+            from rl.runtime.ray.runtime import run_ray
 
             run_roles = partial(run_ray, say=self._say, hurried=lambda: stop.reason == "SIGTERM")
         else:

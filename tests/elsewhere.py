@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mesh.joining import free_address
+from mesh.distributed import free_address
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,17 +11,15 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from axlearn_like.config import ConfigBase
-from axlearn_like.config_edit import replace, walk_configs
-from axlearn_like.config_text import from_text, to_text
-from axlearn_like.kernels.attention.interface import FirstSupported
-from axlearn_like.kernels.attention.kernel import Call, Kernel
+from axlearn_like.config import ConfigBase, from_text, replace, to_text, walk_configs
+from axlearn_like.kernels.attention.dispatch import FirstSupported
+from axlearn_like.kernels.attention.interface import Call, Kernel
 from axlearn_like.kernels.attention.xla import capped, visible_by_place
 from axlearn_like.layers.attention import Attention
 from axlearn_like.learner import Learner
-from axlearn_like.train_step import init_state
+from axlearn_like.training.step import init_state
 from experiments import modifiers, registry
-from tools.modularity import LINES, Traced, code_lines, models, trace
+from tools.studies.modularity import LINES, Traced, code_lines, models, trace
 
 
 class OneHeadAtATime(Kernel):
@@ -148,7 +146,7 @@ def test_the_new_kernel_computes_attention():
     from flax import nnx
 
     from axlearn_like.layers.base import bind, split
-    from axlearn_like.layers.context import PackedContext
+    from axlearn_like.layers.contexts.packed import PackedContext
     from tests.axlearn_like.layers.small import initialise
 
     cfg = Attention.Config(dim=16, num_heads=4, num_kv_heads=2)

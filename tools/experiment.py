@@ -78,7 +78,7 @@ def load_experiment(
             without a seed.
     """
     check_name(name)
-    from axlearn_like.mesh_rules import has_mesh_rules, with_mesh_rules
+    from axlearn_like.config import has_mesh_rules, with_mesh_rules
     from experiments import registry
     from tools.commands import config
 
@@ -167,7 +167,7 @@ def default_run_dir(experiment: str, run_dir: Path | None) -> Path:
 
 def owner_of(cfg: ConfigBase) -> str:
     """Returns `module:Class` of what the config builds."""
-    from axlearn_like.config_names import config_name
+    from axlearn_like.config import config_name
 
     return config_name(cfg)
 

@@ -45,7 +45,7 @@ case ",$extras," in
             say "no C compiler with Python's headers: going on without pycosat (one task family needs it)"
         fi
     fi
-    imports="import ray, rl.reasoning_gym_import as tasks; tasks.import_reasoning_gym()"
+    imports="import ray, rl.tasks.reasoning_gym as tasks; tasks.import_reasoning_gym()"
     ;;
 *) imports="" ;;
 esac

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.config_text import text_lines
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, text_lines
 from axlearn_like.input.encoding import Document, Encoding, Tokenizer
 from axlearn_like.input.source import InputError
 from axlearn_like.input.token_cache import Examples, TokenCache

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable, owner_name
-from axlearn_like.config_text import to_text
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, owner_name, to_text
 from axlearn_like.input.batches import Batch, BatchStream, too_long
 from axlearn_like.input.mixture import Mixture, Single, build_source
 from axlearn_like.input.packing import FirstFit

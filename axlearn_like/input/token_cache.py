@@ -16,10 +16,10 @@ from pathlib import Path
 
 import xxhash
 
-from axlearn_like.full_disk import telling_full_disk
 from axlearn_like.input.encoding import Encoded
 from axlearn_like.input.source import InputError
 from axlearn_like.input.token_file import Damaged, TokenFile, TokenWriter
+from axlearn_like.run.disk import telling_full_disk
 
 _FORMAT = 1
 _SETTLED_NS = 2_000_000_000  # A file changed more recently may change again within one tick of its clock.

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.typing import DTypeLike
 
-from axlearn_like.kernels.attention.kernel import Rules
+from axlearn_like.kernels.attention.interface import Rules
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 

@@ -14,13 +14,13 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.attention import Attention
 from axlearn_like.layers.aux import Aux, over_layers
 from axlearn_like.layers.base import Layer, cast_late
-from axlearn_like.layers.context import Context
+from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.linear import residual_length, whole_length
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.pipeline import Pipeline, spread_layers
-from axlearn_like.layers.remat import checkpoint, find_remat, named
+from axlearn_like.remat import checkpoint, find_remat, named
 from mesh.errors import UserError
 
 

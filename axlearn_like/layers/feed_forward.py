@@ -9,7 +9,7 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.linear import project, whole_length
-from axlearn_like.layers.remat import named
+from axlearn_like.remat import named
 
 
 class SwiGLU(Layer):

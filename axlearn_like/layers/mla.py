@@ -16,16 +16,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.kernels.attention.all_gather import AllGather
-from axlearn_like.kernels.attention.interface import FirstSupported, Mixing
-from axlearn_like.kernels.attention.kernel import Rules
+from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
+from axlearn_like.kernels.attention.dispatch import FirstSupported, Mixing
+from axlearn_like.kernels.attention.interface import Rules
 from axlearn_like.layers.attention import check_spread
 from axlearn_like.layers.base import Layer, fan_in_init, param
-from axlearn_like.layers.context import Context
+from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project, whole_length
 from axlearn_like.layers.norm import RMSNorm
-from axlearn_like.layers.remat import named
 from axlearn_like.layers.rope import Rope
+from axlearn_like.remat import named
 from mesh.errors import UserError
 
 Turn = Callable[[jax.Array], jax.Array]

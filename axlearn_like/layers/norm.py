@@ -6,7 +6,7 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Layer, param
-from axlearn_like.layers.reduction import apart, sum_of_squares
+from axlearn_like.layers.deterministic import apart, sum_of_squares
 
 
 class RMSNorm(Layer):

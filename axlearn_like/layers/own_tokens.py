@@ -10,8 +10,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from axlearn_like.layers.base import bind, split
-from axlearn_like.layers.chunks import cut_axes, without_axes
 from mesh.manual import vary
+from mesh.sharding import cut_axes, without_axes
 
 
 def with_own_tokens(output: Any, fn: Callable[..., Any], x: jax.Array, *arrays: jax.Array) -> Any:

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.aux import Aux, over_layers
-from axlearn_like.layers.chunks import merge_rows, split_rows
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, partition
+from mesh.sharding import merge_rows, split_rows
 
 AXIS = "pipeline"
 # Of a stage: (its layers, x, context) -> (x, aux stacked over its layers).

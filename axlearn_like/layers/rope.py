@@ -14,7 +14,7 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import Layer
-from axlearn_like.layers.remat import shared
+from axlearn_like.remat import shared
 
 
 class Llama3Scaling(Configurable):

@@ -1,16 +1,16 @@
 """How gradients change parameters: optimizers, schedules, groups, clipping, averages and where their state is kept."""
 
 from axlearn_like.learner.adafactor import Adafactor
-from axlearn_like.learner.average import Average
 from axlearn_like.learner.clipping import ClipByBlockRMS, ClipByValue
+from axlearn_like.learner.ema import Average
 from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.groups import Group
-from axlearn_like.learner.kinds import Matrices
 from axlearn_like.learner.learner import Learner
 from axlearn_like.learner.matrixwise import Matrixwise
 from axlearn_like.learner.muon import Muon
 from axlearn_like.learner.mup import MuP
 from axlearn_like.learner.optimizers import SGD, AdamW, Lion, Optax, decay_mask
+from axlearn_like.learner.param_labels import Matrices
 from axlearn_like.learner.schedules import (
     Constant,
     InverseSqrt,
@@ -23,7 +23,7 @@ from axlearn_like.learner.schedules import (
 )
 from axlearn_like.learner.soap import scale_by_soap
 from axlearn_like.learner.spikes import SkipSpikes
-from axlearn_like.learner.storage import BFloat16, HostMemory
+from axlearn_like.learner.state_storage import BFloat16, HostMemory
 
 __all__ = [
     "SGD",

@@ -9,8 +9,8 @@ import optax
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.learner.errors import check
-from axlearn_like.learner.kinds import Matrices, path_name
 from axlearn_like.learner.optimizers import check_betas, decay_mask
+from axlearn_like.learner.param_labels import Matrices, path_name
 
 
 class Whole(NamedTuple):

@@ -8,7 +8,7 @@ import optax
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.learner.errors import check
-from axlearn_like.learner.kinds import Matrices, path_name
+from axlearn_like.learner.param_labels import Matrices, path_name
 
 
 class ClipByValue(Configurable):

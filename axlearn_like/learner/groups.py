@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from axlearn_like.config import ConfigBase, Configurable, config_items
-from axlearn_like.config_edit import walk_configs
+from axlearn_like.config import ConfigBase, Configurable, config_items, walk_configs
 from axlearn_like.learner.errors import LearnerError, check, where
-from axlearn_like.learner.kinds import KINDS, Kind, kind_of, path_name
+from axlearn_like.learner.param_labels import KINDS, Kind, kind_of, path_name
 from mesh.errors import did_you_mean
 
 REST = "rest"

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.balancing import with_balancing, without_loads
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.layers.reduction import apart
-from axlearn_like.learner.average import Average
+from axlearn_like.layers.deterministic import apart
+from axlearn_like.learner.ema import Average
 from axlearn_like.learner.errors import LearnerError, check, where
+from axlearn_like.learner.expert_bias import with_balancing, without_loads
 from axlearn_like.learner.groups import Group, Groups
 from axlearn_like.learner.optimizers import AdamW
 from axlearn_like.learner.schedules import Constant, Schedule

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.learner.distributed_matrices import on_matrices
 from axlearn_like.learner.errors import check
-from axlearn_like.learner.kinds import Matrices, MatrixAxes, matrix_labels, path_name
 from axlearn_like.learner.newton_schulz import JORDAN, orthogonalize
 from axlearn_like.learner.optimizers import AdamW, check_betas, decay_mask
-from axlearn_like.learner.spread import on_matrices
+from axlearn_like.learner.param_labels import Matrices, MatrixAxes, matrix_labels, path_name
 
 
 class MuonState(NamedTuple):

@@ -8,7 +8,7 @@ import optax
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.learner.errors import LearnerError, check, where
-from axlearn_like.learner.kinds import Matrices, kind_of, path_name, shape_suffix
+from axlearn_like.learner.param_labels import Matrices, kind_of, path_name, shape_suffix
 from mesh.errors import did_you_mean
 
 

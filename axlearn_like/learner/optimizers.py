@@ -10,7 +10,7 @@ import optax
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.learner.errors import LearnerError, check, where
-from axlearn_like.learner.kinds import kind_of, path_name
+from axlearn_like.learner.param_labels import kind_of, path_name
 
 # Kinds of parameters that weight decay may not shrink.
 SPARED = ("scale", "bias")

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from axlearn_like.full_disk import DiskFull
-from axlearn_like.run_directory import EventLog
+from axlearn_like.run.directory import EventLog
+from axlearn_like.run.disk import DiskFull
 
 # Cause -> what it says in tables, in their order.
 CAUSES = {

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.run_directory import EventLog
+from axlearn_like.run.directory import EventLog
 
 _LOOK_EVERY = 1.0  # seconds between looks for the file
 _NOTHING = nullcontext()

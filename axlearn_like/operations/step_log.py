@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from axlearn_like.metrics import MetricsWriter, Progress
-from axlearn_like.operations.live_figures import LiveFigures
+from axlearn_like.operations.step_metrics import LiveFigures
 from axlearn_like.operations.writers import Writer
+from axlearn_like.run.metrics import MetricsWriter, Progress
 
 
 class StepLog:

@@ -12,12 +12,12 @@ _GPUS = {"h100-pcie": 756e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "
 
 def step_flops(model: ConfigBase, rows: int, length: int) -> float | None:
     """Model FLOPs, forward and backward, of a step on `rows` rows of `length` tokens; None for a model that
-    axlearn_like/flops.py cannot count.
+    axlearn_like/operations/flops.py cannot count.
 
     Causal: half of the pairs of a query and a key. What is recomputed does not count; rows count as whole, although
     tokens do not look across the borders of packed examples.
     """
-    from axlearn_like.flops import causal_pairs, decoder_flops, window_of
+    from axlearn_like.operations.flops import causal_pairs, decoder_flops, window_of
 
     tokens = rows * length
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.run_directory import EventLog
+from axlearn_like.run.directory import EventLog
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: worth trying again
 

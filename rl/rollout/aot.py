@@ -1,4 +1,4 @@
-"""The engine's programs, compiled for TPUs that are not there (see `mesh.ahead_of_time`)."""
+"""The engine's programs, compiled for TPUs that are not there (see `mesh.cost.ahead_of_time`)."""
 
 import dataclasses
 import math
@@ -10,11 +10,11 @@ import jax
 from jax.sharding import Mesh
 
 from mesh import UserError
-from mesh.ahead_of_time import compile_step
-from mesh.ahead_of_time import memory_per_device as _memory_per_device
+from mesh.cost.ahead_of_time import compile_step
+from mesh.cost.ahead_of_time import memory_per_device as _memory_per_device
 from mesh.topology import Topology, parse_topology, topology_devices
-from rl.rollout.device import Device
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner import Device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

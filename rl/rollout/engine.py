@@ -19,14 +19,14 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import Params
 from mesh import UserError
 from rl.messages import Rollout
-from rl.rollout.admission import check_sizes, resolve
-from rl.rollout.device import Device, Placed
-from rl.rollout.execution import Execution
-from rl.rollout.memory import Memory
-from rl.rollout.requests import Finished, OnTokens, Request
+from rl.rollout.kv_cache.manager import Memory
+from rl.rollout.lifecycle import Execution
+from rl.rollout.model_runner import Device, Placed
+from rl.rollout.request import Finished, OnTokens, Request
+from rl.rollout.sampling import Sampler
 from rl.rollout.scheduler import Scheduler
 from rl.rollout.sequence import Sequence, Task
-from rl.sampling import Sampler
+from rl.rollout.validation import check_sizes, resolve
 
 Swap = Literal["go_on", "recompute", "drain"]
 

@@ -8,7 +8,7 @@ import bisect
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from rl.rollout.memory import Memory, PageCopy
+from rl.rollout.kv_cache.manager import Memory, PageCopy
 from rl.rollout.sequence import Sequence, State
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from rl.messages import FinishReason, Rollout
 from rl.rollout.program import Generate, Join, Program, Step, Wait
-from rl.rollout.requests import Finished, OnTokens, Request, StopRules
-from rl.rollout.stopping import StopText, check_strings
-from rl.sampling import Sampler
+from rl.rollout.request import Finished, OnTokens, Request, StopRules
+from rl.rollout.sampling import Sampler
+from rl.rollout.stop_strings import StopText, check_strings
 
 
 class State(Enum):

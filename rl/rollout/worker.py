@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from axlearn_like.run_directory import EventLog
-from axlearn_like.spans import span
-from axlearn_like.tokenizer import ByteTokenizer
+from axlearn_like.run.directory import EventLog
+from axlearn_like.run.spans import span
+from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh import UserError
 from rl.messages import Group, Lease, Rollout, Score
-from rl.rollout.device import Placed
+from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.pull.fetch import Moved
 from rl.rollout.engine import RolloutEngine, Swap
-from rl.rollout.requests import Request
-from rl.weights.errors import WeightsError
-from rl.weights.reading import Moved
+from rl.rollout.model_runner import Placed
+from rl.rollout.request import Request
 
 _PULL_ATTEMPTS = 5  # in a row that may fail before the run does
 
@@ -37,7 +37,7 @@ class LeaseSource(Protocol):
 
 
 class WeightSource(Protocol):
-    """What a worker asks of the parameter server: see `rl.weights.follower.Follower`."""
+    """What a worker asks of the parameter server: see `rl.parameter_server.pull.prefetcher.Follower`."""
 
     def take(self, version: int, timeout: float = 0.0) -> tuple[Placed, Moved]: ...
     def newer(self) -> tuple[int, Placed, Moved] | None: ...

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 
-from axlearn_like.run_directory import RunDirectory
+from axlearn_like.run.directory import RunDirectory
 from mesh import make_mesh
 from rl.experiment import RLExperiment
 

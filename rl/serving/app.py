@@ -15,12 +15,12 @@ from starlette.routing import Route
 from mesh import did_you_mean
 from rl.messages import Rollout
 from rl.serving.answers import Answer, problem
+from rl.serving.context import Served
 from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Stream, Tokens
 from rl.serving.errors import ApiError
+from rl.serving.http import ClientGone, EventStream, check_key, read_json, refusal, unless_gone
 from rl.serving.metrics import CONTENT_TYPE, Metrics
 from rl.serving.protocol import Generation, parse
-from rl.serving.served import Served
-from rl.serving.transfer import ClientGone, EventStream, check_key, read_json, refusal, unless_gone
 
 CLIENT_GONE = 499  # the status counted for a client that did not wait; nobody reads it
 LONGEST_RETRY = 60  # seconds

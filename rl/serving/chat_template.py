@@ -11,8 +11,8 @@ CONTENT = "{content}"
 class ChatTemplate(Configurable):
     """Joins messages into the text that the policy continues.
 
-    By the defaults a single user message reads as `rl.tasks.encode_prompt` writes a question, so that a chat asks the
-    policy what training asked it.
+    By the defaults a single user message reads as `rl.tasks.mixture.encode_prompt` writes a question, so that a chat
+    asks the policy what training asked it.
     """
 
     class Config(ConfigBase["ChatTemplate"]):

@@ -19,7 +19,7 @@ from axlearn_like.layers.base import Params
 from mesh import UserError
 from rl.messages import Rollout
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.requests import Request
+from rl.rollout.request import Request
 from rl.serving.errors import ApiError
 
 

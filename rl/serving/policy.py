@@ -7,15 +7,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from axlearn_like.checkpoint import restore_params
-from axlearn_like.config_text import from_text
+from axlearn_like.checkpoint.checkpointer import restore_params
+from axlearn_like.config import from_text
 from axlearn_like.layers.base import Params, split
-from axlearn_like.run_directory import RunDirectory
+from axlearn_like.run.directory import RunDirectory
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.experiment import RLExperiment, warm_start_directory
 from rl.messages import Prompt
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.requests import Request, StopRules
+from rl.rollout.request import Request, StopRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from mesh import UserError
+from rl.serving.context import Served
 from rl.serving.errors import ApiError, bad_field
 from rl.serving.fields import Fields, is_integer, shown, text
-from rl.serving.served import Served
 
 
 def prompt_id(tokens: np.ndarray) -> int:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.messages import Prompt
-from rl.rollout.requests import Request
+from rl.rollout.request import Request
+from rl.serving.context import Served
 from rl.serving.errors import ApiError, bad_field
 from rl.serving.fields import Fields, shown
 from rl.serving.prompts import prompt_id, read_chat, read_prompts
 from rl.serving.rules import read_sampler, read_stop_rules
-from rl.serving.served import Served
 
 FAMILY = "served"  # of the prompts, where training has its task families
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from rl.rollout.requests import StopRules
-from rl.sampling import Sampler
+from rl.rollout.request import StopRules
+from rl.rollout.sampling import Sampler
+from rl.serving.context import Served
 from rl.serving.errors import bad_field
 from rl.serving.fields import Fields, is_integer, is_number, shown, text
-from rl.serving.served import Served
 from rl.serving.text import REPLACEMENT
 
 MAX_STOPS = 16  # strings, and token ids, of one request

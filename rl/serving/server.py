@@ -8,14 +8,14 @@ from collections.abc import Callable
 import uvicorn
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.tokenizer import ByteTokenizer
+from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
 from rl.serving.app import App
 from rl.serving.chat_template import ChatTemplate
+from rl.serving.context import Served
 from rl.serving.engine_thread import EngineThread
 from rl.serving.errors import ApiError
-from rl.serving.served import Served
 
 _LAST_WORDS = 2.0  # seconds for answers that only say that it is over
 

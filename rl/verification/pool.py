@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl.messages import Score, ScoreStatus
-from rl.verification.answer_queue import Answer, AnswerQueue
-from rl.verification.board import PENDING, STATUSES
+from rl.verification.job_queue import Answer, AnswerQueue
+from rl.verification.shared_buffer import PENDING, STATUSES
 from rl.verification.worker_process import WorkerProcess
 
 __all__ = ["WorkerPool"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from rl.messages import Problem
-from rl.tasks import TaskMixture
+from rl.tasks.mixture import TaskMixture
 
 __all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer"]
 

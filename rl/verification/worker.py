@@ -23,8 +23,8 @@ import time
 from typing import Any
 
 from rl.messages import ScoreStatus
-from rl.verification.board import Board
 from rl.verification.scorers import Scorer
+from rl.verification.shared_buffer import Board
 
 __all__ = ["main", "pack"]
 

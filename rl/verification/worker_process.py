@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rl.verification.board import Board
+from rl.verification.shared_buffer import Board
 from rl.verification.worker import pack
 
 __all__ = ["WorkerProcess"]

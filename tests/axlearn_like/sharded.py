@@ -12,17 +12,17 @@ import jax
 import numpy as np
 from flax import nnx
 
-from axlearn_like.config_edit import set_path
-from axlearn_like.kernels.attention.ring import Ring
+from axlearn_like.config import set_path
+from axlearn_like.kernels.attention.context_parallel.ring import Ring
 from axlearn_like.layers.base import split
 from axlearn_like.layers.embedding import Head
-from axlearn_like.layers.experts import Experts
-from axlearn_like.layers.moe import MoE
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.pipeline import Pipeline
-from axlearn_like.layers.router import SoftmaxRouter
 from axlearn_like.learner import AdamW, Constant, Learner
-from axlearn_like.losses import SupervisedLoss, make_supervised_loss
-from axlearn_like.train_step import init_state, make_train_step
+from axlearn_like.training.losses import SupervisedLoss, make_supervised_loss
+from axlearn_like.training.step import init_state, make_train_step
 from mesh import make_mesh, shard_batch, to_named_sharding
 from tests.axlearn_like.layers.small import small_decoder
 

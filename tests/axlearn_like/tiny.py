@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from axlearn_like.checkpoint import Checkpointer
+from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.attention import Attention
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.learner import AdamW, Learner, WarmupCosine
-from axlearn_like.trainer import Trainer
+from axlearn_like.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 32

@@ -9,10 +9,10 @@ import threading
 import time
 from typing import Any
 
-from rl.parameter_server import ParameterServer
-from rl.weights.link import LinkError
-from rl.weights.service import Handle, Reply
-from rl.weights.wire import Body
+from rl.parameter_server.rpc import Handle, Reply
+from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.transport.connection import LinkError
+from rl.parameter_server.transport.wire import Body
 
 _TROUBLED = ("open", "write", "adopt", "seal", "manifest", "read", "newer")
 

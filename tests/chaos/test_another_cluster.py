@@ -12,7 +12,7 @@ import pytest
 
 from tools.bench.recovery_run import ROOT
 
-SESSION = "from rl.runtime.ray_session import ray_session\nwith ray_session():\n    print('started')\n"
+SESSION = "from rl.runtime.ray.session import ray_session\nwith ray_session():\n    print('started')\n"
 
 
 @pytest.mark.full

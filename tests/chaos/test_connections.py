@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.base import Params
-from rl.parameter_server import ParameterServer
-from rl.weights.access import WeightAccess, connect
-from rl.weights.errors import WeightsError
-from rl.weights.wire import Endpoint
+from rl.parameter_server.client import WeightAccess, connect
+from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.transport.wire import Endpoint
 from tests.chaos.proxy import Harm, Plan, Proxy
-from tests.rl.weights.small import host, publish, pull
+from tests.rl.parameter_server.small import host, publish, pull
 
 SIZE = 20_000  # float32 of one version: several of the proxy's portions
 CFG = ParameterServer.Config(keep=3, shared_memory=False)

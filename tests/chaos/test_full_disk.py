@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.invariants import check_run
+from rl.audit.invariants import check_run
 from tests.chaos.experiments import calm
 from tools.bench.recovery_compare import compare, make_undisturbed
 from tools.bench.recovery_run import ROOT
@@ -87,9 +87,9 @@ def test_a_full_disk_is_one_message_that_names_it(outcome: Outcome) -> None:
 
 
 def test_a_row_of_the_event_log_torn_by_a_full_disk_does_not_prevent_a_restart(tmp_path: Path) -> None:
-    from axlearn_like.metrics import read_rows
-    from axlearn_like.row_tail import RowTail
-    from axlearn_like.run_directory import EventLog
+    from axlearn_like.run.directory import EventLog
+    from axlearn_like.run.jsonl import RowTail
+    from axlearn_like.run.metrics import read_rows
 
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1.0, "role": "trainer", "ev')  # as far as there was room

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rl.invariants import check_run
+from rl.audit.invariants import check_run
 from tests.chaos.experiments import calm
 from tests.chaos.hosts import Hosts, permitted
 from tools.bench.recovery_compare import compare, make_undisturbed

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.invariants import check_run
+from rl.audit.invariants import check_run
 from tests.chaos.experiments import calm
 from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
 from tools.bench.recovery_compare import compare, make_undisturbed

@@ -1,7 +1,7 @@
 """The demo's constants are what the code that they stand for computes, and its sizes fit its tasks."""
 
-from axlearn_like.config_edit import get_path
-from axlearn_like.phrase_tokenizer import learn_phrases
+from axlearn_like.config import get_path
+from axlearn_like.tokenizers.phrases import learn_phrases
 from experiments.reasoning_gym import PHRASES, SUPERVISED_START, demo, task_mixture
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from axlearn_like.config_edit import set_path
+from axlearn_like.config import set_path
 from experiments import registry
-from tests.axlearn_like.config_zoo import Model
+from tests.axlearn_like.config.zoo import Model
 
 OUTSIDE = '''
 from experiments.registry import experiment
-from tests.axlearn_like.config_zoo import Model
+from tests.axlearn_like.config.zoo import Model
 
 @experiment
 def my_run(*, dim: int = 3) -> Model.Config:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh import MeshError, UserError, make_mesh, shard_batch
 from mesh.batches import own_rows
-from mesh.joining import join
+from mesh.distributed import join
 from mesh.processes import Processes, readable
 from tests.elsewhere import in_two_processes
 

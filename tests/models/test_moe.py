@@ -8,9 +8,9 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.layers.attention import Attention
 from axlearn_like.layers.base import split
 from axlearn_like.layers.decoder import Block, Decoder
-from axlearn_like.layers.moe import MoE
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.rope import Rope
-from axlearn_like.layers.router import SoftmaxRouter
 from mesh import UserError
 from models.moe import MOE, deepseek_v3_feed_forward, moe, tiny_moe
 from models.tiny import tiny

@@ -7,19 +7,19 @@ import jax
 import numpy as np
 import pytest
 
-from axlearn_like.checkpoint import Checkpointer
-from axlearn_like.config_text import from_text, to_text
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.config import from_text, to_text
 from axlearn_like.layers.base import Params
-from axlearn_like.run_directory import EventLog
-from axlearn_like.trainer import Trainer
+from axlearn_like.run.directory import EventLog
+from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
-from rl.evaluation import Evaluation
+from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment, warm_start_directory
-from rl.sampling import Sampler
-from rl.tasks import TaskFamily, TaskMixture, encode_prompt
+from rl.rollout.sampling import Sampler
+from rl.tasks.mixture import TaskFamily, TaskMixture, encode_prompt
 from tests.axlearn_like.tiny import tiny_trainer
+from tests.rl.parameter_server.small import pull
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
-from tests.rl.weights.small import pull
 
 
 def build(**changes: Any) -> RLExperiment:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from axlearn_like.metrics import read_rows
-from axlearn_like.row_tail import RowTail
+from axlearn_like.run.jsonl import RowTail
+from axlearn_like.run.metrics import read_rows
 from rl.run import RLRun
-from tests.rl.runtime.command import Command
-from tests.rl.runtime.experiments import assert_same_outcome, parameters, run_here, warmed
+from tests.rl.runtime.ray.command import Command
+from tests.rl.runtime.ray.experiments import assert_same_outcome, parameters, run_here, warmed
 from tests.rl.tiny import tiny_experiment
 
 pytestmark = pytest.mark.timeout(900)  # processes that start processes: a busy machine takes long

@@ -12,24 +12,24 @@ import jax
 import numpy as np
 from flax import nnx
 
-from axlearn_like.checkpoint import Checkpointer
-from axlearn_like.config_text import to_text
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.config import to_text
 from axlearn_like.layers.attention import Attention
 from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.learner import AdamW, Constant, Learner
-from axlearn_like.phrase_tokenizer import PhraseTokenizer
-from axlearn_like.run_directory import RunDirectory
-from rl.evaluation import Evaluation
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.tokenizers.phrases import PhraseTokenizer
+from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.messages import Group, Prompt, Rollout, Score
 from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
-from rl.task_family import TaskFamily
-from rl.tasks import TaskMixture
-from rl.trainer import PolicyTrainer
+from rl.tasks.family import TaskFamily
+from rl.tasks.mixture import TaskMixture
+from rl.training.trainer import PolicyTrainer
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from axlearn_like.config_text import to_text
-from axlearn_like.run_directory import RunDirectory
+from axlearn_like.config import to_text
+from axlearn_like.run.directory import RunDirectory
 from mesh import UserError
 from rl.run import RLRun
-from rl.runtime import preflight
-from tests.rl.runtime.experiments import short
+from rl.runtime.ray import preflight
+from tests.rl.runtime.ray.experiments import short
 from tests.rl.tiny import tiny_experiment
 from tests.tools.test_cli import run_and_list_modules
 from tools import cli
 
 TINY = "tests.rl.tiny:tiny_experiment"
-OTHERS = "tests.rl.runtime.experiments"
+OTHERS = "tests.rl.runtime.ray.experiments"
 
 
 @pytest.fixture(autouse=True)

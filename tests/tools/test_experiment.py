@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from axlearn_like.config_edit import get_path
+from axlearn_like.config import get_path
 from experiments import registry
 from mesh.errors import UserError
 from tests.tools.test_cli import run_and_list_modules

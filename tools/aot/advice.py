@@ -3,7 +3,7 @@
 from typing import Any
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.trainer import Trainer
+from axlearn_like.training.trainer import Trainer
 from rl.experiment import RLExperiment
 from tools.aot.memory import argument_bytes, remat_presets
 from tools.aot.run import Outcome

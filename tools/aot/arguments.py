@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from mesh.buffers import argument_path
+from mesh.cost.buffers import argument_path
 
 
 @dataclasses.dataclass(frozen=True)

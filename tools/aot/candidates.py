@@ -5,11 +5,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from axlearn_like.config import ConfigBase
-from axlearn_like.config_edit import set_path
-from axlearn_like.flops import causal_pairs, decoder_flops, matrix_sizes
-from axlearn_like.layers.remat import find_remat
-from axlearn_like.trainer import Trainer
+from axlearn_like.config import ConfigBase, set_path
+from axlearn_like.operations.flops import causal_pairs, decoder_flops, matrix_sizes
+from axlearn_like.remat import find_remat
+from axlearn_like.training.trainer import Trainer
 from mesh.errors import UserError
 from mesh.rules import batch_axes
 from mesh.topology import Topology

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from axlearn_like.layers.remat import PRESETS
-from mesh.traced_buffers import kept_for_backward
+from axlearn_like.remat import PRESETS
+from mesh.cost.traced_buffers import kept_for_backward
 
 
 def remat_presets() -> list[str]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from mesh.ahead_of_time import Compiled
-from mesh.buffers import largest_buffers
-from mesh.collectives import by_axis, collectives
-from mesh.roofline import TRUST, estimate
+from mesh.cost.ahead_of_time import Compiled
+from mesh.cost.buffers import largest_buffers
+from mesh.cost.collectives import by_axis, collectives
+from mesh.cost.roofline import TRUST, estimate
+from mesh.cost.traced_buffers import kept_for_backward, largest_traced
 from mesh.topology import Topology, compiler_version
-from mesh.traced_buffers import kept_for_backward, largest_traced
 from tools.aot.arguments import arguments
 from tools.aot.steps import Step
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from axlearn_like.config import ConfigBase
-from mesh.ahead_of_time import Compiled, compile_step
+from mesh.cost.ahead_of_time import Compiled, compile_step
 from mesh.devices import device_name
 from mesh.topology import Topology, topology_devices
 from tools.aot.report import Report, report_dict

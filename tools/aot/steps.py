@@ -7,15 +7,15 @@ import jax
 from jax.sharding import Mesh
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.evaluation import LossEvaluator
-from axlearn_like.flops import causal_pairs, decoder_flops, window_of
-from axlearn_like.train_program import check_length, check_rows, describe_batch, eval_step, train_program
-from axlearn_like.trainer import Trainer
+from axlearn_like.operations.flops import causal_pairs, decoder_flops, window_of
+from axlearn_like.training.evaluators import LossEvaluator
+from axlearn_like.training.program import check_length, check_rows, describe_batch, eval_step, train_program
+from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
 from mesh.errors import did_you_mean
 from rl.experiment import RLExperiment
-from rl.policy_program import policy_program
 from rl.rollout.aot import engine_tracings
+from rl.training.program import policy_program
 
 
 class Step(NamedTuple):

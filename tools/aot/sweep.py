@@ -11,11 +11,10 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from axlearn_like.config import ConfigBase
-from axlearn_like.config_text import to_text
-from mesh.ahead_of_time import compile_step, memory_per_device
+from axlearn_like.config import ConfigBase, to_text
+from mesh.cost.ahead_of_time import compile_step, memory_per_device
+from mesh.cost.roofline import EXPECTED
 from mesh.errors import UserError
-from mesh.roofline import EXPECTED
 from mesh.topology import Topology, compiler_version, topology_devices
 from tools.aot.candidates import Candidate, Space, candidates
 from tools.aot.memory import at_least

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mesh.roofline import EXPECTED
+from mesh.cost.roofline import EXPECTED
 from tools.aot.report import Report
 from tools.aot.steps import described
 

@@ -25,20 +25,20 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from axlearn_like.checkpoint import Checkpointer
-from axlearn_like.config_text import to_text
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.config import to_text
 from axlearn_like.learner import AdamW, Constant, Learner
-from axlearn_like.run_directory import RunDirectory
-from axlearn_like.trainer import Trainer
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.training.trainer import Trainer
 from experiments.reasoning_gym import demo, task_mixture
 from mesh import enable_compilation_cache
 from rl.experiment import RLExperiment, warm_start_directory
+from rl.parameter_server.codecs import get_codec
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.inprocess import run_inprocess
-from rl.trainer import PolicyTrainer
+from rl.training.trainer import PolicyTrainer
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import ReasoningGymScorer
-from rl.weights.codecs import get_codec
 from tools.bench.circumstances import machine
 
 LEARNING_RATES = (1e-7, 1e-6, 1e-5, 1e-4)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.input import FirstFit, FirstFitDecreasing, JsonLines, OneARow, SupervisedInput
-from axlearn_like.tokenizer import ByteTokenizer
+from axlearn_like.tokenizers.bytes import ByteTokenizer
 from tools.bench.circumstances import circumstances, machine
 
 CASES = {

@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import jax
 
-from axlearn_like.config_text import to_text
-from axlearn_like.metrics import read_rows
-from axlearn_like.run_directory import RunDirectory
+from axlearn_like.config import to_text
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.metrics import read_rows
 from experiments.grpo_bench import grpo_bench
 from mesh import make_mesh
 from rl.experiment import RLExperiment

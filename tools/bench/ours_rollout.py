@@ -14,7 +14,7 @@ from axlearn_like.layers.base import Params, split
 from mesh import make_mesh
 from rl.messages import Prompt
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.requests import Request
+from rl.rollout.request import Request
 from tools.bench.grpo_job import GrpoJob
 from tools.bench.ours_grpo import experiment_config, system_version
 from tools.bench.rollout_job import Completions, serve, use_one_core

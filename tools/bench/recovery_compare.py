@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from axlearn_like.config_text import to_text
-from axlearn_like.metrics import read_rows
-from axlearn_like.run_directory import RunDirectory
+from axlearn_like.config import to_text
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.metrics import read_rows
 from rl.experiment import RLExperiment
 from rl.runtime.inprocess import run_inprocess
 

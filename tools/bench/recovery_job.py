@@ -4,18 +4,18 @@ Two workers, two leases an update, 16 rollouts an update, a checkpoint every fiv
 the benchmark ends it by SIGTERM when the kills are done.
 """
 
-from axlearn_like.checkpoint import Checkpointer
+from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.layers.attention import Attention
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.learner import AdamW, Constant, Learner
-from axlearn_like.tokenizer import ByteTokenizer
+from axlearn_like.tokenizers.bytes import ByteTokenizer
 from rl.experiment import RLExperiment
 from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
-from rl.task_family import TaskFamily
-from rl.tasks import TaskMixture
-from rl.trainer import PolicyTrainer
+from rl.tasks.family import TaskFamily
+from rl.tasks.mixture import TaskMixture
+from rl.training.trainer import PolicyTrainer
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from axlearn_like.row_tail import RowTail
-from axlearn_like.run_directory import EventLog
+from axlearn_like.run.directory import EventLog
+from axlearn_like.run.jsonl import RowTail
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = "driver"

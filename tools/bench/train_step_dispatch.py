@@ -24,8 +24,8 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.base import split
-from axlearn_like.losses import make_supervised_loss
-from axlearn_like.train_step import init_state, make_train_step
+from axlearn_like.training.losses import make_supervised_loss
+from axlearn_like.training.step import init_state, make_train_step
 from mesh import make_mesh, shard_batch
 from mesh.compilation import enable_compilation_cache
 from tools.bench.train_step_job import QUICK, TrainJob

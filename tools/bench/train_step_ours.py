@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from axlearn_like.checkpoint import Checkpointer
+from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.attention import Attention
@@ -27,8 +27,8 @@ from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.rope import Rope
 from axlearn_like.learner import AdamW, Constant, Learner
-from axlearn_like.metrics import read_rows
-from axlearn_like.trainer import Trainer
+from axlearn_like.run.metrics import read_rows
+from axlearn_like.training.trainer import Trainer
 from tools.bench.step_protocol import StepServer
 from tools.bench.train_step_job import QUICK, TrainJob
 

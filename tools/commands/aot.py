@@ -92,7 +92,9 @@ def command(
         hlo.write_text(outcome.compiled.executable.as_text() or "")
     if save and outcome.compiled.executable is not None:
         size = outcome.compiled.save(save)
-        click.echo(f"{save}: {size / (1 << 20):.1f} MiB; to be loaded by mesh.ahead_of_time.load_executable", err=True)
+        click.echo(
+            f"{save}: {size / (1 << 20):.1f} MiB; to be loaded by mesh.cost.ahead_of_time.load_executable", err=True
+        )
     if as_json:
         click.echo(json.dumps(report))
 

@@ -9,11 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from axlearn_like.config import ConfigBase
-from axlearn_like.config_edit import set_path, walk_configs
-from axlearn_like.config_resolve import resolve
-from axlearn_like.config_text import diff as config_diff
-from axlearn_like.config_text import to_text
+from axlearn_like.config import ConfigBase, resolve, set_path, to_text, walk_configs
+from axlearn_like.config import diff as config_diff
 from experiments import registry
 from tools.experiment import check_name, config_errors
 
@@ -135,7 +132,7 @@ def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, ways: int) -> I
     import jax
     from flax import nnx
 
-    from axlearn_like.kernels.attention.interface import explain
+    from axlearn_like.kernels.attention.dispatch import explain
     from axlearn_like.layers.decoder import Decoder
 
     for path, node in walk_configs(cfg):

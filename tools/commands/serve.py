@@ -14,7 +14,7 @@ from mesh.errors import UserError
 from tools.experiment import check_name, config_errors, default_run_dir, load_experiment, owner_of
 
 if TYPE_CHECKING:
-    from axlearn_like.run_directory import RunDirectory
+    from axlearn_like.run.directory import RunDirectory
     from rl.experiment import RLExperiment
     from rl.serving.policy import Weights
     from rl.serving.server import Server
@@ -66,7 +66,7 @@ def command(
     sets = tuple(edit for edit in sets if not edit.startswith(_SERVER))
 
     cfg, weights, model = _resolve(name, sets, random_weights)
-    from axlearn_like.preemption import graceful_stop
+    from axlearn_like.run.signals import graceful_stop
     from rl.serving.server import listen, url_of
 
     with listen(host, port) as listener, graceful_stop() as stop:
@@ -95,7 +95,7 @@ def _resolve(name: str, sets: Sequence[str], random_weights: bool) -> tuple[RLEx
         if os.sep in name:
             raise UserError(f"no directory {path}; expected a run directory, a checkpoint in one, or an experiment")
         check_name(name)  # before jax is imported
-    from axlearn_like.run_directory import RunDirectory
+    from axlearn_like.run.directory import RunDirectory
     from rl.serving.policy import find_run, newest_weights
 
     run = find_run(path)
@@ -155,7 +155,7 @@ def _rl_config(cfg: Any, name: str) -> RLExperiment.Config:
 
 def _edit(cfg: Any, sets: Sequence[str], prefix: str = "") -> None:
     """Applies edits `path=value` in order."""
-    from axlearn_like.config_edit import set_path
+    from axlearn_like.config import set_path
 
     for edit in sets:
         path, equals, value = edit.partition("=")

@@ -41,17 +41,17 @@ def command(
     """
     check_name(experiment)
     from axlearn_like.operations.goodput import process_began
-    from axlearn_like.trainer import Trainer
+    from axlearn_like.training.trainer import Trainer
     from mesh.compilation import enable_compilation_cache
     from mesh.devices import device_name, devices_for
-    from mesh.joining import join
+    from mesh.distributed import join
 
     _check_meeting(meet, process, processes)
     cfg = load_experiment(experiment, sets, seed, applied=applied)
     if not isinstance(cfg, Trainer.Config):
         raise UserError(
             f"experiment {experiment!r} builds {owner_of(cfg)}, `axl train` runs "
-            "axlearn_like.trainer:Trainer; for reinforcement learning see `axl rl`"
+            "axlearn_like.training.trainer:Trainer; for reinforcement learning see `axl rl`"
         )
     # The processes must have met before the devices are asked for; which ones a process shows, the mesh says.
     steps = cfg.num_steps

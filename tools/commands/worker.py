@@ -17,7 +17,7 @@ def command(run_dir: Path, name: str | None) -> None:
     or SIGTERM hands back what it has in hand; it ends with the run.
     """
     from mesh.compilation import enable_compilation_cache
-    from rl.runtime.guests import run_guest
+    from rl.runtime.ray.elastic_workers import run_guest
 
     enable_compilation_cache()
     run_guest(run_dir, name, click.echo)

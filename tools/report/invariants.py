@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from rl.invariants import Finding, check_run
+from rl.audit.invariants import Finding, check_run
 from tools.report.load import Run
 
 _SHOWN = 5  # lines of what is broken, of each invariant

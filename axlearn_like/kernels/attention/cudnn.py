@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention.kernel import Call, Kernel
+from axlearn_like.kernels.attention.interface import Call, Kernel
 from axlearn_like.kernels.attention.xla import visible_by_place
 
 WIDEST = 128  # head width of all GPUs from Ampere on

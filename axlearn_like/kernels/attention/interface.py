@@ -1,234 +1,163 @@
-"""Attention behind one interface: the first kernel that can do it, on arrays spread over the mesh as they are."""
+"""What an attention kernel is asked, and what it answers before it is chosen.
+
+Shape letters: b batch, t queries, s keys, k key/value heads, q query heads per key/value head, h head width (values may
+have another one).
+"""
 
 import dataclasses
-import functools
-import logging
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention import all_gather, ring, zigzag
-from axlearn_like.kernels.attention.cudnn import Cudnn
-from axlearn_like.kernels.attention.kernel import Call, Kernel, Layout, Rules
-from axlearn_like.kernels.attention.splash import Splash
-from axlearn_like.kernels.attention.tree import Tree
-from axlearn_like.kernels.attention.xla import Xla
-from axlearn_like.layers.remat import named
-from mesh.devices import platform
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.kernels.attention.shared_prefix import Tree
 from mesh.errors import UserError
-from mesh.rules import axis_sizes, constrain, partition
 
-_log = logging.getLogger(__name__)
-
-
-class Choice(NamedTuple):
-    """A kernel, and why not those before it."""
-
-    kernel: Kernel
-    refused: dict[str, str]
-
-    def __str__(self) -> str:
-        others = "; ".join(f"not {name}: {why}" for name, why in self.refused.items())
-        return type(self.kernel).__name__ + (f" ({others})" if others else "")
-
-
-class FirstSupported(Kernel):
-    """The first of several kernels that can do what is asked. Put one kernel in its place to force that."""
-
-    class Config(ConfigBase["FirstSupported"]):
-        kernels: tuple[ConfigBase, ...] = (Splash.Config(), Cudnn.Config(), Xla.Config())
-
-    def __init__(self, cfg: Config):
-        super().__init__(cfg)
-        self.kernels: tuple[Kernel, ...] = tuple(kernel.build() for kernel in cfg.kernels)
+MASKED = -1e30  # finite, so that a fully masked (padding) row gives garbage instead of NaN
+SEQUENCE = "sequence"  # the mesh axis over which rows are cut
+Layout = Literal["straight", "zigzag"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixing:
-    """What an attention layer tells a context of how to mix values.
+class Rules:
+    """Which keys a query sees by their places in the row, and what is done to scores. Static.
 
     Attributes:
+        causal: no key behind the query.
+        window: a query sees itself and the `window - 1` keys before it (Mistral, Gemma); None: all.
+        soft_cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: as they are.
+        scale: of scores; None: head width ** -0.5.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UserError(f"Attention.window={self.window}; expected 1 or more tokens, the query's own included")
+        if self.window is not None and not self.causal:
+            raise UserError("Attention.window looks back only; expected causal attention")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise UserError(f"Attention.soft_cap={self.soft_cap}; expected more than 0, or None")
+
+    def scale_of(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static facts by which a kernel is chosen. Sizes are global, not of one device.
+
+    Attributes:
+        platform: where the program will run: "tpu", "gpu", "cpu".
+        dtype: of queries, keys and values.
+        length: of the rows; as many queries as keys.
+        kv_heads: key/value heads.
+        per_kv: query heads of each.
+        head_dim: of queries and keys.
+        value_dim: of values.
         rules: see `Rules`.
-        kernel: one, or `FirstSupported`.
-        sequence: `AllGather` or `Ring`, for meshes that cut the length.
-        sinks: float32 [k, q], or None.
+        sinks: whether heads have a learned score that takes weight and gives no value.
+        ways: devices over which the length is cut.
+        layout: how (see zigzag.py).
+        ring: whether keys go round these devices, instead of being gathered.
+        tree: of rows that hold a prompt and its answers; None: every token sees those before it.
     """
 
+    platform: str
+    dtype: np.dtype[Any]
+    length: int
+    kv_heads: int
+    per_kv: int
+    head_dim: int
+    value_dim: int
     rules: Rules
-    kernel: Kernel
-    sequence: Any
-    sinks: jax.Array | None = None
+    sinks: bool = False
+    ways: int = 1
+    layout: Layout = "straight"
+    ring: bool = False
+    tree: Tree | None = None
 
 
-def choose(kernel: Kernel, call: Call) -> Choice:
-    """The kernel for a call.
+class Sharing(Configurable):
+    """What devices do that share a row. All of a class are equal: a jitted function is not traced again for another."""
 
-    Raises:
-        UserError: none can do it; it says why, kernel by kernel.
+    ring: bool  # whether keys go around instead of being gathered
+
+    def __init__(self, cfg: ConfigBase):
+        del cfg
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+class Kernel(Configurable):
+    """One way to compute attention. Static: equal configs make equal kernels.
+
+    A kernel works on the arrays of one device: `interface.attend` cuts them by batch and heads, and gathers keys over
+    the length where that is cut.
     """
-    candidates = kernel.kernels if isinstance(kernel, FirstSupported) else (kernel,)
-    refused = {}
-    for one in candidates:
-        why = one.supported(call)
-        if why is None:
-            return Choice(one, refused)
-        refused[type(one).__name__] = why
-    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    raise UserError(f"Attention.kernel: no kernel can do this attention ({reasons})")
 
+    class Config(ConfigBase["Kernel"]):
+        pass
 
-@functools.lru_cache(maxsize=256)
-def _chosen(kernel: Kernel, call: Call) -> Kernel:
-    """`choose`, told once for each call."""
-    choice = choose(kernel, call)
-    _log.info(
-        "attention of %d tokens, heads %d x %d of %d, %s: %s",
-        *(call.length, call.kv_heads, call.per_kv, call.head_dim, call.platform, choice),
-    )
-    return choice.kernel
+    explicit = False  # whether it also works on arrays that are spread over a mesh by batch and heads
+    # Whether it gives what its backward pass needs of the forward pass the name `context` (see layers/remat.py): only
+    # then need not it be run again where that is kept.
+    named = False
+    trees = False  # whether `attend` does a call with a tree; else `GroupContext` mixes by XLA's products
 
+    def __init__(self, cfg: Any):
+        self.cfg = cfg
 
-def explain(attention: Any, *, platform: str, dtype: Any, length: int, ways: int = 1) -> Choice:
-    """Which kernel an attention layer gets for packed rows, and why not another.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kernel) and type(self) is type(other) and self.cfg == other.cfg
 
-    Args:
-        attention: a layer with `query_shape` (k, q, h), `value_dim`, `rules`, `kernel`, `sequence` and `sinks_kq`.
-        platform: "tpu", "gpu" or "cpu".
-        dtype: of activations.
-        length: tokens of a row.
-        ways: devices over which rows are cut.
+    def __hash__(self) -> int:
+        return hash((type(self), repr(self.cfg)))
 
-    Raises:
-        UserError: no kernel can do it.
-    """
-    kv_heads, per_kv, head_dim = attention.query_shape
-    call = Call(
-        *(platform, np.dtype(dtype), length, kv_heads, per_kv, head_dim, attention.value_dim, attention.rules),
-        sinks=attention.sinks_kq is not None,
-        ways=ways,
-        layout="zigzag" if ways > 1 else "straight",
-        ring=ways > 1 and attention.sequence.ring,
-    )
-    zigzag.order(length, ways, call.layout)
-    return choose(attention.kernel, call)
+    def supported(self, call: Call) -> str | None:
+        """Why it cannot do that, or None if it can."""
+        raise NotImplementedError
 
-
-def attend(
-    q_btkqh: jax.Array,
-    k_btkh: jax.Array,
-    v_btkh: jax.Array,
-    mixing: Mixing,
-    *,
-    segment_ids: jax.Array,
-    layout: Layout = "straight",
-) -> jax.Array:
-    """Attention of packed rows to themselves, [b, t, k, q, h], spread as the queries are.
-
-    Args:
-        q_btkqh: queries.
-        k_btkh: keys.
-        v_btkh: values; their width may be another.
-        mixing: how.
-        segment_ids: int32 [b, t]; tokens see those of their own segment only, in the order in which they stand.
-        layout: in which order rows lie on the devices of the mesh's sequence axis, if there are several.
-
-    Raises:
-        UserError: no kernel can do it, or rows cannot be cut over the mesh.
-    """
-    ways = axis_sizes("length").get("sequence", 1)
-    call = _described(q_btkqh, v_btkh, mixing)
-    call = dataclasses.replace(
-        call, ways=ways, layout=layout if ways > 1 else "straight", ring=ways > 1 and mixing.sequence.ring
-    )
-    return _run(_chosen(mixing.kernel, call), call, mixing, q_btkqh, k_btkh, v_btkh, segment_ids)
-
-
-def attend_tree(
-    q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, mixing: Mixing, *, tree: Tree, live_bt: jax.Array
-) -> jax.Array | None:
-    """Attention of rows that hold a prompt and its answers, as `attend`; None where the kernel taken has none of it.
-
-    Args:
-        q_btkqh: queries, t being `tree.length`.
-        k_btkh: keys.
-        v_btkh: values.
-        mixing: how.
-        tree: what a token sees by its place.
-        live_bt: bool [b, t]; what is False is padding, seen by other padding only.
-
-    Raises:
-        UserError: no kernel can do it.
-    """
-    call = dataclasses.replace(_described(q_btkqh, v_btkh, mixing), tree=tree)
-    kernel = _chosen(mixing.kernel, call)
-    if not kernel.trees:
+    def tables(self, call: Call) -> Any:
+        """Arrays that `attend` needs of each device's queries: the last but one axis, or the only one, is cut as they
+        are. None if there are none."""
+        del call
         return None
-    return _run(kernel, call, mixing, q_btkqh, k_btkh, v_btkh, live_bt.astype(jnp.int32))
 
+    def attend(
+        self,
+        q_btkqh: jax.Array,
+        k_bskh: jax.Array,
+        v_bskh: jax.Array,
+        call: Call,
+        *,
+        segments: tuple[jax.Array, jax.Array],
+        places_t: Any,
+        sinks_kq: jax.Array | None,
+        tables: Any,
+    ) -> jax.Array:
+        """Mixed values [b, t, k, q, h] of some queries of rows whose keys are all there, in order.
 
-def _described(q_btkqh: jax.Array, v_btkh: jax.Array, mixing: Mixing) -> Call:
-    """Of rows in one piece."""
-    return Call(
-        platform=platform(),
-        dtype=np.dtype(q_btkqh.dtype),
-        length=q_btkqh.shape[1],
-        kv_heads=q_btkqh.shape[2],
-        per_kv=q_btkqh.shape[3],
-        head_dim=q_btkqh.shape[4],
-        value_dim=v_btkh.shape[-1],
-        rules=mixing.rules,
-        sinks=mixing.sinks is not None,
-    )
+        Args:
+            q_btkqh: queries.
+            k_bskh: keys.
+            v_bskh: values.
+            call: what was asked in `supported`.
+            segments: int32 [b, t] and [b, s]; only equals see each other.
+            places_t: int32, the place of each query in its row.
+            sinks_kq: scores of the sinks, or None.
+            tables: this device's part of `tables`.
+        """
+        raise NotImplementedError
 
-
-def _run(
-    kernel: Kernel, call: Call, mixing: Mixing, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
-) -> jax.Array:
-    places = zigzag.order(call.length, call.ways, call.layout)
-    if call.ways == 1 and (kernel.explicit or jax.sharding.get_abstract_mesh().empty):
-        mixed = kernel.attend(
-            *(q, k, v, call),
-            segments=(segments, segments),
-            places_t=jnp.asarray(places),
-            sinks_kq=mixing.sinks,
-            tables=kernel.tables(call),
-        )
-    else:
-        mixed = _on_each_device(kernel, call, mixing, q, k, v, segments, places)
-    return mixed if kernel.named and not call.ring else named(mixed, "context")
-
-
-def _on_each_device(
-    kernel: Kernel,
-    call: Call,
-    mixing: Mixing,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array,
-    places: np.ndarray,
-) -> jax.Array:
-    """Every device works on its rows, its heads and its part of the length."""
-    body = functools.partial(ring.on_one_device if call.ring else all_gather.on_one_device, kernel, call)
-    heads = ("batch", "length", "heads", None)
-    axes = ((*heads, None), heads, heads, ("batch", "length"), ("length",))
-    args = [constrain(x, *names) for x, names in zip((q, k, v, segments, jnp.asarray(places)), axes, strict=True)]
-    specs: list[Any] = [partition(*names) for names in axes]
-    sinks = None if mixing.sinks is None else constrain(mixing.sinks, "heads", None)
-    length = partition("length")
-    cut = length[0] if length else None
-    tables = None if call.ring else jax.tree.map(jnp.asarray, kernel.tables(call))
-    table_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 2), cut, *(None,) * (x.ndim > 1)), tables)
-    rest = [sinks, jax.tree.map(jax.sharding.reshard, tables, table_specs)]
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.shard_map(
-        body,
-        in_specs=(*specs, None if sinks is None else partition("heads", None), table_specs),
-        out_specs=specs[0],
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),  # a pipeline has taken its own
-        check_vma=False,
-    )(*args, *rest)
+    def blocks(self, call: Call) -> Any:
+        """What a ring needs of a kernel (see `ring.Blocks`)."""
+        raise NotImplementedError

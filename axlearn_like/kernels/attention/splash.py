@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention import zigzag
-from axlearn_like.kernels.attention.kernel import Call, Kernel
-from axlearn_like.kernels.attention.tree import Tree, tree_mask
+from axlearn_like.kernels.attention.context_parallel import zigzag
+from axlearn_like.kernels.attention.interface import Call, Kernel
+from axlearn_like.kernels.attention.shared_prefix import Tree, tree_mask
+from mesh.cost.expected import visits
 from mesh.errors import UserError
-from mesh.expected import visits
 
 LANES = 128  # the width of a TPU register; blocks are multiples of it
 UNFUSED_FROM = 16_384  # the fused backward pass keeps a part of dq for every block of keys: 8 GiB at 32k

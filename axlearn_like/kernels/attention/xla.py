@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention.kernel import MASKED, Call, Kernel, Rules
+from axlearn_like.kernels.attention.interface import MASKED, Call, Kernel, Rules
 from axlearn_like.layers.linear import batched_dot
 from mesh.rules import partition
 

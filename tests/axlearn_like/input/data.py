@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.tokenizer import ByteTokenizer
+from axlearn_like.tokenizers.bytes import ByteTokenizer
 
 BYTES = ByteTokenizer.Config()
 

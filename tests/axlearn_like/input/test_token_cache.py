@@ -12,7 +12,7 @@ import pytest
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.input import InputError, JsonLines, SupervisedInput
-from axlearn_like.tokenizer import ByteTokenizer
+from axlearn_like.tokenizers.bytes import ByteTokenizer
 from tests.axlearn_like.input.data import BYTES, json_lines, texts
 from tests.axlearn_like.tiny import ROOT
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.kernels.attention.kernel import Rules
+from axlearn_like.kernels.attention.interface import Rules
 from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
 from mesh import UserError, make_mesh
 from tests.elsewhere import elsewhere

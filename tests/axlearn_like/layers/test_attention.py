@@ -10,7 +10,7 @@ from flax import nnx
 
 from axlearn_like.layers.attention import MERGEABLE, Attention
 from axlearn_like.layers.base import bind, split
-from axlearn_like.layers.context import PackedContext
+from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.rope import Rope
 from mesh import UserError, make_mesh

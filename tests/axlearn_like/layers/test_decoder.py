@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.base import bind
-from axlearn_like.layers.context import PackedContext
+from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.embedding import Head
 from tests.axlearn_like.layers import reference

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from axlearn_like.layers.base import bind, split
-from axlearn_like.layers.context import PackedContext
+from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
 from axlearn_like.layers.mla import LatentAttention
 from axlearn_like.layers.norm import RMSNorm
-from axlearn_like.layers.paged_context import PagedContext, RowContext, make_pool
 from axlearn_like.layers.rope import Rope
 from mesh import UserError, make_mesh
 from tests.axlearn_like.layers import reference

@@ -65,7 +65,7 @@ def close(a: Any, b: Any, rtol: float = 2e-5, atol: float = 2e-6) -> None:
 
 def sharded_differences(text: str, mesh: dict[str, int]) -> dict[str, Any]:
     """Of a config's learner on this mesh of eight devices from the same on one; and how its program communicates."""
-    from axlearn_like.config_text import from_text
+    from axlearn_like.config import from_text
 
     cfg: Any = from_text(json.loads(text))
     expected, _, _ = train(cfg)

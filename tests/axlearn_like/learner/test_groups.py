@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.learner import SGD, Adafactor, AdamW, Group, Learner, LearnerError, Lion, MuP
-from axlearn_like.learner.kinds import Matrices, MatrixAxes, kind_of
+from axlearn_like.learner.param_labels import Matrices, MatrixAxes, kind_of
 from tests.axlearn_like.learner.parameters import arrays, close, learner, train
 
 GROUPS = (

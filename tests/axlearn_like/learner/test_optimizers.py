@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from axlearn_like.function_config import config_for
+from axlearn_like.config import config_for
 from axlearn_like.learner import SGD, Adafactor, Learner, LearnerError, Lion, Matrices, Matrixwise, Muon, Optax
 from axlearn_like.learner.newton_schulz import orthogonalize
 from tests.axlearn_like.learner.parameters import arrays, close, learner, train

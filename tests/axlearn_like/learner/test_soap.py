@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from axlearn_like.function_config import config_for
+from axlearn_like.config import config_for
 from axlearn_like.learner import Matrices, Matrixwise, scale_by_soap
 
 B1, B2, EPS, EVERY = 0.9, 0.95, 1e-8, 3

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.operations.bit_check import BitCheck, CorruptionError
 from axlearn_like.operations.recompilation import StepProgram
+from axlearn_like.operations.sdc import BitCheck, CorruptionError
 from mesh import make_mesh
 
 

@@ -3,9 +3,9 @@ import time
 
 import pytest
 
-from axlearn_like.metrics import read_rows
 from axlearn_like.operations.goodput import CAUSES, Account, CauseClock, account, lines, process_began
-from axlearn_like.run_directory import EventLog
+from axlearn_like.run.directory import EventLog
+from axlearn_like.run.metrics import read_rows
 
 
 def row(time, event, **fields):

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from axlearn_like.metrics import read_rows
 from axlearn_like.operations.profiler import Profiler
-from axlearn_like.run_directory import EventLog
+from axlearn_like.run.directory import EventLog
+from axlearn_like.run.metrics import read_rows
 
 
 def traces(run_dir):

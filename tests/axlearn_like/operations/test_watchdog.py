@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from axlearn_like.metrics import read_rows
 from axlearn_like.operations.watchdog import EXIT_CODE, Watchdog
+from axlearn_like.run.metrics import read_rows
 from tests.elsewhere import ROOT
 
 

@@ -9,12 +9,12 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.base import Params, bind, split
-from axlearn_like.layers.paged_context import RowContext
+from axlearn_like.layers.contexts.paged import RowContext
 from rl.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.requests import Finished, Request, StopRules
-from rl.sampling import Sampler
-from rl.scoring import score_rows
+from rl.rollout.request import Finished, Request, StopRules
+from rl.rollout.sampling import Sampler
+from rl.training.logprobs import score_rows
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 
 POLICY = tiny_policy(num_layers=2)
@@ -136,7 +136,7 @@ def plain_logits(weights: Params, pairs: Sequence[tuple[Prompt, Rollout]]) -> li
 def scores(
     weights: Params, pairs: Sequence[tuple[Prompt, Rollout]], temperature: float = TEMPERATURE
 ) -> list[np.ndarray]:
-    """Log-probabilities float32 [tokens] of each completion, by rl/scoring.py."""
+    """Log-probabilities float32 [tokens] of each completion, by rl/training/logprobs.py."""
     found = []
     for first in range(0, len(pairs), _ROWS):
         part = pairs[first : first + _ROWS]

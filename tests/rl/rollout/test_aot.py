@@ -15,8 +15,8 @@ from mesh.topology import find_compiler
 from models.dense import dense
 from models.qwen import qwen
 from rl.rollout.aot import compile_engine, largest_pool, memory_per_device
-from rl.rollout.device import spread
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner import spread
 from tests.elsewhere import elsewhere
 
 COMPILER = find_compiler() is not None

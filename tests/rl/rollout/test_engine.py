@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.config_edit import set_path
+from axlearn_like.config import set_path
 from mesh import UserError
 from rl.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.requests import Request, StopRules
-from rl.sampling import Sampler
+from rl.rollout.request import Request, StopRules
+from rl.rollout.sampling import Sampler
 from tests.rl.rollout.small import (
     MAX_NEW,
     MAX_PROMPT,
@@ -105,7 +105,7 @@ def test_tokens_and_logprobs_are_those_of_a_plain_forward_pass_and_the_documente
 
 
 def _noise(prompt: Prompt, sample: int, length: int) -> np.ndarray:
-    """The Gumbel noise of each draw, by the keys as rl/sampling.py documents them."""
+    """The Gumbel noise of each draw, by the keys as rl/rollout/sampling.py documents them."""
     key = jax.random.key(jnp.uint32(11))
     for part in (prompt.id >> 32, prompt.id & 0xFFFFFFFF, sample):
         key = jax.random.fold_in(key, jnp.uint32(part))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rl.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.requests import Request, StopRules
+from rl.rollout.request import Request, StopRules
 from tests.rl.rollout.small import (
     MAX_NEW,
     MAX_PROMPT,

@@ -5,7 +5,7 @@ import pytest
 
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.requests import Request
+from rl.rollout.request import Request
 from tests.elsewhere import elsewhere
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 

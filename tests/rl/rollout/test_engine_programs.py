@@ -12,7 +12,7 @@ import pytest
 from rl.messages import Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.program import Branch, Fork, Generate, Join, Observe, Program, Step, Wait
-from rl.rollout.requests import Finished, StopRules
+from rl.rollout.request import Finished, StopRules
 from tests.rl.rollout.small import (
     MAX_NEW,
     TEMPERATURE,

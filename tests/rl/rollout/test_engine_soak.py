@@ -11,7 +11,7 @@ import pytest
 from rl.messages import Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.program import Branch, Fork, Generate, Join, Observe, Wait, complete
-from rl.rollout.requests import Finished, Request, StopRules
+from rl.rollout.request import Finished, Request, StopRules
 from tests.rl.rollout.small import (
     MAX_NEW,
     MAX_PROMPT,

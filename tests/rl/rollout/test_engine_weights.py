@@ -15,7 +15,7 @@ from mesh import UserError
 from rl.messages import Rollout
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.program import Branch, Generate, Wait
-from rl.rollout.requests import Request, StopRules
+from rl.rollout.request import Request, StopRules
 from tests.rl.rollout.small import (
     MAX_NEW,
     assert_no_page_is_held,

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl.messages import Prompt
-from rl.rollout.memory import Memory, PageCopy
+from rl.rollout.kv_cache.manager import Memory, PageCopy
 from rl.rollout.program import complete
-from rl.rollout.requests import Request, StopRules
+from rl.rollout.request import Request, StopRules
+from rl.rollout.sampling import Sampler
 from rl.rollout.scheduler import Scheduler
 from rl.rollout.sequence import Sequence, State, Task
-from rl.sampling import Sampler
 
 MAX_PROMPT, MAX_NEW = 24, 12
 Content = tuple[int, ...]  # the tokens up to and including this one

@@ -10,23 +10,23 @@ import jax
 import numpy as np
 import pytest
 
-from axlearn_like.metrics import read_rows
-from axlearn_like.run_directory import EventLog, RunDirectory
+from axlearn_like.run.directory import EventLog, RunDirectory
+from axlearn_like.run.metrics import read_rows
 from mesh import UserError
-from rl.controller import Controller
+from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
 from rl.messages import Group, Score
-from rl.rollout.device import Placed
+from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.pull.fetch import Moved
+from rl.parameter_server.pull.prefetcher import Follower
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.requests import Request
+from rl.rollout.model_runner import Placed
+from rl.rollout.request import Request
 from rl.rollout.worker import RolloutWorker
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
-from rl.weights.errors import WeightsError
-from rl.weights.follower import Follower
-from rl.weights.reading import Moved
+from tests.rl.parameter_server.small import publish
 from tests.rl.tiny import ascii_share, tiny_experiment, tiny_params
-from tests.rl.weights.small import publish
 
 CFG = tiny_experiment(staleness=1)
 EXPERIMENT: RLExperiment = CFG.build()

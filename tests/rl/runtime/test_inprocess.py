@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from axlearn_like.config_text import to_text
-from axlearn_like.run_directory import RunDirectory
+from axlearn_like.config import to_text
+from axlearn_like.run.directory import RunDirectory
 from rl.runtime.inprocess import run_inprocess
-from tests.rl.runtime.experiments import assert_same_outcome, events, metrics, run_here
+from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, run_here
 from tests.rl.tiny import tiny_experiment
 
 

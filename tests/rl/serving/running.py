@@ -12,7 +12,7 @@ import numpy as np
 import openai
 
 from axlearn_like.layers.base import Params
-from axlearn_like.phrase_tokenizer import PhraseTokenizer
+from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from rl.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.serving.prompts import prompt_id

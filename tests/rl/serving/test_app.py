@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl.messages import Rollout
-from rl.rollout.requests import Request, StopRules
-from rl.sampling import Sampler
+from rl.rollout.request import Request, StopRules
+from rl.rollout.sampling import Sampler
 from rl.serving.errors import ApiError
 from tests.rl.serving.running import MODEL, TOKENIZER, Running, as_prompt, eventually, make_engine, running
 

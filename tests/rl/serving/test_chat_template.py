@@ -6,7 +6,7 @@ import pytest
 
 from mesh import UserError
 from rl.serving.chat_template import ChatTemplate
-from rl.tasks import encode_prompt
+from rl.tasks.mixture import encode_prompt
 from tests.rl.serving.running import TOKENIZER
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mesh import UserError
 from rl.messages import Rollout
-from rl.rollout.requests import Request
+from rl.rollout.request import Request
 from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Stream, Tokens
 from rl.serving.errors import ApiError
 from tests.rl.serving.running import as_prompt, eventually, make_engine, make_params

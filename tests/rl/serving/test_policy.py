@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from axlearn_like.checkpoint import Checkpointer, CheckpointError
+from axlearn_like.checkpoint.checkpointer import Checkpointer, CheckpointError
 from axlearn_like.layers.base import Params
-from axlearn_like.run_directory import RunDirectory
+from axlearn_like.run.directory import RunDirectory
 from mesh import UserError, make_mesh
 from rl.serving.policy import Weights, find_run, load_params, newest_weights, recorded_config
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.rollout.requests import StopRules
-from rl.sampling import Sampler
+from rl.rollout.request import StopRules
+from rl.rollout.sampling import Sampler
 from rl.serving.chat_template import ChatTemplate
+from rl.serving.context import Served
 from rl.serving.errors import ApiError
 from rl.serving.prompts import prompt_id
 from rl.serving.protocol import Generation, parse
-from rl.serving.served import Served
-from rl.tasks import encode_prompt
+from rl.tasks.mixture import encode_prompt
 from tests.rl.serving.running import TOKENIZER
 
 SERVED = Served(

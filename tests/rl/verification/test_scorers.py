@@ -1,8 +1,8 @@
 """The verifier's scores are reasoning-gym's own, and a function's own."""
 
-from axlearn_like.config_text import from_text, to_text
-from rl.reasoning_gym_import import import_reasoning_gym
-from rl.tasks import TaskFamily, TaskMixture
+from axlearn_like.config import from_text, to_text
+from rl.tasks.mixture import TaskFamily, TaskMixture
+from rl.tasks.reasoning_gym import import_reasoning_gym
 from rl.verification.scorers import FunctionScorer, ReasoningGymScorer
 from rl.verification.service import Verifier
 from tests.rl.verification import misbehaving

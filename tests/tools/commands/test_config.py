@@ -5,12 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
-from axlearn_like.config_text import from_text
+from axlearn_like.config import from_text
 from experiments import registry
-from tests.axlearn_like.config_zoo import Block, Model
+from tests.axlearn_like.config.zoo import Block, Model
 from tools.commands import config
 
-ZOO = "tests.axlearn_like.config_zoo"
+ZOO = "tests.axlearn_like.config.zoo"
 HERE = "tests.tools.commands.test_config"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axlearn_like.trainer import Trainer
+from axlearn_like.training.trainer import Trainer
 from tests.axlearn_like.tiny import tiny_trainer
 from tests.elsewhere import elsewhere
 from tools.cli import EXIT_USER_ERROR, main

@@ -12,7 +12,7 @@ from axlearn_like.layers.base import Params, split
 from rl.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.program import Program, complete
-from rl.rollout.requests import Request, StopRules
+from rl.rollout.request import Request, StopRules
 from tools.bench.grpo_job import GrpoJob
 from tools.bench.ours_grpo import experiment_config
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.requests import Request
+from rl.rollout.request import Request
 from tools.bench.step_protocol import Clock, now
 
 

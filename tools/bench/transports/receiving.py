@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rl.weights.shared import Segment
-from rl.weights.wire import Client, Endpoint
+from rl.parameter_server.transport.shared_memory import Segment
+from rl.parameter_server.transport.wire import Client, Endpoint
 from tools.bench.transports.yardsticks import ROOT, payload
 
 Pull = Callable[[], np.ndarray]  # moves the payload once; where it then is

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rl.weights.shared import Segment
-from rl.weights.tls import Tls
-from rl.weights.wire import Body, Server
+from rl.parameter_server.transport.shared_memory import Segment
+from rl.parameter_server.transport.tls import Tls
+from rl.parameter_server.transport.wire import Body, Server
 from tools.bench.transports.yardsticks import payload
 
 Address = dict[str, Any]

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh import enable_compilation_cache
-from rl.parameter_server import ParameterServer
-from rl.weights.access import connect
+from rl.parameter_server.client import connect
+from rl.parameter_server.server import ParameterServer
 from tools.bench.delta_curve import BF16, BURN_IN, Version, cpu_seconds, fine_tune, train
 
 RATE = 1e-6

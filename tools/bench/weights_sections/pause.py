@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.weights.follower import Follower
+from rl.parameter_server.pull.prefetcher import Follower
 from tools.bench.rollout_sections.bed import Bed
 from tools.bench.weights_sections.role import reach
 from tools.bench.weights_sections.roles import Process

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from rl.parameter_server import ParameterServer
-from rl.weights.access import WeightAccess, connect
-from rl.weights.puller import Puller
-from rl.weights.wire import Endpoint
+from rl.parameter_server.client import WeightAccess, connect
+from rl.parameter_server.pull.receiver import Puller
+from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.transport.wire import Endpoint
 from tools.bench.weights_sections import model
 
 Answer = dict[str, Any]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from axlearn_like.kernels.attention.interface import Mixing, attend
-from axlearn_like.kernels.attention.kernel import Rules
+from axlearn_like.kernels.attention.dispatch import Mixing, attend
+from axlearn_like.kernels.attention.interface import Rules
 from mesh import make_mesh
 from mesh.rules import partition
 

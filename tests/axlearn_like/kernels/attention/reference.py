@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from axlearn_like.kernels.attention.kernel import Rules
+from axlearn_like.kernels.attention.interface import Rules
 
 
 class Inputs(NamedTuple):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.kernels.attention.all_gather import AllGather
+from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.cudnn import Cudnn, dot_product
-from axlearn_like.kernels.attention.interface import FirstSupported, Mixing, attend, choose
-from axlearn_like.kernels.attention.kernel import Call, Kernel, Rules
+from axlearn_like.kernels.attention.dispatch import FirstSupported, Mixing, attend, choose
+from axlearn_like.kernels.attention.interface import Call, Kernel, Rules
 from axlearn_like.kernels.attention.splash import Splash, fitting
 from axlearn_like.kernels.attention.xla import Xla
 from mesh import UserError

@@ -17,9 +17,9 @@ def compile_programs() -> dict[str, dict[str, int]]:
     """Gradient of attention of 4096 tokens, 8 x 4 heads of 128, bfloat16, on a v5e, by kernel."""
     from jax.experimental import topologies
 
-    from axlearn_like.kernels.attention.all_gather import AllGather
-    from axlearn_like.kernels.attention.interface import FirstSupported
-    from axlearn_like.kernels.attention.ring import Ring
+    from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
+    from axlearn_like.kernels.attention.context_parallel.ring import Ring
+    from axlearn_like.kernels.attention.dispatch import FirstSupported
     from axlearn_like.kernels.attention.xla import Xla
     from tests.axlearn_like.kernels.attention.described import gradient_program
 

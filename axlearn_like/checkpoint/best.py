@@ -1,0 +1,65 @@
+"""Keeps the checkpoints that an evaluator found best, besides the newest ones."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from axlearn_like.checkpoint.hard_links import link_tree
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from mesh.errors import UserError, did_you_mean
+
+
+class KeepBest(Configurable):
+    """Holds on to checkpoints in `checkpoints/best/`, by hard links: no second copy is written.
+
+    Of the steps that are both evaluated and saved. `best.json` there tells the values; `restore_params(".../best")`
+    takes the newest of them.
+    """
+
+    class Config(ConfigBase["KeepBest"]):
+        metric: str = REQUIRED  # an evaluator's, such as eval_loss
+        order: Literal["lowest", "highest"] = "lowest"
+        keep: int = 1
+
+    def __init__(self, cfg: Config, *, directory: Path):
+        if cfg.keep < 1:
+            raise ValueError(f"KeepBest.Config: expected keep >= 1, got {cfg.keep}")
+        self._cfg, self._checkpoints = cfg, directory
+        self._directory = directory / "best"
+        self._index = self._directory / "best.json"
+
+    def values(self) -> dict[int, float]:
+        """Step -> value of those kept, the best first."""
+        if not self._index.exists():
+            return {}
+        steps = json.loads(self._index.read_text())["steps"]
+        return self._sorted({int(step): value for step, value in steps.items()})
+
+    def value(self, scalars: Mapping[str, Any]) -> float:
+        """The metric among an evaluation's. UserError: it is not there."""
+        if self._cfg.metric not in scalars:
+            near = did_you_mean(self._cfg.metric, scalars)
+            raise UserError(f"keep_best.metric={self._cfg.metric!r}: no evaluator gives it{near}")
+        return float(scalars[self._cfg.metric])
+
+    def offer(self, step: int, value: float) -> bool:
+        """Keeps the finished checkpoint of `step` if it is among the best, and lets go of the worst."""
+        kept = dict(list(self._sorted({**self.values(), step: value}).items())[: self._cfg.keep])
+        if step not in kept or value != value:
+            return False
+        link_tree(self._checkpoints / str(step), self._directory / str(step))
+        partial = self._index.with_suffix(".json.tmp")
+        partial.write_text(json.dumps({"metric": self._cfg.metric, "steps": kept}))
+        os.replace(partial, self._index)
+        for path in self._directory.glob("*"):
+            if path.name.isdigit() and int(path.name) not in kept:
+                shutil.rmtree(path)
+        return True
+
+    def _sorted(self, values: dict[int, float]) -> dict[int, float]:
+        """Of equal values the earlier step is the better."""
+        sign = 1 if self._cfg.order == "lowest" else -1
+        return dict(sorted(values.items(), key=lambda item: (item[1] != item[1], sign * item[1], item[0])))

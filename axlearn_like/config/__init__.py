@@ -1,0 +1,53 @@
+"""Typed, nested configs: define, compose, edit, compare and build (docs/config.md)."""
+
+from axlearn_like.config.base import (
+    REQUIRED,
+    ConfigBase,
+    Configurable,
+    config_items,
+    label,
+    owner_name,
+)
+from axlearn_like.config.edit import (
+    apply_mesh_rules,
+    get_path,
+    replace,
+    set_path,
+    split_path,
+    walk,
+    walk_configs,
+)
+from axlearn_like.config.errors import errors_at
+from axlearn_like.config.function import config_for
+from axlearn_like.config.mesh_rules import MeshRules, has_mesh_rules, with_mesh_rules
+from axlearn_like.config.names import config_name
+from axlearn_like.config.resolve import record_resolved, resolve
+from axlearn_like.config.text import diff, from_text, text_lines, to_text
+
+__all__ = [
+    "REQUIRED",
+    "ConfigBase",
+    "Configurable",
+    "MeshRules",
+    "apply_mesh_rules",
+    "config_for",
+    "config_items",
+    "config_name",
+    "diff",
+    "errors_at",
+    "from_text",
+    "get_path",
+    "has_mesh_rules",
+    "label",
+    "owner_name",
+    "record_resolved",
+    "replace",
+    "resolve",
+    "set_path",
+    "split_path",
+    "text_lines",
+    "to_text",
+    "walk",
+    "walk_configs",
+    "with_mesh_rules",
+]

@@ -1,0 +1,29 @@
+"""Mesh rules in configs: what changes with the devices that an experiment runs on."""
+
+from typing import Any
+
+from axlearn_like.config.base import ConfigBase
+from axlearn_like.config.edit import apply_mesh_rules, walk_configs
+
+# Pairs of a pattern of `mesh.device_name` ("tpu-v5p-.*") and edits, path -> value. The first pattern that fits counts.
+MeshRules = tuple[tuple[str, dict[str, Any]], ...]
+
+
+def with_mesh_rules[C: ConfigBase[Any]](cfg: C, device: str) -> C:
+    """A copy with the edits for these devices, of the config itself and of those within that have rules of their own.
+
+    Raises:
+        LookupError: there are rules, and none fits; they are all named.
+        AttributeError, TypeError: an edit does not fit the config.
+    """
+    cfg = cfg.clone()
+    for _, node in list(walk_configs(cfg)):
+        rules: MeshRules = getattr(node, "mesh_rules", ())
+        if rules:
+            apply_mesh_rules(node, [(pattern, list(edits.items())) for pattern, edits in rules], device)
+    return cfg
+
+
+def has_mesh_rules(cfg: ConfigBase[Any]) -> bool:
+    """Whether anything depends on the devices."""
+    return any(getattr(node, "mesh_rules", ()) for _, node in walk_configs(cfg))

@@ -1,0 +1,71 @@
+"""The resolved config: the tree with the values that parents filled in when they built.
+
+with record_resolved() as resolved:
+    cfg.build(rngs=rngs)
+print(to_text(resolved.config))
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from axlearn_like.config.base import ConfigBase, on_built
+from axlearn_like.config.edit import set_path
+
+
+class Resolved:
+    """What was built, in the order in which it was finished: children before their parents."""
+
+    def __init__(self) -> None:
+        self.built: list[tuple[str, ConfigBase[Any]]] = []
+
+    @property
+    def config(self) -> ConfigBase[Any]:
+        """The config of the object built last, with each of its children as it was built.
+
+        A child built several times (one config, many layers) shows its last values; one that was
+        never built is as it was declared.
+
+        Raises:
+            LookupError: when nothing was built.
+        """
+        if not self.built:
+            raise LookupError("nothing was built inside record_resolved()")
+        root_path, root = self.built[-1]
+        root = root.clone()
+        for path, cfg in sorted(self.built, key=lambda entry: _depth(entry[0])):
+            below = path.removeprefix(root_path)
+            if below != path and below.startswith("."):
+                set_path(root, below.removeprefix("."), cfg.clone())
+        return root
+
+
+def _depth(path: str) -> int:
+    return path.count(".") + path.count("[")
+
+
+@contextmanager
+def record_resolved() -> Iterator[Resolved]:
+    """Records every `build` of this thread inside the `with`."""
+    resolved = Resolved()
+    token = on_built.set(lambda path, cfg: resolved.built.append((path, cfg)))
+    try:
+        yield resolved
+    finally:
+        on_built.reset(token)
+
+
+def resolve(cfg: ConfigBase[Any], build: Callable[[ConfigBase[Any]], Any] | None = None) -> ConfigBase[Any]:
+    """Builds `cfg` and returns its resolved config.
+
+    Args:
+        cfg: what to build; it is not changed.
+        build: how, plain `cfg.build()` by default. To make no arrays, pass a function such as
+            `lambda c: jax.eval_shape(lambda: c.build(rngs=nnx.Rngs(0)))`.
+    """
+    with record_resolved() as resolved:
+        if build is None:
+            cfg.build()
+        else:
+            build(cfg)
+    return resolved.config

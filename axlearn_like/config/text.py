@@ -1,0 +1,176 @@
+"""A config as text: what a run keeps, what golden tests compare and what a reviewer reads.
+
+The first line names the class that the config builds. Then comes one line `path: value` for each
+leaf, sorted by path, one for each nested config (`path: module:Owner`, or `path: module:function()`
+for a call) and one for each container with configs in it (`path: tuple`). Strings are quoted;
+functions are `module:name`, classes `class module:name`. Equal configs have equal text, so a dict's
+order is not part of it: what is ordered should be a tuple.
+
+    axlearn_like.decoder:Decoder
+    block: axlearn_like.block:Block
+    block.dim: REQUIRED
+    block.norm: axlearn_like.norm:RMSNorm
+    block.norm.eps: 1e-06
+    dim: 64
+"""
+
+import ast
+import math
+import re
+from typing import Any
+
+from axlearn_like.config.base import REQUIRED, ConfigBase
+from axlearn_like.config.edit import is_literal, is_opened, split_path, walk_nodes
+from axlearn_like.config.names import config_from_name, config_name, import_name, qualified_name
+
+_CONTAINERS = {"tuple": tuple, "list": list, "dict": dict}
+_NAME = re.compile(r"(?P<cls>class )?(?P<name>[\w.]+:[\w.]+)(?P<call>\(\))?")
+_WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "REQUIRED": REQUIRED}
+
+
+def to_text(cfg: ConfigBase[Any]) -> str:
+    """The text of a config, ending in a newline.
+
+    Raises:
+        TypeError: for a value that has no text (a lambda, an array), naming its path.
+    """
+    lines = text_lines(cfg)
+    head = lines.pop("")
+    return "\n".join([head, *(f"{path}: {text}" for path, text in lines.items())]) + "\n"
+
+
+def text_lines(cfg: ConfigBase[Any]) -> dict[str, str]:
+    """path -> text of the value, sorted by path; the root is at ""."""
+    lines = {path: _value_text(node, path) for path, node in walk_nodes(cfg)}
+    return {path: lines[path] for path in sorted(lines, key=_order)}
+
+
+def from_text(text: str) -> ConfigBase[Any]:
+    """The config that `to_text` wrote; a field without a line takes its default.
+
+    Nothing in the text is evaluated: values are literals, and a name imports the module it names.
+    (Building the config then runs what it names, so build only what you trust.)
+
+    Raises:
+        ValueError: for a line that cannot be read, naming it.
+        AttributeError, TypeError, LookupError: for fields, values or classes that do not fit.
+    """
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    head, *rows = lines or [""]
+    root = _Node(head.strip())
+    entries = [_split_row(row) for row in rows]
+    for keys, value in sorted(entries, key=lambda entry: len(entry[0])):
+        parent = root
+        for depth, key in enumerate(keys[:-1]):
+            if key not in parent.children:
+                raise ValueError(f"{_show(keys)}: no line for {_show(keys[: depth + 1])}")
+            parent = parent.children[key]
+        if keys[-1] in parent.children:
+            raise ValueError(f"{_show(keys)}: two lines for one path")
+        parent.children[keys[-1]] = _Node(value)
+    return _read_config(root, "")
+
+
+def diff(a: ConfigBase[Any], b: ConfigBase[Any]) -> list[str]:
+    """Readable lines of what differs: `  path: old -> new`, `- path: old`, `+ path: new`."""
+    old, new = text_lines(a), text_lines(b)
+    lines = []
+    for path in sorted(old.keys() | new.keys(), key=_order):
+        name = path or "(root)"
+        if path not in new:
+            lines.append(f"- {name}: {old[path]}")
+        elif path not in old:
+            lines.append(f"+ {name}: {new[path]}")
+        elif old[path] != new[path]:
+            lines.append(f"  {name}: {old[path]} -> {new[path]}")
+    return lines
+
+
+def _order(path: str) -> tuple[list[tuple[int, int, str]], str]:
+    """Indices in the order of numbers, everything else in that of letters."""
+    keys = split_path(path) if path else ()
+    parts = [(0, int(k), "") if str(k).isdecimal() else (1, 0, str(k)) for k in keys]
+    return parts, path  # The path decides between the dict keys 3 and "3".
+
+
+def _value_text(value: Any, path: str) -> str:
+    if isinstance(value, ConfigBase):
+        return config_name(value, path or "the root")
+    if is_opened(value):
+        return type(value).__name__
+    if is_literal(value):
+        return repr(_sorted_dicts(value))
+    if value is REQUIRED or type(value) is float:
+        return repr(value)
+    if isinstance(value, type):
+        return f"class {qualified_name(value, path)}"
+    return qualified_name(value, path)
+
+
+def _sorted_dicts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _sorted_dicts(value[k]) for k in sorted(value, key=repr)}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_sorted_dicts, value))
+    return value
+
+
+class _Node:
+    """A line of the text with the lines below it."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.children: dict[Any, _Node] = {}
+
+
+def _split_row(row: str) -> tuple[tuple[Any, ...], str]:
+    """A quoted key may hold ": ", so the path ends at the first one that has a path before it."""
+    at = row.find(": ")
+    while at >= 0:
+        try:
+            return split_path(row[:at]), row[at + 2 :]
+        except ValueError:
+            at = row.find(": ", at + 1)
+    raise ValueError(f"not a line `path: value`: {row!r}")
+
+
+def _read_config(node: _Node, path: str) -> ConfigBase[Any]:
+    where = path or "the root"
+    cls = config_from_name(node.text, where)
+    prefix = f"{path}." if path else ""
+    values = {key: _read(child, f"{prefix}{key}") for key, child in node.children.items()}
+    try:
+        return cls(**values)
+    except (AttributeError, TypeError) as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _read(node: _Node, path: str) -> Any:
+    container = _CONTAINERS.get(node.text)
+    if container is dict:
+        return {key: _read(child, f"{path}[{key!r}]") for key, child in node.children.items()}
+    if container is not None:
+        indices = [str(i) for i in range(len(node.children))]
+        if set(indices) != node.children.keys():
+            raise ValueError(f"{path}: the elements are numbered {', '.join(node.children)}")
+        return container(_read(node.children[i], f"{path}.{i}") for i in indices)
+    if node.text in _WORDS:
+        return _WORDS[node.text]
+    found = _NAME.fullmatch(node.text)
+    value = import_name(found["name"], path) if found else None
+    if found and (found["call"] or (isinstance(value, type) and not found["cls"])):
+        return _read_config(node, path)
+    if node.children:
+        raise ValueError(f"{path}: {node.text!r} is a value, but there are lines below it")
+    if found:
+        if not callable(value):
+            raise ValueError(f"{path}: {node.text} is neither a function nor a class")
+        return value
+    try:
+        return ast.literal_eval(node.text)
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(f"{path}: cannot read the value {node.text!r}") from error
+
+
+def _show(keys: tuple[Any, ...]) -> str:
+    return ".".join(map(str, keys))

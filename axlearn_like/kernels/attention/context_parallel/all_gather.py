@@ -1,0 +1,48 @@
+"""Context parallelism by gathering keys and values: with few key/value heads they are small beside the queries."""
+
+from typing import Any
+
+import jax
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.kernels.attention.context_parallel import zigzag
+from axlearn_like.kernels.attention.interface import SEQUENCE, Call, Kernel, Sharing
+
+
+class AllGather(Sharing):
+    """Every device gathers the keys and values of the whole rows and mixes them for its own queries.
+
+    Takes memory for all keys and values of one layer, and sends them before the first product; works with every kernel.
+    """
+
+    class Config(ConfigBase["AllGather"]):
+        pass
+
+    ring = False
+
+
+def on_one_device(
+    kernel: Kernel,
+    call: Call,
+    q_btkqh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    segments_bt: jax.Array,
+    places_t: jax.Array,
+    sinks_kq: jax.Array | None,
+    tables: Any,
+) -> jax.Array:
+    """One device's queries, and the keys of whole rows."""
+
+    def whole(x: jax.Array) -> jax.Array:
+        if call.ways == 1:
+            return x
+        return zigzag.straighten(jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True), call.ways, call.layout)
+
+    return kernel.attend(
+        *(q_btkqh, whole(k_btkh), whole(v_btkh), call),
+        segments=(segments_bt, whole(segments_bt)),
+        places_t=places_t,
+        sinks_kq=sinks_kq,
+        tables=tables,
+    )

@@ -1,0 +1,196 @@
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values go round the devices that share a row.
+
+Each device mixes the block that it has while the next one is on its way, and merges softmaxes by their logarithmic
+sums; so no device ever holds the keys of a whole row. The backward pass goes round once more, gradients of keys and
+values travelling with them. What a device sees of another's block is all of a half or nothing, but for its own
+(zigzag.py), so all work equally long.
+
+Arrays have heads in front of the length here: queries [b, k, q, t, h], keys and values [b, k, s, h].
+"""
+
+import functools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.kernels.attention.interface import SEQUENCE, Call, Kernel, Sharing
+
+DIAGONAL, WHOLE = "diagonal", "whole"  # of a block: causal within itself; or all of it is visible, but for segments
+
+ALL = slice(None)
+
+
+class Blocks(Protocol):
+    """A kernel for one block. Segments and places are pairs, of queries [b, t], [t] and of keys [b, s], [s]."""
+
+    def forward(
+        self, q_bkqth: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, segments: Any, places: Any, case: str
+    ) -> tuple[jax.Array, jax.Array]:
+        """float32 mixed values [b, k, q, t, h], and logarithms of the sums of exponentials [b, k, q, t]."""
+        ...
+
+    def backward(
+        self,
+        q_bkqth: jax.Array,
+        k_bksh: jax.Array,
+        v_bksh: jax.Array,
+        segments: Any,
+        places: Any,
+        case: str,
+        out: jax.Array,
+        lse: jax.Array,
+        d_out: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """float32 gradients of queries, keys and values; `out` and `lse` are those over all blocks."""
+        ...
+
+
+class Ring(Sharing):
+    """Least memory, and sending hides behind products; needs a kernel that returns logarithmic sums."""
+
+    class Config(ConfigBase["Ring"]):
+        pass
+
+    ring = True
+
+
+def on_one_device(
+    kernel: Kernel,
+    call: Call,
+    q_btkqh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    segments_bt: jax.Array,
+    places_t: jax.Array,
+    sinks_kq: jax.Array | None,
+    tables: Any,
+) -> jax.Array:
+    """One device's queries, and the keys of all devices of the ring in turn; [b, t, k, q, h]."""
+    del tables
+    ring = _Ring(call, kernel.blocks(call))
+    mixed = _attend(
+        ring,
+        q_btkqh.transpose(0, 2, 3, 1, 4),
+        (k_btkh.transpose(0, 2, 1, 3), v_btkh.transpose(0, 2, 1, 3)),
+        (segments_bt, places_t),
+        sinks_kq,
+    )
+    return mixed.transpose(0, 3, 1, 2, 4)
+
+
+class _Ring:
+    """The walk around the ring; `mine` and `theirs` are (segments [b, t], places [t])."""
+
+    def __init__(self, call: Call, blocks: Blocks):
+        self.call, self.blocks = call, blocks
+
+    def next[T](self, tree: T) -> T:
+        ways = self.call.ways
+        return jax.lax.ppermute(tree, SEQUENCE, [(i, (i + 1) % ways) for i in range(ways)])
+
+    def forward(self, q: jax.Array, kv: Any, mine: Any) -> tuple[jax.Array, jax.Array]:
+        def block(queries: slice, keys: slice, kv: Any, theirs: Any, case: str) -> tuple[jax.Array, jax.Array]:
+            q_cut, k, v, segments, places = self._cut(q, kv, mine, theirs, queries, keys)
+            return self.blocks.forward(q_cut, k, v, segments, places, case)
+
+        def more(found: Any, queries: slice, keys: slice, kv: Any, theirs: Any) -> Any:
+            """`found` with what these queries see of these keys."""
+            out, lse = found
+            merged = _merged((out[..., queries, :], lse[..., queries]), block(queries, keys, kv, theirs, WHOLE))
+            return _put(out, merged[0], (..., queries, slice(None))), _put(lse, merged[1], (..., queries))
+
+        def hop(state: Any, number: jax.Array) -> tuple[Any, None]:
+            kv, theirs, found = state
+            coming = self.next((kv, theirs))
+            return (*coming, self._one_of(number, more, found, kv, theirs)), None
+
+        coming = self.next((kv, mine))
+        state = (*coming, block(ALL, ALL, kv, mine, DIAGONAL))
+        (_, _, found), _ = jax.lax.scan(hop, state, jnp.arange(1, self.call.ways))
+        return found
+
+    def backward(self, q: jax.Array, kv: Any, mine: Any, out: Any, lse: Any, d_out: Any) -> tuple[jax.Array, Any]:
+        def block(queries: slice, keys: slice, kv: Any, theirs: Any, case: str) -> Any:
+            q_cut, k, v, segments, places = self._cut(q, kv, mine, theirs, queries, keys)
+            of = {"out": out[..., queries, :], "lse": lse[..., queries], "d_out": d_out[..., queries, :]}
+            return self.blocks.backward(q_cut, k, v, segments, places, case, **of)
+
+        def more(found: Any, queries: slice, keys: slice, kv: Any, theirs: Any) -> Any:
+            """`found` with what goes through these queries and keys."""
+            parts = zip(found, block(queries, keys, kv, theirs, WHOLE), (queries, keys, keys), strict=True)
+            return tuple(_put(x, x[..., at, :] + part, (..., at, slice(None))) for x, part, at in parts)
+
+        def hop(state: Any, number: jax.Array) -> tuple[Any, None]:
+            kv, theirs, (dq, *d_kv) = state
+            coming, d_kv = self.next((kv, theirs)), self.next(d_kv)
+            return (*coming, self._one_of(number, more, (dq, *d_kv), kv, theirs)), None
+
+        coming = self.next((kv, mine))
+        state = (*coming, tuple(block(ALL, ALL, kv, mine, DIAGONAL)))
+        (_, _, (dq, *d_kv)), _ = jax.lax.scan(hop, state, jnp.arange(1, self.call.ways))
+        return dq, tuple(self.next(d_kv))  # home
+
+    def _one_of(self, number: jax.Array, more: Any, found: Any, kv: Any, theirs: Any) -> Any:
+        """`found` with what is seen of the block that has come so many hops.
+
+        Cut in zigzag: if its device comes before, all queries see its first half and none its second; if behind, the
+        second half of the queries sees all of it. Cut straight: all of it, or nothing.
+        """
+        half = self.call.length // self.call.ways // 2
+        straight = self.call.layout == "straight"
+
+        def earlier() -> Any:
+            return more(found, ALL, ALL if straight else slice(half), kv, theirs)
+
+        def later() -> Any:
+            return found if straight else more(found, slice(half, None), ALL, kv, theirs)
+
+        return jax.lax.cond(number <= jax.lax.axis_index(SEQUENCE), earlier, later)
+
+    @staticmethod
+    def _cut(q: jax.Array, kv: Any, mine: Any, theirs: Any, queries: slice, keys: slice) -> Any:
+        k, v = (x[..., keys, :] for x in kv)
+        segments = (mine[0][:, queries], theirs[0][:, keys])
+        return q[..., queries, :], k, v, segments, (mine[1][queries], theirs[1][keys])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, q: jax.Array, kv: Any, mine: Any, sinks_kq: jax.Array | None) -> jax.Array:
+    return _forward(ring, q, kv, mine, sinks_kq)[0]
+
+
+def _forward(ring: _Ring, q: jax.Array, kv: Any, mine: Any, sinks_kq: jax.Array | None) -> tuple[jax.Array, Any]:
+    out, lse = ring.forward(q, kv, mine)
+    if sinks_kq is not None:  # one more key, whose value is zero
+        total = jnp.logaddexp(lse, sinks_kq[None, :, :, None].astype(jnp.float32))
+        out, lse = out * jnp.exp(lse - total)[..., None], total
+    out = out.astype(q.dtype)
+    return out, (q, kv, mine, sinks_kq, out, lse)
+
+
+def _backward(ring: _Ring, saved: Any, d_out: jax.Array) -> Any:
+    q, kv, mine, sinks_kq, out, lse = saved
+    out, d_out = out.astype(jnp.float32), d_out.astype(jnp.float32)
+    dq, d_kv = ring.backward(q, kv, mine, out, lse, d_out)
+    d_sinks = None
+    if sinks_kq is not None:
+        weight = jnp.exp(sinks_kq[None, :, :, None].astype(jnp.float32) - lse)
+        d_sinks = -jnp.sum(weight * jnp.sum(out * d_out, axis=-1), axis=(0, 3)).astype(sinks_kq.dtype)
+    return dq.astype(q.dtype), jax.tree.map(lambda d, x: d.astype(x.dtype), d_kv, kv), None, d_sinks
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _merged(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Mixed values over the keys of both."""
+    total = jnp.logaddexp(a[1], b[1])
+    weights = (jnp.exp(x[1] - total)[..., None] for x in (a, b))
+    return sum(x[0] * weight for x, weight in zip((a, b), weights, strict=True)), total  # pyright: ignore
+
+
+def _put(x: jax.Array, part: jax.Array, where: Any) -> jax.Array:
+    """x with a part of it replaced; or the part, if it is all."""
+    return part if part.shape == x.shape else x.at[where].set(part)

@@ -1,0 +1,165 @@
+"""Decoding by XLA on *windows*: the pages of each row, copied once into contiguous arrays for several steps.
+
+What a kernel does in fast memory, amortised over steps. Rows come in groups, longest first, and each group has its own
+window, cut into cells of ascending keys (`key_blocks`). A group reads as many cells as its longest row needs and leaves
+the rest alone, so rows of all lengths share a dispatch, and its matrix products, while each reads little more than its
+own keys. Cells are arrays of their own because XLA's CPU backend copies whatever it cuts from an array.
+
+Shape letters: r rows, c = 1 token of each, s keys of a cell; k, q, h as in attention.py.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.kernels.attention.dispatch import Mixing
+from axlearn_like.layers.contexts.paged import KEY_BLOCK, Pool, attend_blocks, key_blocks, read_window
+from mesh.rules import constrain, partition
+
+
+class Cell(NamedTuple):
+    """Some keys of a group of rows, and their values."""
+
+    # [r, k, s / 64 * h * 64]: a product reads it in order, 1.6 times as fast as from [r, k, h, s]. Three axes in one,
+    # as XLA would otherwise lay them out as it likes, and copy them at the start and end of each dispatch.
+    k: Any
+    v: Any  # [r, k, s, h]
+
+    @property
+    def blocks(self) -> jax.Array:
+        """The keys, [r, k, s / 64, h, 64]."""
+        rows, heads, _, width = self.v.shape
+        spread = partition(None, "heads", None, None, None)
+        return jnp.reshape(self.k, (rows, heads, -1, width, KEY_BLOCK), out_sharding=spread)
+
+
+Windows = Sequence[Sequence[Cell]]  # of one layer: groups of rows, cells of ascending keys
+
+
+class Cache(NamedTuple):
+    """Of one layer."""
+
+    windows: Windows
+    k: Any  # [steps, r, k, h], of the tokens fed since the windows were filled
+    v: Any
+
+
+def make_window(rows: int, keys: int, *, kv_heads: int, head_dim: int, dtype: Any) -> tuple[Cell, ...]:
+    """Empty cells of one group and layer, for `keys` tokens, a multiple of 64."""
+
+    def empty(*shape: int) -> jax.Array:
+        return constrain(jnp.zeros((rows, kv_heads, *shape), dtype), None, "heads", *[None] * len(shape))
+
+    sizes = [block.stop - block.start for block in key_blocks(keys, head_dim)]
+    return tuple(Cell(empty(s * head_dim), empty(s, head_dim)) for s in sizes)
+
+
+def cells_needed(windows: Windows, tokens: jax.Array) -> jax.Array:
+    """int32 [groups], cells that hold so many tokens of each row, int32 [r]; at least 1."""
+    found, first = [], 0
+    for cells in windows:
+        rows, ends = cells[0].v.shape[0], jnp.cumsum(jnp.array([cell.v.shape[2] for cell in cells]))
+        found.append(1 + jnp.sum(ends[:-1] < jnp.max(tokens[first : first + rows]), dtype=jnp.int32))
+        first += rows
+    return jnp.stack(found)
+
+
+def fill(windows: Windows, pool: Pool, table: jax.Array, lengths: jax.Array, needed: jax.Array) -> Windows:
+    """Copy pages into the cells that are needed, in place; of the others nothing is read or written.
+
+    Args:
+        windows: of one layer; what is in them does not matter.
+        pool: of all layers.
+        table: int32 [r, pages of a row], the layer's.
+        lengths: int32 [r], tokens in the pool; values behind are zero (see `read_window`).
+        needed: int32 [groups], see `cells_needed`.
+    """
+    page_size, filled, first = pool["k"].shape[-1], [], 0
+    for group, cells in enumerate(windows):
+        rows = slice(first, first := first + cells[0].v.shape[0])
+        blocks, new = key_blocks(sum(cell.v.shape[2] for cell in cells), cells[0].v.shape[-1]), []
+        for index, (block, cell) in enumerate(zip(blocks, cells, strict=True)):
+            pages = table[rows, block.start // page_size : block.stop // page_size]
+            read = partial(_read_cell, pool, pages, lengths[rows] - block.start)
+            # A loop of one round or none leaves the cell where it is, and a condition would not.
+            rounds = (needed[group] > index).astype(jnp.int32)
+            new.append(jax.lax.fori_loop(0, rounds, lambda round_, _, read=read: read(round_), cell))
+        filled.append(tuple(new))
+    return tuple(filled)
+
+
+def _read_cell(pool: Pool, pages: jax.Array, lengths: jax.Array, zero: jax.Array) -> Cell:
+    """`zero` is but the number of a round, without which XLA would do all this before the loop, always."""
+    window = read_window(pool, pages + zero, lengths)
+    rows, heads, head_dim, size = window["k"].shape
+    spread = partition(None, "heads", None, None, None)
+    k = jnp.reshape(window["k"], (rows, heads, head_dim, size // KEY_BLOCK, KEY_BLOCK), out_sharding=spread)
+    return _cell(k.transpose(0, 1, 3, 2, 4), window["v"])
+
+
+def _cell(blocks: jax.Array, v: jax.Array) -> Cell:
+    """Of keys in blocks, [r, k, s / 64, h, 64]."""
+    spread = partition(None, "heads", None)
+    return Cell(jnp.reshape(blocks, (*blocks.shape[:2], -1), out_sharding=spread), v)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowContext:
+    """One decoding step of every row on its window.
+
+    Attributes:
+        lengths: int32 [r], tokens of the row before the one now fed.
+        needed: int32 [groups], cells that each group reads.
+        step: int32, steps since the windows were filled.
+    """
+
+    lengths: jax.Array
+    needed: jax.Array
+    step: jax.Array
+
+    @property
+    def positions(self) -> jax.Array:
+        return self.lengths[:, None]
+
+    def attend(
+        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: Cache, mixing: Mixing
+    ) -> tuple[jax.Array, Cache]:
+        k, v = (constrain(x[:, 0], None, "heads", None) for x in (k_rckh, v_rckh))
+        mixed, windows, first = [], [], 0
+        for group, cells in enumerate(cache.windows):
+            rows = slice(first, first := first + cells[0].v.shape[0])
+            cells = _put(cells, k[rows], v[rows], self.lengths[rows])
+            ways = [partial(_attend_cells, count, mixing) for count in range(1, len(cells) + 1)]
+            mixed.append(jax.lax.switch(self.needed[group] - 1, ways, q_rckqh[rows], cells, self.positions[rows]))
+            windows.append(cells)
+        write = jax.lax.dynamic_update_index_in_dim
+        cache = Cache(tuple(windows), write(cache.k, k, self.step, 0), write(cache.v, v, self.step, 0))
+        return jnp.concatenate(mixed) if len(mixed) > 1 else mixed[0], cache
+
+
+def _attend_cells(
+    count: int, mixing: Mixing, q_rckqh: jax.Array, cells: Sequence[Cell], positions: jax.Array
+) -> jax.Array:
+    """Over the first `count` cells."""
+    cells = cells[:count]
+    return attend_blocks(q_rckqh, [cell.blocks for cell in cells], [cell.v for cell in cells], positions, mixing)
+
+
+def _put(cells: Sequence[Cell], k_rkh: jax.Array, v_rkh: jax.Array, positions: jax.Array) -> tuple[Cell, ...]:
+    """A token of each row into the cell that has its position; in place."""
+    rows, new = jnp.arange(positions.shape[0]), []
+    for cell, block in zip(cells, key_blocks(sum(cell.v.shape[2] for cell in cells), v_rkh.shape[-1]), strict=True):
+        at = positions - block.start
+        at = jnp.where(at < 0, block.stop, at)  # behind the end, where nothing is written
+        new.append(
+            _cell(
+                cell.blocks.at[rows, :, at // KEY_BLOCK, :, at % KEY_BLOCK].set(k_rkh, mode="drop"),
+                cell.v.at[rows, :, at].set(v_rkh, mode="drop"),
+            )
+        )
+    return tuple(new)

@@ -1,0 +1,105 @@
+"""Rows in the order of their experts, and back: the permutations around a grouped matrix product.
+
+Each has a gradient that is a permutation too. That of a plain gather would be a scatter, which accelerators run row by
+row, and which adds up in no order that one can rely on.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.layers.deterministic import apart
+
+
+class Order(NamedTuple):
+    """A permutation of rows.
+
+    Attributes:
+        source: int32 [rows], row i of the sorted ones was row source[i] before.
+        target: int32 [rows], the inverse.
+    """
+
+    source: jax.Array
+    target: jax.Array
+
+
+def order_by(keys: jax.Array) -> Order:
+    """The stable order of int32 keys [rows]."""
+    source = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    places = jnp.arange(len(keys), dtype=jnp.int32)
+    return Order(source, jnp.zeros_like(places).at[source].set(places, unique_indices=True))
+
+
+def counts(keys: jax.Array, values: int) -> jax.Array:
+    """int32 [values], how often each of 0 .. values - 1 is among the keys; others are not counted."""
+    return jnp.sum(keys[:, None] == jnp.arange(values, dtype=keys.dtype), axis=0, dtype=jnp.int32)
+
+
+@jax.custom_vjp
+def permute(x: jax.Array, order: Order) -> jax.Array:
+    """Rows [rows, dim] sorted."""
+    return x[order.source]
+
+
+@jax.custom_vjp
+def permute_back(x: jax.Array, order: Order) -> jax.Array:
+    """Sorted rows where they were."""
+    return x[order.target]
+
+
+@jax.custom_vjp
+def spread(x: jax.Array, order: Order) -> jax.Array:
+    """Tokens [tokens, dim], each as often as it has experts, sorted: [tokens * top_k, dim]."""
+    return x[order.source // (len(order.source) // len(x))]
+
+
+def gather_sum(y: jax.Array, order: Order, weights: jax.Array) -> jax.Array:
+    """The weighted sum over its experts for each token, from what the experts made of it.
+
+    Args:
+        y: [tokens * top_k, dim], sorted.
+        order: that of the rows.
+        weights: [tokens, top_k] float32.
+
+    Returns:
+        [tokens, dim] of the type of y. Summed in float32, one expert after the other: the same to the bit in any batch.
+    """
+    tokens, top_k = weights.shape
+    each = permute_back(y, order).reshape(tokens, top_k, -1)
+    products = apart(each.astype(jnp.float32) * weights[..., None])
+    total = products[:, 0]
+    for k in range(1, top_k):
+        total = total + products[:, k]
+    return total.astype(y.dtype)
+
+
+def _permute_forward(x: jax.Array, order: Order) -> tuple[jax.Array, Order]:
+    return permute(x, order), order
+
+
+def _permute_backward(order: Order, g: jax.Array) -> tuple[jax.Array, None]:
+    return g[order.target], None
+
+
+def _permute_back_forward(x: jax.Array, order: Order) -> tuple[jax.Array, Order]:
+    return permute_back(x, order), order
+
+
+def _permute_back_backward(order: Order, g: jax.Array) -> tuple[jax.Array, None]:
+    return g[order.source], None
+
+
+def _spread_forward(x: jax.Array, order: Order) -> tuple[jax.Array, tuple[Order, jax.Array]]:
+    return spread(x, order), (order, x[:, :0])  # of x only the number of rows and the type
+
+
+def _spread_backward(kept: tuple[Order, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+    order, like = kept
+    each = g[order.target].reshape(len(like), -1, g.shape[-1])
+    return jnp.sum(each, axis=1, dtype=jnp.float32).astype(like.dtype), None
+
+
+permute.defvjp(_permute_forward, _permute_backward)
+permute_back.defvjp(_permute_back_forward, _permute_back_backward)
+spread.defvjp(_spread_forward, _spread_backward)

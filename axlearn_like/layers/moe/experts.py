@@ -1,0 +1,167 @@
+"""Experts: many gated feed-forward networks, each token through the few that a router chose for it.
+
+Dropless: rows are sorted by expert and go through grouped matrix products, so that no expert has a fixed number of
+places. Over a mesh, experts lie on the axis `expert`, their width on `tensor`, and their inputs are cut by `fsdp`.
+Tokens travel to their experts' devices and back (`axlearn_like.layers.moe.all_to_all`).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.kernels.grouped_matmul import RaggedDot
+from axlearn_like.layers.base import Layer, fan_in_init, param
+from axlearn_like.layers.deterministic import apart
+from axlearn_like.layers.moe import all_to_all
+from axlearn_like.layers.moe.dispatch import counts, gather_sum, order_by, permute, permute_back, spread
+from mesh.cost.expected import filled
+from mesh.errors import UserError
+from mesh.manual import vary, varying
+from mesh.rules import mapped_sizes, partition
+
+_ROWS = 8  # capacities are multiples of so many rows
+
+
+class Weights(NamedTuple):
+    """Of all experts of a device: arrays in the type of the activations, or how these are spread."""
+
+    gate: Any
+    up: Any
+    down: Any
+
+
+class Experts(Layer):
+    """down_e(silu(gate_e(x)) * up_e(x)) for `num_experts` e, without biases."""
+
+    class Config(ConfigBase["Experts"]):
+        dim: int = REQUIRED
+        num_experts: int = REQUIRED
+        hidden: int = REQUIRED  # width of one expert
+        product: ConfigBase = RaggedDot.Config()
+        # Rows that one device sends another at most, as a multiple of the mean; the rest is dropped and counted. None:
+        # as many as there can be, nothing is ever dropped, and memory is set aside for that.
+        capacity_factor: float | None = None
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        if cfg.capacity_factor is not None and cfg.capacity_factor <= 0:
+            raise UserError(f"Experts.Config.capacity_factor: expected above 0 or None, got {cfg.capacity_factor}")
+        devices = _expert_axis_size()
+        if cfg.num_experts % devices:
+            raise UserError(
+                f"Experts.Config.num_experts: {cfg.num_experts} experts do not divide evenly over the mesh "
+                f"(expert {devices})"
+            )
+        wide, narrow = fan_in_init(cfg.dim), fan_in_init(cfg.hidden)
+        inner, outer = (cfg.num_experts, cfg.dim, cfg.hidden), (cfg.num_experts, cfg.hidden, cfg.dim)
+        self.gate_edf = param(rngs, inner, ("experts", "embed", "hidden"), wide)
+        self.up_edf = param(rngs, inner, ("experts", "embed", "hidden"), wide)
+        self.down_efd = param(rngs, outer, ("experts", "hidden", "embed"), narrow)
+        self._product = cfg.product.build()
+        self._num_experts, self._capacity_factor = cfg.num_experts, cfg.capacity_factor
+
+    def __call__(self, x_btd: jax.Array, experts_btk: jax.Array, weights_btk: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The weighted sum of each token's experts.
+
+        Args:
+            x_btd: [batch, length, dim].
+            experts_btk: int32 [batch, length, top_k], no expert twice for a token.
+            weights_btk: float32 [batch, length, top_k].
+
+        Returns:
+            [batch, length, dim], and the fraction of the rows that were dropped, a float32 scalar.
+        """
+        stored = (self.gate_edf[...], self.up_edf[...], self.down_efd[...])
+        weights = Weights(*(weight.astype(x_btd.dtype) for weight in stored))
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return self._local(x_btd, experts_btk, weights_btk, weights)
+        # Inside a pipeline, say, an axis may be manual already.
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        axes = tuple(name for name, kind in kinds if kind != AxisType.Manual)
+        was = jax.typeof(x_btd).sharding.spec
+        # Tokens may be spread by length, but not over `tensor`, which has the experts' width here.
+        whole, spread = partition("batch", None, None), partition("batch", "length", None)
+        rows = spread if spread is not None and was[1] == spread[1] else whole
+        inner, outer = partition("experts", "embed", "hidden"), partition("experts", "hidden", "embed")
+        specs = (rows, rows, rows, Weights(inner, inner, outer))
+        run = jax.shard_map(self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
+        y_btd, dropped = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
+        return jax.sharding.reshard(y_btd, was), dropped
+
+    def _on_device(
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, cut: Weights
+    ) -> tuple[jax.Array, jax.Array]:
+        """One device's tokens, with its part of the weights."""
+        whole = Weights(*(_gathered(weight, axis) for weight, axis in zip(cut, (1, 1, 2), strict=True)))
+        # Said here, sums over devices happen once for each gradient instead of wherever two kinds of arrays meet.
+        axes = frozenset[str]().union(*map(varying, (x, *whole)))
+        x, experts, weights, whole = jax.tree.map(lambda a: vary(a, axes), (x, experts, weights, whole))
+        y, dropped = self._local(x, experts, weights, whole)
+        return jax.lax.psum(y, tuple(mapped_sizes("hidden"))), jax.lax.pmean(dropped, tuple(axes))
+
+    def _local(
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Weights
+    ) -> tuple[jax.Array, jax.Array]:
+        (batch, length, dim), top_k = x.shape, experts.shape[-1]
+        chosen = experts.reshape(-1)
+        order = order_by(chosen)
+        rows = spread(x.reshape(-1, dim), order)
+        sizes = counts(chosen, self._num_experts)
+        devices = _expert_axis_size()
+        if devices == 1:
+            y, dropped = self._network(rows, sizes, matrices), jnp.sum(weights * 0)
+        else:
+            y, dropped = self._exchanged(rows, sizes, matrices, devices, top_k)
+        y = gather_sum(y, order, weights.reshape(-1, top_k))
+        return y.reshape(batch, length, dim), dropped
+
+    def _exchanged(
+        self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int, top_k: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """As `_network`, for experts that lie on several devices; also the fraction of rows that was dropped."""
+        axis, mine = "expert", self._num_experts // devices
+        by_device = sizes.reshape(devices, mine)
+        capacity = self._capacity(len(rows), devices, mine, top_k)
+        plan = all_to_all.make_plan(jnp.sum(by_device, axis=1), capacity, axis)
+        # How many rows come from each device for each expert here, were none dropped: these are the last of a sender.
+        ends = jnp.cumsum(jax.lax.all_to_all(by_device, axis, 0, 0, tiled=True), axis=1)
+        place = jnp.arange(capacity, dtype=jnp.int32)
+        expert = jnp.sum(place[:, None] >= ends[:, None, :], axis=-1, dtype=jnp.int32)
+        expert = jnp.where(place < plan.received[:, None], expert, mine).reshape(-1)  # `mine`: no row, sorted last
+        order = order_by(expert)
+        received = permute(all_to_all.to_experts(rows, plan, capacity, axis), order)
+        with filled(max(1, round(devices * capacity / len(rows)))):  # if all experts are chosen equally often
+            y = self._network(received, counts(expert, mine), matrices)
+        y = all_to_all.from_experts(permute_back(y, order), plan, len(rows), axis)
+        return y, (len(rows) - jnp.sum(plan.sent)).astype(jnp.float32) / len(rows)
+
+    def _capacity(self, rows: int, devices: int, mine: int, top_k: int) -> int:
+        """Rows for one pair of devices: of a token's experts, all on one device are `mine` at most."""
+        most = rows // top_k * min(top_k, mine)
+        if self._capacity_factor is None:
+            return most
+        wanted = -(-int(self._capacity_factor * rows) // devices)
+        return min(most, -(-wanted // _ROWS) * _ROWS)
+
+    def _network(self, x: jax.Array, sizes: jax.Array, matrices: Weights) -> jax.Array:
+        """Rows sorted by expert through their experts; rows beyond the sizes become zeros."""
+        live = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
+        gate, up = self._product(x, matrices.gate, sizes), self._product(x, matrices.up, sizes)
+        # What a product says of rows without a group is not defined, and must not reach a gradient either.
+        hidden = apart(jnp.where(live, jax.nn.silu(gate) * up, 0))
+        return jnp.where(live, self._product(hidden, matrices.down, sizes), 0)
+
+
+def _expert_axis_size() -> int:
+    return mapped_sizes("experts").get("expert", 1)
+
+
+def _gathered(weight: jax.Array, axis: int) -> jax.Array:
+    """A matrix with its model width whole; the gradient is scattered again."""
+    if mapped_sizes("embed").get("fsdp", 1) == 1:
+        return weight
+    return jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)

@@ -1,0 +1,46 @@
+"""Mixture of experts: a feed-forward layer in which each token uses a few of many networks."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.aux import Aux
+from axlearn_like.layers.base import Layer
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.router import SoftmaxRouter
+
+
+class MoE(Layer):
+    """The weighted sum of a token's experts, plus a network that all tokens share where there is one."""
+
+    class Config(ConfigBase["MoE"]):
+        dim: int = REQUIRED
+        num_experts: int = REQUIRED
+        router: ConfigBase = SoftmaxRouter.Config()
+        experts: Experts.Config = Experts.Config()
+        shared: ConfigBase | None = None  # e.g. SwiGLU.Config
+        record_routing: bool = False  # return what was chosen: 4 * top_k bytes per token and layer
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        sizes = {"dim": cfg.dim, "num_experts": cfg.num_experts}
+        self.router = cfg.router.clone(**sizes).build(rngs=rngs)
+        self.experts = cfg.experts.clone(**sizes).build(rngs=rngs)
+        self.shared = None if cfg.shared is None else cfg.shared.clone(dim=cfg.dim).build(rngs=rngs)
+        self.record_routing = cfg.record_routing
+
+    def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
+        """[b, t, d] -> [b, t, d].
+
+        Args:
+            x_btd: activations.
+            routing: int32 [b, t, top_k], experts to be used instead of those that the router would choose, each with
+                the weight that the router gives it now; -1: chosen anew. None: all are chosen.
+        """
+        routed = self.router(x_btd, routing)
+        y_btd, dropped = self.experts(x_btd, routed.experts, routed.weights)
+        if self.shared is not None:
+            y_btd = y_btd + self.shared(x_btd)[0]
+        metrics = {**routed.metrics, "expert_dropped": dropped}
+        return y_btd, Aux(routed.losses, metrics, routed.experts if self.record_routing else None)

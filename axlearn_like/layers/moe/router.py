@@ -1,0 +1,160 @@
+"""Routers: which experts each token goes to, and with which weights. All in float32."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.base import Layer, fan_in_init, param
+from axlearn_like.layers.deterministic import apart, exponentials, row_sum
+from axlearn_like.layers.linear import project
+from axlearn_like.layers.moe import load_balance
+from mesh.errors import UserError
+
+
+class Routed(NamedTuple):
+    """What a router decided.
+
+    Attributes:
+        experts: int32 [batch, length, top_k], no expert twice for a token.
+        weights: float32 [batch, length, top_k].
+        losses: float32 scalars, weighted.
+        metrics: float32 scalars.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+    losses: dict[str, jax.Array]
+    metrics: dict[str, jax.Array]
+
+
+class SoftmaxRouter(Layer):
+    """The top_k of softmax(x W) (Shazeer et al. 2017, arXiv 1701.06538, without noise): Mixtral, Qwen3."""
+
+    class Config(ConfigBase["SoftmaxRouter"]):
+        dim: int = REQUIRED
+        num_experts: int = REQUIRED
+        top_k: int = REQUIRED
+        renormalise: bool = True  # a token's weights sum to 1 (Qwen3's `norm_topk_prob`)
+        load_balance: float = 0.001  # weight of that loss; see `balance`
+        z_loss: float = 0.0
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        _check(cfg)
+        self.weight_de = param(rngs, (cfg.dim, cfg.num_experts), ("embed", None), fan_in_init(cfg.dim))
+        self.top_k, self.renormalise = cfg.top_k, cfg.renormalise
+        self.weights = {"load_balance": cfg.load_balance, "router_z": cfg.z_loss}
+
+    def __call__(self, x_btd: jax.Array, routing: Any = None) -> Routed:
+        """Routes [b, t, d]; `routing`, int32 [b, t, k], are experts to be taken again, -1: chosen anew."""
+        logits = _logits(x_btd, self.weight_de[...])
+        weights, total = exponentials(logits)
+        probs = apart(weights / total)
+        experts = _replayed(_top(probs, self.top_k), routing)
+        chosen = _pick(probs, experts)
+        if self.renormalise:
+            chosen = chosen / row_sum(chosen)
+        losses = {
+            "load_balance": lambda: load_balance.load_balance(probs, experts),
+            "router_z": lambda: load_balance.z_loss(logits),
+        }
+        return Routed(experts, chosen, _weighted(losses, self.weights), load_balance.router_metrics(probs, experts))
+
+
+class SigmoidRouter(Layer):
+    """The top_k of sigmoid(x W) + bias, weighted without the bias: DeepSeek-V3 (arXiv 2412.19437, 2.1.2).
+
+    The bias balances the load and has no gradient of any loss: after each update of the other parameters it goes up by
+    a fixed step for experts with less than the mean load, down for the others (`axlearn_like.learner.expert_bias`).
+    """
+
+    class Config(ConfigBase["SigmoidRouter"]):
+        dim: int = REQUIRED
+        num_experts: int = REQUIRED
+        top_k: int = REQUIRED
+        renormalise: bool = True  # a token's weights sum to `scale`
+        scale: float = 1.0  # of the weights
+        groups: int = 1  # neighbouring experts form so many groups,
+        groups_kept: int = 1  # of which a token sees those with the best two experts
+        sequence_balance: float = 0.0001  # weight of that loss; see `balance`
+        z_loss: float = 0.0
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        _check(cfg)
+        size = cfg.num_experts // max(cfg.groups, 1)
+        if cfg.groups < 1 or cfg.num_experts % cfg.groups or not 1 <= cfg.groups_kept <= cfg.groups:
+            raise UserError(
+                f"SigmoidRouter.Config: expected groups that divide num_experts {cfg.num_experts} and groups_kept from "
+                f"1 to groups, got groups {cfg.groups}, groups_kept {cfg.groups_kept}"
+            )
+        if cfg.groups_kept * size < cfg.top_k or (cfg.groups > 1 and size < 2):
+            raise UserError(
+                f"SigmoidRouter.Config: {cfg.groups_kept} groups of {size} experts are too few for top_k {cfg.top_k}"
+            )
+        self.weight_de = param(rngs, (cfg.dim, cfg.num_experts), ("embed", None), fan_in_init(cfg.dim))
+        self.balance_bias_e = param(rngs, (cfg.num_experts,), (None,), jax.nn.initializers.zeros)
+        self.top_k, self.renormalise, self.scale = cfg.top_k, cfg.renormalise, cfg.scale
+        self.groups, self.groups_kept = cfg.groups, cfg.groups_kept
+        self.weights = {"sequence_balance": cfg.sequence_balance, "router_z": cfg.z_loss}
+
+    def __call__(self, x_btd: jax.Array, routing: Any = None) -> Routed:
+        """As `SoftmaxRouter`."""
+        logits, bias = _logits(x_btd, self.weight_de[...]), self.balance_bias_e[...]
+        scores = apart(jax.nn.sigmoid(logits))
+        experts = _replayed(_top(self._seen(scores + bias), self.top_k), routing)
+        chosen = _pick(scores, experts)
+        if self.renormalise:
+            chosen = chosen / (row_sum(chosen) + 1e-20)
+        probs = scores / (row_sum(scores) + 1e-20)
+        losses = {
+            "sequence_balance": lambda: load_balance.sequence_balance(probs, experts),
+            "router_z": lambda: load_balance.z_loss(logits),
+        }
+        weighted = {**_weighted(losses, self.weights), "balance_bias": load_balance.balance_bias(bias, experts)}
+        return Routed(experts, chosen * self.scale, weighted, load_balance.router_metrics(probs, experts))
+
+    def _seen(self, choice: jax.Array) -> jax.Array:
+        """-inf for experts outside the token's groups; a group counts as the sum of its two best."""
+        if self.groups == self.groups_kept:
+            return choice
+        choice = jax.lax.stop_gradient(choice)
+        split = jnp.split(choice, self.groups, axis=-1)
+        best = jnp.stack([jnp.sum(jax.lax.top_k(group, 2)[0], axis=-1) for group in split], axis=-1)
+        kept = jax.lax.top_k(best, self.groups_kept)[1]
+        seen = [jnp.any(kept == index, axis=-1, keepdims=True) for index in range(self.groups)]
+        parts = zip(split, seen, strict=True)
+        return jnp.concatenate([jnp.where(keep, group, -jnp.inf) for group, keep in parts], axis=-1)
+
+
+def _check(cfg: Any) -> None:
+    if not 1 <= cfg.top_k <= cfg.num_experts:
+        raise UserError(f"{type(cfg).__qualname__}.top_k: expected 1 to num_experts {cfg.num_experts}, got {cfg.top_k}")
+
+
+def _logits(x_btd: jax.Array, weight_de: jax.Array) -> jax.Array:
+    # TPUs multiply float32 in one pass of bfloat16 unless told otherwise; a choice must not depend on that.
+    with jax.default_matmul_precision("float32"):
+        return apart(project(x_btd.astype(jnp.float32), weight_de))
+
+
+def _top(scores: jax.Array, top_k: int) -> jax.Array:
+    """The experts with the highest scores, int32; of equals, the first."""
+    return jax.lax.top_k(jax.lax.stop_gradient(scores), top_k)[1]
+
+
+def _replayed(chosen: jax.Array, routing: Any) -> jax.Array:
+    return chosen if routing is None else jnp.where(routing >= 0, routing, chosen).astype(jnp.int32)
+
+
+def _pick(scores: jax.Array, experts: jax.Array) -> jax.Array:
+    """scores[..., experts], by comparison and sum of one number and zeros: exact, and no scatter in the gradient."""
+    is_chosen = experts[..., None] == jnp.arange(scores.shape[-1], dtype=experts.dtype)
+    return jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
+
+
+def _weighted(losses: dict[str, Callable[[], jax.Array]], weights: dict[str, float]) -> dict[str, jax.Array]:
+    """Losses times their weights, without those that have none."""
+    return {name: weights[name] * loss() for name, loss in losses.items() if weights[name]}

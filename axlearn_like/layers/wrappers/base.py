@@ -1,0 +1,118 @@
+"""Layers around another layer, which make the weights that it computes with: low-rank updates, rounding.
+
+A wrapper stands where the layer stood. What a parent hands down (`dim`) goes on to the inner layer's config; what is
+read of the config or of the layer (`cache_shape`, ...) and is not the wrapper's own is the inner one's. Nothing of the
+inner layer is known but the names of its parameters, so every layer can be wrapped, and inside a scanned stack the
+weights of one layer exist at a time.
+
+For whoever has no use for the wrapping any more (an engine, an export), `plain_config` and `plain_params` give the
+model without it.
+"""
+
+import fnmatch
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase, replace, walk_configs
+from axlearn_like.layers.base import Layer, Params, bind, split
+from axlearn_like.layers.parameter_names import kind_of, path_name
+from mesh.errors import UserError, did_you_mean
+
+
+class Wrapper(Layer):
+    """Base of wrappers: calls the inner layer with `weights` of its parameters."""
+
+    class Config(ConfigBase["Wrapper"]):
+        inner: ConfigBase = REQUIRED
+        match: str = "*"  # which matrices, by their paths in the inner layer
+        skip: str = "*router/*"  # which of these not: a router's choice is not to change with its rounding
+
+        def set(self, **values: Any) -> Self:
+            """Fields of its own; all others are set in a copy of the inner config."""
+            own = {name: values.pop(name) for name in list(values) if name in type(self).__dataclass_fields__}
+            inner = own.get("inner", self.__dict__.get("inner"))
+            if values and isinstance(inner, ConfigBase):
+                own["inner"], values = inner.clone(**values), {}
+            return super().set(**own, **values)
+
+        if not TYPE_CHECKING:
+
+            def __getattr__(self, name: str) -> Any:
+                inner = self.__dict__.get("inner")
+                if isinstance(inner, ConfigBase) and not name.startswith("_"):
+                    return getattr(inner, name)  # whoever asks a layer's config for its sizes
+                return super().__getattr__(name)
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.inner: Any = cfg.inner.build(rngs=rngs)
+        matrices = {name: leaf for name, leaf in _leaves(split(self.inner)[1]) if kind_of(name, leaf.ndim) == "matrix"}
+        fitting = [name for name in matrices if fnmatch.fnmatchcase(name, cfg.match)]
+        self.names = tuple(name for name in fitting if not fnmatch.fnmatchcase(name, cfg.skip))
+        if not self.names:
+            where = cfg._path or type(cfg).__qualname__
+            raise UserError(
+                f"{where}: no matrix of {type(self.inner).__name__} fits match={cfg.match!r} and not skip={cfg.skip!r}"
+                f"{did_you_mean(cfg.match, list(matrices), limit=len(matrices))}"
+            )
+
+    def weights(self, params: Params) -> Params:
+        """The inner layer's parameters as it is to compute with them; these may be stacks of many layers."""
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the inner layer."""
+        graphdef, params = split(self.inner)
+        return bind(graphdef, self.weights(params))(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner" or name.startswith("_"):  # asked before it is there, by copies and the like
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def plain_config[C: ConfigBase[Any]](model: C) -> C:
+    """A copy of a model's config in which wrapped layers stand without their wrappers."""
+
+    plain: Any = model
+    while isinstance(plain, Wrapper.Config):
+        plain = plain.inner
+    plain = plain.clone()
+    if any(isinstance(cfg, Wrapper.Config) for _, cfg in walk_configs(plain)):
+        replace(plain, Wrapper.Config, lambda wrapper: wrapper.inner)
+    return plain
+
+
+def plain_params(graphdef: nnx.GraphDef[Any], params: Params) -> Params:
+    """Parameters for `plain_config` that compute the same: what wrappers make of theirs, whole stacks at once.
+
+    Pure; to be jitted, under the mesh if there is one.
+    """
+
+    def unwrapped(module: Any, own: Params) -> Params:
+        if isinstance(module, Wrapper):
+            return unwrapped(module.inner, module.weights(own["inner"]))
+        return {
+            name: unwrapped(getattr(module, name), value) if isinstance(value, dict) else value
+            for name, value in own.items()
+        }
+
+    return unwrapped(bind(graphdef, params), params)
+
+
+def replaced(params: Params, new: dict[str, jax.Array]) -> Params:
+    """A copy of nested parameters with others at some paths."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: new.get(path_name(path), leaf), params)
+
+
+def _leaves(params: Params) -> list[tuple[str, jax.Array]]:
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def parameter(params: Params, name: str) -> jax.Array:
+    """The one at a path such as `experts/gate_edf`."""
+    found: Any = params
+    for key in name.split("/"):
+        found = found[key]
+    return found

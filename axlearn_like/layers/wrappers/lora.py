@@ -1,0 +1,101 @@
+"""Low-rank adaptation (LoRA, Hu et al. 2021, arXiv 2106.09685): a frozen layer and small matrices that are trained."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from axlearn_like.layers.base import Initializer, Params, fan_in_init, split
+from axlearn_like.layers.parameter_names import matrix_axes, shape_suffix
+from axlearn_like.layers.wrappers.base import Wrapper, parameter, replaced
+from mesh.errors import UserError
+
+
+class LoRA(Wrapper):
+    """The inner layer with W + alpha / rank * a b in the place of every matrix W.
+
+    Of `q_dkqh` the factors are `lora/q_a_dl`, random, and `lora/q_b_lkqh`, zero: at first the layer is the inner one.
+    Experts have factors of their own (`gate_a_edl`). They are spread as the matrix is, the rank whole.
+
+    The sum is made, one layer at a time, and then multiplied with: any layer can be wrapped, and merging changes
+    nothing but rounding. Saved is the optimizer's state, not work: the gradient of the sum is computed too.
+
+    What is trained, the learner says:
+
+        groups=(Group.Config(match="*/lora/*"), Group.Config(frozen=True))
+    """
+
+    class Config(Wrapper.Config):
+        rank: int = 8
+        alpha: float = 16.0
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        if cfg.rank < 1:
+            raise UserError(f"{cfg._path or 'LoRA.Config'}.rank: expected 1 or more, got {cfg.rank}")
+        self.scale = cfg.alpha / cfg.rank
+        params, factors = split(self.inner)[1], {}
+        for name in self.names:
+            for path, factor in _factors(name, parameter(params, name), cfg.rank, rngs):
+                *folders, last = path.split("/")
+                folder = factors
+                for key in folders:
+                    folder = folder.setdefault(key, {})
+                folder[last] = factor
+        self.lora = nnx.data(factors)
+
+    def weights(self, params: Params) -> Params:
+        """With the low-rank products added."""
+        factors = nnx.to_pure_dict(nnx.state(self))["lora"]
+        new = {}
+        for name in self.names:
+            weight = parameter(params, name)
+            names = factor_names(name, weight.ndim)
+            update = jnp.einsum(
+                names.product,
+                parameter(factors, names.a),
+                parameter(factors, names.b),
+                out_sharding=None if jax.sharding.get_abstract_mesh().empty else jax.typeof(weight).sharding.spec,
+            )
+            new[name] = weight + (self.scale * update).astype(weight.dtype)
+        return replaced(params, new)
+
+
+class FactorNames(NamedTuple):
+    """Paths of a matrix's two factors, and the einsum of their product, for stacks of layers too."""
+
+    a: str
+    b: str
+    product: str
+
+
+def factor_names(name: str, ndim: int) -> FactorNames:
+    """`q_dkqh` -> `q_a_dl`, `q_b_lkqh`, `...dl,...lkqh->...dkqh`."""
+    suffix = shape_suffix(name, ndim)
+    axes = matrix_axes(name, len(suffix))
+    assert axes is not None, "only matrices have factors"
+    stack, inputs, outputs = ("".join(suffix[axis] for axis in part) for part in axes)
+    stem, a, b = name.removesuffix(f"_{suffix}"), f"{stack}{inputs}l", f"{stack}l{outputs}"
+    return FactorNames(f"{stem}_a_{a}", f"{stem}_b_{b}", f"...{a},...{b}->...{suffix}")
+
+
+def _factors(name: str, weight: jax.Array, rank: int, rngs: nnx.Rngs) -> Iterator[tuple[str, nnx.Param[jax.Array]]]:
+    """Both factors of one layer's matrix, by their paths."""
+    names, axes = factor_names(name, weight.ndim), matrix_axes(name, weight.ndim)
+    assert axes is not None
+    meshless = jax.sharding.get_abstract_mesh().empty
+    cut: Any = [None] * weight.ndim if meshless else jax.typeof(weight).sharding.spec
+
+    def born(init: Initializer, *places: int | None) -> nnx.Param[jax.Array]:
+        """With the axes of the matrix at these places; None: the rank."""
+        shape = tuple(rank if place is None else weight.shape[place] for place in places)
+        spec = PartitionSpec(*(None if place is None else cut[place] for place in places))
+        return nnx.Param(init(rngs.params(), shape, weight.dtype, out_sharding=None if meshless else spec))
+
+    fan_in = math.prod(weight.shape[axis] for axis in axes.inputs)
+    yield names.a, born(fan_in_init(fan_in), *axes.stack, *axes.inputs, None)
+    yield names.b, born(jax.nn.initializers.zeros, *axes.stack, None, *axes.outputs)

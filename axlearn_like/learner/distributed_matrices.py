@@ -1,0 +1,146 @@
+"""Matrices that are spread over devices, brought to where whole ones can be computed on, and back.
+
+Orthogonalising a matrix needs all of it. Its shards are exchanged one mesh axis at a time, inside `jax.shard_map`:
+
+* where the stack divides, by an all-to-all between the stack and the axis that was cut: every device gets other, whole
+  matrices, and as many numbers as it had;
+* else the longer side of the matrix stays cut (sums over it are then sums over devices), and a cut of the shorter side
+  moves there;
+* else the axis is gathered, and the devices along it compute the same.
+
+The compiler's own way from one sharding to the other would replicate the array in between wherever two mesh axes move.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from axlearn_like.learner.param_labels import MatrixAxes
+
+
+class Move(NamedTuple):
+    """One mesh axis and the array axes between which it moves; None: gathered."""
+
+    name: str
+    source: int
+    target: int | None
+
+
+class Plan(NamedTuple):
+    """How an array is brought together: in this order, and back in the other."""
+
+    spec: PartitionSpec
+    moves: tuple[Move, ...]
+    order: tuple[int, ...]  # array axes: the stack's, those of rows, those of columns
+    rows: int  # how many axes are rows
+    columns: int
+    cut: tuple[str, ...]  # mesh axes by which the columns are still cut after the moves
+    stack_spec: PartitionSpec  # of the stack's axes after the moves
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """One device's part of the array -> matrices [*stack, rows, columns]; inside `shard_map`."""
+        for name, source, target in self.moves:
+            if target is None:
+                x = jax.lax.all_gather(x, name, axis=source, tiled=True)
+            else:
+                x = jax.lax.all_to_all(x, name, split_axis=target, concat_axis=source, tiled=True)
+        return as_matrices(x, self)
+
+    def scatter(self, matrices: jax.Array, shard: jax.Array) -> jax.Array:
+        """The inverse; `shard` tells the shape."""
+        shape = list(shard.shape)
+        for name, source, target in self.moves:
+            size = jax.lax.axis_size(name)
+            shape[source] *= size
+            if target is not None:
+                shape[target] //= size
+        x = from_matrices(matrices, self, tuple(shape))
+        for name, source, target in reversed(self.moves):
+            if target is None:
+                size = x.shape[source] // jax.lax.axis_size(name)
+                x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(name) * size, size, source)
+            else:
+                x = jax.lax.all_to_all(x, name, split_axis=source, concat_axis=target, tiled=True)
+        return x
+
+
+def make_plan(x: jax.Array, axes: MatrixAxes, *, whole: bool = False) -> Plan:
+    """The plan for an array, from its shape and sharding.
+
+    Rows are the shorter side of the matrices and columns the longer one, which may stay cut; with `whole`, rows are the
+    inputs and columns the outputs, and nothing stays cut.
+    """
+    sharding = jax.typeof(x).sharding
+    names = [[entry] if isinstance(entry, str) else list(entry or ()) for entry in sharding.spec]
+    sizes = {name: sharding.mesh.shape[name] for on in names for name in on}
+    local = [size // math.prod(sizes[n] for n in on) for size, on in zip(x.shape, names, strict=True)]
+    sides = (axes.inputs, axes.outputs)
+    if not whole:
+        sides = sorted(sides, key=lambda side: math.prod(x.shape[axis] for axis in side))
+    rows, columns = sides
+    may_be_cut = () if whole else columns
+    moves, cut = [], []
+    for source in (*rows, *columns):
+        for name in reversed(names[source]):  # the innermost first: its pieces lie side by side
+            size = sizes[name]
+            target = next((a for a in axes.stack if local[a] % size == 0), None)
+            if target is not None:
+                names[target] = [*names[target], name]
+            elif source in may_be_cut:
+                cut.append(name)
+                continue
+            else:
+                target = next((a for a in may_be_cut if local[a] % size == 0), None)
+                cut += [] if target is None else [name]
+            local[source] *= size
+            if target is not None:
+                local[target] //= size
+            moves.append(Move(name, source, target))
+    order = (*axes.stack, *rows, *columns)
+    stack_spec = PartitionSpec(*(tuple(names[axis]) or None for axis in axes.stack))
+    return Plan(sharding.spec, tuple(moves), order, len(rows), len(columns), tuple(cut), stack_spec)
+
+
+def on_matrices(
+    x: jax.Array, axes: MatrixAxes, function: Callable[[jax.Array, tuple[str, ...]], jax.Array]
+) -> jax.Array:
+    """`function` applied to the matrices of x: its result, with the shape and the sharding of x.
+
+    Args:
+        x: an array, spread over the mesh in force or not.
+        axes: which of its axes form the matrices.
+        function: `(matrices [..., rows, columns], names) -> the same shape`. The shorter side comes first. `columns` is
+            one device's part of the columns if there are `names`: mesh axes over which sums over columns must go.
+            Rows and columns may come in another order than in x.
+    """
+    plan = make_plan(x, axes)
+
+    def body(shard: jax.Array) -> jax.Array:
+        return plan.scatter(function(plan.gather(shard), plan.cut), shard)
+
+    if not is_spread(plan):
+        return body(x)
+    # A gathered array is the same along that axis, which the type of its slice does not tell.
+    return jax.shard_map(body, in_specs=plan.spec, out_specs=plan.spec, check_vma=False)(x)
+
+
+def is_spread(plan: Plan) -> bool:
+    """Whether the array has mesh axes (even of size 1) in its sharding."""
+    return any(entry is not None for entry in plan.spec)
+
+
+def as_matrices(x: jax.Array, plan: Plan) -> jax.Array:
+    """A whole array -> matrices [*stack, rows, columns]."""
+    turned = x.transpose(plan.order)
+    column, row = x.ndim - plan.columns, x.ndim - plan.columns - plan.rows
+    sizes = math.prod(turned.shape[row:column]), math.prod(turned.shape[column:])
+    return turned.reshape(*turned.shape[:row], *sizes)
+
+
+def from_matrices(matrices: jax.Array, plan: Plan, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse, for an array of this shape."""
+    turned = matrices.reshape([shape[axis] for axis in plan.order])
+    return turned.transpose(sorted(range(len(shape)), key=plan.order.__getitem__))

@@ -1,0 +1,120 @@
+"""How the learner's large state is kept between updates: in fewer bits, on the host."""
+
+import fnmatch
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.learner.errors import LearnerError, where
+from axlearn_like.learner.param_labels import path_name
+from mesh.errors import did_you_mean
+
+HOST = "pinned_host"
+
+
+class BFloat16(Configurable):
+    """float32 arrays whose path fits `match`, as bfloat16; the update itself is computed in float32.
+
+    Rounded stochastically: up with the probability of what is cut off, so that the mean over many updates is right.
+    Rounding to the nearest would lose every change below 2**-9 of the value, as a second moment with b2 = 0.999 has.
+    The random bits follow from `seed`, the number of updates and the array's place: resumed runs are the same. A value
+    that bfloat16 can hold stays itself, so a skipped update changes nothing.
+    """
+
+    class Config(ConfigBase["BFloat16"]):
+        match: str = "optax/*"  # e.g. "*/mu/*": first moments only
+        stochastic: bool = True
+        seed: int = 0
+
+    def __init__(self, cfg: Config):
+        self._cfg = cfg
+        self._where = where(cfg)
+
+    def store(self, tree: Any, count: jax.Array) -> Any:
+        """As it is kept."""
+        key = jax.random.fold_in(jax.random.key(self._cfg.seed), count)
+        _check_found(tree, self._cfg.match, self._where, lambda x: x.dtype == jnp.float32)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+
+        def one(index: int, path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            if not (_fits(self._cfg.match, path, x) and x.dtype == jnp.float32):
+                return x
+            return _round(x, jax.random.fold_in(key, index)) if self._cfg.stochastic else x.astype(jnp.bfloat16)
+
+        return jax.tree.unflatten(treedef, [one(index, *leaf) for index, leaf in enumerate(leaves)])
+
+    def load(self, tree: Any) -> Any:
+        """As it is computed with."""
+
+        def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            kept = _fits(self._cfg.match, path, x) and x.dtype == jnp.bfloat16
+            return x.astype(jnp.float32) if kept else x
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def placed(self, abstract: Any) -> Any:
+        """Abstract arrays where they are kept."""
+        return abstract
+
+
+class HostMemory(Configurable):
+    """Arrays whose path fits `match` in the memory of the hosts, whence they come to the devices for each update.
+
+    This trades time (twice the bytes over the link at every update) for memory of the devices. The CPU backend has such
+    a memory too, and the same program runs there.
+    """
+
+    class Config(ConfigBase["HostMemory"]):
+        match: str = "*"
+
+    def __init__(self, cfg: Config):
+        self._match, self._where = cfg.match, where(cfg)
+
+    def store(self, tree: Any, count: jax.Array) -> Any:
+        """As it is kept."""
+        del count
+        _check_found(tree, self._match, self._where, lambda _: True)
+        return self._moved(tree, jax.memory.Space.Host)
+
+    def load(self, tree: Any) -> Any:
+        """As it is computed with."""
+        return self._moved(tree, jax.memory.Space.Device)
+
+    def placed(self, abstract: Any) -> Any:
+        """Abstract arrays where they are kept."""
+
+        def one(path: tuple[Any, ...], a: Any) -> Any:
+            if not _fits(self._match, path, a):
+                return a
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding.with_memory_kind(HOST))
+
+        return jax.tree_util.tree_map_with_path(one, abstract)
+
+    def _moved(self, tree: Any, space: Any) -> Any:
+        def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            return jax.device_put(x, space) if _fits(self._match, path, x) else x
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _fits(match: str, path: tuple[Any, ...], x: Any) -> bool:
+    return x.ndim > 0 and fnmatch.fnmatchcase(path_name(path), match)
+
+
+def _check_found(tree: Any, match: str, place: str, wanted: Any) -> None:
+    arrays = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if x.ndim and wanted(x)]
+    if not any(_fits(match, path, x) for path, x in arrays):
+        names = [path_name(path) for path, _ in arrays]
+        raise LearnerError(f"{place}.match: {match!r} matches no array of the state{did_you_mean(match, names)}")
+
+
+def _round(x: jax.Array, key: jax.Array) -> jax.Array:
+    """float32 -> bfloat16, stochastically: random bits are added to those that are then cut off."""
+    spec = jax.typeof(x).sharding.spec
+    out = None if jax.sharding.get_abstract_mesh().empty else spec
+    noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=out).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    cut = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)

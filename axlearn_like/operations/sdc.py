@@ -1,0 +1,111 @@
+"""Silent data corruption: a step is computed twice from the same state and batch, and the bits are compared.
+
+A defective core does not raise; it computes a wrong number now and then (Dixit et al. 2021, arXiv 2102.11245). A
+compiled program on sound hardware gives the same bits every time, so any difference is a defect.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from axlearn_like.checkpoint.manifest import checksum
+from axlearn_like.config import ConfigBase, Configurable
+from mesh.errors import UserError
+
+Digests = dict[Any, np.ndarray]  # device of this process -> uint32[arrays]
+
+
+class CorruptionError(UserError):
+    """The same computation gave different bits; `found` lists (array, devices)."""
+
+    def __init__(self, step: int, found: list[tuple[str, list[str]]]):
+        shown = "\n".join(f"  {name} on {', '.join(devices)}" for name, devices in found[:8])
+        more = f"\n  ... and {len(found) - 8} more arrays" if len(found) > 8 else ""
+        super().__init__(
+            f"silent data corruption: step {step}, computed twice from the same state and batch, gave different bits "
+            f"in\n{shown}{more}\nNothing was saved after it. Take these devices out and start again: the run goes on "
+            "from the last checkpoint. If every device differs every time, the program is not deterministic "
+            "(on GPUs: XLA_FLAGS=--xla_gpu_deterministic_ops=true)"
+        )
+        self.step, self.found = step, found
+
+
+class BitCheck(Configurable):
+    """Repeats every n-th step with the very program that trains, so that checked and unchecked runs are the same.
+
+    While it does, the state is held twice.
+    """
+
+    class Config(ConfigBase["BitCheck"]):
+        every: int = 1000  # steps
+
+    def __init__(self, cfg: Config, *, mesh: Mesh):
+        if cfg.every < 1:
+            raise ValueError(f"BitCheck.Config: expected every >= 1, got {cfg.every}")
+        self._every, self._mesh = cfg.every, mesh
+        self._programs: dict[Any, Any] = {}  # by the partitions of the arrays
+
+    def due(self, step: int) -> bool:
+        """Whether update number `step` is to be checked."""
+        return step % self._every == 0
+
+    def run(self, step_fn: Callable[[Any, Any], Any], step: int, state: Any, batch: Any) -> Any:
+        """What `step_fn(state, batch)` returns, computed twice. CorruptionError: not the same.
+
+        `step_fn` may donate the state. Waits for both results.
+        """
+        copy = jax.device_put(state, jax.tree.map(lambda x: x.sharding, state), may_alias=False)
+        first = step_fn(copy, batch)
+        expected = self._digests(_named(first))
+        jax.tree.map(lambda x: x.delete(), first)  # room for the second
+        result = step_fn(state, batch)
+        found = _differing(_named(result), expected, self._digests(_named(result)))
+        if found:
+            raise CorruptionError(step, found)
+        return result
+
+    def _digests(self, tree: Any) -> Digests:
+        """A checksum of each array's part on each device: computed there, 4 bytes for each read."""
+        leaves = [_on_device(x) for x in jax.tree.leaves(tree)]
+        specs = tuple(_spec(x.sharding) for x in leaves)
+        if specs not in self._programs:
+
+            def of_device(*parts: jax.Array) -> jax.Array:
+                return jnp.stack([checksum(part) for part in parts])[:, None]
+
+            everywhere = PartitionSpec(None, self._mesh.axis_names)
+            mapped = jax.shard_map(of_device, mesh=self._mesh, in_specs=specs, out_specs=everywhere, check_vma=False)
+            self._programs[specs] = jax.jit(mapped)
+        digests = self._programs[specs](*leaves)
+        return {shard.device: np.asarray(shard.data)[:, 0] for shard in digests.addressable_shards}
+
+
+def _named(result: tuple[Any, Any]) -> dict[str, Any]:
+    return {"state": result[0], "metrics": result[1]}
+
+
+def _differing(tree: Any, before: Digests, after: Digests) -> list[tuple[str, list[str]]]:
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree)]
+    found = []
+    for index, name in enumerate(names):
+        devices = [str(device) for device, digest in after.items() if digest[index] != before[device][index]]
+        if devices:
+            found.append((name, devices))
+    return found
+
+
+def _spec(sharding: Any) -> PartitionSpec:
+    """How an array is spread over the mesh; one that is on a single device is there as a whole."""
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+    """What is kept in the host's memory, brought to its devices."""
+    kind = next(iter(x.sharding.device_set)).default_memory().kind
+    if x.sharding.memory_kind in (None, kind):
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind(kind))

@@ -1,0 +1,243 @@
+"""A run's directory: whose it is, what is in it, and the event log that its processes share."""
+
+import contextlib
+import difflib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from axlearn_like.run.disk import telling_full_disk
+from mesh.errors import UserError
+
+
+class RunDirectoryError(UserError):
+    """The directory cannot be used for this run; nothing in it was changed."""
+
+
+class RunDirectory:
+    """One run's files and the lock on them, held until `close` or the end of the `with` block."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], config_text: str, *, force: bool = False) -> "RunDirectory":
+        """Creates the directory, or opens it again to resume.
+
+        Args:
+            path: where.
+            config_text: the run's whole config. It is written at the first opening and must be the
+                same at later ones.
+            force: accept (and record) another config than the one recorded.
+
+        Raises:
+            RunDirectoryError: not writable, not a run's directory, another config, or the run is
+                still alive.
+        """
+        run = cls(Path(path).expanduser().absolute())
+        run._make()
+        run._check_config(config_text, force)
+        run._lock()
+        try:
+            if not run.config_path.exists() or force:
+                _write_atomically(run.config_path, config_text)
+            run.checkpoints.mkdir(exist_ok=True)
+            run.rollouts.mkdir(exist_ok=True)
+        except OSError as error:
+            run.close()
+            raise RunDirectoryError(f"cannot write to run directory {run.path}: {error}") from error
+        return run
+
+    @classmethod
+    def attach(cls, path: str | os.PathLike[str]) -> "RunDirectory":
+        """The directory of a run that another process holds open: no lock, nothing created."""
+        return cls(Path(path).absolute())
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.txt"
+
+    @property
+    def resolved_config_path(self) -> Path:
+        """The config with the values that parents handed down at build; for people to read."""
+        return self.path / "config_resolved.txt"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / "run.lock"
+
+    def close(self) -> None:
+        """Lets go of the lock; the next `open` may come from any process."""
+        if self.lock_path.exists():
+            with self._lock_file() as file:
+                if _read_owner(file) == _this_process():
+                    file.truncate(0)
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _make(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise RunDirectoryError(f"run directory {self.path} is a file; expected a directory or a new path")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            foreign = [] if self.config_path.exists() else sorted(os.listdir(self.path))
+        except OSError as error:
+            raise RunDirectoryError(f"cannot make run directory {self.path}: {error}") from error
+        foreign = [name for name in foreign if name not in ("run.lock", "config.txt.tmp")]
+        if foreign:
+            raise RunDirectoryError(
+                f"{self.path} is not a run directory: it has no config.txt but holds "
+                f"{', '.join(foreign[:3])}; expected a run's directory, an empty one or a new path"
+            )
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise RunDirectoryError(f"run directory {self.path} is not writable")
+
+    def _check_config(self, config_text: str, force: bool) -> None:
+        if force or not self.config_path.exists():
+            return
+        recorded = self.config_path.read_text()
+        if recorded == config_text:
+            return
+        changes = [
+            line
+            for line in difflib.unified_diff(recorded.splitlines(), config_text.splitlines(), lineterm="", n=0)
+            if line[:1] in "+-" and line[:3] not in ("+++", "---")
+        ]
+        shown = "\n".join(f"  {line}" for line in changes[:6])
+        more = f"\n  ... and {len(changes) - 6} more lines" if len(changes) > 6 else ""
+        raise RunDirectoryError(
+            f"run directory {self.path} holds a run of another config "
+            f"(-: recorded, +: asked for):\n{shown}{more}\n"
+            "Take another directory, or force to go on with the new config"
+        )
+
+    @contextlib.contextmanager
+    def _lock_file(self) -> Iterator[Any]:
+        """The lock file, held for a moment so that two processes do not take it over at once."""
+        with open(self.lock_path, "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            yield file
+
+    def _lock(self) -> None:
+        try:
+            with self._lock_file() as file:
+                owner = _read_owner(file)
+                if owner and _alive(owner):
+                    raise RunDirectoryError(
+                        f"run directory {self.path} is in use by process {owner['pid']} on "
+                        f"{owner['host']}; wait for it or end it. "
+                        f"If it is certainly gone, delete {self.lock_path}"
+                    )
+                file.truncate(0)
+                file.write(json.dumps(_this_process()))
+        except OSError as error:
+            raise RunDirectoryError(f"cannot lock run directory {self.path}: {error}") from error
+
+
+class EventLog:
+    """Appends rows `{"time", "role", "event", ...}` to a file that several processes may share.
+
+    Each row is one write to a file opened for appending, which the operating system does not
+    interleave. Behind a row that a full disk has torn comes a new line.
+    """
+
+    def __init__(self, path: str | Path, *, silent: bool = False):
+        """`silent`: nothing is written; for a process whose events another one tells."""
+        self.path, self._silent = Path(path), silent
+
+    def append(self, role: str, event: str, **fields: Any) -> None:
+        """Records that `role` had `event` now; a span says how long it took in `seconds`. DiskFull: there is no
+        room."""
+        if self._silent:
+            return
+        row = {"time": round(time.time(), 3), "role": role, "event": event, **fields}
+        with telling_full_disk(self.path):
+            self._append(json.dumps(row).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            if os.write(descriptor, line) != len(line):
+                raise OSError(errno.ENOSPC, "torn")
+        finally:
+            os.close(descriptor)
+
+
+def _this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid)}
+
+
+def _start_time(pid: int) -> str | None:
+    """When the process began: tells it from a later process that got the same number.
+
+    A restarted container nearly always gets the same process number again. None where there is no
+    /proc; "ended" for a process that is over and only waits for its parent to notice.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "ended" if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return None
+
+
+def _read_owner(file: Any) -> dict[str, Any] | None:
+    try:
+        owner = json.loads(file.read() or "null")
+    except ValueError:  # its writer died in the middle
+        return None
+    return owner if isinstance(owner, dict) and {"pid", "host", "started"} <= set(owner) else None
+
+
+def _alive(owner: dict[str, Any]) -> bool:
+    if owner["host"] != socket.gethostname():
+        return True  # cannot be seen from here
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return owner["started"] is None or owner["started"] == _start_time(owner["pid"])
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

@@ -1,0 +1,35 @@
+"""The end of a JSONL file that others write: what has come since the last look, without reading it all again."""
+
+from pathlib import Path
+from typing import Any
+
+from axlearn_like.run.metrics import parse_row
+
+
+class RowTail:
+    """Reads the new rows of a file that may not exist yet and may be replaced by a mended one."""
+
+    def __init__(self, path: str | Path, *, from_end: bool = False):
+        """`from_end`: what is in the file now is not new."""
+        self._path = Path(path)
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._offset = 0
+        if from_end and self._path.exists():
+            status = self._path.stat()
+            self._file, self._offset = (status.st_dev, status.st_ino), status.st_size
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """Rows added since the last call; all rows once more if the file was replaced or cut."""
+        try:
+            with open(self._path, "rb") as file:
+                status = self._path.stat()
+                known = (status.st_dev, status.st_ino)
+                if known != self._file or status.st_size < self._offset:
+                    self._file, self._offset = known, 0
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may still be in the writing
+        self._offset += len(whole)
+        return [row for line in whole.splitlines() for row in parse_row(line)]

@@ -1,0 +1,55 @@
+"""Evaluators: what a trainer measures of its parameters now and then."""
+
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.input import SupervisedInput
+from axlearn_like.layers.base import Params
+from axlearn_like.training.program import eval_step
+from mesh import shard_batch
+from mesh.batches import own_rows
+
+
+class Evaluator(Protocol):
+    """Measures parameters now and then; built by `config.build(graphdef=...)`."""
+
+    every: int  # steps; the last step is always measured
+
+    def run(self, params: Any, step: int) -> dict[str, float]:
+        """Scalars for the metrics row of `step`."""
+        ...
+
+
+class LossEvaluator(Configurable):
+    """Loss and token accuracy on the first batches of an input that is not trained on."""
+
+    class Config(ConfigBase["LossEvaluator"]):
+        input: SupervisedInput.Config = REQUIRED
+        batches: int = 4
+        every: int = 100  # steps
+        averaged: bool = False  # of the learner's average of the parameters
+
+    def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any]):
+        self.every, self.averaged = cfg.every, cfg.averaged
+        data = cfg.input.build(rows=own_rows(cfg.input.batch_size))
+        self._rows = cfg.input.batch_size
+        self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
+        data.close()
+        self._loss = eval_step(graphdef)
+
+    def run(self, params: Params, step: int) -> dict[str, float]:
+        """`eval_loss` and `eval_accuracy`: means over the batches, each of which counts alike.
+
+        Of averaged parameters: `eval_averaged_loss` and `eval_averaged_accuracy`.
+        """
+        del step
+        batches = (shard_batch(batch, rows=self._rows) for batch in self._batches)
+        results = jax.device_get([self._loss(params, batch)[1] for batch in batches])
+        prefix = "eval_averaged" if self.averaged else "eval"
+        return {
+            f"{prefix}_{name}": float(sum(result[name] for result in results) / len(results))
+            for name in ("loss", "accuracy")
+        }

@@ -1,0 +1,160 @@
+"""Cross entropy of next-token targets, in the additive form that gradient accumulation needs."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.kernels.attention.context_parallel.zigzag import spread
+from axlearn_like.layers.aux import Aux
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.chunked_head import shared_head
+from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.deterministic import apart, exponentials
+from mesh.errors import UserError
+from mesh.sharding import cut_axes, in_chunks, spread_like
+
+Batch = Mapping[str, jax.Array]
+Metrics = dict[str, jax.Array]
+LossFn = Callable[[Any, Batch], tuple[jax.Array, Metrics]]
+
+
+def token_logprobs(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:
+    """log softmax(logits)[target], float32 [batch, length], whatever the dtype of the logits.
+
+    The target's logit is picked by comparison and sum instead of a gather: XLA fuses it, and it
+    also holds where the vocabulary is spread over the mesh (a gather along a sharded axis would
+    first collect the logits).
+    """
+    logits = logits_btv.astype(jnp.float32)
+    return _picked(logits, targets_bt) - jax.nn.logsumexp(logits, axis=-1)
+
+
+def token_hits(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:
+    """Whether the target is the word with the largest logit, the first of equals; bool [batch, length].
+
+    By comparison with the target's logit, not by argmax: that takes XLA's CPU code twenty times as long, and along an
+    axis that is spread over the mesh the logits would first be collected. Never where a logit is NaN.
+    """
+    logits, words = logits_btv.astype(jnp.float32), jnp.arange(logits_btv.shape[-1], dtype=targets_bt.dtype)
+    picked, targets = _picked(logits, targets_bt)[..., None], targets_bt[..., None]
+    return jnp.all((logits < picked) | ((logits == picked) & (words >= targets)), axis=-1)
+
+
+def _picked(logits: jax.Array, targets_bt: jax.Array) -> jax.Array:
+    is_target = targets_bt[..., None] == jnp.arange(logits.shape[-1], dtype=targets_bt.dtype)
+    return jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+
+
+class Chosen(NamedTuple):
+    """A token's log-probability in parts, float32 arrays of one shape."""
+
+    logit: Any
+    peak: Any  # the largest logit
+    total: Any  # sum of exp(logit - peak)
+
+    def logprobs(self) -> np.ndarray:
+        """float32, put together on the host: XLA's CPU code rounds logarithms by where they stand in a program."""
+        logit, peak, total = (np.asarray(part, np.float64) for part in self)
+        with np.errstate(invalid="ignore"):
+            return (logit - peak - np.log(total)).astype(np.float32)
+
+
+def chosen_tokens(logits_btv: jax.Array, targets_bt: jax.Array) -> Chosen:
+    """What the log-probabilities of the targets are made of, the same to the bit in every batch.
+
+    For what is drawn and scored; unlike `token_logprobs` it stores the softmax, and has no gradient.
+    """
+    logits = logits_btv.astype(jnp.float32)
+    is_target = targets_bt[..., None] == jnp.arange(logits.shape[-1], dtype=targets_bt.dtype)
+    logit = jnp.max(jnp.where(is_target, logits, -jnp.inf), axis=-1)
+    _, total = exponentials(logits)
+    return Chosen(logit, apart(jnp.max(logits, axis=-1)), total[..., 0])
+
+
+class SupervisedLoss(Configurable):
+    """Weighted cross entropy of next tokens, the layers' own losses, and metrics, all additive over slices."""
+
+    class Config(ConfigBase["SupervisedLoss"]):
+        chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
+        z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, arXiv 2204.02311, 5)
+
+    def __init__(self, cfg: Config):
+        if cfg.chunks < 1 or cfg.z_loss < 0:
+            raise UserError(
+                f"SupervisedLoss.Config: expected chunks >= 1 and z_loss >= 0, got {cfg.chunks} and {cfg.z_loss}"
+            )
+        self._cfg = cfg
+
+    def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
+        """Loss and metrics of a decoder on a packed batch of `SupervisedInput`.
+
+        The batch's `weights`, float32 [batch, length], are 1 / (number of target tokens in the *global* batch) on
+        target tokens and 0 elsewhere, so that the sum over any split into microbatches is the mean over the global
+        batch. A layer's own loss, a mean over the tokens of a slice, counts by the slice's share of that weight.
+        """
+        batch, layout = spread(batch)
+        context = PackedContext(batch["positions"], batch["segment_ids"], layout)
+        hidden = model.hidden(batch["tokens"], context)
+
+        targets, weights = (spread_like(batch[name], hidden.x) for name in ("targets", "weights"))
+        loss, metrics = self._head(model, hidden.x, targets, weights)
+        return with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
+
+    def _head(self, model: Any, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
+        """Loss and metrics from final hidden states."""
+        graphdef, params = split(model.output)
+
+        def one(params: Any, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
+            logits = bind(graphdef, params).logits(x)
+            return supervised_loss(logits, {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss)
+
+        if axes := cut_axes(x):
+            return shared_head(one, self._cfg.chunks, axes, params, x, targets, weights)
+        chunks = in_chunks(partial(one, params), self._cfg.chunks, x, targets, weights)
+        return jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), chunks)
+
+
+def supervised_loss(logits_btv: jax.Array, batch: Batch, *, z_loss: float = 0.0) -> tuple[jax.Array, Metrics]:
+    """Weighted cross entropy and its metrics, from logits.
+
+    Args:
+        logits_btv: [batch, length, vocab].
+        batch: `targets` int32 [batch, length] and `weights` float32 [batch, length] (see `SupervisedLoss`).
+        z_loss: weight of the squared logsumexp.
+
+    Returns:
+        The loss, and the metrics `loss` (cross entropy alone), `accuracy` (fractions of the global batch), `tokens` (a
+        count) and, where it has a weight, `z_loss`.
+    """
+    weights = batch["weights"]
+    loss = -jnp.sum(token_logprobs(logits_btv, batch["targets"]) * weights)
+    hits = token_hits(logits_btv, batch["targets"])
+    metrics = {
+        "loss": loss,
+        "accuracy": jnp.sum(jnp.where(hits, weights, 0.0)),
+        "tokens": jnp.sum(weights > 0, dtype=jnp.int32),
+    }
+    if z_loss:
+        peak = jax.nn.logsumexp(logits_btv.astype(jnp.float32), axis=-1)
+        metrics["z_loss"] = z_loss * jnp.sum(peak * peak * weights)
+        loss = loss + metrics["z_loss"]
+    return loss, metrics
+
+
+def with_aux(loss: jax.Array, metrics: Metrics, aux: Aux, share: jax.Array | float) -> tuple[jax.Array, Metrics]:
+    """Loss and metrics with what the layers add, where the slice is this share of the global batch."""
+    losses = {name: value * share for name, value in aux.losses.items()}
+    others = {name: value if name.endswith("_max") else value * share for name, value in aux.metrics.items()}
+    return sum(losses.values(), loss), {**metrics, **losses, **others}
+
+
+def make_supervised_loss(graphdef: nnx.GraphDef[Any], loss: SupervisedLoss | None = None) -> LossFn:
+    """`loss_fn(params, batch)` of a decoder on the packed batches of `SupervisedInput`."""
+    loss = loss or SupervisedLoss.Config().build()
+    return lambda params, batch: loss(bind(graphdef, params), batch)

@@ -1,0 +1,122 @@
+"""The programs of supervised training, described: what the trainer runs is what is compiled ahead of time.
+
+Nothing is allocated here. Arrays are `jax.ShapeDtypeStruct`s with shardings, so the mesh may be of devices that are not
+there.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from axlearn_like.config import ConfigBase, errors_at, walk_configs
+from axlearn_like.input import InputError, SupervisedInput
+from axlearn_like.layers.base import split
+from axlearn_like.layers.rope import Rope
+from axlearn_like.learner import Learner
+from axlearn_like.training.losses import LossFn, SupervisedLoss, make_supervised_loss
+from axlearn_like.training.step import State, Step, init_state, make_train_step
+from mesh import UserError, to_named_sharding
+from mesh.batches import batch_partition
+from mesh.rules import batch_axes
+
+if TYPE_CHECKING:
+    from axlearn_like.training.trainer import Trainer
+
+_INTEGERS = ("tokens", "targets", "positions", "segment_ids")
+
+
+class Program(NamedTuple):
+    """A step and what it takes."""
+
+    step: Step  # jitted; donates the state
+    state: State  # described
+    batch: dict[str, jax.ShapeDtypeStruct]  # described
+    graphdef: nnx.GraphDef[Any]  # of the model
+    init: Callable[[jax.Array], State]  # key -> the first state; to be jitted with the shardings of `state`
+
+
+def train_program(cfg: "Trainer.Config", mesh: Mesh, learner: Learner | None = None) -> Program:
+    """The train step of a trainer on a mesh.
+
+    Raises:
+        UserError: the batch does not divide over the mesh, or its rows are longer than the model's positions.
+    """
+    check_rows(cfg.input, mesh, cfg.microbatches)
+    check_length(cfg.model, cfg.input.seq_len, "Trainer.Config.input.seq_len")
+    learner = learner or cfg.learner.build()
+    with jax.set_mesh(mesh):
+        graphdef, state, init = describe_state(cfg.model, learner, mesh)
+        loss_fn = make_supervised_loss(graphdef, cfg.loss.build())
+        step = make_train_step(loss_fn, learner, cfg.microbatches, like=state, compiler_options=cfg.compiler_options)
+        return Program(step, state, describe_batch(cfg.input, mesh), graphdef, init)
+
+
+def eval_step(graphdef: nnx.GraphDef[Any], loss: SupervisedLoss | None = None) -> LossFn:
+    """The jitted `(params, batch) -> (loss, metrics)` of an evaluation."""
+    return jax.jit(make_supervised_loss(graphdef, loss))
+
+
+def describe_state(
+    model: ConfigBase, learner: Learner, mesh: Mesh, field: str = "model"
+) -> tuple[nnx.GraphDef[Any], State, Callable[[jax.Array], State]]:
+    """The model's graph definition, the train state on the mesh, and the function that makes one; the mesh is set.
+
+    Raises:
+        UserError: the model does not fit the mesh; names the layer, by its path from `field`.
+    """
+    graphdefs: list[nnx.GraphDef[Any]] = []
+
+    def init(key: jax.Array) -> State:
+        graphdef, params = split(model.build(rngs=nnx.Rngs(key)))
+        graphdefs.append(graphdef)  # static: tracing is all that it needs
+        return init_state(params, learner)
+
+    # The key is made within: the mesh may be one that can hold no array.
+    with errors_at(field, model):
+        state = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
+    return graphdefs[0], {**state, "opt_state": learner.placed(state["opt_state"])}, init
+
+
+def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """A packed batch as `SupervisedInput` gives it, spread as `shard_batch` does; the mesh is set."""
+    dtypes = {**dict.fromkeys(_INTEGERS, jnp.int32), "weights": jnp.float32}
+    shape = (cfg.batch_size, cfg.seq_len)
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch_partition(shape, name)))
+        for name, dtype in dtypes.items()
+    }
+
+
+def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> None:
+    """Refuse a batch that cannot be cut into microbatches and spread over the mesh.
+
+    Raises:
+        InputError: naming the field.
+    """
+    axes = batch_axes()
+    ways = math.prod(mesh.shape[axis] for axis in axes)
+    if cfg.batch_size % (ways * microbatches):
+        raise InputError(
+            f"Trainer.Config.input.batch_size is {cfg.batch_size}; expected a multiple of "
+            f"{ways * microbatches}: {microbatches} microbatches, each spread over "
+            f"{ways} parts of the mesh ({' x '.join(axes)})"
+        )
+
+
+def check_length(model: ConfigBase, length: int, field: str, root: str = "model") -> None:
+    """Refuse sequences that are longer than what the model's rotary positions were made for.
+
+    Raises:
+        UserError: naming the field and the position embedding's path, from `root`, that of the model.
+    """
+    for path, rope in walk_configs(model):
+        if isinstance(rope, Rope.Config) and rope.max_length is not None and length > rope.max_length:
+            raise UserError(
+                f"{field} is {length}, but {root}.{path}.max_length is {rope.max_length}; expected at most that, or "
+                "set max_length (and a scaling of the frequencies) if the model is to be stretched"
+            )

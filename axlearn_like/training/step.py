@@ -1,0 +1,98 @@
+"""The train state and the one jitted step over it, with gradient accumulation."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.learner import Learner
+from axlearn_like.training.losses import LossFn, Metrics
+from mesh.sharding import split_rows
+
+State = dict[str, Any]  # {"step": int32[], "params": nested dict, "opt_state": tree}
+Step = Callable[[State, Any], tuple[State, Metrics]]
+
+
+def init_state(params: Any, learner: Learner) -> State:
+    """The state before the first update.
+
+    Pure: call it inside the jitted initialisation, then arrays are born sharded. The state holds
+    `params` themselves and the step donates it: a caller who needs them later keeps a copy.
+    """
+    return {
+        "step": jnp.zeros((), jnp.int32),
+        "params": params,
+        "opt_state": learner.init(params),
+    }
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    learner: Learner,
+    microbatches: int = 1,
+    *,
+    like: State | None = None,
+    compiler_options: Mapping[str, str] | None = None,
+) -> Step:
+    """The jitted `step(state, batch) -> (state, metrics)`; the state is donated.
+
+    Args:
+        loss_fn: `(params, batch) -> (loss, metrics)`, with the loss and every metric additive over
+            slices of the batch (metrics called `*_max`: combined by maximum). Then gradient and
+            metrics do not depend on `microbatches`, however uneven the masks are.
+        learner: turns gradients into updates.
+        microbatches: slices computed one after another; divides the first axis of every array in
+            the batch. Arrays without axes (scalars) are shared by all slices.
+        like: a state, abstract or not, with shardings; needed if the learner keeps some of it on the host.
+        compiler_options: of XLA.
+
+    Returns:
+        The step. Its metrics are those of `loss_fn` and of the learner. `state["step"]` counts
+        every call, applied or skipped: it says how much data was consumed.
+    """
+    if microbatches < 1:
+        raise ValueError(f"microbatches: expected 1 or more, got {microbatches}")
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def gradients(params: Any, batch: Any) -> tuple[Any, Metrics]:
+        if microbatches == 1:
+            (_, metrics), grads = value_and_grad(params, batch)
+            return grads, metrics
+        leaves, treedef = jax.tree.flatten(batch)
+        sliced = [_split(x, microbatches) if x.ndim else None for x in leaves]
+
+        def accumulate(total: Any, slices: list[Any]) -> tuple[Any, Metrics]:
+            merged = [x if s is None else s for x, s in zip(leaves, slices, strict=True)]
+            (_, metrics), grads = value_and_grad(params, jax.tree.unflatten(treedef, merged))
+            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), metrics
+
+        # Sums of many small terms lose bits in bfloat16: accumulate in float32 whatever the
+        # parameters are.
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
+        grads, metrics = jax.lax.scan(accumulate, zeros, sliced)
+        return grads, {name: _combined(name, values) for name, values in metrics.items()}
+
+    def step(state: State, batch: Any) -> tuple[State, Metrics]:
+        grads, metrics = gradients(state["params"], batch)
+        params, opt_state, learned = learner.update(grads, state["opt_state"], state["params"])
+        new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
+        return new_state, {**metrics, **learned}
+
+    out = None if like is None else learner.step_shardings(like)
+    options: dict[str, Any] = {"compiler_options": dict(compiler_options)} if compiler_options else {}
+    if out is not None:
+        options["out_shardings"] = out
+    return jax.jit(step, donate_argnums=0, **options)
+
+
+def _combined(name: str, values: jax.Array) -> jax.Array:
+    """One metric over the microbatches: the largest for names that end in `_max`, else the sum."""
+    return jnp.max(values, axis=0) if name.endswith("_max") else jnp.sum(values, axis=0, dtype=values.dtype)
+
+
+def _split(x: jax.Array, count: int) -> jax.Array:
+    """[batch, ...] -> [count, batch / count, ...]."""
+    if x.shape[0] % count:
+        raise ValueError(f"a batch of {x.shape[0]} rows does not divide into {count} microbatches")
+    return split_rows(x, count)

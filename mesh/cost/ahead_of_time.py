@@ -1,0 +1,245 @@
+"""Programs compiled for TPUs that are not there.
+
+libtpu holds the whole TPU compiler and runs on any x86-64 Linux machine. So these are the programs that a TPU would
+get, with the compiler's own plan of their memory, and its refusal where they do not fit. Nothing is executed: that
+results are right is for other tests.
+"""
+
+import dataclasses
+import functools
+import re
+import resource
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mesh.cost.arithmetic import Products, products
+from mesh.cost.hlo import Program, parse
+from mesh.errors import UserError
+from mesh.topology import Topology, topology_devices
+
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device.
+
+    Attributes:
+        arguments: that the program reads.
+        output: that it writes, those in place of arguments included.
+        alias: of the output, what lies where an argument lay.
+        temp: that it needs besides.
+        code: of the program itself.
+        host: arguments, results and temporaries in the host's memory.
+        peak: in use at the worst moment: the compiler's figure, which packs temporaries as far as it can.
+        available: to programs.
+    """
+
+    arguments: int
+    output: int
+    alias: int
+    temp: int
+    code: int
+    host: int
+    peak: int
+    available: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """The compiler's refusal of a program that does not fit.
+
+    Attributes:
+        needed: bytes of what is too large.
+        available: bytes that there are.
+        what: "HLO temporaries", "arguments" and the like, as it says.
+        message: its first line.
+    """
+
+    needed: int
+    available: int
+    what: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What it took here.
+
+    Attributes:
+        trace_s: wall seconds to trace and lower the program.
+        compile_s: wall seconds to compile it.
+        compile_cpu_s: seconds of all threads to trace and compile it.
+        host_rss: largest resident memory of this process so far, in bytes.
+    """
+
+    trace_s: float
+    compile_s: float
+    compile_cpu_s: float
+    host_rss: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program, or why there is none.
+
+    Attributes:
+        name: of the step.
+        mesh: that it was compiled for.
+        topology: of the mesh's devices.
+        jaxpr: as jax traced it.
+        memory: None if it does not fit.
+        shortage: None if it fits.
+        cost: of compiling.
+        executable: None if it does not fit.
+    """
+
+    name: str
+    mesh: Mesh
+    topology: Topology
+    jaxpr: Any
+    memory: Memory | None
+    shortage: Shortage | None
+    cost: Cost
+    executable: jax.stages.Compiled | None
+
+    @functools.cached_property
+    def products(self) -> Products:
+        """The matrix products that it computes."""
+        return products(self.jaxpr)
+
+    @functools.cached_property
+    def program(self) -> Program | None:
+        """The optimised program."""
+        text = None if self.executable is None else self.executable.as_text()
+        return None if text is None else parse(text)
+
+    def save(self, path: str | Path) -> int:
+        """Write the executable, to be loaded by `load_executable` on such a machine; returns the bytes."""
+        import pickle
+
+        from jax.experimental.serialize_executable import serialize
+
+        if self.executable is None:
+            raise ValueError(f"{self.name} does not fit {self.topology}: there is nothing to save")
+        data = pickle.dumps((str(self.topology), self.name, *serialize(self.executable)))
+        Path(path).write_bytes(data)
+        return len(data)
+
+
+def load_executable(path: str | Path) -> jax.stages.Compiled:
+    """What `save` wrote, on a machine with just the devices that it was compiled for.
+
+    Loading runs code that the file holds: load only files of your own.
+    """
+    import pickle
+
+    from jax.experimental.serialize_executable import deserialize_and_load
+
+    _, _, *executable = pickle.loads(Path(path).read_bytes())
+    return deserialize_and_load(*executable)
+
+
+def compile_step(
+    name: str,
+    trace: Callable[[], Any],
+    mesh: Mesh,
+    topology: Topology,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Trace, lower and compile a step.
+
+    Args:
+        name: what messages call it.
+        trace: gives `jitted.trace(*abstract arguments)`; called with the mesh in force.
+        mesh: of devices of the topology.
+        topology: what to compile for.
+        options: of the compiler.
+
+    Raises:
+        UserError: the compiler does not take an option.
+    """
+    began, cpu = time.monotonic(), time.process_time()
+    with jax.set_mesh(mesh):
+        traced = trace()
+        lowered = traced.lower()
+        mid = time.monotonic()
+        executable, shortage = _compile(lowered, options)
+    cost = Cost(
+        trace_s=mid - began,
+        compile_s=time.monotonic() - mid,
+        compile_cpu_s=time.process_time() - cpu,
+        host_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    )
+    memory = None if executable is None else _memory(executable, topology)
+    if memory is not None and memory.arguments + memory.temp + memory.output - memory.alias > memory.available:
+        need = memory.arguments + memory.temp + memory.output - memory.alias
+        what = "arguments, results and temporaries"
+        shortage = Shortage(need, memory.available, what, f"{what} need {need} of {memory.available} bytes")
+    return Compiled(name, mesh, topology, traced.jaxpr, memory, shortage, cost, executable)
+
+
+def _compile(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any] | None
+) -> tuple[jax.stages.Compiled | None, Shortage | None]:
+    try:
+        return lowered.compile(compiler_options=dict(options) if options else None), None
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" in message:
+            return None, read_shortage(message)
+        if "compile option" in message or (options and "INTERNAL" not in message):
+            named = ", ".join(f"{name}={value}" for name, value in (options or {}).items()) or "of the config"
+            raise UserError(f"the compiler refuses with the options {named}: {message.splitlines()[0]}") from None
+        raise
+
+
+def read_shortage(message: str) -> Shortage:
+    """The figures in a refusal; 0 for those that it does not have."""
+    first = message.splitlines()[0]
+    needed = re.search(r"for ([\w ]+?) \(([\d.]+)([KMGT]?)\)", first)
+    there = re.search(r"available HBM \(([\d.]+)([KMGT]?)\)", first)
+    return Shortage(
+        needed=_size(needed[2], needed[3]) if needed else 0,
+        available=_size(there[1], there[2]) if there else 0,
+        what=needed[1] if needed else "memory",
+        message=first,
+    )
+
+
+def _size(number: str, unit: str) -> int:
+    return int(float(number) * (1 << _UNITS[unit]))
+
+
+def _memory(executable: jax.stages.Compiled, topology: Topology) -> Memory:
+    plan = executable.memory_analysis()
+    assert plan is not None
+    used = plan.argument_size_in_bytes + plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    host = plan.host_argument_size_in_bytes + plan.host_output_size_in_bytes + plan.host_temp_size_in_bytes
+    return Memory(
+        arguments=plan.argument_size_in_bytes,
+        output=plan.output_size_in_bytes,
+        alias=plan.alias_size_in_bytes,
+        temp=plan.temp_size_in_bytes,
+        code=plan.generated_code_size_in_bytes,
+        host=host - plan.host_alias_size_in_bytes,
+        peak=getattr(plan, "peak_memory_in_bytes", 0) or used,
+        available=memory_per_device(topology),
+    )
+
+
+@functools.cache
+def memory_per_device(topology: Topology) -> int:
+    """Bytes that the compiler gives to programs, read from its refusal of one that is far too large."""
+    device = topology_devices(dataclasses.replace(topology, slices=1))[0]
+    huge = jax.ShapeDtypeStruct((1 << 40,), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device))
+    _, shortage = _compile(jax.jit(lambda x: x + 1).lower(huge), None)
+    if shortage is None or not shortage.available:
+        raise RuntimeError(f"the compiler for {topology} accepted an array of 2 TiB, or did not say what there is")
+    return shortage.available

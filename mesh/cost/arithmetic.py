@@ -1,0 +1,111 @@
+"""Floating-point operations of the matrix products of a traced program, recomputation included.
+
+They are counted in jax's own form of the program (the jaxpr), where shapes are those of all devices together, loops
+have lengths, and nothing is hidden in a compiler's fusion. An optimised program does the same products. Of a ragged
+product the rows count that its layer expects (see `mesh.cost.expected`), and of a
+kernel the points of its grid that it visits, where that is said.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
+
+from mesh.cost.expected import filled_share, visited_points
+
+
+class Products(NamedTuple):
+    """FLOPs (a multiplication and an addition count two) of one run, on all devices together."""
+
+    xla: float
+    kernels: float  # within Pallas kernels, by their own cost estimate if they have one
+
+    @property
+    def total(self) -> float:
+        return self.xla + self.kernels
+
+
+def products(jaxpr: ClosedJaxpr | Jaxpr, scope: str = "") -> Products:
+    """The matrix products that a program computes.
+
+    A while loop whose length cannot be known counts once, of the branches of a conditional the most expensive.
+
+    Args:
+        jaxpr: of the program.
+        scope: name stack of what calls it.
+    """
+    xla = kernels = 0.0
+    inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    for equation in inner.eqns:
+        name, params = equation.primitive.name, equation.params
+        within = f"{scope}/{equation.source_info.name_stack}"
+        if name == "dot_general":
+            xla += _dot(equation)
+        elif name == "ragged_dot_general" or name == "ragged_dot":
+            xla += _ragged(equation) * filled_share(within)
+        elif name == "conv_general_dilated":
+            kernel = _shape(equation.invars[1])
+            per_output = math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
+            xla += 2.0 * math.prod(_shape(equation.outvars[0])) * per_output
+        elif name == "pallas_call":
+            kernels += _kernel(params, visited_points(within))
+        elif name == "cond":
+            counts = [products(branch, within) for branch in params["branches"]]
+            best = max(counts, key=lambda one: one.total)
+            xla, kernels = xla + best.xla, kernels + best.kernels
+        else:
+            times = _times(name, params)
+            for part in parts(params):
+                count = products(part, within)
+                xla, kernels = xla + times * count.xla, kernels + times * count.kernels
+    return Products(xla, kernels)
+
+
+def _times(name: str, params: dict[str, Any]) -> float:
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":  # its body has the shapes of one device
+        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    return 1
+
+
+def parts(params: dict[str, Any]) -> list[Any]:
+    """The programs within an operation: a call's, a loop's body."""
+    found = []
+    for name, value in params.items():
+        if name in ("cond_jaxpr", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"):
+            continue
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        found += [one for one in values if isinstance(one, (ClosedJaxpr, Jaxpr))]
+    return found
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
+def _dot(equation: Any) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    depth = math.prod(left[axis] for axis in contracted)
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * depth
+
+
+def _ragged(equation: Any) -> float:
+    """Every row meets one expert's matrix: the shared rows, times both other widths."""
+    left, right = (variable.aval.shape for variable in equation.invars[:2])
+    out = equation.outvars[0].aval.shape
+    if len(out) == len(left):  # rows x expert's matrix -> rows
+        groups = right[0] if len(right) == 3 else 1
+        return 2.0 * math.prod(left) * math.prod(right) / groups / left[-1]
+    return 2.0 * math.prod(left) * right[-1]  # rows x rows -> a matrix for each expert
+
+
+def _kernel(params: dict[str, Any], visited: int | None) -> float:
+    estimate = params.get("cost_estimate")
+    if estimate is not None:
+        return float(estimate.flops)
+    turns = visited
+    if turns is None:
+        turns = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
+    return products(params["jaxpr"]).total * turns

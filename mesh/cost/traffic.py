@@ -1,0 +1,124 @@
+"""Bytes between memory (HBM) and the compute units, and the time of each operation of a compiled program."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+from mesh.cost.collectives import KINDS
+from mesh.cost.expected import filled_share
+from mesh.cost.hlo import Array, Instruction, Program
+
+_FREE = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "constant", "after-all", "call",
+    "partition-id", "replica-id", "add-dependency", "optimization-barrier", "send", "send-done", "recv", "recv-done",
+    "iota",
+}  # fmt: skip
+_MATRIX = ("convolution", "dot")
+_BEGUN = re.compile(r"-(start|update|done)$")
+_SLICES = ("dynamic-slice", "slice", "gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation that moves or computes something on one device.
+
+    Attributes:
+        times: in one run of the program.
+        bytes: read from and written to HBM, each time.
+        cycles: by the compiler's estimate, each time; 0: it has none.
+        matrix: whether it contains a matrix product.
+        kernel: whether it is a kernel, of which the compiler knows nothing.
+    """
+
+    times: float
+    bytes: int
+    cycles: int
+    matrix: bool
+    kernel: bool
+
+
+def operations(program: Program) -> Iterator[Operation]:
+    """All but the collectives."""
+    for name, times, fused in program.weighted():
+        if fused:
+            continue
+        lines = program.computations[name]
+        made = {line.name: line for line in lines}
+        for line in lines:
+            base = _BEGUN.sub("", line.opcode)
+            if line.opcode in _FREE or base in KINDS or base == "async" or (base != line.opcode and not _counts(line)):
+                continue
+            inside = program.computations.get(line.called.get("calls", ""), ())
+            if line.opcode == "fusion" and line.called.get("calls", "").startswith("all-reduce-scatter"):
+                continue
+            matrix = line.opcode in _MATRIX or any(one.opcode in _MATRIX for one in inside)
+            kernel = line.opcode == "custom-call" and "tpu_custom_call" in line.attributes
+            moved = _moved(program, line, made, inside)
+            if kernel:  # of places without rows it reads and writes nothing
+                moved = round(moved * filled_share(line.op_name))
+            yield Operation(times, moved, line.cycles, matrix, kernel)
+
+
+def _counts(line: Instruction) -> bool:
+    """Of the two or three lines of what is under way beside others, the one that says best what is moved."""
+    return line.opcode == "copy-start" or (line.opcode.endswith("-done") and line.opcode != "copy-done")
+
+
+def _moved(program: Program, line: Instruction, made: dict[str, Instruction], inside: Sequence[Instruction]) -> int:
+    """What is only cut out of a large array, or written into one, counts as what is cut out or written."""
+    if line.opcode.endswith("-done"):  # of a slice or a gather: read from HBM, whole or not, and put somewhere
+        return sum(array.padded + _hbm(array) for array in line.arrays)
+    if line.opcode.endswith("-start"):  # copies from memory to memory: (destination, source, ...)
+        return sum(_hbm(array) for array in line.arrays[:2])
+    if line.opcode in _SLICES:
+        return 2 * sum(map(_hbm, line.arrays))
+    if line.opcode == "dynamic-update-slice":
+        return 2 * _size(made.get(line.operands[1]))
+    if line.opcode == "custom-call" and "AllocateBuffer" in line.attributes:
+        return 0
+    read = 0
+    parameters = _parameters(inside)
+    for index, name in enumerate(line.operands):
+        whole = _size(made.get(name))
+        uses = parameters.get(index)
+        read += whole if uses is None else min(whole, uses)
+    return read + _written(line, inside)
+
+
+def _parameters(inside: Sequence[Instruction]) -> dict[int, int]:
+    """Of parameters of which a fusion reads parts only: their bytes that it reads."""
+    numbers = {line.name: int(line.operands[0]) for line in inside if line.opcode == "parameter"}
+    partial: dict[int, int] = {}
+    for name, number in numbers.items():
+        users = [line for line in inside if name in line.operands]
+        if users and all(_cuts(line, name) for line in users):
+            partial[number] = sum(_part(line, inside) for line in users)
+    return partial
+
+
+def _cuts(line: Instruction, name: str) -> bool:
+    return line.opcode in (*_SLICES, "dynamic-update-slice") and line.operands[0] == name
+
+
+def _part(line: Instruction, inside: Sequence[Instruction]) -> int:
+    if line.opcode != "dynamic-update-slice":
+        return sum(array.padded for array in line.arrays)
+    update = next((one for one in inside if one.name == line.operands[1]), None)
+    return sum(array.padded for array in update.arrays) if update else 0
+
+
+def _written(line: Instruction, inside: Sequence[Instruction]) -> int:
+    root = next((one for one in inside if one.root), None)
+    while root is not None and root.opcode == "bitcast":
+        root = next((one for one in inside if one.name == root.operands[0]), None)
+    if root is not None and root.opcode == "dynamic-update-slice":
+        return _part(root, inside)
+    return sum(map(_hbm, line.arrays))
+
+
+def _size(line: Instruction | None) -> int:
+    return sum(map(_hbm, line.arrays)) if line is not None and line.opcode != "constant" else 0
+
+
+def _hbm(array: Array) -> int:
+    return array.padded if array.in_hbm else 0

@@ -1,0 +1,66 @@
+"""Tensor codecs: one array of one version of the weights as the bytes that travel, and back."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mesh import UserError, did_you_mean
+from rl.parameter_server.codecs.bf16 import Bf16Codec
+from rl.parameter_server.codecs.delta import DeltaCodec
+from rl.parameter_server.codecs.int8 import Int8Codec
+from rl.parameter_server.codecs.layout import Blob
+from rl.parameter_server.codecs.raw import RawCodec
+
+__all__ = ["Bf16Codec", "Blob", "DeltaCodec", "Int8Codec", "RawCodec", "TensorCodec", "get_codec"]
+
+
+class TensorCodec(Protocol):
+    """How one array travels. Codecs hold no state: any thread may use them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def lossless(self) -> bool:
+        """Whether every array of every dtype comes back to the bit."""
+        ...
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether both ends must hold an earlier array of the same shape and dtype."""
+        ...
+
+    def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
+        """The bytes that travel, `len(blob)` of them; the blob may be a view of `array`.
+
+        Raises:
+            WeightsError: the array cannot be encoded, or the base is missing or of another shape or dtype.
+        """
+        ...
+
+    def decode(
+        self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The array, C-contiguous, writable, in memory of its own.
+
+        Raises:
+            WeightsError: the blob is damaged, or is not that of an array of this shape and dtype.
+            WrongBase: the blob is a delta to something else than `base`.
+        """
+        ...
+
+
+_CODECS: dict[str, TensorCodec] = {codec.name: codec for codec in (RawCodec(), Bf16Codec(), Int8Codec(), DeltaCodec())}
+
+
+def get_codec(name: str) -> TensorCodec:
+    """The codec of this name: raw, bf16, int8 or delta.
+
+    Raises:
+        UserError: there is none of that name; with the nearest name.
+    """
+    if name not in _CODECS:
+        hint = did_you_mean(name, list(_CODECS))
+        raise UserError(f"no tensor codec {name!r}; expected one of {', '.join(_CODECS)}{hint}")
+    return _CODECS[name]

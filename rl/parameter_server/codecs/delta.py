@@ -1,0 +1,189 @@
+"""Lossless difference to an earlier version: which entries changed, and by how many steps of their float format.
+
+Between two updates at the learning rates of RL few bfloat16 entries change, and most of those by one unit in the last
+place. So a delta is two streams of small integers, one of each for every changed entry: the gap to the changed entry
+before it, and the distance from the old value to the new on the number line of the format, the sign as its lowest bit.
+
+    blob  = checksum of the rest, kind (1 byte), body
+    dense = the bytes of the array
+    delta = checksum of the base, of the result, number of changes, bytes of the gaps (8 bytes each), gaps, distances
+"""
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+import zstandard
+from numpy.typing import DTypeLike
+
+from rl.parameter_server.codecs.layout import SEAL, Blob, contiguous, flat_bytes, from_bytes, is_float, seal, unseal
+from rl.parameter_server.codecs.streams import StreamReader, StreamWriter
+from rl.parameter_server.errors import WeightsError, WrongBase
+
+DENSE, DELTA = 0, 1
+_HEAD = struct.Struct("<QQQQ")
+_AT_ONCE = 1 << 18  # entries looked at, or changes applied, at a time: temporaries stay in cache
+
+
+class DeltaCodec:
+    """The changed entries; the whole array where that takes no more bytes.
+
+    Any dtype: floats by their bits in order of value, all else by its bits as integers. Every bit counts: -0.0 and 0.0
+    are one step apart, NaNs keep their payloads.
+    """
+
+    name = "delta"
+    lossless = True
+    needs_base = True
+
+    def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
+        """The blob; at most 9 bytes longer than the array.
+
+        Raises:
+            WrongBase: there is no base, or it has another shape or dtype.
+        """
+        array = contiguous(array)
+        body = _delta(array, _fitting(base, array.shape, array.dtype))
+        if sum(map(len, body)) >= array.nbytes:
+            return _blob(DENSE, flat_bytes(array))
+        return _blob(DELTA, *(np.frombuffer(part, np.uint8) for part in body))
+
+    def decode(
+        self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The array.
+
+        Raises:
+            WeightsError: the blob is damaged, or of another shape or dtype.
+            WrongBase: `base` is not what the delta was made against. (A whole array needs none.)
+        """
+        content = unseal(self.name, blob)
+        kind, body = bytes(content[:1]), content[1:]
+        if kind == bytes([DENSE]):
+            return from_bytes(self.name, body, shape, dtype)
+        if kind != bytes([DELTA]) or len(body) < _HEAD.size:
+            raise WeightsError(f"not a delta: {len(content)} bytes of kind {kind.hex() or 'none'}")
+        base = _fitting(base, tuple(shape), np.dtype(dtype))
+        base_sum, result_sum, changes, gap_bytes = _HEAD.unpack_from(body)
+        result = np.empty_like(base)
+        if _copy(flat_bytes(base), flat_bytes(result)) != base_sum:
+            raise WrongBase("the delta was made against another base than the one held here; the whole has to be sent")
+        frames = body[_HEAD.size :]
+        try:
+            if changes > result.nbytes:
+                raise ValueError(f"{changes} changes of {result.nbytes} bytes")
+            gaps = StreamReader(frames[:gap_bytes], changes, _gap_dtype(result))
+            distances = StreamReader(frames[gap_bytes:], changes, _integers(result).dtype)
+            _apply(result, gaps, distances)
+        except (zstandard.ZstdError, ValueError, IndexError) as error:
+            raise WeightsError(f"the delta does not decode: {error}") from error
+        if xxhash.xxh3_64_intdigest(flat_bytes(result)) != result_sum:
+            raise WeightsError("the delta did not decode to what was encoded; is the dtype the same on both sides?")
+        return result
+
+
+def _delta(array: np.ndarray, base: np.ndarray) -> tuple[bytes, bytes, bytes]:
+    """Body of a delta, in one pass over both arrays, which also takes their checksums."""
+    new, old = _integers(array), _integers(base)
+    base_sum, result_sum = xxhash.xxh3_64(), xxhash.xxh3_64()
+    gaps, distances = StreamWriter(_gap_dtype(array)), StreamWriter(new.dtype)
+    ordered, last = is_float(array.dtype), -1
+    for first in range(0, new.size, _AT_ONCE):
+        some, before = new[first : first + _AT_ONCE], old[first : first + _AT_ONCE]
+        result_sum.update(some)
+        base_sum.update(before)
+        where = np.flatnonzero(some != before)
+        if not len(where):
+            continue
+        distances.put(_distance(before[where], some[where], ordered))
+        gaps.put(np.diff(where, prepend=last - first) - 1)
+        last = first + int(where[-1])
+    gap_frame = gaps.frame()
+    head = _HEAD.pack(base_sum.intdigest(), result_sum.intdigest(), gaps.count, len(gap_frame))
+    return head, gap_frame, distances.frame()
+
+
+def _apply(result: np.ndarray, gaps: StreamReader, distances: StreamReader) -> None:
+    """Turns the base, which `result` is, into what was encoded."""
+    flat, ordered, last = _integers(result), is_float(result.dtype), -1
+    for gap, distance in zip(gaps.some(np.int64, _AT_ONCE), distances.some(flat.dtype, _AT_ONCE), strict=True):
+        gap += 1
+        where = np.cumsum(gap, out=gap)
+        where += last
+        last = int(where[-1])
+        flat[where] = _moved(flat[where], distance, ordered)
+
+
+def _distance(old: np.ndarray, new: np.ndarray, ordered: bool) -> np.ndarray:
+    """Steps from old to new, never 0, as unsigned integers of their width: -1, 1, -2, 2 ... are 0, 1, 2, 3 ..."""
+    steps = _line(new, ordered)
+    steps -= _line(old, ordered)  # modulo 2^bits, as all that follows
+    signs = steps >> (8 * steps.itemsize - 1)
+    steps <<= 1
+    steps ^= signs
+    codes = steps.view(new.dtype)
+    codes -= 1
+    return codes
+
+
+def _moved(old: np.ndarray, codes: np.ndarray, ordered: bool) -> np.ndarray:
+    """The new values: the inverse of `_distance`. Overwrites `codes`."""
+    codes += 1
+    steps = (codes >> 1).view(_signed(codes.dtype))
+    steps ^= -(codes & 1).view(steps.dtype)
+    steps += _line(old, ordered)
+    return _line(steps, ordered).view(old.dtype)
+
+
+def _line(integers: np.ndarray, ordered: bool) -> np.ndarray:
+    """Signed integers in the order of the floats whose bits `integers` are, so that neighbours are 1 apart; a copy.
+
+    A float's bits are a sign and a magnitude. Flipping all but the sign of the negative ones makes them two's
+    complement, with -0.0 at -1. The map is its own inverse.
+    """
+    signed = integers.view(_signed(integers.dtype))
+    if not ordered:
+        return signed.copy()
+    line = signed >> (8 * signed.itemsize - 1)
+    line &= np.iinfo(signed.dtype).max
+    line ^= signed
+    return line
+
+
+def _integers(array: np.ndarray) -> np.ndarray:
+    """A flat view as unsigned integers as wide as an entry, or as bytes if there are none so wide."""
+    width = array.dtype.itemsize
+    return array.reshape(-1).view(f"u{width}" if width in (1, 2, 4, 8) else np.uint8)
+
+
+def _signed(dtype: np.dtype) -> np.dtype:
+    return np.dtype(f"i{dtype.itemsize}")
+
+
+def _gap_dtype(array: np.ndarray) -> np.dtype:
+    return np.dtype(np.uint32 if array.nbytes < 2**32 else np.uint64)
+
+
+def _fitting(base: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    if base is None:
+        raise WrongBase(f"a delta of {dtype.name}{list(shape)} needs the array it is added to; there is none")
+    base = contiguous(base)
+    if (base.shape, base.dtype) != (shape, dtype):
+        held = f"{base.dtype.name}{list(base.shape)}"
+        raise WrongBase(f"a delta of {dtype.name}{list(shape)} does not fit a base of {held}")
+    return base
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> int:
+    """Copies bytes and gives their checksum; memory is read once."""
+    digest = xxhash.xxh3_64()
+    for first in range(0, len(source), _AT_ONCE):
+        some = source[first : first + _AT_ONCE]
+        target[first : first + _AT_ONCE] = some
+        digest.update(some)
+    return digest.intdigest()
+
+
+def _blob(kind: int, *parts: np.ndarray) -> memoryview:
+    return seal(np.concatenate([np.zeros(SEAL, np.uint8), np.array([kind], np.uint8), *parts]))

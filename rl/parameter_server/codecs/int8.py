@@ -1,0 +1,109 @@
+"""Floats as 8-bit integers with a scale for each block: approximate, about half of bfloat16."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from rl.parameter_server.codecs.layout import (
+    SEAL,
+    Blob,
+    check_size,
+    contiguous,
+    flat_bytes,
+    from_bytes,
+    is_float,
+    seal,
+    unseal,
+)
+from rl.parameter_server.errors import WeightsError
+
+BLOCK = 128  # entries that share a scale: 8.25 bits an entry
+SMALLEST_SCALE = float(np.finfo(np.float32).smallest_normal)  # below, a float32 scale loses digits
+_AT_ONCE = 1024 * BLOCK  # entries worked on at a time: temporaries stay in cache
+
+
+class Int8Codec:
+    """Blocks of 128 consecutive entries (C order; the last may be shorter): x is about scale * q, q in -127..127.
+
+    scale = max |x| / 127 of the block, float32, at least 2^-126. Before the result is rounded to its dtype,
+    |decoded - x| <= scale / 2, but for the rounding of float32. Blocks begin where the array begins: a tensor that is
+    cut elsewhere has other blocks, and other approximations. Arrays that are not floats travel as they are.
+
+    Layout: checksum, scales float32 [blocks], q int8 [entries].
+    """
+
+    name = "int8"
+    lossless = False
+    needs_base = False
+
+    def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
+        """The blob.
+
+        Raises:
+            WeightsError: an entry is infinite, NaN, or beyond float32; names the first.
+        """
+        del base
+        array = contiguous(array)
+        if not is_float(array.dtype):
+            return seal(np.concatenate([np.empty(SEAL, np.uint8), flat_bytes(array)]))
+        flat, codes_start = array.reshape(-1), SEAL + 4 * _blocks(array.size)
+        blob = np.empty(codes_start + array.size, np.uint8)
+        scales, codes = blob[SEAL:codes_start].view(np.float32), blob[codes_start:].view(np.int8)
+        for first in range(0, array.size, _AT_ONCE):
+            some = flat[first : first + _AT_ONCE]
+            with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, and is refused
+                blocks = _in_blocks(some.astype(np.float32))
+            largest = np.abs(blocks).max(axis=1)
+            if not np.isfinite(largest).all():
+                raise WeightsError(_not_finite(array, first))
+            scale = _scales(largest)
+            scales[first // BLOCK :][: len(scale)] = scale
+            blocks /= scale[:, None]
+            codes[first : first + len(some)] = np.rint(blocks, out=blocks).reshape(-1)[: len(some)]
+        return seal(blob)
+
+    def decode(
+        self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
+    ) -> np.ndarray:
+        del base
+        body, dtype = unseal(self.name, blob), np.dtype(dtype)
+        if not is_float(dtype):
+            return from_bytes(self.name, body, shape, dtype)
+        count = math.prod(shape)
+        scale_bytes = 4 * _blocks(count)
+        check_size(self.name, body, scale_bytes + count, shape, np.int8)
+        scales, codes = np.frombuffer(body[:scale_bytes], np.float32), np.frombuffer(body[scale_bytes:], np.int8)
+        flat = np.empty(count, dtype)
+        for first in range(0, count, _AT_ONCE):
+            some = codes[first : first + _AT_ONCE]
+            blocks = _in_blocks(some.astype(np.float32))
+            blocks *= scales[first // BLOCK :][: len(blocks), None]
+            flat[first : first + len(some)] = blocks.reshape(-1)[: len(some)]
+        return flat.reshape(shape)
+
+
+def _blocks(count: int) -> int:
+    return math.ceil(count / BLOCK)
+
+
+def _in_blocks(flat: np.ndarray) -> np.ndarray:
+    """[blocks, BLOCK], zeros behind the end."""
+    lacking = -len(flat) % BLOCK
+    return (np.pad(flat, (0, lacking)) if lacking else flat).reshape(-1, BLOCK)
+
+
+def _scales(largest: np.ndarray) -> np.ndarray:
+    """float32 [blocks]; 127 times a scale must not overflow where the largest entry is that of float32."""
+    scale = np.maximum(largest / np.float32(127), np.float32(SMALLEST_SCALE))
+    with np.errstate(over="ignore"):
+        return np.where(np.isfinite(scale * np.float32(127)), scale, np.nextafter(scale, np.float32(0)))
+
+
+def _not_finite(array: np.ndarray, start: int) -> str:
+    limit = float(np.finfo(np.float32).max)
+    flat = array.reshape(-1)
+    bad = start + int(np.argmax(~(np.abs(flat[start:].astype(np.float64)) <= limit)))
+    where = ", ".join(str(int(i)) for i in np.unravel_index(bad, array.shape))
+    return f"int8 weights must be finite in float32; entry [{where}] of {array.dtype.name} is {float(flat[bad])}"

@@ -1,0 +1,77 @@
+"""Arrays as bytes, bytes as arrays, and the checksum in front of a blob: what the codecs share."""
+
+import struct
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+from numpy.typing import DTypeLike
+
+from rl.parameter_server.errors import WeightsError
+
+type Blob = bytes | bytearray | memoryview
+
+_CHECKSUM = struct.Struct("<Q")
+SEAL = _CHECKSUM.size  # bytes in front of a sealed body
+
+
+def contiguous(array: np.ndarray) -> np.ndarray:
+    """The array in C order and native byte order; itself where it is so already.
+
+    Raises:
+        WeightsError: its dtype holds references, not numbers.
+    """
+    if array.dtype.hasobject:
+        raise WeightsError(f"an array of dtype {array.dtype} cannot travel; expected numbers")
+    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    return np.asarray(array, native, order="C")  # ascontiguousarray would give a scalar an axis
+
+
+def flat_bytes(array: np.ndarray) -> np.ndarray:
+    """The bytes of a contiguous array, uint8 [nbytes], as a view."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether entries are real floats of any width, the 8-bit ones included."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def from_bytes(codec: str, body: Blob, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+    """A new array of these bytes.
+
+    Raises:
+        WeightsError: there are more or fewer bytes than such an array has.
+    """
+    array = np.empty(tuple(shape), np.dtype(dtype))
+    check_size(codec, body, array.nbytes, shape, dtype)
+    flat_bytes(array)[:] = np.frombuffer(body, np.uint8)
+    return array
+
+
+def check_size(codec: str, body: Blob, expected: int, shape: Sequence[int], dtype: DTypeLike) -> None:
+    """Raise WeightsError unless the body has as many bytes as an array of this shape and dtype takes."""
+    if len(body) != expected:
+        what = f"{np.dtype(dtype).name}[{', '.join(map(str, shape))}]"
+        raise WeightsError(
+            f"{codec} weights are cut short or of another array: {len(body)} bytes for {what}, expected {expected}"
+        )
+
+
+def seal(blob: np.ndarray) -> memoryview:
+    """Puts the checksum (XXH3, 64 bits) of what follows it into the first 8 bytes of a blob, uint8 [SEAL + body]."""
+    _CHECKSUM.pack_into(blob.data, 0, xxhash.xxh3_64_intdigest(blob[SEAL:]))
+    return blob.data
+
+
+def unseal(codec: str, blob: Blob) -> memoryview:
+    """The body of a sealed blob.
+
+    Raises:
+        WeightsError: the body is not the one that was sealed.
+    """
+    view = memoryview(blob).cast("B")
+    if len(view) < SEAL or _CHECKSUM.unpack_from(view)[0] != xxhash.xxh3_64_intdigest(view[SEAL:]):
+        raise WeightsError(f"{codec} weights are damaged: {len(view)} bytes arrived that do not match their checksum")
+    return view[SEAL:]

@@ -1,0 +1,192 @@
+"""Fingerprints of parameters, taken where the arrays live: the same for every sharding, mesh and number of devices.
+
+Every element is hashed together with its index, in 32-bit integers, and the hashes are summed modulo 2^32. Such a sum
+is the same in any order, hence on any mesh, to the bit. A single changed element always changes the first sum: at a
+given index the hash is a bijection of the element's bits. Fingerprints find damage and mix-ups, not forgery.
+
+Each device sums up its own shards, array by array (one small program for each shape and sharding, whatever the number
+of layers). One more program adds the sums of all devices for all arrays, so there is one collective for a model.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from axlearn_like.layers.base import Params
+from rl.parameter_server.errors import WeightsError
+
+LANES = 4  # sums of 32 bits for an array
+BLOCK = 1 << 32  # elements that one 32-bit index tells apart
+
+
+def fingerprints(params: Params) -> dict[str, str]:
+    """The fingerprint of every array: path ("a/b/c") -> 32 hexadecimal digits over path, dtype, shape and bits.
+
+    Of arrays that are spread over several processes, all of these must ask, and all get the same answer.
+
+    Raises:
+        WeightsError: an array whose elements have more than 32 bits.
+    """
+    return begin_fingerprints(params)()
+
+
+def begin_fingerprints(params: Params) -> Callable[[], dict[str, str]]:
+    """Have the devices compute `fingerprints`; what is returned waits for them. The arrays may be donated meanwhile.
+
+    Raises:
+        WeightsError: an array whose elements have more than 32 bits.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    by_mesh: dict[Any, list[tuple[str, jax.Array, PartitionSpec]]] = {}
+    for path, leaf in leaves:
+        name = path_name(path)
+        if leaf.dtype.itemsize > 4 or not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
+            raise WeightsError(f"tensor {name} is of {leaf.dtype}; only numbers of at most 32 bits have fingerprints")
+        array, sharding = _on_a_mesh(leaf)
+        by_mesh.setdefault(sharding.mesh, []).append((name, array, sharding.spec))
+    begun = []
+    for mesh, arrays in by_mesh.items():
+        with jax.set_mesh(mesh):
+            parts = [_device_sums(mesh, spec)(array) for _, array, spec in arrays]
+            begun.append(([(name, array.dtype.name, array.shape) for name, array, _ in arrays], _add_up(mesh)(parts)))
+
+    def wait() -> dict[str, str]:
+        return {
+            name: _digest(name, dtype, shape, lanes)
+            for arrays, sums in begun
+            for (name, dtype, shape), lanes in zip(arrays, np.asarray(sums), strict=True)
+        }
+
+    return wait
+
+
+def path_name(path: Any) -> str:
+    """Of an array in nested dicts: its keys, joined by slashes."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def fingerprint_version(fingerprints: Mapping[str, str]) -> str:
+    """The content checksum of a version: BLAKE2b over the sorted paths and fingerprints, 32 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, fingerprint in sorted(fingerprints.items()):
+        digest.update(f"{name}\0{fingerprint}\n".encode())
+    return digest.hexdigest()
+
+
+def _digest(name: str, dtype: str, shape: tuple[int, ...], lanes: np.ndarray) -> str:
+    digest = hashlib.blake2b(f"{name}\0{dtype}\0{shape}\0".encode(), digest_size=16)
+    digest.update(lanes.astype("<u4").tobytes())
+    return digest.hexdigest()
+
+
+def _on_a_mesh(leaf: Any) -> tuple[jax.Array, NamedSharding]:
+    """The array as it is if it lies on a mesh, else on a mesh of its one device (the same memory)."""
+    if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+        return leaf, leaf.sharding
+    array = jnp.asarray(leaf)
+    (device,) = array.devices()
+    alone = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
+    return jax.device_put(array, alone), alone
+
+
+@lru_cache(maxsize=256)
+def _device_sums(mesh: Mesh, spec: PartitionSpec) -> Any:
+    """The program array -> uint32 [devices, LANES], every device's row on that device; zeros for replicas."""
+    rows = PartitionSpec(mesh.axis_names)
+    sums = partial(_shard_sums, axes=_axes(spec), sizes=dict(mesh.shape))
+    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=rows, check_vma=False))
+
+
+@lru_cache(maxsize=256)
+def _add_up(mesh: Mesh) -> Any:
+    """The program [uint32 [devices, LANES]] of all arrays -> uint32 [arrays, LANES], the same on all devices."""
+    total = lambda parts: jnp.sum(jnp.stack(parts), axis=1, dtype=jnp.uint32)  # noqa: E731
+    return jax.jit(total, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """The mesh axes by which each dimension is cut, the outermost first."""
+    return [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in spec]
+
+
+def _shard_sums(shard: jax.Array, *, axes: list[tuple[str, ...]], sizes: dict[str, int]) -> jax.Array:
+    """One device's row: the sums over its shard, or zeros if the shard is another device's too and counts there."""
+    axes = [*axes, *[()] * (shard.ndim - len(axes))]
+    shape, starts = [], []
+    for size, names in zip(shard.shape, axes, strict=True):
+        shape.append(size * math.prod(sizes[name] for name in names))
+        starts.append(lax.axis_index(names) * size if names else 0)
+    replicas = [name for name in sizes if not any(name in names for names in axes) and sizes[name] > 1]
+    if not replicas:
+        return element_sums(shard, shape, starts)[None]
+    first = lax.axis_index(tuple(replicas)) == 0
+    zeros = lambda _: jnp.zeros(LANES, jnp.uint32)  # noqa: E731
+    return lax.cond(first, lambda x: element_sums(x, shape, starts), zeros, shard)[None]
+
+
+def element_sums(part: jax.Array, shape: list[int], starts: list[Any], block: int = BLOCK) -> jax.Array:
+    """The sums over a part of an array, uint32 [LANES]; to be traced. The sums of disjoint parts add up to the whole's.
+
+    Args:
+        part: what is held.
+        shape: of the whole array.
+        starts: where the part begins in each dimension.
+        block: elements that one index tells apart; smaller in tests only.
+    """
+    bits = _bits(part)
+    place, weight = _places(bits, shape, starts, block)
+    first = _mix(bits ^ place, 0x7FEB352D, 0x846CA68B)
+    second = _mix(first, 0xC2B2AE3D, 0x27D4EB2F)
+    hashes = (first, first * weight, second, second * weight)  # the weights are odd: no bit is lost in a product
+    # One reduction of four operands: XLA vectorises it for CPUs, but not four of one operand each (15 times slower).
+    add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
+    return jnp.stack(lax.reduce(hashes, (np.uint32(0),) * LANES, add, tuple(range(bits.ndim))))
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """The bits of every element, uint32."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array.astype(jnp.int32).astype(jnp.uint32)  # of signed integers: sign-extended
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    return lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+
+
+def _places(like: jax.Array, shape: list[int], starts: list[Any], block: int) -> tuple[jax.Array, jax.Array]:
+    """Two words for each element that depend on its index in the whole array, the second of them odd.
+
+    The first differs for all elements of a block. An array larger than a block has a second index, of the block; two
+    of its elements may have the first word in common, but hardly both.
+    """
+    sizes = [math.prod(shape[axis:]) for axis in range(len(shape) + 1)]  # of the array from this axis on
+    inner = next((axis for axis in range(len(shape) - 1) if sizes[axis] <= block), max(len(shape) - 1, 0))
+    low, high = jnp.zeros_like(like), jnp.zeros_like(like)
+    for axis, start in enumerate(starts):
+        index = lax.broadcasted_iota(jnp.uint32, like.shape, axis) + jnp.uint32(start)
+        if axis >= inner:
+            low += index * np.uint32(sizes[axis + 1] % 2**32)
+        else:
+            high += index * np.uint32(math.prod(shape[axis + 1 : inner]) % 2**32)
+    place = _mix(low, 0x85EBCA6B, 0xC2B2AE35)
+    if inner == 0:
+        return place, place | 1
+    of_block = _mix(high, 0x9E3779B1, 0x85EBCA77)
+    return place ^ of_block, (place + of_block) | 1
+
+
+def _mix(x: jax.Array, first: int, second: int) -> jax.Array:
+    """A bijection of 32-bit words in which every bit of the input bears on every bit of the result.
+
+    The form, and 0x85EBCA6B with 0xC2B2AE35, are of MurmurHash3's finalizer (A. Appleby); 0x7FEB352D with 0x846CA68B of
+    C. Wellons' hash prospector ("lowbias32").
+    """
+    x = (x ^ (x >> 16)) * np.uint32(first)
+    x = (x ^ (x >> 15)) * np.uint32(second)
+    return x ^ (x >> 16)

@@ -1,0 +1,111 @@
+"""Pulls beside generation what will be wanted next, so that a worker's swap is the exchange of a pointer."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from axlearn_like.layers.base import Params
+from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.pull.receiver import Moved, Puller
+
+_WAIT = 2.0  # seconds that one question for newer versions waits at the directory
+
+
+class Follower:
+    """One version ahead of its worker, on a thread of its own. Its methods are called by the worker's thread alone."""
+
+    def __init__(
+        self,
+        puller: Puller,
+        place: Callable[[Params], Any],
+        *,
+        newest: bool,
+        background: bool = True,
+    ):
+        """
+        Args:
+            place: makes of the arrays what the engine uses (see `RolloutEngine.place`).
+            newest: always fetch the newest version; else the one that follows the version in use.
+            background: fetch ahead at all.
+        """
+        self._puller, self._place, self._newest = puller, place, newest
+        self._pulling = threading.Lock()  # a puller does one thing at a time
+        self._ready: tuple[int, Any, Moved] | None = None
+        self._used = -1
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
+        self._background = background
+
+    def take(self, version: int, timeout: float = 0.0) -> tuple[Any, Moved]:
+        """Exactly this version, as the engine uses it, and what was moved for it.
+
+        Raises:
+            WeightsError: not to be had within `timeout` seconds.
+        """
+        with self._pulling:
+            if self._ready is None or self._ready[0] != version or not self._still_there(self._ready):
+                self._ready = self._pull(version, timeout)
+            return self._hand_out(self._ready)
+
+    def newer(self) -> tuple[int, Any, Moved] | None:
+        """A version above the one in use, if it is here already. Never waits."""
+        if not self._background:
+            latest = self._puller.directory.latest()
+            if latest <= self._used:
+                return None
+            return (latest, *self.take(latest))
+        ready = self._ready
+        if ready is None or ready[0] <= self._used or not self._pulling.acquire(blocking=False):
+            return None
+        try:
+            if self._ready is None or not self._still_there(self._ready):
+                self._ready = None
+                return None
+            return (self._ready[0], *self._hand_out(self._ready))
+        finally:
+            self._pulling.release()
+
+    @property
+    def approximations(self) -> tuple[str, ...]:
+        return self._puller.approximations
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _still_there(self, ready: tuple[int, Any, Moved]) -> bool:
+        """Not if a trainer that died made it, and its successor something else, or nothing yet, of that number."""
+        try:
+            return self._puller.directory.manifest(ready[0]).checksum == ready[2].checksum
+        except WeightsError:
+            return False
+
+    def _hand_out(self, ready: tuple[int, Any, Moved]) -> tuple[Any, Moved]:
+        self._used, self._ready = ready[0], None
+        if self._background and not self._thread.is_alive() and not self._closed.is_set():
+            self._thread.start()
+        return ready[1:]
+
+    def _pull(self, version: int, timeout: float) -> tuple[int, Any, Moved]:
+        began = time.monotonic()
+        placed = self._place(self._puller.pull(version, timeout))
+        self._puller.moved.seconds = time.monotonic() - began
+        return version, placed, self._puller.moved
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            ready = self._ready
+            known = max(self._used, -1 if ready is None else ready[0])
+            if ready is not None and not self._newest:
+                self._closed.wait(0.05)  # one ahead is enough
+                continue
+            try:
+                latest = self._puller.directory.newer(known, _WAIT)
+                if latest <= known:
+                    continue
+                with self._pulling:
+                    version = latest if self._newest else min(latest, self._used + 1)
+                    if version > self._used and (self._ready is None or self._ready[0] < version):
+                        self._ready = self._pull(version, 0.0)
+            except WeightsError:
+                self._closed.wait(1.0)  # the worker will meet it when it needs the version, and say so

@@ -1,0 +1,204 @@
+"""The trainer's side: every process pushes the pieces it owns, from its own memory, and seals the version.
+
+Copying to the host is all that the next update has to wait for; what follows runs beside it on a thread.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from axlearn_like.layers.base import Params
+from rl.parameter_server.digest import digest_of
+from rl.parameter_server.errors import AttemptOver, VersionGone, WeightsError
+from rl.parameter_server.fingerprint import begin_fingerprints
+from rl.parameter_server.manifest import Piece, Seal
+from rl.parameter_server.push.snapshot import Copied, Snapshot, take
+from rl.parameter_server.store.shard_server import Shard
+from rl.parameter_server.transport.shared_memory import Segment, host_identity
+
+_ATTEMPTS = 5  # to publish one version, each of which a restart of the server may end
+_PATIENCE = 600.0  # seconds that other processes of the trainer may lag behind
+_CHUNK = 16 << 20  # bytes that one request carries, or one piece if it is larger
+_STREAMS = 2  # requests to a shard at a time: while it verifies one, the next is on its way
+
+
+class VersionRegister(Protocol):
+    """What a publisher asks of the directory."""
+
+    def open(self, version: int, pusher: str, processes: int) -> int: ...
+    def seal(self, seal: Seal) -> bool: ...
+    def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]: ...
+
+
+class Publisher:
+    """One for each trainer process. `process` of `processes`; all of one trainer know each other by `pusher`."""
+
+    def __init__(
+        self,
+        directory: VersionRegister,
+        shards: Sequence[Shard],
+        *,
+        pusher: str | None = None,
+        process: int = 0,
+        processes: int = 1,
+        shared_memory: bool = True,
+    ):
+        if pusher is None and processes > 1:
+            raise WeightsError("publisher: the processes of a trainer need one `pusher` name, another for every start")
+        self._directory, self._shards = directory, list(shards)
+        self._pusher = pusher or secrets.token_hex(8)
+        self._process, self._processes = process, processes
+        self._shared_memory = shared_memory
+
+    def copy(self, params: Params, version: int) -> Snapshot:
+        """This process's part of a version, to be published at once or later; the arrays may be given up."""
+        return self._take(params, version).wait()
+
+    def begin(self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None) -> "Push":
+        """Publish on a thread; `then` is called when it is done.
+
+        All processes of the trainer call this in the same order, since the contents' fingerprints are computed by all
+        of them together. The arrays may be given up when `Push.snapshot` returns.
+        """
+        return Push(self._take(params, version), self.publish, then)
+
+    def again(self, snapshot: Snapshot) -> "Push":
+        """Publish, on a thread, what was copied before."""
+        return Push(snapshot, self.publish, lambda snapshot: None)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Push this process's pieces and seal. With the last process's seal the version is there for all to read.
+
+        May be repeated: what is published already, with the same contents, stays as it is.
+
+        Raises:
+            WeightsError: the server refuses the version, or is gone for longer than the links' patience.
+        """
+        for attempt in range(_ATTEMPTS):
+            key = self._directory.open(snapshot.version, self._pusher, self._processes)
+            try:
+                if self._directory.seal(self._push(snapshot, key)) or self._wait_for_others(snapshot.version, key):
+                    return
+            except AttemptOver:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+
+    def _take(self, params: Params, version: int) -> Snapshot:
+        return take(params, version, begin_fingerprints(params), shared=self._shared_memory)
+
+    def _wait_for_others(self, version: int, key: int) -> bool:
+        """Until the last process has sealed; False if the attempt came to nothing and has to be made again."""
+        began = time.monotonic()
+        while not isinstance(outcome := self._directory.outcome(key, 5.0), bool):
+            if (waited := time.monotonic() - began) > _PATIENCE:
+                raise WeightsError(
+                    f"version {version}: waited {waited:.0f} s for the seals of trainer processes {outcome} "
+                    f"(this is process {self._process} of {self._processes})"
+                )
+        return outcome
+
+    def _push(self, snapshot: Snapshot, key: int) -> Seal:
+        pieces, incarnations = [], {}
+        for number, mine in self._assign(snapshot.owned).items():
+            shard = self._shards[number]
+            incarnations[number] = shard.incarnation()
+            digests = self._give(shard, key, snapshot.memory, mine) or self._send(shard, key, mine)
+            pieces += [Piece(p.tensor, p.box, mark, number) for p, mark in zip(mine, digests, strict=True)]
+        return Seal(
+            version=snapshot.version,
+            key=key,
+            process=self._process,
+            processes=self._processes,
+            tensors=snapshot.tensors,
+            pieces=tuple(pieces),
+            fingerprints=snapshot.fingerprints,
+            incarnations=incarnations,
+        )
+
+    def _send(self, shard: Shard, key: int, pieces: Sequence[Copied]) -> list[str]:
+        """Write pieces to a shard; their digests."""
+
+        def send(chunk: Sequence[Copied]) -> list[str]:
+            digests = [digest_of(piece.array) for piece in chunk]
+            shard.write(key, [(p.tensor, p.box, p.array, mark) for p, mark in zip(chunk, digests, strict=True)])
+            return digests
+
+        first, *others = _chunks(pieces)
+        if not others:
+            return send(first)
+        with ThreadPoolExecutor(_STREAMS, "push") as pool:
+            return [digest for digests in pool.map(send, [first, *others]) for digest in digests]
+
+    def _give(self, shard: Shard, key: int, memory: Segment | None, pieces: Sequence[Copied]) -> list[str]:
+        """Let a shard on this host take the snapshot's memory as it is; the pieces' digests, none if that cannot be."""
+        if memory is None or shard.host() != host_identity():
+            return []
+        digests = [digest_of(piece.array) for piece in pieces]
+        entries = [
+            (piece.tensor, piece.box, piece.array.dtype.name, piece.offset, digest)
+            for piece, digest in zip(pieces, digests, strict=True)
+        ]
+        try:
+            shard.adopt(key, memory.name, entries)
+        except VersionGone:
+            return []  # pushed before, and dropped by its adopter since
+        return digests
+
+    def _assign(self, pieces: Sequence[Copied]) -> dict[int, list[Copied]]:
+        """Pieces to data shards: the largest first, each to the shard with the fewest bytes so far."""
+        loads = [0] * len(self._shards)
+        assigned: dict[int, list[Copied]] = {}
+        for piece in sorted(pieces, key=lambda piece: -piece.nbytes):
+            number = min(range(len(loads)), key=lambda n: (loads[n], (n - self._process) % len(loads)))
+            loads[number] += piece.nbytes
+            assigned.setdefault(number, []).append(piece)
+        return assigned
+
+
+class Push:
+    """One version on its way, on a thread of its own."""
+
+    def __init__(self, snapshot: Snapshot, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]):
+        self._snapshot = snapshot
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, args=(publish, then), daemon=True).start()
+
+    def snapshot(self) -> Snapshot:
+        """What was copied, as soon as all of it is."""
+        return self._snapshot.wait()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is published within so many seconds (None: however long that takes); raises what went wrong."""
+        ended = self._ended.wait(timeout)
+        if self._error is not None:
+            raise self._error
+        return ended
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def _run(self, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]) -> None:
+        try:
+            publish(self._snapshot)
+            then(self._snapshot)
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+def _chunks(pieces: Sequence[Copied]) -> list[list[Copied]]:
+    chunks: list[list[Copied]] = []
+    room = 0
+    for piece in pieces:
+        if piece.nbytes > room or not chunks:
+            chunks.append([])
+            room = _CHUNK
+        chunks[-1].append(piece)
+        room -= piece.nbytes
+    return chunks

@@ -1,0 +1,172 @@
+"""A version of the weights in the memory of one trainer process: what it pushes, once or, if the server dies, again.
+
+It is made on threads, the largest pieces first, and who asks for a piece waits for that one: so the first are on their
+way to the server while the last are copied from the device.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_like.layers.base import Params
+from mesh import UserError
+from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.fingerprint import fingerprint_version, path_name
+from rl.parameter_server.index_ranges import Box, box_of, needed_boxes, owned_pieces, shape_of, slices, within
+from rl.parameter_server.manifest import TensorSpec
+from rl.parameter_server.store.memory import ALIGNMENT, MEMORY
+from rl.parameter_server.transport.shared_memory import Segment
+
+_COPIES = 4  # at a time
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copied:
+    """A box on the host."""
+
+    tensor: str
+    box: Box
+    nbytes: int
+    offset: int  # in the snapshot's memory
+    copy: Future[np.ndarray]
+
+    @property
+    def array(self) -> np.ndarray:
+        """What is in the box, as soon as it is copied; raises what went wrong with that."""
+        return self.copy.result()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Attributes:
+    owned: what this process has to push: every element of the weights lies in one piece of one process.
+    others: boxes that its devices hold too, and other processes push.
+    """
+
+    version: int
+    tensors: tuple[TensorSpec, ...]
+    owned: tuple[Copied, ...]
+    others: tuple[Copied, ...]
+    kept: Future[tuple[Segment | None, np.ndarray]]
+    marks: Future[dict[str, str]]
+
+    def wait(self) -> "Snapshot":
+        """Until all is copied, and the devices' arrays may be given up."""
+        for piece in self.owned + self.others:
+            piece.copy.result()
+        return self
+
+    @property
+    def memory(self) -> Segment | None:
+        """Where `owned` lies, if others on this host shall see it."""
+        return self.kept.result()[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.owned)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the whole version's arrays, as soon as they are computed."""
+        return self.marks.result()
+
+    @property
+    def checksum(self) -> str:
+        """Of the whole version's contents, the same on any mesh."""
+        return fingerprint_version(self.fingerprints)
+
+    def params(self, like: Params) -> Params:
+        """The weights on the devices again, sharded as `like`.
+
+        Raises:
+            WeightsError: this process's copy does not hold a box that its devices need.
+        """
+        held: dict[str, list[Copied]] = {}
+        for piece in self.owned + self.others:
+            held.setdefault(piece.tensor, []).append(piece)
+
+        def put(path: Any, leaf: jax.Array) -> jax.Array:
+            pieces = held.get(name := path_name(path), [])
+            return _assemble(f"version {self.version}, {name}", pieces, leaf.shape, leaf.sharding)
+
+        return jax.tree_util.tree_map_with_path(put, like)
+
+
+def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, shared: bool) -> Snapshot:
+    """Begin to copy this process's parts of the weights to the host.
+
+    The copy is one's own: the devices' arrays may be given up (donated) when `Snapshot.wait` returns.
+
+    Args:
+        marks: waits for their fingerprints.
+        shared: into memory that other processes of this host can map. Where there is not enough of that, into
+            ordinary memory.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    named = [(path_name(path), leaf) for path, leaf in leaves]
+    owned, others = [], []
+    for turn, (name, leaf) in enumerate(named):
+        mine = dict(owned_pieces(leaf, turn))
+        here = {box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+        owned += [(name, box, part) for box, part in mine.items()]
+        others += [(name, box, part) for box, part in here.items() if box not in mine]
+    owned.sort(key=lambda piece: -piece[2].nbytes)  # as they are sent
+    for _, _, part in owned + others:
+        part.copy_to_host_async()
+    pool = ThreadPoolExecutor(_COPIES + 1, "copy")  # one for what waits for the fingerprints
+    found = pool.submit(marks)
+    kept, copied = _copy(owned, shared, pool)
+    _, rest = _copy(others, False, pool)
+    pool.shutdown(wait=False)
+    specs = tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name) for name, leaf in named)
+    return Snapshot(version, specs, copied, rest, kept, found)
+
+
+def _copy(
+    parts: Sequence[tuple[str, Box, jax.Array]], shared: bool, pool: ThreadPoolExecutor
+) -> tuple[Future[tuple[Segment | None, np.ndarray]], tuple[Copied, ...]]:
+    offsets, end = [], 0
+    for _, _, part in parts:
+        offsets.append(end)
+        end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def memory() -> tuple[Segment | None, np.ndarray]:
+        segment = _segment(end) if shared and end else None
+        return segment, MEMORY.empty((end,), np.uint8) if segment is None else segment.buffer
+
+    def copy(box: Box, part: jax.Array, offset: int) -> np.ndarray:
+        segment, buffer = kept.result()
+        array = buffer[offset : offset + part.nbytes].view(np.dtype(part.dtype)).reshape(shape_of(box))
+        if segment is None:
+            np.copyto(array, np.asarray(part))
+        else:
+            segment.write(np.ascontiguousarray(part), offset)  # its pages are new
+        return array
+
+    kept = pool.submit(memory)
+    return kept, tuple(
+        Copied(tensor, box, part.nbytes, offset, pool.submit(copy, box, part, offset))
+        for (tensor, box, part), offset in zip(parts, offsets, strict=True)
+    )
+
+
+def _segment(nbytes: int) -> Segment | None:
+    try:
+        return Segment.create(nbytes)
+    except UserError:
+        return None  # /dev/shm is small in many containers; the bytes take the socket then
+
+
+def _assemble(name: str, pieces: Sequence[Copied], shape: Sequence[int], sharding: jax.sharding.Sharding) -> jax.Array:
+    arrays = []
+    for box, devices in needed_boxes(sharding, shape).items():
+        piece = next((piece for piece in pieces if within(box, piece.box)), None)
+        if piece is None:
+            raise WeightsError(f"{name}: box {box} is not in this process's copy")
+        part = piece.array[(*slices(box, piece.box), ...)]
+        arrays += [jax.device_put(part, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)

@@ -1,0 +1,225 @@
+"""The side of the wire that answers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Buffer, Callable, Sequence
+from typing import Any
+
+from mesh import UserError
+from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.transport.connection import (
+    ERROR,
+    MAX_NBYTES,
+    REPLY,
+    REQUEST,
+    Link,
+    LinkError,
+    encode_header,
+    view_of,
+)
+from rl.parameter_server.transport.endpoint import Endpoint
+from rl.parameter_server.transport.handshake import let_in
+from rl.parameter_server.transport.tls import Tls
+
+_HANDSHAKE_S = 10.0  # a stranger gets no more
+
+Fields = dict[str, Any]
+Handle = Callable[[str, Fields, "Body"], tuple[Fields, Sequence[Buffer]] | Fields]
+
+
+class Body:
+    """The bytes that came with a request, to be read at most once, in order.
+
+    Attributes:
+        nbytes: of the whole.
+    """
+
+    def __init__(self, link: Link, nbytes: int):
+        self._link, self._left = link, nbytes
+        self.nbytes = nbytes
+
+    def read_into(self, *memory: Buffer) -> None:
+        """Fills these writable buffers, one after the other, with the next bytes. ValueError if fewer are left."""
+        views = [view_of(one) for one in memory]
+        asked = sum(view.nbytes for view in views)
+        if asked > self._left:
+            raise ValueError(f"{asked:,} bytes asked for, {self._left:,} of {self.nbytes:,} are left")
+        self._link.read_into(views)
+        self._left -= asked
+
+    def read(self) -> bytearray:
+        """What is left."""
+        data = bytearray(self._left)
+        self.read_into(data)
+        return data
+
+    def drain(self) -> None:
+        """Forgets what is left."""
+        self._link.drain(self._left)
+        self._left = 0
+
+
+class Server:
+    """Answers requests by `handle`, with a thread for each connection.
+
+    What `handle` raises travels to the caller: a WeightsError as itself, all else as a WeightsError. Operations should
+    be repeatable: a client whose connection broke asks again.
+
+    Args:
+        handle: called by many threads at once. The buffers that it returns must not change until they are sent.
+        host: address to listen on. IPv6 too.
+        port: 0 for any free one.
+        token: what clients must know; None: a random one.
+        tls: certificate; None: no TLS.
+        advertise: host that `endpoint` names where it is not `host`, e.g. when listening on 0.0.0.0.
+        max_nbytes: a request that announces more is refused.
+        stall: seconds that a client may make no progress in the middle of a request or an answer.
+        max_connections: more are closed at once.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        tls: Tls | None = None,
+        advertise: str | None = None,
+        max_nbytes: int = MAX_NBYTES,
+        stall: float = 120.0,
+        max_connections: int = 1024,
+    ):
+        self._handle = handle
+        self._context = tls.server_context if tls else None
+        self._max_nbytes, self._stall, self._max_connections = max_nbytes, stall, max_connections
+        self._lock = threading.Lock()
+        self._serving: dict[threading.Thread, Link | None] = {}
+        self._closed = False
+        self._listener = _listen(host, port)
+        token = token or secrets.token_hex(16)
+        authority = tls.authority if tls else None
+        self.endpoint = Endpoint(advertise or host, self._listener.getsockname()[1], token, authority)
+        self._acceptor = threading.Thread(target=self._accept, name="weights server", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Closes all connections and ends the threads; one that is in `handle` ends when that returns."""
+        with self._lock:
+            self._closed = True
+            serving = dict(self._serving)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._listener.close()
+        for link in serving.values():
+            if link:
+                link.abort()
+        give_up = time.monotonic() + 2.0
+        for thread in (self._acceptor, *serving):
+            if thread is not threading.current_thread():
+                thread.join(max(give_up - time.monotonic(), 0.0))
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # closed; or no file descriptors for now
+                time.sleep(0.0 if self._closed else 0.1)
+                continue
+            thread = threading.Thread(target=self._serve, args=(sock,), name="weights connection", daemon=True)
+            with self._lock:
+                welcome = not self._closed and len(self._serving) < self._max_connections
+                if welcome:
+                    self._serving[thread] = None
+            if welcome:
+                thread.start()
+            else:
+                sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        link: Link | None = None
+        try:
+            link = self._let_in(sock)
+            while not self._closed and self._answer_one(link):
+                pass
+        except (LinkError, OSError):
+            pass  # the other side is gone, or a stranger: nobody to tell
+        finally:
+            with self._lock:
+                self._serving.pop(threading.current_thread(), None)
+            if link:
+                link.close()
+            sock.close()
+
+    def _let_in(self, sock: socket.socket) -> Link:
+        """The link of someone who knows the token."""
+        sock.settimeout(_HANDSHAKE_S)
+        if self._context:
+            sock = self._context.wrap_socket(sock, server_side=True)
+        link = Link(sock, _HANDSHAKE_S)
+        with self._lock:
+            self._serving[threading.current_thread()] = link
+            closed = self._closed
+        if closed:  # `close` has not seen this link
+            raise LinkError("closed")
+        let_in(link, self.endpoint.token)
+        link.stall = self._stall
+        return link
+
+    def _answer_one(self, link: Link) -> bool:
+        """False when the client has ended. All that a request holds on to is let go when this returns."""
+        message = link.read_message(wait=None)
+        if message is None:
+            return False
+        kind, request, nbytes = message
+        operation, fields = request.get("operation"), request.get("fields")
+        if kind != REQUEST or not isinstance(operation, str) or not isinstance(fields, dict):
+            raise LinkError("not a request")
+        if nbytes > self._max_nbytes:
+            text = f"{operation}: refused: {nbytes:,} bytes announced, at most {self._max_nbytes:,} are taken"
+            link.refuse(ERROR, _error_header(WeightsError(text)), nbytes)
+            return False
+        body = Body(link, nbytes)
+        try:
+            answer = self._handle(operation, fields, body)
+            reply, buffers = answer if isinstance(answer, tuple) else (answer, ())
+            kind, header, views = REPLY, encode_header(reply), [view_of(buffer) for buffer in buffers]
+        except LinkError:
+            raise
+        except Exception as error:
+            if not isinstance(error, UserError | ValueError | KeyError | OSError):
+                logging.getLogger(__name__).warning("%s failed", operation, exc_info=True)  # a bug
+            kind, header, views = ERROR, _error_header(error), []
+        body.drain()
+        link.send_message(kind, header, views)
+        return True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        where = Endpoint(host, port, "").address
+        reason = error.strerror or error
+        raise UserError(f"cannot listen on {where}: {reason}; port=0 takes any free port") from error
+    return listener
+
+
+def _error_header(error: Exception) -> bytes:
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return encode_header({"error": text[:100_000], "kind": type(error).__name__})

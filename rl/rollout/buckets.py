@@ -1,0 +1,95 @@
+"""The few shapes of the engine's dispatches: how many rows, tokens of a chunk, keys of a prefill's window.
+
+Each combination is one compiled program, so a size is rounded up to the next of a short list.
+"""
+
+import itertools
+from collections.abc import Sequence as Items
+
+from axlearn_like.layers.contexts.paged import KEY_BLOCK
+from rl.rollout.sequence import Sequence
+
+_LEAST_ROWS = 8
+_LEAST_CHUNK = 32
+
+
+class Shapes:
+    """Sizes for an engine of `slots` rows."""
+
+    def __init__(
+        self, *, slots: int, steps: int, prefill_tokens: int, longest: int, ragged: bool, grouped: bool = True
+    ):
+        """Args:
+        steps: of a decoding dispatch.
+        longest: tokens that a sequence can have.
+        ragged: whether a prefill too reads each row's own keys alone, so that there is one window for all.
+        grouped: whether rows decode in groups that read as far as each needs. On CPUs; elsewhere small groups would
+            leave the device idle, and each group has to be compiled for each layer and width.
+        """
+        self._grouped = grouped
+        self._steps, self._prefill_tokens = steps, prefill_tokens
+        self._rows = halvings(slots, _LEAST_ROWS)
+        self.chunks = [c for c in (_LEAST_CHUNK << 2 * i for i in range(16)) if c <= prefill_tokens]
+        widest = -(-longest // KEY_BLOCK) * KEY_BLOCK
+        self._widths = [widest] if ragged else _widths(widest)
+
+    @property
+    def widest(self) -> int:
+        return self._widths[-1]
+
+    def rows(self, count: int) -> int:
+        """Rows of a decoding dispatch of so many sequences."""
+        return bucket(count, self._rows)
+
+    def groups(self, rows: int) -> list[int]:
+        """Rows of the windows of a dispatch (see window_context.py).
+
+        8, 8, 16, 32, ...: the longest rows differ most in length. The groups of fewer rows are the first of those of
+        more, so that all dispatches work in the same memory. Where windows are narrow, groups cost more than they save.
+        """
+        if not self._grouped or self.widest <= 2 * KEY_BLOCK:
+            return [rows]
+        sizes = [size for size in reversed(self._rows) if size <= rows]
+        return [sizes[0], *(after - before for before, after in itertools.pairwise(sizes))]
+
+    def quorum(self, count: int, *, waiting: bool) -> int:
+        """Below how many rows a dispatch of `count` sequences ends early: when the rest would fit into a smaller one,
+        or, if others could use the rows, when an eighth has ended."""
+        smaller = max((rows for rows in self._rows if rows < count), default=0)
+        return max(1, smaller + 1, count - count // 8 if waiting else 0)
+
+    def width(self, tokens: int) -> int:
+        """Keys of a prefill's window that holds so many."""
+        return bucket(tokens, self._widths)
+
+    def prefill(self, unfilled: int) -> tuple[int, int]:
+        """(most rows, chunk) of the dispatch for a sequence that has so many tokens to prefill."""
+        chunk = bucket(unfilled, self.chunks)
+        return max(1, self._prefill_tokens // chunk), chunk
+
+    def prefill_rows(self, count: int, chunk: int) -> int:
+        """Rows of a prefill of so many sequences."""
+        return bucket(count, halvings(max(1, self._prefill_tokens // chunk), 1))
+
+    def reach(self, sequence: Sequence) -> int:
+        """Tokens of the sequence by the end of a dispatch."""
+        return sequence.cached + min(self._steps, sequence.limit - len(sequence.tokens))
+
+
+def bucket(size: int, buckets: Items[int]) -> int:
+    """The smallest bucket that holds `size`, or the largest there is."""
+    return min((bucket for bucket in buckets if bucket >= size), default=max(buckets))
+
+
+def halvings(most: int, least: int) -> list[int]:
+    """most, most / 2, ... down to `least`, rounded up."""
+    sizes = [most]
+    while sizes[-1] // 2 >= least:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
+def _widths(widest: int) -> list[int]:
+    """1, 1.5, 2, 3, 4, 6, 8, 12, ... blocks of keys."""
+    sizes = {KEY_BLOCK << i for i in range(24)} | {3 * KEY_BLOCK // 2 << i for i in range(23)}
+    return sorted(size for size in sizes if size < widest) + [widest]

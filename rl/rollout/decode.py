@@ -1,0 +1,206 @@
+"""What the engine runs on the device: prefill a chunk, decode some steps, copy pages. Pure functions, to be traced."""
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.layers.contexts.paged import PagedContext, Pool, write_tokens
+from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
+from axlearn_like.training.losses import Chosen
+from mesh import constrain
+from rl.rollout.sampling import Rules, distribution, draw, row_keys
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Rows of a prefill: `counts[i]` tokens of a sequence that has `starts[i]` in the pool. int32."""
+
+    tokens: Any  # [r, c]
+    starts: Any  # [r]
+    counts: Any  # [r]; 0: an idle row
+    page_table: Any  # [r, w]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of a decoding dispatch, one sequence each. int32 unless said otherwise.
+
+    Attributes:
+        feed: [r], the last token, whose keys and values are not in the pool yet.
+        lengths: [r], tokens in the pool.
+        ordinals: [r], position in the completion of the first token to draw.
+        remaining: [r], tokens that may be drawn; 0: an idle row.
+        identity: uint32 [r, 4]: seed, high and low half of the prompt's id, sample id.
+        stop: [r, m], stop tokens, -1 where there are fewer.
+        page_table: [r, w], with room for the tokens to be drawn.
+        bias: float32 [r, vocab] or None. seen: bool [r, vocab] or None.
+    """
+
+    feed: Any
+    lengths: Any
+    ordinals: Any
+    remaining: Any
+    identity: Any
+    stop: Any
+    page_table: Any
+    rules: Rules
+    bias: Any = None
+    seen: Any = None
+
+
+def prefill(model: Any, pool: Pool, chunks: Chunks, *, pages: int, kernel: bool) -> Pool:
+    """Write keys and values of the chunks' tokens into their pages."""
+    context = PagedContext(
+        chunks.page_table, chunks.starts, chunks.counts, chunk=chunks.tokens.shape[1], pages=pages, kernel=kernel
+    )
+    return model.hidden(chunks.tokens, context, pool).cache
+
+
+def decode(
+    model: Any,
+    pool: Pool,
+    windows: Items[Windows],
+    rows: Rows,
+    quorum: jax.Array,
+    *,
+    steps: int,
+    pages: int,
+    plain: bool,
+    kernel: bool,
+) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
+    """Draw up to `steps` tokens of each row.
+
+    Ends early when fewer than `quorum` rows are left (1 or more: at the latest when all have stopped).
+
+    Args:
+        windows: by layer, to work in; what is in them does not matter. Empty for the kernel.
+        rows: the longest first, lest short ones share a group with long ones.
+
+    Returns:
+        The pool, the windows, and `tokens` int32 [steps, r], `chosen` (the parts of their log-probabilities)
+        [steps, r], `counts` int32 [r] (tokens drawn), `stopped` bool [r] (by a stop token), `broken` bool [r] (the last
+        log-probability is not a number), `steps`.
+    """
+    size = rows.feed.shape[0]
+    keys = row_keys(rows.identity)
+    if kernel:
+        cache, advance = pool, _paged_step(model, rows, pages)
+    else:
+        needed = cells_needed(windows[0], rows.lengths + jnp.minimum(rows.remaining, steps))
+        cache, advance = _filled(windows, pool, rows, needed, steps, pages), _window_step(model, needed)
+
+    def body(state: dict[str, Any]) -> dict[str, Any]:
+        step, alive = state["step"], state["alive"]
+        hidden, cache = advance(state["cache"], state["feed"], state["lengths"], alive, step)
+        logits = constrain(model.logits(hidden)[:, 0], None, None)
+        logits = distribution(logits, rows.rules, seen_rv=state["seen"], bias_rv=rows.bias, plain=plain)
+        tokens, chosen = draw(jax.vmap(jax.random.fold_in)(keys, rows.ordinals + step), logits)
+        broken = alive & ~jnp.isfinite(chosen.logit + chosen.total)
+        stopped = alive & jnp.any(tokens[:, None] == rows.stop, axis=-1)
+        write = jax.lax.dynamic_update_index_in_dim
+        drawn = state["counts"] + alive
+        seen = state["seen"]
+        return {
+            "step": step + 1,
+            "cache": cache,
+            "feed": jnp.where(alive, tokens, state["feed"]),
+            "lengths": state["lengths"] + alive,
+            "counts": drawn,
+            "alive": alive & ~stopped & ~broken & (drawn < rows.remaining),
+            "stopped": state["stopped"] | stopped,
+            "broken": state["broken"] | broken,
+            "seen": seen if seen is None else seen.at[jnp.arange(size), tokens].max(alive),
+            "tokens": write(state["tokens"], tokens, step, 0),
+            "chosen": jax.tree.map(lambda all_, now: write(all_, now, step, 0), state["chosen"], chosen),
+        }
+
+    final = jax.lax.while_loop(
+        lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum),
+        body,
+        {
+            "step": jnp.int32(0),
+            "cache": cache,
+            "feed": rows.feed,
+            "lengths": rows.lengths,
+            "counts": jnp.zeros(size, jnp.int32),
+            "alive": rows.remaining > 0,
+            "stopped": jnp.zeros(size, bool),
+            "broken": jnp.zeros(size, bool),
+            "seen": rows.seen,
+            "tokens": jnp.zeros((steps, size), jnp.int32),
+            "chosen": Chosen(*[jnp.ones((steps, size), jnp.float32)] * 3),
+        },
+    )
+    if kernel:
+        pool = final["cache"]
+    else:
+        pool = _write_back(pool, final["cache"], rows, final["counts"], pages)
+        windows = tuple(cache.windows for cache in final["cache"])
+    out = {name: final[name] for name in ("tokens", "counts", "stopped", "broken")}
+    return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
+
+
+def copy_pages(pool: Pool, sources: jax.Array, targets: jax.Array, *, layers: int, pages: int) -> Pool:
+    """Copy pages in all layers; int32 [n] each. Targets are distinct, but for the rubbish page (padding)."""
+    offsets = jnp.arange(layers)[:, None] * pages
+    return jax.tree.map(lambda x: x.at[targets + offsets].set(x[sources + offsets]), pool)
+
+
+def zero_pages(pool: Pool, targets: jax.Array, *, layers: int, pages: int) -> Pool:
+    """Blank pages in all layers: what is not a number there would spoil whoever comes next, although masked."""
+    offsets = jnp.arange(layers)[:, None] * pages
+    return jax.tree.map(lambda x: x.at[targets + offsets].set(0), pool)
+
+
+Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+def _paged_step(model: Any, rows: Rows, pages: int) -> Advance:
+    def advance(
+        pool: Pool, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, Pool]:
+        del step
+        context = PagedContext(rows.page_table, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=True)
+        hidden = model.hidden(feed[:, None], context, pool)
+        return hidden.x, hidden.cache
+
+    return advance
+
+
+def _window_step(model: Any, needed: jax.Array) -> Advance:
+    def advance(
+        caches: Any, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        del alive  # a row that has ended writes behind its last token in its own window, which nobody reads
+        hidden = model.hidden(feed[:, None], WindowContext(lengths, needed, step), caches)
+        return hidden.x, hidden.cache
+
+    return advance
+
+
+def _filled(
+    windows: Items[Windows], pool: Pool, rows: Rows, needed: jax.Array, steps: int, pages: int
+) -> tuple[Cache, ...]:
+    """Of each layer: the windows with what the rows have in the pool, and room for the tokens of this dispatch."""
+    size, (_, heads, _, head_dim) = rows.feed.shape[0], pool["v"].shape
+    fresh = constrain(jnp.zeros((steps, size, heads, head_dim), pool["v"].dtype), None, None, "heads", None)
+    return tuple(
+        Cache(fill(window, pool, rows.page_table + layer * pages, rows.lengths, needed), fresh, fresh)
+        for layer, window in enumerate(windows)
+    )
+
+
+def _write_back(pool: Pool, caches: Items[Cache], rows: Rows, counts: jax.Array, pages: int) -> Pool:
+    """The tokens of this dispatch into their pages."""
+    for layer, cache in enumerate(caches):
+        k, v = (x.swapaxes(0, 1) for x in (cache.k, cache.v))
+        steps = jnp.arange(k.shape[1])
+        positions, live = rows.lengths[:, None] + steps, steps < counts[:, None]
+        pool = write_tokens(pool, k, v, rows.page_table + layer * pages, positions, live)
+    return pool

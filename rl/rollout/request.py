@@ -1,0 +1,68 @@
+"""What is asked of the engine, and what it answers."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from rl.messages import Prompt, Rollout
+from rl.rollout.program import Program, complete
+from rl.rollout.sampling import Sampler
+
+OnTokens = Callable[[int, np.ndarray, np.ndarray], None]  # (sample id, tokens int32 [k], log-probabilities float32 [k])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StopRules:
+    """When a completion ends.
+
+    Attributes:
+        tokens: any of these ends it, and is an action of it.
+        strings: it ends with the first token at whose end its text contains one of these.
+        max_new: tokens, a stop token included; None: the engine's.
+    """
+
+    tokens: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()
+    max_new: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """Complete a prompt `samples` times.
+
+    Attributes:
+        seed: with the prompt's id, the sample's number and the position it makes the key of every draw.
+        sampler, stop: None: the engine's.
+        deadline: seconds from submission; what there is by then is returned with finish reason "deadline".
+        adapter: name of a set of adapter weights, None for the policy itself.
+        priority: higher goes first; among equals, whoever came first.
+        program: what each sample does; by default, generate once.
+        partial: rollouts of this request to go on from, as an abort returned them; other samples are not drawn, and
+            those that ended by "stop" or "length" come out as they are. A program begins anew, on these tokens.
+    """
+
+    prompt: Prompt
+    samples: int = 1
+    seed: int = 0
+    sampler: Sampler.Config | None = None
+    stop: StopRules | None = None
+    deadline: float | None = None
+    adapter: str | None = None
+    priority: int = 0
+    program: Program = complete
+    partial: tuple[Rollout, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        return f"prompt {self.prompt.id} ({self.prompt.family})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a request: its rollouts in order of sample id, and what went wrong, if anything did."""
+
+    number: int
+    rollouts: tuple[Rollout, ...]
+    error: str | None = None

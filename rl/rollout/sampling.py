@@ -1,0 +1,230 @@
+"""Drawing tokens: the distribution, its log-probabilities, and keys that depend on nothing but the request.
+
+The key of a draw is a function of (seed, prompt id, sample id, position in the completion). It knows neither batch,
+slot nor worker, so a lost rollout can be generated again, anywhere, and come out the same. So that the same holds for
+the distribution, sequences of different rules share one compiled step (`Rules` are arrays, a row a sequence), and each
+row comes out with the bits it would have alone.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.layers.deterministic import apart
+from axlearn_like.training.losses import Chosen, chosen_tokens
+from mesh import UserError
+
+NEVER = -1e30
+# Within these limits no logit comes near NEVER, so that a dropped token cannot win.
+COLDEST = 1e-4
+STRONGEST_PENALTY = 1000.0
+STRONGEST_BIAS = 100.0
+
+
+class Sampler(Configurable):
+    """How tokens are drawn; log-probabilities are those of exactly the distribution drawn from.
+
+    Each rule works on what the former left, in the order of the fields, after `logit_bias` and `repetition_penalty`.
+    Tokens of equal probability stay or go together, so a cut may leave more than `top_k` tokens.
+    """
+
+    class Config(ConfigBase["Sampler"]):
+        temperature: float = 1.0  # 0: greedy
+        top_k: int | None = None  # a token stays if fewer than top_k tokens are likelier
+        top_p: float = 1.0  # a token stays if the likelier ones have a share of less than top_p
+        min_p: float = 0.0  # a token stays if it is at least min_p times as likely as the likeliest
+        repetition_penalty: float = 1.0  # logits of tokens seen in prompt or completion: / if positive, * if negative
+        logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its raw logit); -100 all but bans a token
+
+    def __init__(self, cfg: Config):
+        _check_values(cfg, "Sampler")
+        self.cfg = cfg
+
+    @staticmethod
+    def check(cfg: Config, vocab: int, where: str) -> None:
+        """Refuse rules that no sampler of `vocab` tokens can follow; `where` is the path of `cfg` in the request.
+
+        Raises:
+            UserError: a value out of its range, or a bias on a token that does not exist.
+        """
+        _check_values(cfg, where)
+        for token, _ in cfg.logit_bias:
+            if token >= vocab:
+                raise UserError(f"{where}.logit_bias names token {token}; expected 0 to {vocab - 1}")
+
+
+def _check_values(cfg: Sampler.Config, where: str) -> None:
+    """Raise UserError for a value that means nothing. The comparisons are such that NaN fails too."""
+    if not (cfg.temperature == 0 or COLDEST <= cfg.temperature < math.inf):
+        raise UserError(f"{where}.temperature is {cfg.temperature}; expected 0 (greedy), or {COLDEST} or more")
+    if cfg.top_k is not None and cfg.top_k < 1:
+        raise UserError(f"{where}.top_k is {cfg.top_k}; expected 1 or more, or None for all tokens")
+    if not 0 < cfg.top_p <= 1:
+        raise UserError(f"{where}.top_p is {cfg.top_p}; expected a share in (0, 1], 1 for all tokens")
+    if not 0 <= cfg.min_p <= 1:
+        raise UserError(f"{where}.min_p is {cfg.min_p}; expected a ratio in [0, 1], 0 for all tokens")
+    if not 1 / STRONGEST_PENALTY <= cfg.repetition_penalty <= STRONGEST_PENALTY:
+        raise UserError(
+            f"{where}.repetition_penalty is {cfg.repetition_penalty}; "
+            f"expected a factor of {1 / STRONGEST_PENALTY:g} to {STRONGEST_PENALTY:g}, 1 for no penalty"
+        )
+    named: set[int] = set()
+    for token, bias in cfg.logit_bias:
+        if token < 0:
+            raise UserError(f"{where}.logit_bias names token {token}; expected 0 or more")
+        if token in named:
+            raise UserError(f"{where}.logit_bias names token {token} twice; expected one bias for each token")
+        if not abs(bias) <= STRONGEST_BIAS:
+            raise UserError(
+                f"{where}.logit_bias of token {token} is {bias}; expected -{STRONGEST_BIAS:g} to {STRONGEST_BIAS:g}"
+            )
+        named.add(token)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rules:
+    """The sampling rules of a batch as arrays [r], a row a sequence; fields as in `Sampler.Config`."""
+
+    temperature: jax.Array | np.ndarray  # float32
+    top_k: jax.Array | np.ndarray  # int32; the size of the vocabulary for "all tokens"
+    top_p: jax.Array | np.ndarray  # float32
+    min_p: jax.Array | np.ndarray  # float32
+    repetition_penalty: jax.Array | np.ndarray  # float32
+
+
+def plain(cfg: Sampler.Config) -> bool:
+    """Whether a temperature above 0 is all there is: no truncation, no penalty, no bias."""
+    whole = cfg.top_k is None and cfg.top_p == 1 and cfg.min_p == 0
+    return whole and cfg.temperature > 0 and cfg.repetition_penalty == 1 and not cfg.logit_bias
+
+
+def pack_rules(configs: Sequence[Sampler.Config], vocab: int) -> Rules:
+    """Rules of valid configs, one a row, as numpy arrays."""
+
+    def column(name: str) -> np.ndarray:
+        return np.array([getattr(cfg, name) for cfg in configs], np.float32)
+
+    return Rules(
+        temperature=column("temperature"),
+        top_k=np.array([min(cfg.top_k or vocab, vocab) for cfg in configs], np.int32),
+        top_p=column("top_p"),
+        min_p=column("min_p"),
+        repetition_penalty=column("repetition_penalty"),
+    )
+
+
+def pack_bias(configs: Sequence[Sampler.Config], vocab: int) -> np.ndarray | None:
+    """float32 [r, vocab], what to add to the raw logits of each row; None if no row has a bias."""
+    if not any(cfg.logit_bias for cfg in configs):
+        return None
+    rows = np.zeros((len(configs), vocab), np.float32)
+    for row, cfg in zip(rows, configs, strict=True):
+        for token, bias in cfg.logit_bias:
+            row[token] = bias
+    return rows
+
+
+def distribution(
+    logits_rv: jax.Array,
+    rules: Rules,
+    *,
+    seen_rv: jax.Array | np.ndarray | None,
+    bias_rv: jax.Array | np.ndarray | None,
+    plain: bool,
+) -> jax.Array:
+    """The logits of the distribution drawn from, float32 [r, vocab]; tokens that are never drawn have NEVER.
+
+    Rows do not touch each other. A row whose own rules are plain has the same bits on both paths.
+
+    Args:
+        logits_rv: the model's, any float dtype.
+        rules: arrays, not constants, where it matters: XLA divides by an array, but multiplies by a constant's
+            reciprocal, which is another number.
+        seen_rv: bool, tokens of the prompt and of the completion so far; None if no row has a repetition penalty
+            (Keskar et al. 2019, arXiv 1909.05858, section 4.1, for logits of either sign).
+        bias_rv: float32, see `pack_bias`; None if no row has any.
+        plain: static; every row is `plain`, so that dividing by the temperature is all there is to do.
+    """
+    logits = logits_rv.astype(jnp.float32)
+    if plain:
+        return logits / rules.temperature[..., None]
+    # Columns [r, 1] that are spread over the mesh as the logits are, whatever the rules were.
+    rules = jax.tree.map(lambda rule: rule[..., None] + jnp.zeros_like(logits[..., :1], rule.dtype), rules)
+    if bias_rv is not None:
+        logits = logits + jnp.where(bias_rv == 0, -0.0, bias_rv)  # x + 0.0 is not x where x is -0.0
+    if seen_rv is not None:
+        penalised = jnp.where(logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty)
+        logits = jnp.where(seen_rv, penalised, logits)
+    greedy = rules.temperature == 0
+    best = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1, keepdims=True)  # the first of equals
+    scaled = logits / jnp.where(greedy, 1.0, rules.temperature)
+    dropped = (greedy & ~best) | (~greedy & (scaled < _smallest_kept(scaled, rules)))
+    certain = greedy & ~jnp.isnan(scaled)  # what a broken model says must not be scored as certain
+    return jnp.where(dropped, NEVER, jnp.where(certain, 0.0, scaled))
+
+
+def _smallest_kept(logits_rv: jax.Array, rules: Rules) -> jax.Array:
+    """The smallest logit that top_k, top_p and min_p leave in each row, [r, 1]; so are the rules' columns here.
+
+    min_p compares with the likeliest token, which every rule leaves, so it needs neither the order of the tokens nor
+    what the other two left. Those need one sort, done only if some row asks for it.
+    """
+
+    def by_rank() -> jax.Array:
+        ordered = -jnp.sort(-logits_rv, axis=-1)
+        rank = jnp.arange(ordered.shape[-1])
+        kth = jnp.min(ordered, axis=-1, keepdims=True, where=rank < rules.top_k, initial=jnp.inf)
+        mass = jax.nn.softmax(jnp.where(ordered < kth, NEVER, ordered), axis=-1)
+        mass_before = jnp.cumsum(mass, axis=-1) - mass
+        # In float32 a tiny top_p is 0, and a sum of masses may reach 1 before the last token.
+        nucleus = (mass_before < rules.top_p) | (rank == 0) | (rules.top_p == 1)
+        last = jnp.min(ordered, axis=-1, keepdims=True, where=nucleus, initial=jnp.inf)
+        return jnp.maximum(kth, last)
+
+    ranked = jnp.any((rules.top_k < logits_rv.shape[-1]) | (rules.top_p < 1))
+    smallest = jax.lax.cond(ranked, by_rank, lambda: jnp.min(logits_rv, axis=-1, keepdims=True))
+    return jnp.maximum(smallest, jnp.max(logits_rv, axis=-1, keepdims=True) + jnp.log(rules.min_p))
+
+
+def draw(keys_r: jax.Array, logits_rv: jax.Array) -> tuple[jax.Array, Chosen]:
+    """A token of each row's distribution, int32 [r], and its log-probability under it, in parts.
+
+    Args:
+        keys_r: a PRNG key for each row. [r] may be several axes.
+        logits_rv: what `distribution` returned.
+    """
+    # What comes next is compiled alike for all distributions. Fused with what made the logits, the log-probability
+    # would be rounded in other places, and differ in its last bit between the two paths above.
+    logits_rv = apart(logits_rv)
+    noise = jax.random.gumbel
+    for _ in range(keys_r.ndim):
+        noise = jax.vmap(noise, in_axes=(0, None))
+    # As `jax.random.categorical` does it, but apart: XLA's CPU code takes the logarithms of the noise one by one where
+    # it fuses them into the search for the largest, four times as slow.
+    scores = apart(noise(keys_r, logits_rv.shape[-1:]) + logits_rv)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    tokens = jnp.min(jnp.where(scores == largest, index, index[-1]), axis=-1)
+    return tokens, chosen_tokens(logits_rv, tokens)
+
+
+def row_keys(identity: jax.Array) -> jax.Array:
+    """PRNG keys [r] of samples; folding in the position in the completion gives the key of a draw.
+
+    Args:
+        identity: uint32 [r, 4]: seed, high and low half of the prompt's id, sample id.
+    """
+
+    def of_row(row: jax.Array) -> jax.Array:
+        key = jax.random.key(row[0])
+        for part in (row[1], row[2], row[3]):
+            key = jax.random.fold_in(key, part)
+        return key
+
+    return jax.vmap(of_row)(identity)

@@ -1,0 +1,112 @@
+"""What the engine refuses: sizes that cannot work, and requests that can never be carried out."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mesh import UserError
+from rl.rollout.request import Request, StopRules
+from rl.rollout.sampling import Sampler
+from rl.rollout.stop_strings import check_strings
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
+
+
+def check_sizes(cfg: "RolloutEngine.Config") -> None:
+    """Raises UserError for a field that no engine can have."""
+    for name in ("max_prompt", "max_new", "slots", "steps_per_dispatch", "prefills_per_turn"):
+        if getattr(cfg, name) < 1:
+            raise UserError(f"RolloutEngine.{name} is {getattr(cfg, name)}; expected 1 or more")
+    if cfg.max_queue is not None and cfg.max_queue < 1:
+        raise UserError(f"RolloutEngine.max_queue is {cfg.max_queue}; expected 1 or more, or None for no limit")
+    if cfg.page_size < 1 or 64 % cfg.page_size:
+        raise UserError(f"RolloutEngine.page_size is {cfg.page_size}; expected a divisor of 64")
+    if cfg.prefill_tokens < 64:
+        raise UserError(f"RolloutEngine.prefill_tokens is {cfg.prefill_tokens}; expected 64 or more")
+
+
+def resolve(
+    request: Request, cfg: "RolloutEngine.Config", *, vocab: int, cache_tokens: int, has_text: bool
+) -> StopRules:
+    """The request's stop rules in full, if it can be carried out.
+
+    Args:
+        vocab: tokens of the model.
+        cache_tokens: that fit into all pages of the cache.
+        has_text: whether the engine can decode, as stop strings need.
+
+    Raises:
+        UserError: naming the request and what is wrong with it.
+    """
+    _check_prompt(request, cfg, vocab)
+    _check_fields(request, vocab)
+    stop = _stop_rules(request, cfg, vocab, has_text)
+    assert stop.max_new is not None
+    _check_partial(request, stop.max_new, vocab)
+    needed = -(-(len(request.prompt.tokens) + stop.max_new) // cfg.page_size)
+    if needed * cfg.page_size > cache_tokens:
+        raise UserError(
+            f"{request.name} may need {needed} pages of {cfg.page_size} tokens; the cache has "
+            f"{cache_tokens // cfg.page_size} (RolloutEngine.pages)"
+        )
+    return stop
+
+
+def outside(tokens: np.ndarray, vocab: int) -> int | None:
+    """The first token that the vocabulary does not have."""
+    wrong = tokens[(tokens < 0) | (tokens >= vocab)]
+    return int(wrong[0]) if len(wrong) else None
+
+
+def _check_prompt(request: Request, cfg: "RolloutEngine.Config", vocab: int) -> None:
+    name, prompt = request.name, request.prompt
+    if not 0 <= prompt.id < 1 << 64:
+        raise UserError(f"{name}: the prompt's id makes the keys of its draws; expected 0 to 2**64 - 1")
+    if not 1 <= len(prompt.tokens) <= cfg.max_prompt:
+        raise UserError(
+            f"{name} has {len(prompt.tokens)} tokens; the engine takes 1 to {cfg.max_prompt} (RolloutEngine.max_prompt)"
+        )
+    if (wrong := outside(prompt.tokens, vocab)) is not None:
+        raise UserError(f"{name} has token {wrong}; the vocabulary is 0 to {vocab - 1}")
+
+
+def _check_fields(request: Request, vocab: int) -> None:
+    name = request.name
+    if request.samples < 1:
+        raise UserError(f"{name} asks for {request.samples} samples; expected 1 or more")
+    if request.deadline is not None and not request.deadline > 0:
+        raise UserError(f"{name} has a deadline of {request.deadline} s; expected more than 0")
+    if request.adapter is not None:
+        raise UserError(f"{name} asks for adapter {request.adapter!r}; this engine has none")
+    if request.sampler is not None:
+        Sampler.check(request.sampler, vocab, f"{name}: sampler")
+
+
+def _stop_rules(request: Request, cfg: "RolloutEngine.Config", vocab: int, has_text: bool) -> StopRules:
+    name, stop = request.name, request.stop or StopRules(tokens=cfg.stop_tokens)
+    limit = cfg.max_new if stop.max_new is None else stop.max_new
+    if not 1 <= limit <= cfg.max_new:
+        raise UserError(
+            f"{name} asks for {limit} new tokens; the engine gives 1 to {cfg.max_new} (RolloutEngine.max_new)"
+        )
+    if (wrong := outside(np.asarray(stop.tokens, np.int64), vocab)) is not None:
+        raise UserError(f"{name} has stop token {wrong}; the vocabulary is 0 to {vocab - 1}")
+    check_strings(stop.strings, has_text=has_text, where=name)
+    return StopRules(stop.tokens, stop.strings, limit)
+
+
+def _check_partial(request: Request, max_new: int, vocab: int) -> None:
+    """Rollouts to go on from: of this prompt, one for each sample, no longer than the request allows."""
+    seen: set[int] = set()
+    for rollout in request.partial:
+        name = f"{request.name}: the partial rollout of sample {rollout.sample_id}"
+        if rollout.prompt_id != request.prompt.id:
+            raise UserError(f"{name} is of prompt {rollout.prompt_id}")
+        if rollout.sample_id in seen:
+            raise UserError(f"{name} is there twice")
+        if len(rollout.tokens) > max_new:
+            raise UserError(f"{name} has {len(rollout.tokens)} tokens; the request allows {max_new}")
+        if (wrong := outside(rollout.tokens, vocab)) is not None:
+            raise UserError(f"{name} has token {wrong}; the vocabulary is 0 to {vocab - 1}")
+        seen.add(rollout.sample_id)

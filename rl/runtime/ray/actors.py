@@ -1,0 +1,287 @@
+"""The Ray side of the runtime: one generic actor that hosts a role, and a proxy that looks like the role.
+
+An actor builds its role from the config in the run directory, in its own process. Roles call each other through proxies
+with plain method calls; bulk weights do not take this way (see weights/wire.py).
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from axlearn_like.config import from_text
+from axlearn_like.run.directory import EventLog, RunDirectory
+from mesh import UserError, enable_compilation_cache, make_mesh
+from mesh.devices import devices_for
+from mesh.distributed import free_address, join
+from mesh.processes import Processes, process_name
+from rl.experiment import RLExperiment
+from rl.parameter_server.client import WeightAccess, connect
+from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.rpc import RemoteHolder
+from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.transport.wire import Client, Endpoint
+from rl.runtime.ray.shutdown import Leaving
+from rl.timeouts import Patience, Waits
+
+_AT_ONCE = 5.0  # seconds
+_MARGIN = 60.0  # seconds that a call may last beyond the time after which a silent role is killed
+
+
+class RoleGone(UserError):
+    """A role has ended and will not come back."""
+
+
+def result(reference: Any, timeout: float | None = None) -> Any:
+    """`ray.get`, with a user's mistake as it was raised in the actor, without Ray's wrapping of it."""
+    try:
+        return ray.get(reference, timeout=timeout)
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, UserError) else error.as_instanceof_cause()
+        raise cause from None
+
+
+class RemoteRole:
+    """A role that lives in an actor: its methods, called synchronously.
+
+    A call that lasts is told as an event of the caller's. An actor that is being restarted is waited for, up to
+    `patience.restart` seconds; one that does not answer, until the driver has killed it; then the error names the role.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        patience: Patience.Config,
+        *,
+        limit: float | None = None,
+        caller: str = "driver",
+        events: EventLog | None = None,
+        over: Callable[[], bool] = lambda: False,
+    ):
+        """`limit`: seconds that a call may take beyond its own `timeout`. `over()`: nothing will come back."""
+        self._name, self._actor, self._patience = name, actor, patience
+        self._limit = patience.unresponsive + _MARGIN if limit is None else limit
+        self._caller, self._events, self._over = caller, events, over
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wait = kwargs.get("timeout", 0.0)
+            return self._patiently(method, lambda: self._actor.call.remote(method, args, kwargs), wait)
+
+        return call
+
+    def _patiently(self, method: str, start: Callable[[], Any], wait: float = 0.0) -> Any:
+        waits, give_up = Waits(self._patience.say_after + wait), None
+        waits.begin(method)
+        while True:
+            try:
+                return self._answer(start(), method, waits, self._limit + wait)
+            except RayActorError as error:
+                if self._over():
+                    raise RoleGone(f"{self._name} is gone: {error}") from error
+                give_up = give_up or time.monotonic() + self._patience.restart
+                if time.monotonic() > give_up:
+                    raise UserError(
+                        f"{self._name} died and has not come back for {self._patience.restart:g} s "
+                        f"(patience.restart): {error}"
+                    ) from error
+                self._tell(method, waits, "to start again")
+                time.sleep(0.2)
+
+    def _answer(self, reference: Any, method: str, waits: Waits, limit: float) -> Any:
+        give_up = time.monotonic() + limit
+        while (left := give_up - time.monotonic()) > 0:
+            if ray.wait([reference], timeout=min(1.0, left))[0]:
+                return result(reference)
+            self._tell(method, waits, f"to answer ({method})")
+        raise UserError(f"{self._name}.{method} has not answered for {limit:.0f} s")
+
+    def _tell(self, method: str, waits: Waits, what: str) -> None:
+        if self._events is not None and waits.due(method):
+            seconds = round(waits.begin(method), 1)
+            self._events.append(self._caller, "waiting", who=self._caller, what=f"{self._name} {what}", seconds=seconds)
+
+
+class RemoteServer(RemoteRole):
+    """The parameter server's actor, of which others ask only where its bytes are served."""
+
+    def locate(self) -> Endpoint:
+        """Of the process that is alive now."""
+        return self._patiently("endpoint", self._actor.endpoint.remote)
+
+
+def server_names(cfg: RLExperiment.Config) -> list[str]:
+    """The actors of the parameter server, the one with the directory first."""
+    return ["parameter-server", *(f"parameter-server-{n}" for n in range(1, cfg.parameter_server.shards))]
+
+
+def trainer_names(cfg: RLExperiment.Config) -> list[str]:
+    """The actors of the trainer, the leader first."""
+    return [process_name("trainer", index) for index in range(cfg.trainer.processes)]
+
+
+def peers_of(
+    caller: str,
+    actors: dict[str, Any],
+    cfg: RLExperiment.Config,
+    events: EventLog,
+    over: Callable[[], bool] = lambda: False,
+) -> tuple[Any, WeightAccess, Any]:
+    """Controller, parameter server and verifier as `caller` sees them."""
+    patience, known = cfg.patience, {"caller": caller, "events": events, "over": over}
+    controller = RemoteRole("controller", actors["controller"], patience, **known)
+    names = server_names(cfg)
+    servers = [RemoteServer(name, actors[name], patience, **known) for name in names]
+
+    def on_wait(shard: int, what: str, seconds: float) -> None:
+        events.append(caller, "waiting", who=caller, what=f"{names[shard]} {what}", seconds=round(seconds, 1))
+
+    locate = [server.locate for server in servers]
+    weights = connect(
+        cfg.parameter_server,
+        locate,
+        on_wait=on_wait,
+        say_after=patience.say_after,
+        known_as=ray.util.get_node_ip_address(),
+    )
+    verifier = RemoteRole("verifier", actors["verifier"], patience, limit=patience.batch, **known)
+    return controller, weights, verifier
+
+
+class RoleHost:
+    """The actor's class. `kind` names the `make_` method of the experiment that builds the role.
+
+    The role is built anew after a restart; at the latest by the first call, so that what is wrong with it is raised to
+    the caller as it is. SIGTERM has it put things in order and exit 0 (see leaving.py); Ray starts it again, where it
+    finds room.
+    """
+
+    def __init__(self, kind: str, name: str, run_path: str, token: str, grace: float, namespace: str):
+        self._kind, self._name, self._token, self._namespace = kind, name, token, namespace
+        self._run = RunDirectory.attach(run_path)
+        self._events = EventLog(self._run.events_path)
+        self._peers: dict[str, Any] = {}
+        self._meeting = ""  # where the trainer's processes meet, if there are several
+        self._building = threading.Lock()
+        self._role: Any = None
+        self._stopping = False
+        self._life = secrets.token_hex(8)  # of this process
+        self._leaving = Leaving(name, self._events, grace)
+        self._leaving.has_loop = False
+        if kind in ("parameter_server", "controller", "verifier"):  # which need no peers: be ready when one calls
+            threading.Thread(target=self._prepare, daemon=True).start()
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any method of the role, from any other role."""
+        return getattr(self._built(), method)(*args, **kwargs)
+
+    def endpoint(self) -> Endpoint:
+        """Where the parameter server's bytes are served."""
+        return self._built().listen(ray.util.get_node_ip_address())
+
+    def run_worker(self, peers: dict[str, Any]) -> dict[str, Any]:
+        """The rollout worker's loop, until the controller stops the run. `peers`: actors of the roles it calls."""
+        self._peers, self._leaving.has_loop = peers, True
+        worker = self._built()
+        self._leaving.abandon = worker.abandon
+        with jax.set_mesh(make_mesh()):
+            worker.run(stop=lambda: self._leaving.requested)
+        return self._end_of_loop()
+
+    def meeting_place(self) -> str:
+        """An address on this host for processes that become one program."""
+        return free_address(ray.util.get_node_ip_address())
+
+    def run_trainer(self, peers: dict[str, Any], meeting: str = "") -> dict[str, Any]:
+        """The trainer's loop; it has saved when it returns. `meeting`: of its processes, if there are several."""
+        self._peers, self._meeting, self._leaving.has_loop = peers, meeting, True
+        trainer = self._built()
+        trainer.run(stop=lambda: self._stopping or self._leaving.requested)
+        return self._end_of_loop(step=trainer.step)
+
+    def stop(self) -> None:
+        """Ask a loop to end after the update in hand."""
+        self._stopping = True
+
+    @ray.method(concurrency_group="health")
+    def life(self) -> str:
+        """Another for every process of the actor; answered whatever else it does."""
+        return self._life
+
+    def _end_of_loop(self, **fields: Any) -> dict[str, Any]:
+        """What the driver is told: the process, and whether it is about to exit."""
+        left = self._leaving.requested
+        if left:
+            self._leaving.done(**fields)
+        return {"life": self._life, "left": left, **fields}
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(Exception):  # whoever calls is told
+            self._built()
+
+    def _built(self) -> Any:
+        with self._building:
+            if self._role is None:
+                enable_compilation_cache()
+                self._role = self._build(from_text(self._run.config_path.read_text()).build())
+                self._events.append(self._name, "start", pid=os.getpid(), host=socket.gethostname())
+            return self._role
+
+    def _build(self, experiment: RLExperiment) -> Any:
+        if self._kind == "parameter_server":
+            return self._build_server(experiment)
+        if self._kind == "verifier":
+            return experiment.make_verifier()
+        if self._kind == "controller":
+            return experiment.make_controller(self._run)
+        controller, weights, verifier = peers_of(self._name, self._peers, experiment.cfg, self._events)
+        if self._kind == "trainer":
+            processes = self._joined(experiment.cfg)
+            return experiment.make_trainer(self._run, controller, weights, processes)
+        began = psutil.Process().create_time()
+        return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began)
+
+    def _joined(self, cfg: RLExperiment.Config) -> Processes:
+        """The trainer's processes, met if there are several; the devices of this one are set."""
+        names, patience = trainer_names(cfg), cfg.patience
+        if cfg.trainer.mesh:
+            devices_for(cfg.trainer.mesh, len(names))  # as in the command, which has seen that the mesh fits
+        if len(names) > 1:
+            beyond = patience.unresponsive + _MARGIN  # the driver ends before that who does not answer
+            join(self._meeting, names.index(self._name), len(names), role="trainer", timeout=beyond, heartbeat=beyond)
+
+        def on_wait(who: str, seconds: float) -> None:
+            what = f"{who} to come to the same point"
+            self._events.append(self._name, "waiting", who=self._name, what=what, seconds=round(seconds, 1))
+
+        return Processes("trainer", on_wait=on_wait, say_after=patience.say_after, limit=2 * patience.batch)
+
+    def _build_server(self, experiment: RLExperiment) -> ParameterServer:
+        names = server_names(experiment.cfg)
+        index = names.index(self._name)
+        others = [self._shard(name) for name in names[1:]] if index == 0 else []
+        return experiment.make_parameter_server(index=index, others=others, token=self._token)
+
+    def _shard(self, name: str) -> RemoteHolder:
+        """A link for the directory, which wants to know at once whether the shard lives, and waits for nobody."""
+
+        def locate() -> Endpoint:
+            try:
+                return result(ray.get_actor(name, self._namespace).endpoint.remote(), _AT_ONCE)
+            except (RayError, ValueError) as error:
+                raise WeightsError(f"{name} is not there: {error}") from error
+
+        return RemoteHolder(Client(locate, name=name, connect_timeout=_AT_ONCE, patience=0.0))

@@ -1,0 +1,96 @@
+"""Workers that join a run from outside while it goes on, and leave when they are asked to (`axl worker RUN_DIR`).
+
+The driver writes down in the run directory where its Ray listens and under which name its actors are known; whoever can
+read that, on any machine of the Ray cluster, can join. A guest is a plain process: the actors' loop without an actor.
+"""
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+import ray
+
+from axlearn_like.config import from_text
+from axlearn_like.run.directory import EventLog, RunDirectory
+from mesh import UserError, make_mesh
+from rl.experiment import RLExperiment
+from rl.runtime.ray.actors import RoleGone, peers_of, server_names
+from rl.runtime.ray.fault_injection import Say
+from rl.runtime.ray.session import ray_session
+from rl.runtime.ray.shutdown import Leaving
+
+
+def invite(run: RunDirectory, namespace: str) -> None:
+    """Tell guests where the actors of this run are."""
+    address = ray.get_runtime_context().gcs_address
+    path = _path(run)
+    temporary = path.with_suffix(".tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w") as file:
+        json.dump({"address": address, "namespace": namespace}, file)
+    os.replace(temporary, path)
+
+
+def uninvite(run: RunDirectory) -> None:
+    """The run is over, or pauses."""
+    _path(run).unlink(missing_ok=True)
+
+
+def run_guest(run_dir: Path, name: str | None = None, say: Say = print) -> None:
+    """Work for the run that goes on in `run_dir`, until it is over, or until SIGTERM or Ctrl-C.
+
+    Raises:
+        UserError: no run goes on there, or its Ray cannot be reached from here.
+    """
+    run = RunDirectory.attach(run_dir)
+    if not run.config_path.is_file():
+        raise UserError(f"{run.path} is not a run directory: it has no config.txt")
+    try:
+        where: dict[str, str] = json.loads(_path(run).read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"no run with processes goes on in {run.path} (it has no {_path(run).name}); "
+            "start or resume it with `axl rl`, and join then"
+        ) from None
+    name = name or f"guest-{socket.gethostname()}-{os.getpid()}"
+    experiment = from_text(run.config_path.read_text()).build()
+    with ray_session(where["address"]):
+        _work(experiment, run, name, _actors(run, where, experiment.cfg), say)
+
+
+def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any], say: Say) -> None:
+    events = EventLog(run.events_path)
+    leaving = Leaving(name, events, experiment.cfg.patience.grace, signals=(signal.SIGTERM, signal.SIGINT))
+    over = lambda: not _path(run).exists()  # noqa: E731
+    controller, weights, verifier = peers_of(name, actors, experiment.cfg, events, over)
+    began = psutil.Process().create_time()
+    try:
+        worker = experiment.make_worker(name, run, controller, weights, verifier, began=began)
+        leaving.abandon = worker.abandon
+        events.append(name, "start", pid=os.getpid(), host=socket.gethostname())
+        say(f"{name} works for {run.path}; Ctrl-C or SIGTERM hands back what it has and leaves")
+        with jax.set_mesh(make_mesh()):
+            worker.run(stop=lambda: leaving.requested)
+    except RoleGone:
+        say("the run is over")  # in the middle of a call
+    else:
+        say("left" if leaving.requested else "the run is over")
+    if leaving.requested:
+        leaving.done()
+
+
+def _actors(run: RunDirectory, where: dict[str, str], cfg: RLExperiment.Config) -> dict[str, Any]:
+    names = (*server_names(cfg), "controller", "verifier")
+    try:
+        return {name: ray.get_actor(name, namespace=where["namespace"]) for name in names}
+    except ValueError as error:
+        raise UserError(f"the run in {run.path} has lost its driver; resume it with `axl rl`, and join then") from error
+
+
+def _path(run: RunDirectory) -> Path:
+    return run.path / "fleet.json"

@@ -1,0 +1,37 @@
+"""What a driver that was killed has left running on this machine."""
+
+import os
+
+import psutil
+
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.jsonl import RowTail
+
+
+def end_leftovers(run: RunDirectory) -> None:
+    """End what a driver that was killed has left: its actors would write into the same run.
+
+    Actors end by themselves within seconds of the driver, Ray's agents within a minute; this is for the time before.
+    """
+    actors, groups = set(), set()
+    for row in RowTail(run.events_path).new_rows():
+        if row["event"] == "start" and "pid" in row:
+            actors.add(row["pid"])
+        elif row["event"] == "session":
+            groups.add(row["group"])
+    left = [process for process in psutil.process_iter() if _is_left(process, actors, groups)]
+    _, alive = psutil.wait_procs(left, timeout=3.0)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=5.0)
+
+
+def _is_left(process: psutil.Process, actors: set[int], groups: set[int]) -> bool:
+    """A process of Ray's that was this run's, by its number or process group, and has lost its parent."""
+    try:
+        named = " ".join(process.cmdline()).startswith("ray::")
+        mine = named and (process.pid in actors or os.getpgid(process.pid) in groups)
+        parent = process.parent() if mine else None
+        return mine and (parent is None or parent.name() != "raylet")
+    except (psutil.Error, ProcessLookupError):
+        return False

@@ -1,0 +1,101 @@
+"""Every role in a process of its own, as Ray actors; Ray is started inside the command unless a cluster is named."""
+
+import os
+from collections.abc import Callable
+
+import ray
+
+from axlearn_like.run.directory import EventLog, RunDirectory
+from mesh import UserError
+from rl.experiment import RLExperiment
+from rl.runtime.ray.elastic_workers import uninvite
+from rl.runtime.ray.fault_injection import Say
+from rl.runtime.ray.orphans import end_leftovers
+from rl.runtime.ray.preflight import check_reachable
+from rl.runtime.ray.session import ray_session
+from rl.runtime.ray.session_watch import SessionLost, SessionWatch
+from rl.runtime.ray.supervisor import DEATHS, Fleet
+
+
+def run_ray(
+    experiment: RLExperiment,
+    run: RunDirectory,
+    stop: Callable[[], bool],
+    on_step: Callable[[int], None],
+    say: Say = print,
+    *,
+    hurried: Callable[[], bool] = lambda: False,
+) -> int:
+    """Update until the last step or until `stop()`; returns the steps completed.
+
+    Where `hurried()`, whoever asked for the end will not wait: it comes within `patience.grace`, saved or not.
+
+    If Ray's own processes die, and they were ours, others are started, with all roles, which go on from the last
+    checkpoint: as if the driver had died and been started again.
+
+    Raises:
+        UserError: among others, when that has happened too often, or when the Ray that died was not ours.
+    """
+    log = EventLog(run.events_path)
+    deaths, reached = 0, 0
+    while True:
+        if not os.environ.get("RAY_ADDRESS"):
+            end_leftovers(run)
+            log.append("driver", "session", pid=os.getpid(), group=os.getpgid(0))
+        try:
+            with ray_session() as own:
+                return _run_in_session(own, experiment, run, stop, on_step, say, hurried)
+        except SessionLost as error:
+            lost, step = error, error.step
+        log.append("driver", "session_lost", error=str(lost), step=step)
+        deaths, reached = (deaths + 1, reached) if step <= reached else (1, step)
+        if deaths >= DEATHS:
+            raise UserError(
+                f"{lost}, for the {deaths}th time without an update in between, at update {step}; is memory short? "
+                "(`dmesg` tells of kills.) Its output is in /tmp/ray/session_latest/logs"
+            ) from lost
+        if stop():
+            return step  # what was saved last is resumed
+        say(f"{lost} at update {step}; starting Ray and all roles again, from the last checkpoint")
+
+
+def _run_in_session(
+    own: bool,
+    experiment: RLExperiment,
+    run: RunDirectory,
+    stop: Callable[[], bool],
+    on_step: Callable[[int], None],
+    say: Say,
+    hurried: Callable[[], bool],
+) -> int:
+    """Raises SessionLost if this Ray, which is our own, has died, whatever that did to the calls under way."""
+    watch, fleet = SessionWatch(), None
+    try:
+        if not own:
+            check_reachable(experiment.cfg.parameter_server.host, _addresses())
+        fleet = Fleet(experiment.cfg, run, say)
+        return fleet.run(stop, on_step, hurried, watch.check)
+    except Exception as error:
+        if (lost := watch.loss()) is None:
+            raise
+        if not own:
+            raise UserError(
+                f"{lost}; it was of the Ray cluster that was named ({os.environ.get('RAY_ADDRESS')}), which is not "
+                "this command's to start. See to the cluster, then run the same command again: it goes on from the "
+                "last checkpoint"
+            ) from error
+        lost.step = 0 if fleet is None else fleet.step
+        raise lost from error
+    finally:
+        if watch.loss() is None:
+            if fleet is not None:
+                fleet.close()
+        else:
+            uninvite(run)
+            if own:
+                watch.end()
+
+
+def _addresses() -> list[str]:
+    """Of the nodes that are alive."""
+    return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]

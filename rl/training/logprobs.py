@@ -1,0 +1,66 @@
+"""Log-probabilities of rollouts by a plain forward pass over whole sequences, in the order in which the engine sums.
+
+In float32 on a CPU they equal the engine's own to the bit, under the same weights; `bench` and the trainer's metrics
+compare them. The update itself computes a prompt once for all its samples, which is faster and sums in another order.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_like.layers.contexts.paged import RowContext
+from axlearn_like.layers.deterministic import apart
+from axlearn_like.training.losses import Chosen, chosen_tokens
+from mesh import constrain
+from mesh.sharding import in_chunks, merge_length
+from rl.messages import Group
+
+_MULTIPLE = 16  # rows have a multiple of so many tokens
+
+
+def row_length(max_prompt: int, max_new: int) -> int:
+    """Tokens in a row that holds every prompt with its completion, the last token being a target only."""
+    return -(-(max_prompt + max_new - 1) // _MULTIPLE) * _MULTIPLE
+
+
+def pack_rows(groups: Sequence[Group], *, max_prompt: int, max_new: int, row_multiple: int = 1) -> dict[str, Any]:
+    """Whole sequences as arrays of one shape for all batches of as many rollouts.
+
+    Returns:
+        tokens, targets: int32 [rows, length], right-padded, targets[i] being the token after tokens[i].
+        first: for each rollout, the index at which its completion's first token is a target.
+    """
+    rows = [(group.prompt.tokens, rollout.tokens) for group in groups for rollout in group.rollouts]
+    length = row_length(max_prompt, max_new)
+    whole = np.zeros((-(-len(rows) // row_multiple) * row_multiple, length + 1), np.int32)
+    for index, (prompt, completion) in enumerate(rows):
+        whole[index, : len(prompt)] = prompt
+        whole[index, len(prompt) : len(prompt) + len(completion)] = completion
+    first = [len(prompt) - 1 for prompt, _ in rows]
+    return {"tokens": whole[:, :-1], "targets": whole[:, 1:], "first": first}
+
+
+def score_rows(model: Any, tokens: jax.Array, targets: jax.Array, temperature: jax.Array, *, chunks: int = 1) -> Chosen:
+    """log pi of each target, in parts [rows, length]; pure, to be traced.
+
+    Args:
+        model: a decoder.
+        tokens: int32 [rows, length].
+        targets: int32 [rows, length].
+        temperature: an array [1], since XLA divides by an array but multiplies by a constant's reciprocal.
+        chunks: parts of the length whose logits exist at a time; as many as divide it.
+    """
+    positions = constrain(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), "batch", None)
+    hidden = model.hidden(tokens, RowContext(positions)).x
+    chunks = math.gcd(chunks, tokens.shape[1])
+    if chunks == 1:
+        return chosen_tokens(apart(model.logits(hidden) / temperature), targets)
+
+    def one(x: jax.Array, targets: jax.Array) -> Chosen:
+        return chosen_tokens(apart(model.logits(x) / temperature), targets)
+
+    return jax.tree.map(merge_length, in_chunks(one, chunks, hidden, targets))

@@ -1,0 +1,35 @@
+"""Rows cut over devices: gathered keys and a ring give what one device gives, gradients too."""
+
+import numpy as np
+import pytest
+
+from axlearn_like.kernels.attention.context_parallel import zigzag
+from mesh import UserError
+from tests.axlearn_like.kernels.attention.context_parallel.sharded import differences
+from tests.elsewhere import elsewhere
+
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def test_eight_devices_give_what_one_gives():
+    found = elsewhere(differences, environ={"XLA_FLAGS": QUICK}, timeout=600)
+    assert len(found) == 12
+    assert max(found.values()) < 2e-6, found
+
+
+def test_zigzag_gives_each_device_an_early_and_a_late_chunk():
+    assert zigzag.order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    for length, ways in ((24, 2), (32, 4), (6, 3)):
+        order = zigzag.order(length, ways)
+        np.testing.assert_array_equal(order[zigzag.inverse(length, ways)], np.arange(length))
+        pairs = (order.reshape(ways, -1) + 1).sum(axis=1)  # keys that the queries of each device see
+        assert len(set(pairs.tolist())) == 1
+        rows = np.arange(2 * length).reshape(2, length)
+        moved = zigzag.permute({"tokens": rows, "step": np.int32(3)}, ways)
+        np.testing.assert_array_equal(zigzag.straighten(moved["tokens"], ways, "zigzag"), rows)
+        assert moved["step"] == 3
+
+
+def test_rows_that_cannot_be_cut_are_refused():
+    with pytest.raises(UserError, match="rows of 20 tokens cannot be cut over .* sequence 4: .* of 8, such as 16"):
+        zigzag.order(20, 4)

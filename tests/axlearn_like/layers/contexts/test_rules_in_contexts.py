@@ -1,0 +1,123 @@
+"""Windows, soft caps, scales and sinks mean the same in every context: what numpy in float64 computes of whole rows."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
+from axlearn_like.kernels.attention.dispatch import Mixing
+from axlearn_like.kernels.attention.interface import Rules
+from axlearn_like.kernels.attention.xla import Xla
+from axlearn_like.layers.contexts.packed import GroupContext, PackedContext
+from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
+from axlearn_like.layers.contexts.window import Cache, WindowContext, cells_needed, fill, make_window
+from mesh import UserError, make_mesh
+from tests.axlearn_like.kernels.attention import reference
+
+RULES = Rules(window=6, soft_cap=1.5, scale=0.6)
+ROWS, LENGTH, HEADS, WIDTH, PAGE = 2, 70, (2, 2), 8, 16
+WHOLE = reference.inputs(batch=ROWS, length=LENGTH, heads=HEADS, width=WIDTH)._replace(
+    segments=np.ones((ROWS, LENGTH), np.int32)
+)
+TABLE = np.random.default_rng(1).permutation(np.arange(1, 17)).reshape(ROWS, 8).astype(np.int32)
+make_empty = partial(make_pool, layers=1, pages=17, page_size=PAGE, kv_heads=HEADS[0], head_dim=WIDTH)
+
+
+@pytest.fixture(scope="module")
+def expected() -> np.ndarray:
+    return reference.attention(WHOLE, RULES, sinks=True)
+
+
+def mixing(**changes: Any) -> Mixing:
+    rules = dataclasses.replace(RULES, **changes)
+    return Mixing(rules, Xla.Config().build(), AllGather.Config().build(), jnp.asarray(WHOLE.sinks))
+
+
+def mixed(context: Any, x: Any, cache: Any = None, **changes: Any) -> tuple[Any, Any]:
+    q, k, v = x[:3]
+    return context.attend(q, k, v, cache, mixing(**changes))
+
+
+def positions() -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+
+
+def test_scoring_in_rows(expected):
+    found, _ = mixed(RowContext(positions()), WHOLE)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def prefilled(tokens: int) -> tuple[list[np.ndarray], Any]:
+    """What chunks of 40 tokens give, and the pool."""
+    pool, found = make_empty(dtype=jnp.float32), []
+    for start in range(0, tokens, 40):
+        part = slice(start, min(start + 40, tokens))
+        counts = jnp.full(ROWS, part.stop - start)
+        table, starts = jnp.asarray(TABLE), jnp.full(ROWS, start)
+        context: Any = PagedContext(table, starts, counts, chunk=part.stop - start, pages=17)
+        out, (pool, _) = mixed(context, [x[:, part] for x in WHOLE[:3]], (pool, jnp.int32(0)))
+        found.append(np.asarray(out))
+    return found, pool
+
+
+def test_prefill_in_pages(expected):
+    found, _ = prefilled(LENGTH)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=2e-5)
+
+
+def test_decoding_in_windows(expected):
+    _, pool = prefilled(LENGTH - 1)
+    lengths = jnp.full(ROWS, LENGTH - 1)
+    windows = [make_window(ROWS, 128, kv_heads=HEADS[0], head_dim=WIDTH, dtype=jnp.float32)]
+    needed = cells_needed(windows, lengths + 1)
+    windows = fill(windows, pool, jnp.asarray(TABLE), lengths, needed)
+    fresh = jnp.zeros((1, ROWS, HEADS[0], WIDTH))
+    last = [jnp.asarray(x[:, -1:]) for x in WHOLE[:3]]
+    context = WindowContext(lengths, needed, jnp.int32(0))
+    found, _ = jax.jit(lambda cache: mixed(context, last, cache))(Cache(windows, fresh, fresh))
+    np.testing.assert_allclose(found[:, 0], expected[:, -1], atol=2e-5)
+
+
+def test_groups_of_branches():
+    lengths, trunk, branches, size = [5, 9], 9, 2, 7
+    x = reference.inputs(batch=2, length=trunk + branches * size, heads=HEADS, width=WIDTH)
+    context = GroupContext(jnp.asarray(lengths), trunk, branches, size)
+    found, _ = mixed(context, x)
+    for group, length in enumerate(lengths):
+        for branch in range(branches):
+            own = slice(trunk + branch * size, trunk + (branch + 1) * size)
+            q, k, v = (np.concatenate([a[group, :length], a[group, own]])[None] for a in x[:3])
+            one = reference.Inputs(q, k, v, np.ones((1, length + size), np.int32), WHOLE.sinks)
+            expected = reference.attention(one, RULES, sinks=True)[0]
+            np.testing.assert_allclose(found[group, own], expected[length:], atol=2e-5)
+            np.testing.assert_allclose(found[group, :length], expected[:length], atol=2e-5)
+
+
+def test_a_cache_is_causal():
+    with pytest.raises(UserError, match="Attention.causal=False cannot be had with a cache"):
+        mixed(RowContext(positions()), WHOLE, causal=False, window=None)
+
+
+def test_the_paged_kernel_refuses_sinks():
+    context = PagedContext(jnp.asarray(TABLE), jnp.zeros(2), jnp.ones(2), chunk=LENGTH, pages=17, kernel=True)
+    with pytest.raises(UserError, match="Attention.sinks: the TPU kernel of paged attention has none"):
+        mixed(context, WHOLE, (None, jnp.int32(0)))
+
+
+@pytest.mark.parametrize("context", [RowContext(positions()), GroupContext(jnp.ones(2, jnp.int32), 10, 2, 30)])
+def test_rows_that_are_cut_are_refused_by_contexts_that_need_them_whole(context):
+    mesh = make_mesh({"sequence": 2}, jax.devices()[:1] * 2).abstract_mesh
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(UserError, match="sequence 2: .*Context needs rows"):
+        jax.eval_shape(lambda q, k, v: mixed(context, (q, k, v))[0], *WHOLE[:3])
+
+
+def test_packed_rows_end_where_their_segments_do():
+    x = reference.inputs(batch=2, length=14, heads=HEADS, width=WIDTH)
+    context = PackedContext(jnp.zeros((2, 14), jnp.int32), jnp.asarray(x.segments))
+    found, _ = mixed(context, x)
+    np.testing.assert_allclose(found, reference.attention(x._replace(sinks=WHOLE.sinks), RULES, sinks=True), atol=2e-5)

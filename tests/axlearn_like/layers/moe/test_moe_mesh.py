@@ -1,0 +1,150 @@
+"""Experts on several devices: the results of one device, whatever the mesh; run in a process that has eight."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.decoder import Block
+from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SoftmaxRouter
+from mesh import make_mesh, shard_batch, to_named_sharding
+from tests.axlearn_like.layers.small import initialise, small_decoder
+from tests.elsewhere import elsewhere
+
+# Compiling is all that takes time here.
+QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+MESHES: dict[str, dict[str, int]] = {
+    "expert_fsdp": {"expert": 4, "fsdp": 2},
+    "data_expert_tensor": {"data": 2, "expert": 2, "tensor": 2},
+    "fsdp": {"fsdp": 8},
+}
+CFG = MoE.Config(
+    dim=16,
+    num_experts=8,
+    router=SoftmaxRouter.Config(top_k=3, load_balance=0.1, z_loss=0.01),
+    experts=Experts.Config(hidden=24),
+    shared=SwiGLU.Config(hidden=8),
+)
+# With a mean that is not zero, tokens prefer the same experts.
+X = np.random.default_rng(0).normal(1.0, size=(8, 6, 16)).astype(np.float32)
+
+
+def results(shape: dict[str, int] | None, cfg: MoE.Config) -> tuple[Any, Any]:
+    """Outputs, loss, metrics and gradients on the host, and the compiled program."""
+    mesh = make_mesh(shape) if shape else None
+    _, params = initialise(cfg)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        graphdef, abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))
+        if mesh:
+            where = to_named_sharding(abstract, mesh)
+            params = jax.tree.map(lambda p, a: jax.device_put(p, a.sharding), params, where)
+
+        def loss(params: Any, x: jax.Array) -> Any:
+            y, aux = bind(graphdef, params)(x)
+            return jnp.mean(jnp.sin(3 * y)) + sum(aux.losses.values()), (y, aux)
+
+        x = shard_batch(X)
+        program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(params, x).compile()
+        (total, (y, aux)), grads = program(params, x)
+        found = {"loss": total, "y": y, "losses": aux.losses, "metrics": aux.metrics, "grads": grads}
+        return jax.device_get(found), program.as_text()
+
+
+def compare() -> dict[str, Any]:
+    """Mesh -> largest differences from one device, and collectives."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    expected, _ = results(None, CFG)
+    found = {}
+    for name, shape in MESHES.items():
+        there, text = results(shape, CFG)
+        differences = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), expected, there)
+        sizes = jax.tree.map(lambda a: float(np.abs(a).max()), expected["grads"])
+        found[name] = {
+            **differences,
+            "smallest_gradient": min(jax.tree.leaves(sizes)),
+            "all_to_all": text.count(" all-to-all("),
+        }
+    narrow = CFG.clone(experts=CFG.experts.clone(capacity_factor=1.0), shared=None)
+    there, _ = results({"expert": 4, "fsdp": 2}, narrow)
+    y, dropped = with_capacity(narrow, there["y"])
+    found["narrow"] = {
+        "y": float(np.abs(there["y"] - y).max()),
+        "dropped": [float(there["metrics"]["expert_dropped"]), dropped],
+    }
+    found["ragged_for_tpus"] = ragged_for_tpus()
+    return found
+
+
+def ragged_for_tpus() -> int:
+    """Ragged exchanges in the gradient of a decoder that computes everything again, as it would be given to TPUs."""
+    cfg = small_decoder(num_layers=2, remat="everything")
+    assert isinstance(cfg.block, Block.Config)
+    cfg.block.feed_forward = CFG.clone(dim=cfg.dim)
+    mesh = make_mesh({"expert": 4, "fsdp": 2})
+    with jax.set_mesh(mesh):
+        graphdef, abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))
+        tokens = shard_batch(np.zeros((8, 4), np.int32))
+
+        def loss(params: Any) -> jax.Array:
+            return jnp.sum(bind(graphdef, params)(tokens, PackedContext(tokens, tokens)))
+
+        traced = jax.jit(jax.grad(loss)).trace(to_named_sharding(abstract, mesh))
+        return traced.lower(lowering_platforms=("tpu",)).as_text().count("@ragged_all_to_all(")
+
+
+def with_capacity(cfg: MoE.Config, like: np.ndarray) -> tuple[np.ndarray, float]:
+    """What the layer says of X where a device, with one row, sends each of four at most 8 of its 18 rows."""
+    _, p = initialise(cfg)
+    out, dropped, capacity = np.zeros_like(like), 0, 8
+    for row in range(8):
+        logits = X[row] @ np.asarray(p["router"]["weight_de"])
+        best = np.argsort(-logits, axis=-1)[:, :3]
+        weights = np.take_along_axis(np.exp(logits), best, -1)
+        weights /= weights.sum(-1, keepdims=True)
+        sent = np.zeros(4, int)
+        # Rows leave in the order of their experts, those of one expert in the order of their tokens.
+        for expert, token, k in sorted((best[t, k], t, k) for t in range(6) for k in range(3)):
+            sent[expert // 2] += 1
+            if sent[expert // 2] > capacity:
+                dropped += 1
+                continue
+            gate, up, down = (np.asarray(p["experts"][name][expert]) for name in ("gate_edf", "up_edf", "down_efd"))
+            g = X[row, token] @ gate
+            out[row, token] += weights[token, k] * ((g / (1 + np.exp(-g)) * (X[row, token] @ up)) @ down)
+    return out, dropped / (8 * 18)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return elsewhere(compare, environ=QUICK)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_outputs_losses_metrics_and_gradients_are_those_of_one_device(found, mesh):
+    differences = {name: found[mesh][name] for name in ("loss", "y", "losses", "metrics", "grads")}
+    assert max(jax.tree.leaves(differences)) < 1e-5, differences
+    assert found[mesh]["smallest_gradient"] > 1e-3
+
+
+def test_tokens_travel_only_where_experts_lie_apart(found):
+    assert found["expert_fsdp"]["all_to_all"] > 0 and found["data_expert_tensor"]["all_to_all"] > 0
+    assert found["fsdp"]["all_to_all"] == 0
+
+
+def test_tpus_send_only_the_rows_there_are(found):
+    assert found["ragged_for_tpus"] == 6  # there and back, once more when computed again, and both in the gradient
+
+
+def test_with_a_capacity_the_last_rows_are_dropped_and_counted(found):
+    reported, expected = found["narrow"]["dropped"]
+    assert expected > 0 and reported == pytest.approx(expected, rel=1e-6)
+    assert found["narrow"]["y"] < 1e-5

@@ -1,0 +1,111 @@
+"""A head whose weights and tokens lie on several devices has the loss and gradient of one device's."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.elsewhere import elsewhere
+
+ROWS, LENGTH, DIM, WORDS = 8, 8, 16, 24
+# Mesh, the partition of the head's weight [dim, words] by axis names, and chunks.
+CASES: dict[str, tuple[dict[str, int], list[str | None], int]] = {
+    "fsdp": ({"fsdp": 8}, ["fsdp", None], 4),
+    "whole": ({"data": 8}, [None, None], 1),
+    "other_side": ({"data": 2, "fsdp": 4}, [None, "fsdp"], 2),  # as a transposed embedding lies
+    "words": ({"fsdp": 2, "sequence": 2, "tensor": 2}, ["fsdp", "tensor"], 2),
+}
+
+
+def inputs() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "weight": rng.normal(size=(DIM, WORDS)).astype(np.float32),
+        "x": rng.normal(size=(ROWS, LENGTH, DIM)).astype(np.float32),
+        "targets": rng.integers(0, WORDS, (ROWS, LENGTH)).astype(np.int32),
+        "weights": rng.random((ROWS, LENGTH)).astype(np.float32) / ROWS,
+    }
+
+
+def expected() -> tuple[float, np.ndarray, np.ndarray]:
+    """Cross entropy and its gradients, written out, in float64."""
+    given = inputs()
+    x, weight, weights = (given[name].astype(np.float64) for name in ("x", "weight", "weights"))
+    logits = x @ weight
+    shifted = np.exp(logits - logits.max(-1, keepdims=True))
+    softmax = shifted / shifted.sum(-1, keepdims=True)
+    truth = np.eye(WORDS)[given["targets"]]
+    loss = -np.sum(np.log(np.sum(softmax * truth, -1)) * weights)
+    d_logits = (softmax - truth) * weights[..., None]
+    return loss, np.einsum("btd,btv->dv", x, d_logits), d_logits @ weight.T
+
+
+def sharded() -> dict[str, dict[str, Any]]:
+    """What `shared_head` makes of the inputs on eight devices, case by case."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    from axlearn_like.layers.chunked_head import shared_head
+    from axlearn_like.layers.linear import project
+    from axlearn_like.training.losses import supervised_loss
+    from mesh import make_mesh
+    from mesh.cost.arithmetic import products
+    from mesh.rules import constrain, partition
+    from mesh.sharding import cut_axes
+
+    def of_tokens(params: Any, x: Any, targets: Any, weights: Any) -> Any:
+        logits = project(x, params["weight"], out_axis="vocab", dtype=jnp.float32)
+        return supervised_loss(logits, {"targets": targets, "weights": weights})
+
+    def run(shape: dict[str, int], cut: list[str | None], chunks: int) -> dict[str, Any]:
+        with jax.set_mesh(make_mesh(shape)):
+            given = {name: constrain(jnp.asarray(value), "batch", "length") for name, value in inputs().items()}
+            params = {"weight": jax.sharding.reshard(jnp.asarray(inputs()["weight"]), PartitionSpec(*cut))}
+            axes = cut_axes(given["x"])
+
+            def loss(params: Any, x: Any) -> Any:
+                total, metrics = shared_head(of_tokens, chunks, axes, params, x, given["targets"], given["weights"])
+                return 3 * total, metrics
+
+            step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).trace(params, given["x"])
+            (value, metrics), (d_params, d_x) = step.lower().compile()(params, given["x"])
+            forward = jax.jit(loss).trace(params, given["x"])
+            alone, _ = forward.lower().compile()(params, given["x"])
+            assert jax.typeof(d_params["weight"]).sharding.spec == jax.typeof(params["weight"]).sharding.spec
+            assert d_x.sharding.spec[0] == (partition("batch") or [None])[0]
+            return {
+                "loss": float(value),
+                "without_gradient": float(alone),
+                "metric": float(metrics["loss"]),
+                "tokens": int(metrics["tokens"]),
+                "d_weight": np.asarray(d_params["weight"]).tolist(),
+                "d_x": np.asarray(d_x).tolist(),
+                "flops": [products(program.jaxpr).xla for program in (forward, step)],
+            }
+
+    return {name: run(*case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return elsewhere(sharded)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_the_formula(results, case):
+    loss, d_weight, d_x = expected()
+    found = results[case]
+    np.testing.assert_allclose([found["loss"], found["without_gradient"]], 3 * loss, rtol=1e-5)
+    np.testing.assert_allclose(found["metric"], loss, rtol=1e-5)
+    assert found["tokens"] == ROWS * LENGTH
+    np.testing.assert_allclose(found["d_weight"], 3 * d_weight, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found["d_x"], 3 * d_x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_logits_are_computed_again(results, case):
+    forward, with_gradients = results[case]["flops"]
+    assert with_gradients == 3 * forward > 0

@@ -1,0 +1,267 @@
+"""Low-rank factors: against sums and gradients made by numpy, at the start, in training, merged, and on a mesh."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_like.checkpoint.convert_lora import WrapPlain
+from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SoftmaxRouter
+from axlearn_like.layers.wrappers.base import plain_config, plain_params
+from axlearn_like.layers.wrappers.lora import LoRA, factor_names
+from axlearn_like.learner import AdamW, Constant, Group, Learner
+from axlearn_like.training.losses import make_supervised_loss
+from axlearn_like.training.step import init_state, make_train_step
+from mesh import UserError, make_mesh, shard_batch, to_named_sharding
+from tests.axlearn_like.layers.small import initialise, small_decoder
+from tests.axlearn_like.sharded import make_batch
+from tests.elsewhere import elsewhere
+
+RANK, ALPHA = 2, 6.0
+GROUPS = (Group.Config(match="*/lora/*"), Group.Config(frozen=True))
+Flat = dict[str, Any]
+
+
+def adapted(**changes: Any) -> Decoder.Config:
+    """Two layers, attention and a mixture of experts, all with factors."""
+    cfg = small_decoder(num_layers=2, **changes)
+    assert isinstance(cfg.block, Block.Config)
+    router = SoftmaxRouter.Config(top_k=2)
+    moe = MoE.Config(num_experts=4, router=router, experts=Experts.Config(hidden=16))
+    cfg.block.attention = LoRA.Config(inner=cfg.block.attention, rank=RANK, alpha=ALPHA)
+    cfg.block.feed_forward = LoRA.Config(inner=moe, rank=RANK, alpha=ALPHA)
+    return cfg
+
+
+def learner(**changes: Any) -> Learner:
+    adam = Learner.Config(optimizer=AdamW.Config(weight_decay=0.1), schedule=Constant.Config(lr=1e-2), groups=GROUPS)
+    return adam.set(**changes).build()
+
+
+def flat(params: Any) -> Flat:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+# Layer by layer: the matrix (as the plain model calls it) and its product, by hand.
+PRODUCTS = {
+    "attention/q_dkqh": "ndl,nlkqh->ndkqh",
+    "attention/k_dkh": "ndl,nlkh->ndkh",
+    "attention/v_dkh": "ndl,nlkh->ndkh",
+    "attention/out_kqhd": "nkqhl,nld->nkqhd",
+    "feed_forward/experts/gate_edf": "nedl,nelf->nedf",
+    "feed_forward/experts/up_edf": "nedl,nelf->nedf",
+    "feed_forward/experts/down_efd": "nefl,neld->nefd",
+}
+
+
+def factors(name: str) -> tuple[str, str]:
+    layer, _, inside = name.partition("/")
+    stem, _, letters = inside.rpartition("_")
+    split_at = {"out_kqhd": 3, "experts/gate_edf": 2, "experts/up_edf": 2, "experts/down_efd": 2}.get(inside, 1)
+    stack = "e" if letters[0] == "e" else ""
+    return (
+        f"layers/{layer}/lora/{stem}_a_{letters[:split_at]}l",
+        f"layers/{layer}/lora/{stem}_b_{stack}l{letters[split_at:]}",
+    )
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    """One program: losses, gradients and logits of the adapted model and of the plain one with merged weights."""
+    cfg = adapted()
+    graphdef, params = initialise(cfg)
+    plain_graphdef, _ = split(jax.eval_shape(lambda: plain_config(cfg).build(rngs=nnx.Rngs(0))))
+    batch = {name: jnp.asarray(x[:4]) for name, x in make_batch().items()}
+
+    @jax.jit
+    def both(params: Any) -> Any:
+        merged = plain_params(graphdef, params)
+        of = jax.value_and_grad(make_supervised_loss(graphdef), has_aux=True)
+        of_merged = jax.value_and_grad(make_supervised_loss(plain_graphdef), has_aux=True)
+        return merged, of(params, batch), of_merged(merged, batch)
+
+    merged, ((loss, _), grads), ((merged_loss, _), merged_grads) = both(params)
+    return {
+        "params": flat(params), "merged": flat(merged), "losses": (float(loss), float(merged_loss)),
+        "grads": flat(grads), "merged_grads": flat(merged_grads),
+    }  # fmt: skip
+
+
+def test_weights_are_the_sum_that_numpy_makes(run: dict[str, Any]):
+    for name, product in PRODUCTS.items():
+        layer, _, inside = name.partition("/")
+        a, b = (run["params"][factor].astype(np.float64) for factor in factors(name))
+        expected = run["params"][f"layers/{layer}/inner/{inside}"] + ALPHA / RANK * np.einsum(product, a, b)
+        np.testing.assert_allclose(run["merged"][f"layers/{name}"], expected, atol=1e-5)
+        assert np.abs(ALPHA / RANK * np.einsum(product, a, b)).mean() > 0.01
+
+
+def test_all_else_is_as_it_was(run: dict[str, Any]):
+    base = {name.replace("/inner/", "/"): value for name, value in run["params"].items() if "/lora/" not in name}
+    assert base.keys() == run["merged"].keys()
+    same = {name for name in base if (base[name] == run["merged"][name]).all()}
+    assert same == base.keys() - {f"layers/{name}" for name in PRODUCTS}
+    assert "layers/feed_forward/router/weight_de" in same
+
+
+def test_with_factors_of_zero_it_is_the_inner_model_to_the_bit():
+    cfg = LoRA.Config(inner=Attention.Config(dim=16, num_heads=2), rank=RANK)
+    graphdef, params = initialise(cfg)
+    params["lora"] = {name: value * ("_a_" in name) for name, value in params["lora"].items()}
+    made = flat(plain_params(graphdef, params))
+    assert all((made[name] == value).all() for name, value in flat(params["inner"]).items())
+
+
+def test_merged_it_computes_the_same(run: dict[str, Any]):
+    loss, merged = run["losses"]
+    assert loss == pytest.approx(merged, rel=1e-6) and loss > 1
+
+
+def test_gradients_of_factors_follow_from_those_of_the_sum(run: dict[str, Any]):
+    for name, product in PRODUCTS.items():
+        (first, second), (a, b) = factors(name), product.partition("->")[0].split(",")
+        of_sum, out = run["merged_grads"][f"layers/{name}"] * ALPHA / RANK, product.partition("->")[2]
+        of_a = np.einsum(f"{out},{b}->{a}", of_sum, run["params"][second])
+        of_b = np.einsum(f"{out},{a}->{b}", of_sum, run["params"][first])
+        np.testing.assert_allclose(run["grads"][first], of_a, atol=2e-6)
+        np.testing.assert_allclose(run["grads"][second], of_b, atol=2e-6)
+        assert np.abs(of_a).max() > 1e-4
+
+
+def steps(shape: dict[str, int] | None, count: int) -> dict[str, Any]:
+    """A run from the start, with frozen weights; on a mesh if there is one."""
+    mesh = make_mesh(shape) if shape else None
+    cfg, learn, graphdefs = adapted(), learner(), []
+
+    def init(key: jax.Array) -> Any:
+        graphdef, params = split(cfg.build(rngs=nnx.Rngs(key)))
+        graphdefs.append(graphdef)
+        return init_state(params, learn)
+
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        abstract = jax.eval_shape(init, jax.random.key(3))
+        where = jax.tree.map(lambda a: a.sharding, to_named_sharding(abstract, mesh)) if mesh else None
+        state = jax.jit(init, out_shardings=where)(jax.random.key(3))
+        born, batch = flat(jax.device_get(state["params"])), shard_batch(make_batch())
+        step = make_train_step(make_supervised_loss(graphdefs[0]), learn)
+        losses = []
+        for _ in range(count):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        merge = jax.jit(lambda params: plain_params(graphdefs[0], params))
+        merged = merge(state["params"])
+        specs = {
+            name: str(leaf.sharding.spec) if mesh else ""
+            for name, leaf in (
+                ("a", state["params"]["layers"]["attention"]["lora"]["out_a_kqhl"]),
+                ("b", state["params"]["layers"]["feed_forward"]["lora"]["experts"]["gate_b_elf"]),
+                ("merged", merged["layers"]["attention"]["out_kqhd"]),
+                ("base", state["params"]["layers"]["attention"]["inner"]["out_kqhd"]),
+            )
+        }
+        after = flat(jax.device_get(state["params"]))
+        return {"losses": losses, "born": born, "after": after, "merged": flat(jax.device_get(merged)), "specs": specs}
+
+
+def alone_and_on_a_mesh() -> dict[str, Any]:
+    jax.config.update("jax_num_cpu_devices", 8)
+    alone, there = steps(None, 3), steps({"fsdp": 2, "expert": 2, "tensor": 2}, 3)
+    born, after = alone["born"], alone["after"]
+    return {
+        "losses": alone["losses"],
+        "losses_there": there["losses"],
+        "size_at_first": {name: float(np.abs(value).mean()) for name, value in born.items()},
+        "changed": [name for name in born if (born[name] != after[name]).any()],
+        "changed_there": [name for name in born if (there["born"][name] != there["after"][name]).any()],
+        "specs": there["specs"],
+        "apart": {
+            part: max(float(np.abs(there[part][name] - value).max()) for name, value in alone[part].items())
+            for part in ("born", "after", "merged")
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Any]:
+    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+    return elsewhere(alone_and_on_a_mesh, environ=quick, timeout=600)
+
+
+def test_it_begins_as_the_inner_model_and_only_factors_learn(trained: dict[str, Any]):
+    for first, second in map(factors, PRODUCTS):
+        assert trained["size_at_first"][second] == 0 and trained["size_at_first"][first] > 0.05
+    both = {factor for name in PRODUCTS for factor in factors(name)}
+    assert set(trained["changed"]) == set(trained["changed_there"]) == both
+    losses = trained["losses"]
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_factors_are_spread_as_their_matrix_and_give_the_results_of_one_device(trained: dict[str, Any]):
+    assert trained["specs"] == {
+        "a": "P(None, 'tensor', None, None, None)",
+        "b": "P(None, 'expert', None, 'tensor')",
+        "merged": trained["specs"]["base"],
+        "base": "P(None, 'tensor', None, None, 'fsdp')",
+    }
+    assert trained["losses"] == pytest.approx(trained["losses_there"], rel=1e-5)
+    assert trained["apart"]["born"] == 0 and max(trained["apart"].values()) < 2e-3
+
+
+def test_a_plain_checkpoint_becomes_the_start():
+    cfg = adapted()
+    _, plain = initialise(plain_config(cfg))
+    abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0)))[1])
+    conversion = WrapPlain.Config(seed=1).build()
+    assert jax.tree.map(jnp.shape, conversion.saved(abstract)) == jax.tree.map(jnp.shape, plain)
+    made = flat(conversion.convert(plain, abstract))
+    assert {name: value.shape for name, value in made.items()} == {n: v.shape for n, v in flat_shapes(abstract).items()}
+    for name, value in flat(plain).items():
+        layers, layer, inside = (*name.split("/", 2), "")[:3]
+        place = f"{layers}/{layer}/inner/{inside}" if layer in ("attention", "feed_forward") else name
+        assert (made[place] == value).all()
+    for name in PRODUCTS:
+        first, second = factors(name)
+        assert not made[second].any()
+        assert np.abs(made[first][0] - made[first][1]).min() > 0  # other numbers in each layer
+    q, fan_in = made["layers/attention/lora/q_a_dl"], 32
+    assert q.std() == pytest.approx(0.88 * fan_in**-0.5, rel=0.2)
+
+
+def flat_shapes(tree: Any) -> Flat:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def test_names_of_factors():
+    assert factor_names("q_up_rkqh", 4) == ("q_up_a_rl", "q_up_b_lkqh", "...rl,...lkqh->...rkqh")
+    assert factor_names("experts/down_efd", 4).a == "experts/down_a_efl"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 0}, "rank: expected 1 or more, got 0"),
+        ({"match": "q_dkgh"}, "no matrix of Attention fits match='q_dkgh'.*did you mean 'q_dkqh'"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(changes: dict[str, Any], message: str):
+    cfg = LoRA.Config(inner=Attention.Config(dim=16, num_heads=2), **changes)
+    with pytest.raises(UserError, match=message):
+        jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0)))
+
+
+def test_some_matrices_can_be_chosen():
+    cfg = LoRA.Config(inner=Attention.Config(dim=16, num_heads=2), match="[qv]_*")
+    graphdef, params = initialise(cfg)
+    assert sorted(params["lora"]) == ["q_a_dl", "q_b_lkqh", "v_a_dl", "v_b_lkh"]
+    assert isinstance(bind(graphdef, params), LoRA)

@@ -1,0 +1,54 @@
+"""Optimizers on eight devices: the same parameters as on one, and state spread as the parameters are."""
+
+import json
+from typing import Any
+
+import optax
+
+from axlearn_like.config import config_for, to_text
+from axlearn_like.learner import Adafactor, Average, ClipByBlockRMS, Group, Matrixwise, Muon, scale_by_soap
+from tests.axlearn_like.learner.parameters import DEVICES, learner, sharded_differences
+from tests.elsewhere import elsewhere
+
+MESHES = ({"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 8})
+MATRICES = "inner_states/matrices/inner_state/0"
+
+
+def several(text: str, soap: str) -> list[Any]:
+    return [*(sharded_differences(text, mesh) for mesh in MESHES), sharded_differences(soap, MESHES[0])]
+
+
+def test_eight_devices_update_as_one_does():
+    matrixwise = Matrixwise.Config(direction=config_for(optax.contrib.scale_by_muon))
+    cfg = learner(
+        Muon.Config(),
+        clip_norm=1.0,
+        clip=ClipByBlockRMS.Config(limit=0.01),
+        average=Average.Config(),
+        groups=(
+            Group.Config(match="*moe*", optimizer=Adafactor.Config(min_size=4)),
+            Group.Config(match="*out_kqhd", optimizer=matrixwise),
+        ),
+    )
+    # By 8 neither stacks of 4 layers nor heads of width 4 can be shared out: there q is gathered.
+    second_order = learner(Matrixwise.Config(direction=config_for(scale_by_soap, every=2)))
+    texts = [json.dumps(to_text(one)) for one in (cfg, second_order)]
+    three_axes, fsdp, soap = elsewhere(several, *texts, environ=DEVICES)
+    assert three_axes["apart"] < 5e-6 and fsdp["apart"] < 5e-6
+    assert soap["apart"] < 1e-3  # its bases turn far with a rounding where eigenvalues are close
+    first = f"optax/0/{MATRICES}/layers/moe/up_edf"
+    assert {soap["spread"][f"{first}/{name}"] for name in ("nu", "left/gram", "right/basis")} == {
+        soap["spread"][f"{first}/mu"]
+    }
+    spread = three_axes["spread"]
+    assert spread["average/layers/attention/q_dkqh"] == "(None, 'fsdp', 'tensor', None, None)"
+    assert spread[f"optax/2/inner_states/rest/inner_state/{MATRICES}/mu/layers/attention/q_dkqh"] == (
+        "(None, 'fsdp', 'tensor', None, None)"
+    )
+    factored = "optax/2/inner_states/group0/inner_state/0/0/nu/layers/moe/up_edf"
+    assert spread[f"{factored}/inputs"] == "(None, 'expert', 'fsdp')"
+    assert spread[f"{factored}/outputs"] == "(None, 'expert', 'tensor')"
+    of_matrices = f"optax/2/inner_states/group1/inner_state/0/{MATRICES}/layers/attention/out_kqhd/mu"
+    assert spread[of_matrices] == "(('tensor', 'fsdp'), None, None)"
+    assert three_axes["collectives"]["all-to-all"] and not three_axes["collectives"]["all-gather"]
+    assert fsdp["collectives"]["all-gather"]

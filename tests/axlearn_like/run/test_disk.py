@@ -1,0 +1,49 @@
+"""Writing where there is no room: to /dev/full, and errors as others raise them."""
+
+import errno
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+
+from axlearn_like.run.directory import EventLog
+from axlearn_like.run.disk import DiskFull, is_full_disk, quieten_full_disk, telling_full_disk
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+
+
+@needs_full
+def test_an_event_without_room_says_where():
+    with pytest.raises(DiskFull, match="no space left on device: /dev/full; free some and run the same command again"):
+        EventLog("/dev/full").append("trainer", "update")
+
+
+@needs_full
+def test_it_is_known_from_other_errors(tmp_path):
+    with pytest.raises(FileNotFoundError), telling_full_disk(tmp_path):
+        (tmp_path / "none").read_text()
+    with pytest.raises(DiskFull, match=str(tmp_path)) as caught, telling_full_disk(tmp_path):
+        Path("/dev/full").write_text("a")
+    assert is_full_disk(caught.value) and is_full_disk(caught.value.__cause__)
+    assert is_full_disk(OSError(errno.EDQUOT, "quota"))
+    assert is_full_disk(ValueError("RESOURCE_EXHAUSTED: Failed to write 2 bytes: No space left on device [28]"))
+    assert not is_full_disk(ValueError("RESOURCE_EXHAUSTED: out of memory"))
+
+
+def test_it_travels_between_processes():
+    error = pickle.loads(pickle.dumps(DiskFull("/run", "update 6")))
+    assert type(error) is DiskFull
+    assert str(error).endswith(" /run; free some and run the same command again: it goes on from update 6")
+
+
+def test_only_screens_about_a_full_disk_are_not_logged(caplog):
+    quieten_full_disk()
+    logger = logging.getLogger("absl")
+    logger.propagate, before = True, logger.propagate
+    try:
+        logger.error("Failed writing: No space left on device")
+        logger.error("Failed writing: Permission denied")
+    finally:
+        logger.propagate = before
+    assert [record.getMessage() for record in caplog.records] == ["Failed writing: Permission denied"]

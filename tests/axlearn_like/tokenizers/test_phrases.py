@@ -1,0 +1,52 @@
+"""Phrases become one token, everything else stays bytes, and nothing is lost."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axlearn_like.tokenizers.phrases import PhraseTokenizer, learn_phrases
+
+PHRASES = ("What is ", "What is the sum of ", "?\n")
+
+
+@given(st.text(alphabet="What is the sum of 12?\né"))
+def test_round_trip(text):
+    tokenizer = PhraseTokenizer.Config(phrases=PHRASES).build()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_longest_phrase_wins_and_the_rest_is_bytes():
+    tokenizer = PhraseTokenizer.Config(phrases=PHRASES).build()
+    assert tokenizer.encode("What is the sum of 12?\n") == [260, ord("1"), ord("2"), 261]
+    assert tokenizer.encode("What is 1") == [259, ord("1")]
+    assert tokenizer.decode([tokenizer.bos, 259, ord("1"), tokenizer.eos]) == "What is 1"
+
+
+def test_without_phrases_it_is_the_byte_tokenizer():
+    assert PhraseTokenizer.Config().build().encode("é") == list("é".encode())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"phrases": ("a", "a")}, "distinct"),
+        ({"phrases": ("",)}, "not empty"),
+        ({"phrases": ("abc", "def"), "vocab_size": 260}, "vocab_size of at least 261"),
+    ],
+)
+def test_bad_phrases_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        PhraseTokenizer.Config(**changes).build()
+
+
+def test_learned_phrases_are_the_boilerplate():
+    texts = [f"Add the numbers {i} and {i * 7 % 13} please." for i in range(40)]
+    found = learn_phrases(texts, max_phrases=5)
+    assert found[0] == "Add the numbers "
+    assert "please." in found
+    assert not any(character.isdigit() for phrase in found for character in phrase)
+
+
+def test_rare_phrases_are_not_learned():
+    texts = ["common words here"] * 50 + ["something else entirely"]
+    assert learn_phrases(texts, max_phrases=5) == ("common words here",)

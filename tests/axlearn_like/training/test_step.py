@@ -1,0 +1,99 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axlearn_like.learner import AdamW, Constant, Learner
+from axlearn_like.training.step import init_state, make_train_step
+from mesh import make_mesh
+
+
+def linear_loss(params, batch):
+    """Weighted squares of a linear map: additive, with weights normalised over the whole batch."""
+    error = (batch["x"] @ params["w"] - batch["y"]) * batch["scale"]
+    loss = jnp.sum(batch["weights"] * error**2)
+    return loss, {"loss": loss, "tokens": jnp.sum(batch["weights"] > 0, dtype=jnp.int32)}
+
+
+def learner() -> Learner:
+    return Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=0.1), clip_norm=None).build()
+
+
+def make_batch(rows: int, mask: np.ndarray, seed: int = 0) -> dict:
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(rows, 3)).astype(np.float32),
+        "y": rng.normal(size=(rows, 2)).astype(np.float32),
+        "weights": (mask / max(mask.sum(), 1)).astype(np.float32),
+        "scale": np.float32(2.0),
+    }
+
+
+def fresh(seed: int = 0):
+    w = np.random.default_rng(seed).normal(size=(3, 2)).astype(np.float32)
+    return init_state({"w": jnp.asarray(w)}, learner())
+
+
+STEPS = {count: make_train_step(linear_loss, learner(), count) for count in (1, 2, 3, 4, 6, 12)}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    microbatches=st.sampled_from([2, 3, 4, 6, 12]),
+    live=st.lists(st.booleans(), min_size=24, max_size=24),
+)
+def test_any_split_has_the_gradient_of_the_whole_batch(microbatches, live):
+    batch = make_batch(12, np.reshape(live, (12, 2)))
+    whole, whole_metrics = STEPS[1](fresh(), batch)
+    split, split_metrics = STEPS[microbatches](fresh(), batch)
+    for name in ("loss", "tokens", "grad_norm"):
+        np.testing.assert_allclose(whole_metrics[name], split_metrics[name], rtol=1e-5)
+    # Adam's first moment is (1 - b1) times the gradient itself.
+    for a, b in zip(jax.tree.leaves(whole["opt_state"]), jax.tree.leaves(split["opt_state"]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_one_trace_for_all_steps_and_the_state_is_donated(microbatches):
+    traces = []
+
+    def counted(params, batch):
+        traces.append(1)
+        return linear_loss(params, batch)
+
+    step = make_train_step(counted, learner(), microbatches)
+    first = state = fresh()
+    for seed in range(4):
+        state, _ = step(state, make_batch(6, np.ones((6, 2)), seed))
+    assert len(traces) == 1
+    assert int(state["step"]) == 4
+    assert first["params"]["w"].is_deleted()
+
+
+def test_a_bad_batch_is_skipped_but_counted_as_consumed():
+    step = make_train_step(linear_loss, learner(), 2)
+    batch = make_batch(4, np.ones((4, 2)))
+    broken = {**batch, "x": np.full_like(batch["x"], np.nan)}
+    state = fresh()
+    before = np.asarray(state["params"]["w"])
+    state, metrics = step(state, broken)
+    np.testing.assert_array_equal(state["params"]["w"], before)
+    assert (int(state["step"]), int(metrics["skipped"])) == (1, 1)
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    step = make_train_step(linear_loss, learner(), 4)
+    with pytest.raises(ValueError, match="6 rows does not divide into 4 microbatches"):
+        step(fresh(), make_batch(6, np.ones((6, 2))))
+    with pytest.raises(ValueError, match="microbatches"):
+        make_train_step(linear_loss, learner(), 0)
+
+
+def test_it_runs_under_a_mesh():
+    batch = make_batch(4, np.ones((4, 2)))
+    expected, _ = make_train_step(linear_loss, learner())(fresh(), batch)
+    with jax.set_mesh(make_mesh({"fsdp": -1}, jax.devices()[:1])):
+        state, _ = make_train_step(linear_loss, learner(), 2)(fresh(), batch)
+    np.testing.assert_allclose(state["params"]["w"], expected["params"]["w"], rtol=1e-5)

@@ -1,0 +1,38 @@
+"""Publishing and pulling small weights."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_like.layers.base import Params
+from rl.parameter_server.client import WeightAccess
+from rl.parameter_server.fingerprint import path_name
+
+
+def publish(access: WeightAccess, params: Params, version: int) -> None:
+    """As a trainer that has just started does it."""
+    publisher = access.publisher()
+    publisher.publish(publisher.copy(jax.tree.map(jax.numpy.asarray, params), version))
+
+
+def pull(access: WeightAccess, like: Params, version: int, timeout: float = 0.0) -> Params:
+    """As a worker that has just started does it."""
+    return access.puller(on_device(like)).pull(version, timeout)
+
+
+def on_device(params: Params) -> Params:
+    """As arrays on the first device."""
+    return jax.tree.map(jax.numpy.asarray, params)
+
+
+def host(params: Params) -> dict[str, tuple[Any, ...]]:
+    """Shape, type and bytes of every array, by path: equal if the weights are, to the bit."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    arrays = {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+    return {name: (array.shape, array.dtype.name, array.tobytes()) for name, array in arrays.items()}
+
+
+def constant(value: float, size: int = 3) -> Params:
+    """The smallest weights."""
+    return {"w": np.full(size, value, np.float32)}

@@ -1,0 +1,48 @@
+"""Memory of a version that nobody looks at is used for the next, and never before."""
+
+import gc
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from rl.parameter_server.store.memory import Memory
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def test_memory_comes_back_when_its_last_view_is_gone() -> None:
+    memory = Memory()
+    array = memory.empty((256, 256), np.float32)
+    part, place = array[3:5].reshape(-1), address(array)
+    del array
+    other = memory.empty((256, 256), np.float32)
+    assert address(other) != place  # a view is left
+    del part
+    again = memory.empty((512, 256), ml_dtypes.bfloat16)
+    assert (address(again), again.dtype.name, again.flags.writeable) == (place, "bfloat16", True)
+    assert place % 64 == 0
+
+
+def test_arrays_on_a_device_of_the_cpu_keep_it() -> None:
+    memory = Memory()
+    array = memory.empty((256, 256), np.float32)
+    array[:], place = 7.0, address(array)
+    placed = jax.block_until_ready(jax.device_put(array, jax.devices()[0]))
+    assert placed.unsafe_buffer_pointer() == place  # in use where it lies
+    del array
+    other = memory.empty((256, 256), np.float32)
+    other[:] = 0.0
+    assert float(placed.min()) == 7.0
+    del placed
+    gc.collect()  # jax lets go of it then, or with the next of its calls
+    assert address(memory.empty((256, 256), np.float32)) == place
+
+
+def test_memory_of_other_sizes_makes_room() -> None:
+    memory = Memory()
+    for size in (1 << 20, 1 << 21, 3 << 20):
+        memory.empty((size,), np.uint8)
+    assert sum(one.nbytes for one in [*memory._spare, *memory._returned]) == 3 << 20

@@ -1,0 +1,413 @@
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rl.parameter_server.errors import VersionGone, WeightsError
+from rl.parameter_server.index_ranges import Box, slices, volume, whole
+from rl.parameter_server.store.shard_store import PieceStore
+from rl.parameter_server.transport.shared_memory import Segment
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+
+
+def _bytes(array: np.ndarray) -> bytes:
+    return array.tobytes()
+
+
+def _partition(draw: st.DrawFn, box: Box, cuts: int) -> list[Box]:
+    """The box, cut at random places."""
+    axes = [axis for axis, (start, stop) in enumerate(box) if stop - start > 1]
+    if not cuts or not axes:
+        return [box]
+    axis = draw(st.sampled_from(axes))
+    cut = draw(st.integers(box[axis][0] + 1, box[axis][1] - 1))
+    low, high = ((*box[:axis], part, *box[axis + 1 :]) for part in ((box[axis][0], cut), (cut, box[axis][1])))
+    return _partition(draw, low, cuts - 1) + _partition(draw, high, cuts - 1)
+
+
+@st.composite
+def _partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    return _partition(draw, whole(shape), draw(st.integers(0, 3)))
+
+
+@st.composite
+def _boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    ends = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
+    return tuple((start, stop) for start, stop in ends)
+
+
+SHAPES = {"scalar": (), "bias": (7,), "kernel": (5, 6), "experts": (3, 4, 5), "none": (0, 4)}
+DTYPES = {"scalar": "float32", "bias": "bfloat16", "kernel": "float32", "experts": "bfloat16", "none": "float32"}
+
+
+def _full(version: int) -> dict[str, np.ndarray]:
+    """Random bits: NaN, infinities, denormals and all."""
+    rng = np.random.default_rng(version)
+    bits = {
+        name: rng.integers(0, 256, (*shape, np.dtype(DTYPES[name]).itemsize), np.uint8)
+        for name, shape in SHAPES.items()
+    }
+    return {name: array.reshape(-1).view(DTYPES[name]).reshape(SHAPES[name]) for name, array in bits.items()}
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Against whole arrays in a dict, with a mask of what was added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = PieceStore()
+        self.full = {version: _full(version) for version in range(3)}
+        self.masks: dict[int, dict[str, np.ndarray]] = {}
+        self.boxes: dict[int, dict[tuple[str, Box], np.ndarray]] = {}
+
+    @rule(data=st.data(), version=st.integers(0, 2), name=st.sampled_from(list(SHAPES)), in_segment=st.booleans())
+    def add(self, data: st.DataObject, version: int, name: str, in_segment: bool) -> None:
+        partition = data.draw(_partitions(SHAPES[name]))
+        chosen = [box for box in partition if data.draw(st.booleans())]
+        arrays = [self.full[version][name][(*slices(box, whole(SHAPES[name])), ...)].copy() for box in chosen]
+        segment = Segment.create(4096) if in_segment else None
+        if segment is not None:
+            arrays = _placed(segment, arrays)
+        self.store.add(
+            version, [(name, box, array) for box, array in zip(chosen, arrays, strict=True)], keep_alive=segment
+        )
+        for box, array in zip(chosen, arrays, strict=True):
+            masks = self.masks.setdefault(version, {n: np.zeros(shape, bool) for n, shape in SHAPES.items()})
+            masks[name][(*slices(box, whole(SHAPES[name])), ...)] = True
+            self.boxes.setdefault(version, {}).setdefault((name, box), array)
+
+    @precondition(lambda self: self.boxes)
+    @rule(data=st.data())
+    def add_other_bytes(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.boxes)))
+        name, box = data.draw(st.sampled_from(sorted(self.boxes[version])))
+        if volume(box):
+            other = self.boxes[version][name, box].copy()
+            other.reshape(-1).view(np.uint8)[-1] ^= 1
+            with pytest.raises(WeightsError, match="came again with other bytes"):
+                self.store.add(version, [("new", ((0, 1),), np.ones(1)), (name, box, other)])
+
+    @rule(data=st.data(), version=st.integers(0, 2), name=st.sampled_from(list(SHAPES)), narrow=st.booleans())
+    def read(self, data: st.DataObject, version: int, name: str, narrow: bool) -> None:
+        box = data.draw(_boxes(SHAPES[name]))
+        dtype = data.draw(st.sampled_from(["bfloat16", "float32"])) if narrow else None
+        if version not in self.masks:
+            with pytest.raises(VersionGone, match=f"version {version} "):
+                self.store.read(version, name, box, dtype)
+            return
+        part = (*slices(box, whole(SHAPES[name])), ...)
+        known = any(held == name for held, _ in self.boxes[version])
+        if not known or not self.masks[version][name][part].all():
+            with pytest.raises(WeightsError, match=f"version {version} .*{name}"):
+                self.store.read(version, name, box, dtype)
+            return
+        with np.errstate(all="ignore"):
+            expected = self.full[version][name][part].astype(dtype or DTYPES[name])
+        array = self.store.read(version, name, box, dtype)
+        assert (array.shape, array.dtype, _bytes(array)) == (expected.shape, expected.dtype, _bytes(expected))
+        assert array.flags.c_contiguous and not array.flags.writeable
+        assert self.store.digest(version, name, box, dtype) == xxhash.xxh3_128_hexdigest(_bytes(expected))
+        where = self.store.where(version, name, box, dtype)
+        if where is not None:
+            memory = Segment.attach(where.segment).buffer[where.offset :][: expected.nbytes]
+            assert _bytes(memory) == _bytes(expected)
+
+    @rule(version=st.integers(0, 2))
+    def drop(self, version: int) -> None:
+        self.store.drop(version)
+        self.masks.pop(version, None)
+        self.boxes.pop(version, None)
+
+    @rule(versions=st.sets(st.integers(0, 2)))
+    def drop_all_but(self, versions: set[int]) -> None:
+        self.store.drop_all_but(versions)
+        for version in set(self.masks) - versions:
+            del self.masks[version], self.boxes[version]
+
+    @invariant()
+    def same(self) -> None:
+        assert self.store.versions() == sorted(self.boxes)
+        for version, boxes in self.boxes.items():
+            held = self.store.pieces(version)
+            assert {(name, box): _bytes(array) for name, box, array in held} == {k: _bytes(a) for k, a in boxes.items()}
+            assert self.store.nbytes(version) >= sum(array.nbytes for array in boxes.values())
+
+    def teardown(self) -> None:
+        self.store.drop_all_but(())
+
+
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestStoreMachine = StoreMachine.TestCase
+
+
+def _placed(segment: Segment, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Copies of the arrays, one after the other in the segment's memory at multiples of 64."""
+    placed, offset = [], 0
+    for array in arrays:
+        room = segment.buffer[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
+        room[...] = array
+        placed.append(room)
+        offset += -(-array.nbytes // 64) * 64
+    return placed
+
+
+def _until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"after {seconds:.0f} s still not: {what}"
+        gc.collect()
+        time.sleep(0.01)
+
+
+def test_reads_without_a_copy_where_it_can() -> None:
+    store, array = PieceStore(), np.arange(24, dtype=np.float32).reshape(6, 4)
+    store.add(1, [("w", ((2, 8), (0, 4)), array)])
+    assert np.shares_memory(store.read(1, "w", ((2, 8), (0, 4))), array)
+    assert np.shares_memory(store.read(1, "w", ((3, 5), (0, 4))), array[1:3])
+    columns = store.read(1, "w", ((2, 8), (1, 3)))
+    assert not np.shares_memory(columns, array) and columns.tolist() == array[:, 1:3].tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        store.read(1, "w", ((2, 8), (0, 4)))[0] = 1
+
+
+def test_messages_name_what_is_asked_for_and_what_is_held() -> None:
+    store = PieceStore()
+    with pytest.raises(VersionGone, match="version 3 .* versions held: none"):
+        store.read(3, "w", ())
+    store.add(4, [("layers/w", ((0, 2), (0, 4)), np.zeros((2, 4)))])
+    with pytest.raises(VersionGone, match="version 3 .* versions held: 4"):
+        store.read(3, "w", ())
+    with pytest.raises(WeightsError, match=r"version 4 .*'layers/v'.*did you mean 'layers/w'"):
+        store.read(4, "layers/v", ((0, 2), (0, 4)))
+    with pytest.raises(WeightsError, match=r"version 4 .*'layers/w'.*\[1:3, 0:4\].*held: \[0:2, 0:4\]"):
+        store.read(4, "layers/w", ((1, 3), (0, 4)))
+    with pytest.raises(WeightsError, match="2 dimensions was asked for 1"):
+        store.where(4, "layers/w", ((1, 3),))
+    with pytest.raises(WeightsError, match="float64 and cannot be had as bfloat16"):
+        store.digest(4, "layers/w", ((0, 2), (0, 4)), "bfloat16")
+
+
+def test_refuses_pieces_that_do_not_fit() -> None:
+    store = PieceStore()
+    with pytest.raises(WeightsError, match=r"\[0:3\].*shape \(2,\)"):
+        store.add(1, [("a", ((0, 2),), np.zeros(2)), ("b", ((0, 3),), np.zeros(2))])
+    with pytest.raises(WeightsError, match="other bytes"):
+        store.add(1, [("a", ((0, 2),), np.zeros(2)), ("a", ((0, 2),), np.ones(2))])
+    assert store.versions() == []
+    store.add(1, [("a", ((0, 2),), np.zeros(2))])
+    with pytest.raises(WeightsError, match=r"1-d float32 came, but the piece \[0:2\] is 1-d float64"):
+        store.add(1, [("b", (), np.zeros(())), ("a", ((2, 4),), np.zeros(2, np.float32))])
+    with pytest.raises(WeightsError, match="held as float64, and came again as float32"):
+        store.add(1, [("a", ((0, 2),), np.zeros(2, np.float32))])
+    assert [name for name, *_ in store.pieces(1)] == ["a"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_converts_as_jax_does(dtype: str) -> None:
+    if dtype == "bfloat16":
+        bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 18, np.uint32)
+        ties = np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000  # between any two neighbours
+        array = np.concatenate([bits, ties, ties + 1, ties - 1]).view(np.float32)
+    else:
+        array = np.arange(1 << 16, dtype=np.uint16).view(BFLOAT16)
+    store = PieceStore()
+    store.add(1, [("w", whole(array.shape), array)])
+    expected = np.asarray(jnp.asarray(array).astype(dtype))
+    assert _bytes(store.read(1, "w", whole(array.shape), dtype)) == _bytes(expected)
+
+
+def test_workers_of_another_dtype_cost_one_conversion() -> None:
+    store, array = PieceStore(), np.random.default_rng(0).standard_normal((1024, 512)).astype(np.float32)
+    store.add(1, [("w", whole(array.shape), array)])
+    assert store.nbytes() == array.nbytes
+    starts, reads = threading.Barrier(8), []
+
+    def read() -> None:
+        starts.wait()
+        reads.append(store.read(1, "w", whole(array.shape), "bfloat16"))
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reads) == 8 and all(np.shares_memory(reads[0], other) for other in reads)
+    assert np.shares_memory(store.read(1, "w", ((8, 16), (0, 512)), "bfloat16"), reads[0])
+    assert store.nbytes() == store.nbytes(1) == array.nbytes + array.nbytes // 2
+    assert np.shares_memory(store.read(1, "w", whole(array.shape), "float32"), array)
+    store.drop(1)
+    assert store.nbytes() == 0
+
+
+class _Owner:
+    """Of memory that would be used again when nobody reads it any more."""
+
+
+def test_memory_goes_when_the_last_reader_is_done() -> None:
+    store, array, owner = PieceStore(), np.arange(64, dtype=np.float32).astype(BFLOAT16), _Owner()
+    memory, kept = weakref.ref(array), weakref.ref(owner)
+    store.add(1, [("w", ((0, 64),), array)], keep_alive=owner)
+    converted = weakref.ref(store.read(1, "w", ((0, 64),), "float32").base)
+    view = store.read(1, "w", ((8, 16),))
+    expected = array[8:16].tolist()
+    del array, owner
+    store.drop(1)
+    gc.collect()
+    assert converted() is None
+    assert memory() is not None and kept() is not None
+    assert view.tolist() == expected
+    del view
+    _until(lambda: memory() is None and kept() is None, "memory and its owner let go")
+
+
+def test_a_segment_is_unlinked_with_the_last_version_that_lies_in_it() -> None:
+    store, segment = PieceStore(), Segment.create(4096)
+    file = Path("/dev/shm") / segment.name
+    first, second = _placed(segment, [np.arange(100, dtype=np.float32), np.arange(50, dtype=np.int32)])
+    store.add(1, [("a", ((0, 100),), first)], keep_alive=segment)
+    store.add(2, [("b", ((0, 50),), second)], keep_alive=segment)
+    where = store.where(2, "b", ((10, 50),))
+    assert where == (segment.name, 448 + 40)
+    assert where is not None
+    attached = Segment.attach(where.segment).buffer[where.offset :][:160].view(np.int32)
+    view = store.read(1, "a", ((0, 100),))
+    del first, second, segment
+    store.drop(1)
+    assert file.exists()
+    store.drop(2)
+    assert not file.exists()
+    gc.collect()
+    assert attached.tolist() == list(range(10, 50)) and view.tolist() == list(range(100))
+
+
+def test_what_does_not_lie_in_the_segment_is_not_said_to() -> None:
+    store, segment = PieceStore(), Segment.create(4096)
+    (array,) = _placed(segment, [np.arange(100, dtype=np.float32).reshape(10, 10)])
+    transposed, elsewhere = array.T, np.ones(3, np.float32)
+    store.add(1, [("t", ((0, 10), (0, 10)), transposed), ("e", ((0, 3),), elsewhere)], keep_alive=segment)
+    assert store.where(1, "t", ((0, 10), (0, 10))) is None and store.where(1, "e", ((0, 3),)) is None
+    assert store.read(1, "t", ((0, 10), (0, 10))).tolist() == array.T.tolist()
+    assert not (Path("/dev/shm") / segment.name).exists()
+
+
+def test_a_segment_that_brings_nothing_new_is_unlinked_at_once() -> None:
+    store, segment = PieceStore(), Segment.create(4096)
+    (array,) = _placed(segment, [np.arange(100, dtype=np.float32)])
+    store.add(1, [("a", ((0, 100),), array.copy())])
+    store.add(1, [("a", ((0, 100),), array)], keep_alive=segment)
+    assert not (Path("/dev/shm") / segment.name).exists()
+    assert store.where(1, "a", ((0, 100),)) is None
+
+
+def test_a_segment_of_another_process_goes_when_the_store_lets_it_go() -> None:
+    store, made = PieceStore(), Segment.create(4096)
+    file, (array,) = Path("/dev/shm") / made.name, _placed(made, [np.arange(100, dtype=np.float32)])
+    attached = Segment.attach(made.name)
+    view = attached.buffer[:400].view(np.float32)
+    store.add(1, [("a", ((0, 100),), view)], keep_alive=attached)
+    del made, array, view, attached
+    gc.collect()
+    assert store.where(1, "a", ((0, 100),)) == (file.name, 0) and file.exists()
+    reading = store.read(1, "a", ((0, 50),))
+    store.drop(1)
+    assert reading.tolist() == list(range(50))
+    del reading
+    _until(lambda: not file.exists(), "segment removed")
+
+
+def test_conversions_of_what_lies_in_shared_memory_lie_there_too() -> None:
+    store, segment = PieceStore(), Segment.create(4096)
+    full = np.random.default_rng(0).standard_normal((10, 30)).astype(np.float32)
+    boxes: list[Box] = [((0, 3), (0, 30)), ((3, 10), (0, 30))]
+    arrays = _placed(segment, [full[:3], full[3:]])
+    store.add(1, [("w", box, array) for box, array in zip(boxes, arrays, strict=True)], keep_alive=segment)
+    found = [store.where(1, "w", box, "bfloat16") for box in (*boxes, ((4, 6), (0, 30)))]
+    for where, (rows, _) in zip(found, (*boxes, ((4, 6), (0, 30))), strict=True):
+        assert where is not None and where.segment not in ("", segment.name)
+        memory = Segment.attach(where.segment).buffer[where.offset :][: (rows[1] - rows[0]) * 60]
+        assert _bytes(memory) == _bytes(full[slice(*rows)].astype(BFLOAT16))
+    (name,) = {where.segment for where in found if where is not None}
+    assert store.nbytes() == full.nbytes * 3 // 2
+    assert store.where(1, "w", ((2, 4), (0, 30)), "bfloat16") is None
+    store.drop(1)
+    assert not (Path("/dev/shm") / name).exists()
+
+
+def test_converts_where_there_is_no_shared_memory_left(checkout: Path) -> None:
+    script = """
+import resource, numpy as np
+from rl.parameter_server.store.shard_store import PieceStore
+from rl.parameter_server.transport.shared_memory import Segment
+store, segment = PieceStore(), Segment.create(1 << 16)
+array = segment.buffer.view(np.float32)
+array[:] = np.arange(1 << 14)
+store.add(1, [("w", ((0, 1 << 14),), array)], keep_alive=segment)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+assert store.where(1, "w", ((0, 1 << 14),), "bfloat16") is None
+assert (store.read(1, "w", ((0, 1 << 14),), "bfloat16") == array.astype("bfloat16")).all()
+assert store.where(1, "w", ((0, 1 << 14),)) == (segment.name, 0)
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_readers_beside_versions_that_come_and_go() -> None:
+    store, stop, failures, reads = PieceStore(), threading.Event(), [], [0] * 4
+    shape = (64, 96)
+
+    def array_of(version: int) -> np.ndarray:
+        return np.arange(version, version + 64 * 96, dtype=np.float32).reshape(shape)
+
+    def read(worker: int) -> None:
+        rng = np.random.default_rng(worker)
+        while not stop.is_set():
+            version = int(rng.choice(store.versions() or [0]))
+            rows, columns = (sorted(rng.integers(0, size + 1, 2).tolist()) for size in shape)
+            box = ((rows[0], rows[1]), (columns[0], columns[1]))
+            dtype = [None, "bfloat16"][int(rng.integers(2))]
+            try:
+                array = store.read(version, "w", box, dtype)
+                digest = store.digest(version, "w", box, dtype)
+            except VersionGone:
+                continue
+            except BaseException as error:
+                failures.append(error)
+                return
+            expected = array_of(version)[(*slices(box, whole(shape)), ...)].astype(dtype or np.float32)
+            if _bytes(array) != _bytes(expected) or digest != xxhash.xxh3_128_hexdigest(_bytes(expected)):
+                failures.append((version, box, dtype))
+            reads[worker] += 1
+
+    workers = [threading.Thread(target=read, args=(worker,)) for worker in range(len(reads))]
+    for worker in workers:
+        worker.start()
+    version = 0
+    deadline = time.monotonic() + 60
+    while not failures and (version < 30 or min(reads) < 20) and time.monotonic() < deadline:
+        version += 1
+        full, segment = array_of(version), Segment.create(64 * 96 * 4 + 256)
+        halves: list[Box] = [((0, 40), (0, 96)), ((40, 64), (0, 96))]
+        arrays = _placed(segment, [full[0:40], full[40:64]])
+        store.add(version, [("w", box, array) for box, array in zip(halves, arrays, strict=True)], keep_alive=segment)
+        del full, arrays, segment
+        store.drop_all_but(range(version - 1, version + 1))
+    stop.set()
+    for worker in workers:
+        worker.join()
+    assert not failures and min(reads) >= 20
+    store.drop_all_but(())
+    assert store.nbytes() == 0

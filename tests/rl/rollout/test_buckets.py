@@ -1,0 +1,72 @@
+"""Which sizes dispatches have."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rl.messages import Prompt
+from rl.rollout.buckets import Shapes
+from rl.rollout.program import Generate, complete
+from rl.rollout.request import Request, StopRules
+from rl.rollout.sampling import Sampler
+from rl.rollout.sequence import Sequence, Task
+
+STEPS = 32
+
+
+def shapes(*, ragged: bool = False, slots: int = 64, longest: int = 600) -> Shapes:
+    return Shapes(slots=slots, steps=STEPS, prefill_tokens=512, longest=longest, ragged=ragged)
+
+
+def sequence(tokens: int, max_new: int) -> Sequence:
+    """One that draws, with so many tokens."""
+    request = Request(Prompt(0, "any", np.zeros(1, np.int32)))
+    task = Task(0, request, Sampler.Config(), StopRules(max_new=max_new), None, None)
+    made = Sequence(task, 0, [0] * tokens, complete)
+    made.begin(Generate(), None)
+    made.cached = tokens - 1
+    return made
+
+
+def test_the_reach_of_a_sequence_ends_with_the_dispatch_or_its_limit():
+    assert shapes().reach(sequence(tokens=40, max_new=100)) == 39 + STEPS
+    assert shapes().reach(sequence(tokens=40, max_new=45)) == 39 + 6
+
+
+@pytest.mark.parametrize("slots", [4, 8, 50, 64, 100])
+def test_groups_of_fewer_rows_are_the_first_of_those_of_more(slots: int):
+    found = shapes(slots=slots)
+    sizes = sorted({found.rows(count) for count in range(1, slots + 1)})
+    groups = found.groups(sizes[-1])
+    assert list(itertools.accumulate(groups)) == sizes
+    for count, rows in enumerate(sizes, start=1):
+        assert found.groups(rows) == groups[:count]
+
+
+def test_rows_of_narrow_windows_are_one_group():
+    assert shapes(longest=128).groups(32) == [32]
+    assert shapes(longest=129).groups(64) == [8, 8, 16, 32]
+
+
+def test_where_each_row_reads_its_own_keys_there_is_one_width():
+    assert shapes(ragged=True).width(1) == shapes(ragged=True).width(600) == 640
+
+
+def test_sizes_are_rounded_up_to_the_next_of_a_short_list():
+    found = shapes(slots=50)
+    assert [found.rows(count) for count in (1, 8, 13, 14, 25, 26, 50)] == [13, 13, 13, 25, 25, 50, 50]
+    assert [found.width(tokens) for tokens in (1, 64, 65, 97, 200, 513)] == [64, 64, 96, 128, 256, 640]
+    assert [found.prefill(tokens) for tokens in (32, 33, 500, 9999)] == [(16, 32), (4, 128), (1, 512), (1, 512)]
+    assert [found.prefill_rows(count, 32) for count in (1, 3, 16)] == [1, 4, 16]
+
+
+def test_a_dispatch_ends_early_when_a_smaller_one_would_do_or_others_wait():
+    found = shapes()
+    assert [found.quorum(count, waiting=False) for count in (1, 8, 9, 40, 64)] == [1, 1, 9, 33, 33]
+    assert [found.quorum(count, waiting=True) for count in (1, 8, 64)] == [1, 7, 56]
+
+
+def test_elsewhere_than_on_cpus_all_rows_are_one_group():
+    shapes = Shapes(slots=64, steps=STEPS, prefill_tokens=512, longest=1000, ragged=False, grouped=False)
+    assert [shapes.groups(rows) for rows in (8, 64)] == [[8], [64]]

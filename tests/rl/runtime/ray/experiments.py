@@ -1,0 +1,124 @@
+"""Experiments for the runtimes' tests, and what a run leaves behind in a form to compare."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_like.checkpoint.checkpointer import Checkpointer, restore_params
+from axlearn_like.config import to_text
+from axlearn_like.input import SupervisedInput
+from axlearn_like.learner import AdamW, Constant, Learner
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.metrics import read_rows
+from axlearn_like.tokenizers.phrases import PhraseTokenizer
+from axlearn_like.training.trainer import Trainer
+from rl.experiment import RLExperiment
+from rl.runtime.inprocess import run_inprocess
+from rl.tasks.mixture import SupervisedSource
+from rl.verification.scorers import FunctionScorer
+from rl.verification.service import Verifier
+from tests.rl.tiny import PHRASES, ascii_share, tiny_experiment, tiny_tasks
+
+CLOCK = ("time", "wait_seconds", "step_seconds")
+
+
+def slow_share(problem_id: int, answer: str) -> float:
+    """The tiny experiment's reward, later: an update takes a third of a second and no CPU."""
+    time.sleep(0.02)
+    return ascii_share(problem_id, answer)
+
+
+def slow(**changes: Any) -> RLExperiment.Config:
+    """The tiny experiment, slow enough for something to happen in the middle; no evaluation."""
+    verifier = Verifier.Config(scorer=FunctionScorer.Config(function=slow_share), processes=1)
+    return tiny_experiment(num_steps=12, evaluation=None, verifier=verifier).set(**changes)
+
+
+def failing_share(problem_id: int, answer: str) -> float:
+    """The tiny experiment's reward; fails, in a way that no user can mend, as often as the file in AXL_TEST_FAILS has
+    bytes."""
+    left = Path(os.environ["AXL_TEST_FAILS"])
+    if count := left.stat().st_size:
+        os.truncate(left, count - 1)
+        raise RuntimeError("the machine hiccupped")
+    return ascii_share(problem_id, answer)
+
+
+class FailingLearner(Learner):
+    """Fails, in a way that no user can mend, in the second process of a trainer, as often as that file has bytes."""
+
+    class Config(Learner.Config):
+        pass
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        if jax.process_index() == 1:
+            failing_share(0, "")
+
+
+def short() -> RLExperiment.Config:
+    """Two updates with a checkpoint after each; no evaluation."""
+    cfg = tiny_experiment(num_steps=2, evaluation=None)
+    cfg.trainer.checkpoint.set(save_every=1)
+    return cfg
+
+
+def warmed() -> RLExperiment.Config:
+    """With a supervised phase of more steps than a test has time for before it interrupts them."""
+    cfg = short()
+    tokenizer = PhraseTokenizer.Config(phrases=PHRASES)
+    source = SupervisedSource.Config(mixture=tiny_tasks(), tokenizer=tokenizer, num_examples=512, start=1000)
+    learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3))
+    cfg.warm_start = Trainer.Config(
+        model=cfg.policy,
+        input=SupervisedInput.Config(source=source, seq_len=32, batch_size=4),
+        learner=learner,
+        checkpoint=Checkpointer.Config(save_every=100_000, keep=1),
+        num_steps=200,
+        log_every=1,
+    )
+    return cfg
+
+
+def run_here(path: Path, cfg: RLExperiment.Config) -> Path:
+    """The run without trouble, in this process."""
+    with RunDirectory.open(path, to_text(cfg)) as run:
+        assert run_inprocess(cfg.build(), run, lambda: False, lambda step: None) == cfg.num_steps
+    return path
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    """The RL rows without what the clock says."""
+    rows = [row for row in read_rows(path / "metrics.jsonl") if row["phase"] == "rl"]
+    return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
+
+
+def parameters(path: Path) -> dict[str, bytes]:
+    """The bytes of the last checkpoint's parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(restore_params(path / "checkpoints" / "rl"))
+    return {jax.tree_util.keystr(name): np.asarray(array).tobytes() for name, array in leaves}
+
+
+def checksums(path: Path) -> dict[str, dict[str, Any]]:
+    """Shape, type and checksum of every array of the last checkpoint: parameters, optimizer state, RNG, step."""
+    last = max((path / "checkpoints" / "rl").iterdir(), key=lambda folder: int(folder.name))
+    return json.loads((last / "manifest" / "metadata").read_text())
+
+
+def events(path: Path, event: str, role: str | None = None) -> list[dict[str, Any]]:
+    """Rows of the event log, of one kind."""
+    rows = read_rows(path / "events.jsonl")
+    return [row for row in rows if row["event"] == event and role in (None, row["role"])]
+
+
+def assert_same_outcome(path: Path, expected: Path) -> None:
+    """Every update once and in order, with the same figures; the same parameters and trainer state to the bit."""
+    assert metrics(path) == metrics(expected)
+    assert [row["step"] for row in metrics(path)] == list(range(1, len(metrics(path)) + 1))
+    assert parameters(path) == parameters(expected)
+    assert checksums(path) == checksums(expected)

@@ -1,0 +1,186 @@
+"""Roles that are asked to go, stopped for a while, or joined by others: the same bits as without all that."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from axlearn_like.config import to_text
+from axlearn_like.run.directory import RunDirectory
+from rl.rollout.engine import RolloutEngine
+from rl.runtime.ray.runtime import run_ray
+from rl.runtime.ray.session import ray_session
+from rl.timeouts import Patience
+from tests.rl.runtime.ray.experiments import assert_same_outcome, events, run_here, slow
+from tests.rl.tiny import tiny_experiment
+
+pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine takes long
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    """One Ray for all tests of this file: it takes seconds to start."""
+    with ray_session():
+        yield
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The run in one process of so many updates, made once."""
+    made: dict[int, Path] = {}
+
+    def get(num_steps: int) -> Path:
+        if num_steps not in made:
+            cfg = tiny_experiment(num_steps=num_steps)
+            made[num_steps] = run_here(tmp_path_factory.mktemp("baseline"), cfg)
+        return made[num_steps]
+
+    return get
+
+
+class Scenario:
+    """Things done to a run, one after the other: each as soon as its time has come, looked at now and then."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.acts: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
+        self.step = 0
+        self.processes: dict[str, psutil.Process] = {}
+
+    def when(self, condition: Callable[[], Any], act: Callable[[], Any]) -> "Scenario":
+        self.acts.append((condition, act))
+        return self
+
+    def __call__(self, step: int) -> None:
+        self.step = step
+        if self.acts and self.acts[0][0]():
+            self.acts.pop(0)[1]()
+
+    def send(self, role: str, signum: signal.Signals) -> None:
+        """A signal to the process that the role has now."""
+        pid = events(self.path, "start", role)[-1]["pid"]
+        self.processes.setdefault(f"{role} {pid}", psutil.Process(pid))
+        os.kill(pid, signum)
+
+    def lives(self, role: str) -> int:
+        return len(events(self.path, "start", role))
+
+    def seen(self, event: str, role: str | None = None, **fields: Any) -> list[dict[str, Any]]:
+        return [row for row in events(self.path, event, role) if fields.items() <= row.items()]
+
+
+def run_with(scenario: Scenario, **changes: Any) -> list[str]:
+    """The slow experiment with every role in a process; what was said, but for waits."""
+    cfg = slow(**changes)
+    said: list[str] = []
+    with RunDirectory.open(scenario.path, to_text(cfg)) as run:
+        assert run_ray(cfg.build(), run, lambda: False, scenario, said.append) == cfg.num_steps
+    assert scenario.acts == [], "all of it was done"
+    return [line for line in said if not line.startswith("waiting ")]
+
+
+STEPWISE = RolloutEngine.Config(slots=4, steps_per_dispatch=1)  # so that there is a middle of a lease
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize(
+    "roles",
+    [["worker-0", "trainer"], pytest.param(["controller", "parameter-server", "verifier"], marks=pytest.mark.full)],
+)
+def test_sigterm_is_no_crash(roles: list[str], tmp_path: Path, baseline) -> None:
+    scenario = Scenario(tmp_path)
+    for number, role in enumerate(roles):
+        back = lambda number=number: all(scenario.lives(role) == 2 for role in roles[:number])  # noqa: E731
+        ready = lambda number=number, back=back: back() and scenario.step >= 2 + 2 * number  # noqa: E731
+        scenario.when(ready, lambda role=role: scenario.send(role, signal.SIGTERM))
+    steps = 4 + 2 * len(roles)
+    said = run_with(scenario, num_steps=steps, workers=1, engine=STEPWISE)
+    assert_same_outcome(tmp_path, baseline(steps))
+    assert [scenario.lives(role) for role in roles] == [2] * len(roles)
+    leaves = {row["role"]: row for row in events(tmp_path, "leave")}
+    assert sorted(leaves) == sorted(roles)
+    assert all(row["seconds"] < 25 and "abandoned" not in row for row in leaves.values())
+    loops = [role for role in roles if role in ("worker-0", "trainer")]  # of which the driver speaks
+    assert [line.split(" ")[0] for line in said] == loops
+    assert all("left when asked to by SIGTERM; starting it again" in line for line in said)
+    assert [row for row in events(tmp_path, "died") if row["target"] in loops] == []
+    if "trainer" in roles:
+        updates = [row["step"] for row in events(tmp_path, "update")]
+        assert updates == list(range(steps)), "the trainer saved: no update was made twice"
+        assert leaves["trainer"]["step"] in updates
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.full
+def test_a_stopped_worker_loses_its_lease_and_goes_on_later(tmp_path: Path, baseline) -> None:
+    scenario = Scenario(tmp_path)
+    scenario.when(
+        lambda: scenario.step >= 2 and len(scenario.seen("pull", "worker-1")) >= 2,
+        lambda: scenario.send("worker-1", signal.SIGSTOP),
+    )
+    scenario.when(
+        lambda: scenario.seen("lease_expired", worker="worker-1", reason="expired"),
+        lambda: scenario.send("worker-1", signal.SIGCONT),
+    )
+    cfg = slow(num_steps=12, controller=slow().controller.clone(lease_seconds=3.0))
+    said = run_with(scenario, num_steps=12, controller=cfg.controller)
+    assert_same_outcome(tmp_path, baseline(12))
+    [lost] = scenario.seen("lease_expired", worker="worker-1", reason="expired")
+    assert scenario.lives("worker-1") == 1 and said == []
+    assert [row for row in scenario.seen("score", "worker-1") if row["time"] > lost["time"]], "it went on"
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.full
+@pytest.mark.parametrize("role", ["parameter-server", "controller", "verifier"])
+def test_a_role_stopped_for_a_while_is_waited_for_by_name(role: str, tmp_path: Path, baseline) -> None:
+    scenario = Scenario(tmp_path)
+    scenario.when(lambda: scenario.step >= 2, lambda: scenario.send(role, signal.SIGSTOP))
+    named = lambda row: role in row["what"]  # noqa: E731
+    scenario.when(
+        lambda: any(named(row) for row in scenario.seen("waiting", "driver") if "answer" in row["what"]),
+        lambda: scenario.send(role, signal.SIGCONT),
+    )
+    said = run_with(scenario, num_steps=6, patience=Patience.Config(say_after=3.0))
+    assert_same_outcome(tmp_path, baseline(6))
+    assert scenario.lives(role) == 1 and said == []
+    assert any(named(row) for row in events(tmp_path, "waiting") if row["who"] != "driver"), "its callers told it too"
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.full
+@pytest.mark.parametrize("roles", [["controller"], ["parameter-server", "verifier", "trainer", "worker-0"]])
+def test_roles_stopped_for_good_are_killed_and_started_again(roles: list[str], tmp_path: Path, baseline) -> None:
+    scenario = Scenario(tmp_path)
+    for number, role in enumerate(roles):
+        back = lambda number=number: all(scenario.lives(role) == 2 for role in roles[:number])  # noqa: E731
+        ready = lambda number=number, back=back: back() and scenario.step >= 2 + 2 * number  # noqa: E731
+        scenario.when(ready, lambda role=role: scenario.send(role, signal.SIGSTOP))
+    steps, patience = 4 + 2 * len(roles), Patience.Config(unresponsive=20.0, say_after=5.0)
+    said = run_with(scenario, num_steps=steps, workers=1, patience=patience)  # another worker could do without it
+    assert_same_outcome(tmp_path, baseline(steps))
+    assert all(scenario.lives(role) >= 2 for role in roles)  # on a busy machine others may be slow to answer, too
+    assert {row["target"] for row in events(tmp_path, "unresponsive")} >= set(roles)
+    assert {line.split(" ")[0] for line in said if "has not answered for" in line} >= set(roles)
+    give_up = time.monotonic() + 30
+    while any(process.is_running() for process in scenario.processes.values()):
+        assert time.monotonic() < give_up, "the stopped processes are gone"
+        time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.full
+def test_three_workers_give_the_same_as_one(tmp_path: Path, baseline) -> None:
+    for workers in (1, 3):
+        scenario = Scenario(tmp_path / str(workers))
+        scenario.path.mkdir()
+        run_with(scenario, num_steps=6, workers=workers, groups_per_lease=1)
+        assert_same_outcome(scenario.path, baseline(6))
+        worked = {row["role"] for row in scenario.seen("score")}
+        assert worked == {f"worker-{i}" for i in range(workers)}
+        assert {row["role"] for row in scenario.seen("productive")} == worked

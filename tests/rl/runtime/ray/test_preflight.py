@@ -1,0 +1,26 @@
+"""What is refused before anything is started."""
+
+import pytest
+
+from mesh import UserError
+from rl.runtime.ray.preflight import check_reachable
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+@pytest.mark.parametrize("nodes", [["10.0.0.1", "10.0.0.2"], ["127.0.0.1", "10.0.0.2"]])
+def test_a_parameter_server_on_loopback_is_out_of_reach_of_other_hosts(host: str, nodes: list[str]) -> None:
+    with pytest.raises(UserError, match=rf"parameter_server.host='{host}'.*10\.0\.0\.2.*parameter_server.host=0.0.0.0"):
+        check_reachable(host, nodes)
+
+
+@pytest.mark.parametrize(
+    ("host", "nodes"),
+    [
+        ("0.0.0.0", ["10.0.0.1", "10.0.0.2"]),
+        ("10.0.0.1", ["10.0.0.1", "10.0.0.2"]),
+        ("127.0.0.1", ["127.0.0.1", "127.0.0.2"]),
+        ("127.0.0.1", ["10.0.0.1"]),
+    ],
+)
+def test_what_can_be_reached_is_not_refused(host: str, nodes: list[str]) -> None:
+    check_reachable(host, nodes)

@@ -1,0 +1,173 @@
+"""Roles as processes: the same result as in one process, whatever is killed on the way."""
+
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from axlearn_like.config import to_text
+from axlearn_like.run.directory import RunDirectory
+from mesh import UserError
+from rl.experiment import RLExperiment
+from rl.runtime.ray.runtime import run_ray
+from rl.runtime.ray.session import ray_session
+from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, run_here, slow
+from tests.rl.tiny import tiny_experiment
+
+pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine takes long
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    """One Ray for all tests of this file: it takes seconds to start."""
+    with ray_session():
+        yield
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+    """The run in one process of so many updates at this staleness, made once."""
+    made: dict[tuple[int, int], Path] = {}
+
+    def get(num_steps: int, staleness: int = 0) -> Path:
+        if (num_steps, staleness) not in made:
+            cfg = tiny_experiment(num_steps=num_steps, staleness=staleness)
+            made[num_steps, staleness] = run_here(tmp_path_factory.mktemp("baseline"), cfg)
+        return made[num_steps, staleness]
+
+    return get
+
+
+def run_with_ray(
+    path: Path, cfg: RLExperiment.Config, look: Callable[[int], None] = lambda step: None
+) -> tuple[Path, list[str]]:
+    """The run with every role in a process; `look` is called now and then.
+
+    Returns what was said too, but for waits: on a busy machine there are some.
+    """
+    said: list[str] = []
+    with RunDirectory.open(path, to_text(cfg)) as run:
+        assert run_ray(cfg.build(), run, lambda: False, look, said.append) == cfg.num_steps
+    return path, [line for line in said if not line.startswith("waiting ")]
+
+
+def listening(processes: list[psutil.Process]) -> set[tuple[str, int]]:
+    """Addresses on which these processes accept connections."""
+    found = set()
+    for process in processes:
+        try:
+            found |= {c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        except psutil.NoSuchProcess:
+            continue
+    return {(address.ip, address.port) for address in found}
+
+
+def is_loopback(host: str) -> bool:
+    """Also ::ffff:127.0.0.1."""
+    address = ipaddress.ip_address(host)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+@pytest.mark.usefixtures("session")
+def test_two_workers_give_the_same_as_one_process_and_listen_on_loopback_only(tmp_path, baseline) -> None:
+    addresses: set[tuple[str, int]] = set()
+
+    def look(step: int) -> None:
+        if step >= 1 and not addresses:
+            addresses.update(listening(psutil.Process().children(recursive=True)))
+
+    path, said = run_with_ray(tmp_path, slow(num_steps=4), look)
+    assert_same_outcome(path, baseline(4))
+    assert said == []
+    assert len(addresses) > 5  # Ray's own, a port for every actor, and the parameter server
+    assert [address for address in addresses if not is_loopback(address[0])] == []
+
+
+@pytest.mark.usefixtures("session")
+def test_the_only_worker_is_killed_and_replaced(tmp_path, baseline) -> None:
+    path, said = run_with_ray(tmp_path, slow(num_steps=6, workers=1, kill_worker_after=0.5))
+    assert_same_outcome(path, baseline(6))
+    assert [row["step"] for row in events(path, "update")] == [0, 1, 2, 3, 4, 5]
+    [kill] = events(path, "kill")
+    pids = [row["pid"] for row in events(path, "start", "worker-0")]
+    assert pids[0] == kill["pid"] and len(pids) == 2
+    after = [row for row in events(path, "score", "worker-0") if row["time"] > kill["time"]]
+    assert after, "its successor generated"
+    [line] = said
+    assert line.startswith(f"killed worker-0 (pid {kill['pid']}) at update {kill['step']}; replaced after ")
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.full
+def test_one_of_two_workers_is_killed_with_a_lease_in_hand(tmp_path, baseline) -> None:
+    path, said = run_with_ray(tmp_path, slow(num_steps=12, kill_worker_after=0.5))
+    assert_same_outcome(path, baseline(12))
+    assert [row["step"] for row in events(path, "update")] == list(range(12))
+    assert len(said) == 1 and said[0].startswith("killed worker-1")
+
+
+class Assassin:
+    """Kills one role after the other; each when the one before has started again and two updates were done since."""
+
+    def __init__(self, path: Path, roles: list[str]):
+        self.path, self.roles, self.killed = path, list(roles), dict[str, int]()
+        self.since = 0
+
+    def __call__(self, step: int) -> None:
+        back = all(self.lives(role) > 1 for role in self.killed)
+        if not self.roles or not back or step < self.since + 2:
+            return
+        role = self.roles.pop(0)
+        self.killed[role] = events(self.path, "start", role)[-1]["pid"]
+        self.since = step
+        os.kill(self.killed[role], signal.SIGKILL)
+
+    def lives(self, role: str) -> int:
+        return len(events(self.path, "start", role))
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_server_controller_verifier_and_trainer_are_killed_one_after_the_other(
+    staleness: int, tmp_path, baseline
+) -> None:
+    roles = ["parameter-server", "controller", "verifier", "trainer"]
+    assassin = Assassin(tmp_path, roles)
+    path, said = run_with_ray(tmp_path, slow(num_steps=16, staleness=staleness, workers=1), assassin)
+    assert list(assassin.killed) == roles
+    assert [assassin.lives(role) for role in roles] == [2, 2, 2, 2]
+    assert_same_outcome(path, baseline(16, staleness))
+    assert events(path, "heal")
+    [line] = said
+    assert line.startswith(f"trainer (pid {assassin.killed['trainer']}) died at update ")
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.full
+def test_shards_of_the_parameter_server_are_killed_and_filled_again(tmp_path, baseline) -> None:
+    """Over sockets, by deltas, from three processes to workers that serve each other."""
+    cfg = slow(num_steps=32, workers=3, groups_per_lease=1)
+    cfg.parameter_server.set(shards=3, shared_memory=False, codec="delta", key_every=4)
+    roles = ["parameter-server-1", "worker-0", "parameter-server-2", "parameter-server"]
+    assassin = Assassin(tmp_path, roles)
+    path, _ = run_with_ray(tmp_path, cfg, assassin)
+    assert list(assassin.killed) == roles
+    assert_same_outcome(path, baseline(32))
+    assert {row["by"] for row in events(path, "pull") if "by" in row} == {"server", "worker"}
+
+
+@pytest.mark.usefixtures("session")
+def test_an_error_in_an_actor_is_the_message_itself(tmp_path) -> None:
+    cfg = tiny_experiment(workers=0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cfg.parameter_server.set(port=taken.getsockname()[1])
+        with RunDirectory.open(tmp_path, to_text(cfg)) as run, pytest.raises(UserError) as error:
+            run_ray(cfg.build(), run, lambda: False, lambda step: None)
+    assert type(error.value) is UserError
+    assert str(error.value).startswith(f"parameter server cannot listen on 127.0.0.1:{cfg.parameter_server.port}: ")
+    assert metrics(tmp_path) == []

@@ -1,0 +1,143 @@
+"""A trainer of two processes: whichever dies or goes, the run goes on, and its result is the same to the bit."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.audit.invariants import check_run
+from rl.runtime.ray.session import ray_session
+from rl.runtime.ray.trainer_group import Crew
+from rl.timeouts import Patience
+from rl.training.trainer import PolicyTrainer
+from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow
+from tests.rl.runtime.ray.test_preemption import Scenario, run_with
+
+BOTH = ("trainer", "trainer-1")
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    """One Ray for all tests of this file: it takes seconds to start."""
+    with ray_session():
+        yield
+
+
+def two() -> PolicyTrainer.Config:
+    """Two processes, each with two devices of a mesh of four."""
+    return slow().trainer.clone(processes=2, mesh={"fsdp": 4})
+
+
+class Ordeal(Scenario):
+    """Signals to the trainer's processes, each two updates after both have come back from the one before."""
+
+    def __init__(self, path: Path, *signals: tuple[str, signal.Signals], after: int = 3):
+        super().__init__(path)
+        self._since = after - 2
+        for number, (role, signum) in enumerate(signals, start=1):
+            ready = lambda number=number: self._calm() and all(self.lives(name) == number for name in BOTH)  # noqa: E731
+            self.when(ready, lambda role=role, signum=signum: self._strike(role, signum))
+
+    def _calm(self) -> bool:
+        return self.step >= self._since + 2
+
+    def _strike(self, role: str, signum: signal.Signals) -> None:
+        self._since = self.step
+        self.send(role, signum)
+
+
+def assert_sound(path: Path) -> None:
+    """Every invariant holds; one of them is that versions made again are the same to the bit."""
+    assert [line for finding in check_run(path) for line in finding.broken] == []
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("session")
+def test_one_of_two_processes_is_killed_and_both_start_again(tmp_path: Path) -> None:
+    scenario = Ordeal(tmp_path, ("trainer-1", signal.SIGKILL))
+    [line] = run_with(scenario, num_steps=6, workers=1, trainer=two())
+    assert line.startswith("trainer-1 (pid ") and line.endswith("; starting all processes of the trainer again")
+    assert [row["target"] for row in events(tmp_path, "died")] == ["trainer-1"]
+    assert [(row["target"], row["because"]) for row in events(tmp_path, "ended")] == [("trainer", "trainer-1")]
+    assert [scenario.lives(name) for name in BOTH] == [2, 2]
+    assert {row["role"] for row in events(tmp_path, "push")} == set(BOTH)
+    assert_sound(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+@pytest.mark.usefixtures("session")
+def test_each_is_killed_and_asked_to_leave_and_the_result_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+    calm = Scenario(tmp_path / "calm")
+    calm.path.mkdir()
+    assert run_with(calm, num_steps=14, workers=1, trainer=two()) == []
+
+    ordeal = ("trainer-1", signal.SIGKILL), ("trainer", signal.SIGKILL), ("trainer-1", signal.SIGTERM)
+    scenario = Ordeal(tmp_path / "run", *ordeal, ("trainer", signal.SIGTERM))
+    scenario.path.mkdir()
+    said = run_with(scenario, num_steps=14, workers=1, trainer=two())
+    assert_same_outcome(scenario.path, calm.path)
+    assert_sound(scenario.path)
+    died = [row["target"] for row in events(scenario.path, "died")]
+    assert died == ["trainer-1", "trainer"], "of those that were killed with them nothing is told"
+    ended = [(row["target"], row["because"]) for row in events(scenario.path, "ended")]
+    assert ended == [("trainer", "trainer-1"), ("trainer-1", "trainer")] * 2
+    left = [row for row in events(scenario.path, "leave")]
+    assert [row["role"] for row in left] == ["trainer-1", "trainer"]
+    assert all("abandoned" not in row and row["seconds"] < 25 for row in left)
+    assert [line.split(" ")[0] for line in said] == ["trainer-1", "trainer", "trainer-1", "trainer"]
+    assert [" died at update " in line for line in said] == [True, True, False, False]
+    for row in left:  # it had saved with the others: no update after it was made twice
+        done = events(scenario.path, "update")
+        assert [update["step"] for update in done if update["time"] > row["time"]][0] == row["step"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+@pytest.mark.usefixtures("session")
+def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
+    """Both take part when the parameter server or the controller has to be told again where the trainer is."""
+    scenario = Scenario(tmp_path)
+    since = [1]
+
+    def strike(role: str, signum: signal.Signals) -> None:
+        since[0] = scenario.step
+        scenario.send(role, signum)
+
+    roles = ("parameter-server", "controller", "parameter-server", "trainer-1")
+    for number, role in enumerate(roles):
+        signum = signal.SIGSTOP if role == "trainer-1" else signal.SIGKILL
+        back = lambda number=number: all(scenario.lives(r) == 1 + roles[:number].count(r) for r in roles[:number])  # noqa: E731
+        calm = lambda back=back: back() and scenario.step >= since[0] + 2  # noqa: E731
+        scenario.when(calm, lambda role=role, signum=signum: strike(role, signum))
+    patience = Patience.Config(unresponsive=20.0, say_after=5.0)
+    said = run_with(scenario, num_steps=13, workers=1, trainer=two(), patience=patience)
+    assert events(tmp_path, "heal")
+    assert "trainer-1" in {row["target"] for row in events(tmp_path, "unresponsive")}
+    assert any(line.startswith("trainer-1 has not answered for ") for line in said)
+    assert all(scenario.lives(name) >= 2 for name in BOTH)
+    assert_sound(tmp_path)
+
+
+# ---- what the driver remembers of them
+
+
+def test_they_begin_when_all_have_come_and_one_that_goes_before_has_to_come_again() -> None:
+    actors: dict[str, Any] = dict.fromkeys(("trainer", "trainer-1", "trainer-2"))
+    crew = Crew(actors)
+    assert crew.leader == "trainer" and crew.several
+    assert not crew.came("trainer", "a") and not crew.came("trainer-2", "b")
+    assert crew.lost("trainer-2") and not crew.lost("trainer-2")
+    assert not crew.came("trainer-1", "c") and crew.came("trainer-2", "d")
+    crew.begin()
+    assert not crew.lost("trainer"), "the end of its loop tells"
+    assert crew.scatter() == {"trainer": "a", "trainer-1": "c", "trainer-2": "d"}
+    assert not crew.came("trainer", "e")
+
+
+def test_the_death_of_the_leader_is_that_of_the_others_too() -> None:
+    crew = Crew(dict.fromkeys(("trainer", "trainer-1", "trainer-2")))
+    assert crew.first(["trainer-2", "trainer"]) == ["trainer"]
+    assert crew.first(["trainer-2", "trainer-1"]) == ["trainer-2", "trainer-1"]

@@ -1,0 +1,55 @@
+"""A task family is reproducible everywhere, and misspelt ones are refused with the right name."""
+
+import re
+
+import pytest
+
+from rl.tasks.family import TaskFamily
+
+CHAIN_SUM = TaskFamily.Config(name="chain_sum", params={"max_terms": 2, "max_digits": 2})
+
+
+def test_items_depend_on_seed_label_and_index_alone():
+    family = CHAIN_SUM.build(seed=3)
+    items = [family.item(i) for i in (5, 0, 10_000_000)]
+    again = CHAIN_SUM.build(seed=3)
+    assert [again.item(i) for i in (5, 0, 10_000_000)] == items
+    assert CHAIN_SUM.build(seed=4).item(5) != items[0]
+    assert CHAIN_SUM.clone(label="other").build(seed=3).item(5) != items[0]
+
+
+def test_params_reach_the_dataset():
+    questions = [CHAIN_SUM.build(seed=0).item(i)["question"] for i in range(100)]
+    assert all(len(re.findall(r"\d+", q)) == 2 for q in questions)
+    assert all(len(n) <= 2 for q in questions for n in re.findall(r"\d+", q))
+
+
+def test_a_family_that_prepares_its_items_has_no_last_one():
+    family = TaskFamily.Config(name="gsm_symbolic").build(seed=1)
+    assert family.item(5_000) == family.item(0)
+    assert family.item(123_456_789)["question"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(name="chain_sun"), "unknown task family 'chain_sun': did you mean chain_sum"),
+        (dict(name="qqq"), "unknown task family 'qqq': there are ab, acre"),
+        (
+            dict(name="gcd", params={"max_valeu": 3}),
+            "'gcd' has no param 'max_valeu': did you mean 'max_value'? accepted: min_numbers",
+        ),
+        (dict(name="gcd", params={"seed": 3}), "'gcd': param 'seed' belongs to the mixture"),
+        (
+            dict(name="chain_sum", params={"max_terms": 1}),
+            "refuses params {'max_terms': 1}: max_terms must be >= min_terms",
+        ),
+        (dict(name="gcd", params={"max_value": "many"}), "'gcd': reasoning-gym refuses params"),
+        (dict(name="ransom_note"), "'ransom_note': reasoning-gym's items of this dataset differ"),
+        (dict(name="composite"), "'composite' is itself a mixture"),
+        (dict(name="gcd", weight=-1.0), "'gcd': weight=-1.0 is negative"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_it_is_built(config: dict, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TaskFamily.Config(**config).build(seed=0)

@@ -1,0 +1,47 @@
+"""When waits are spoken of."""
+
+import pytest
+
+from mesh import UserError
+from rl.timeouts import Patience, Waits
+
+
+class Clock:
+    def __init__(self):
+        self.now = 5.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_wait_is_told_after_so_many_seconds_and_whenever_they_have_doubled():
+    clock = Clock()
+    waits = Waits(3.0, clock)
+    told = []
+    for _ in range(20):
+        waits.begin("a")
+        told += [clock.now - 5.0] if waits.due("a") else []
+        clock.now += 1.0
+    assert told == [3.0, 6.0, 12.0]
+    assert waits.begin("a") == 20.0
+    waits.end("a")
+    assert not waits.due("a") and waits.begin("a") == 0.0
+
+
+def test_waits_do_not_touch_each_other():
+    clock = Clock()
+    waits = Waits(3.0, clock)
+    waits.begin("a")
+    clock.now += 2.0
+    waits.begin("b")
+    clock.now += 2.0
+    assert waits.due("a") and not waits.due("b")
+    waits.clear()
+    assert waits.begin("b") == 0.0
+    waits.end("never begun")
+
+
+@pytest.mark.parametrize("name", ["grace", "say_after", "unresponsive", "restart", "batch"])
+def test_what_is_no_time_is_refused_by_name(name: str):
+    with pytest.raises(UserError, match=f"patience.{name}=0.0; expected seconds, more than 0"):
+        Patience.Config(**{name: 0.0}).build()

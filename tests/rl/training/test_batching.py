@@ -1,0 +1,171 @@
+"""The arrays of an update against a plain reading of the rollouts they are made of."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_like.tokenizers.bytes import ByteTokenizer
+from rl.messages import Group, Score
+from rl.objective import Objective
+from rl.objective.aggregation import PromptMean, SequenceMean, TokenMean
+from rl.training.batching import Batch, pack_groups
+from tests.rl.tiny import make_group, make_prompt, make_rollout
+
+MAX_PROMPT, MAX_NEW = 6, 5
+EOS, PAD = ByteTokenizer.eos, ByteTokenizer.pad
+
+
+def group(number: int, rewards: Sequence[float], lengths: Sequence[int], prompt_length: int = 4) -> Group:
+    rng = np.random.default_rng(number)
+    prompt = make_prompt(number, prompt_length, family="even" if number % 2 == 0 else "odd")
+    made = make_group(prompt, [rng.integers(0, 264, length) for length in lengths], rewards)
+    rollouts = tuple(
+        dataclasses.replace(r, logprobs=-rng.random(len(r.tokens)).astype(np.float32)) for r in made.rollouts
+    )
+    return dataclasses.replace(made, rollouts=rollouts)
+
+
+GROUPS = [
+    group(0, [1.0, 0.0], [3, 5]),
+    group(1, [0.0, 0.0], [5, 5], prompt_length=6),
+    group(2, [0.5, 1.0], [1, 4], prompt_length=1),
+]
+
+
+def pack(groups: Sequence[Group], objective: Objective | None = None, row_multiple: int = 1) -> Batch:
+    made = objective or Objective.Config(old_policy="current").build()
+    return pack_groups(groups, made, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=row_multiple)[0]
+
+
+def test_trunk_inputs_and_targets_are_the_sequence_shifted_by_one():
+    batch = pack(GROUPS)
+    assert {name: array.shape for name, array in batch.items()} == {
+        "trunk": (3, MAX_PROMPT - 1),
+        "trunk_lengths": (3,),
+        "advantages": (3, 2),
+        **dict.fromkeys(("inputs", "targets", "action_mask", "logprobs_behaviour"), (3, 2, MAX_NEW)),
+        **dict.fromkeys(("weights", "metric_weights"), (3, 2, MAX_NEW)),
+    }
+    for g, made in enumerate(GROUPS):
+        trunk = batch["trunk"][g, : batch["trunk_lengths"][g]]
+        for n, rollout in enumerate(made.rollouts):
+            length = len(rollout.tokens)
+            whole = np.concatenate([made.prompt.tokens, rollout.tokens])
+            np.testing.assert_array_equal(np.concatenate([trunk, batch["inputs"][g, n, :length]]), whole[:-1])
+            np.testing.assert_array_equal(batch["targets"][g, n, :length], rollout.tokens)
+            np.testing.assert_array_equal(batch["logprobs_behaviour"][g, n, :length], rollout.logprobs)
+            assert not batch["inputs"][g, n, length:].any()
+
+
+def test_a_group_in_several_rows_has_its_trunk_in_each():
+    objective = Objective.Config(old_policy="current").build()
+    whole = pack(GROUPS, objective)
+    batch, _ = pack_groups(GROUPS, objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, samples_per_row=1)
+    order = np.flatnonzero(whole["weights"].any(axis=2))  # rollouts of which anything counts
+    assert batch["inputs"].shape == (len(order), 1, MAX_NEW)
+    for name, array in batch.items():
+        if name in ("trunk", "trunk_lengths"):
+            np.testing.assert_array_equal(array, whole[name][order // 2])
+        else:
+            np.testing.assert_array_equal(array[:, 0], whole[name].reshape(6, *array.shape[2:])[order])
+
+
+def test_masks_come_from_positions_whatever_the_tokens_are():
+    """Zero (the filler), pad and eos in the middle are actions like others, and so is a final eos."""
+    prompt = make_prompt(3)
+    completions = [[0, PAD, EOS, 0, EOS], [EOS, PAD], [PAD], [0, 0, 0]]
+    batch = pack([make_group(prompt, completions, [0.0, 1.0, 0.0, 1.0])])
+    for n, tokens in enumerate(completions):
+        expected = np.arange(MAX_NEW) < len(tokens)
+        np.testing.assert_array_equal(batch["action_mask"][0, n], expected)
+        np.testing.assert_array_equal(batch["weights"][0, n] > 0, expected)
+
+
+def test_tokens_that_are_no_actions_carry_no_weight():
+    """An environment's tokens inside a completion are read, not learned."""
+    made = group(0, [1.0, 0.0], [5, 5])
+    foreign = np.array([True, False, False, True, True])
+    first = dataclasses.replace(made.rollouts[0], action_mask=foreign)
+    batch = pack([dataclasses.replace(made, rollouts=(first, made.rollouts[1]))])
+    np.testing.assert_array_equal(batch["action_mask"][0, 0], foreign)
+    np.testing.assert_array_equal(batch["weights"][0] > 0, [foreign, [True] * 5])
+    np.testing.assert_array_equal(batch["targets"][0, 0], made.rollouts[0].tokens)
+
+
+@pytest.mark.parametrize("aggregation", [TokenMean, SequenceMean, PromptMean])
+def test_dropped_groups_leave_the_denominator(aggregation: type):
+    objective = Objective.Config(old_policy="current", zero_variance="drop", aggregation=aggregation.Config()).build()
+    with_constant, without = pack(GROUPS, objective), pack([GROUPS[0], GROUPS[2]], objective)
+    for name in without:
+        np.testing.assert_array_equal(with_constant[name], without[name])
+    np.testing.assert_allclose(with_constant["weights"].sum(), 1.0, rtol=1e-6)
+    kept = pack(GROUPS, Objective.Config(old_policy="current", aggregation=aggregation.Config()).build())
+    assert kept["weights"].shape[0] == 3
+    assert kept["weights"][0, 0, 0] < without["weights"][0, 0, 0]
+
+
+def test_a_rollout_that_the_verifier_failed_on_leaves_group_loss_and_denominator():
+    made = group(0, [1.0, 0.0, 0.0], [3, 5, 2])
+    failed = dataclasses.replace(made, scores=(*made.scores[:2], Score(0.0, "timeout")))
+    only = dataclasses.replace(made, rollouts=made.rollouts[:2], scores=made.scores[:2])
+    found, expected = pack([failed]), pack([only])
+    for name in ("weights", "advantages"):
+        np.testing.assert_array_equal(found[name][:, :2], expected[name])
+        assert not found[name][:, 2].any()
+
+
+def test_truncated_rollouts_can_be_masked_and_leave_the_denominator():
+    made = group(0, [1.0, 0.0], [3, 5])
+    cut = dataclasses.replace(made.rollouts[1], finish_reason="length")
+    made = dataclasses.replace(made, rollouts=(made.rollouts[0], cut))
+    objective = Objective.Config(old_policy="current", truncated="mask").build()
+    weights = pack([made], objective)["weights"]
+    assert not weights[0, 1].any()
+    np.testing.assert_allclose(weights[0, 0, :3], 1 / 3)
+
+
+def test_padding_to_a_row_multiple_changes_nothing_in_loss_metrics_or_gradient():
+    """Not even if the model's answer on padding rows is not a number."""
+    objective = Objective.Config(old_policy="current", zero_variance="drop").build()
+    outcomes = []
+    for row_multiple, rows in ((1, 2), (2, 2), (5, 5)):
+        batch = {name: jnp.asarray(x) for name, x in pack(GROUPS, objective, row_multiple).items()}
+        assert batch["trunk"].shape[0] == rows
+        live = np.random.default_rng(1).normal(-1, 0.5, (2, 2, MAX_NEW)).astype(np.float32)
+        logprobs = jnp.full((rows, 2, MAX_NEW), jnp.nan).at[:2].set(live)
+        (loss, metrics), grads = jax.value_and_grad(objective.loss, has_aux=True)(logprobs, batch)
+        assert not np.any(grads[2:])
+        outcomes.append(jax.device_get((loss, metrics, grads[:2])))
+    for other in outcomes[1:]:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), outcomes[0], other)
+    assert np.any(outcomes[0][2])
+
+
+def test_a_batch_without_any_live_group_is_one_of_padding():
+    objective = Objective.Config(old_policy="current", zero_variance="drop").build()
+    batch, figures = pack_groups([GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=2)
+    assert batch["trunk"].shape[0] == 2
+    assert not any(array.any() for array in batch.values())
+    assert figures["zero_variance_fraction"] == 1.0
+    loss, metrics = objective.loss(jnp.zeros((2, 2, MAX_NEW)), {k: jnp.asarray(v) for k, v in batch.items()})
+    assert float(loss) == 0.0 and all(np.isfinite(float(value)) for value in metrics.values())
+
+
+def test_figures_count_the_whole_batch_dropped_groups_included():
+    timed_out = dataclasses.replace(GROUPS[0], scores=(Score(1.0), Score(0.0, "timeout")))
+    cut = make_rollout(GROUPS[1].prompt, 0, [1, 2, 3, 4, 5], stopped=False)
+    second = dataclasses.replace(GROUPS[1], rollouts=(cut, GROUPS[1].rollouts[1]))
+    objective = Objective.Config(old_policy="current", zero_variance="drop").build()
+    _, figures = pack_groups([timed_out, second, GROUPS[2]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    assert figures["reward"] == pytest.approx((1 + 0 + 0 + 0 + 0.5 + 1) / 6)
+    assert figures["reward/even"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)
+    assert figures["reward/odd"] == 0.0
+    assert figures["gen_tokens"] == 3 + 5 + 5 + 5 + 1 + 4
+    assert figures["completion_length"] == pytest.approx(23 / 6)
+    assert figures["verifier_failures"] == 1
+    assert figures["truncation_fraction"] == pytest.approx(1 / 5)  # of the rollouts that were scored
+    assert all(isinstance(value, float) for value in figures.values())

@@ -1,0 +1,59 @@
+"""The policy's loss on a mesh, with its head in chunks of each device's tokens, is that of one device."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.elsewhere import elsewhere
+
+
+def test_in_chunks_over_a_mesh_as_on_one_device():
+    four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    found: dict[str, dict[str, Any]] = elsewhere(gradients, environ=four, timeout=300)
+    expected = found.pop("one")
+    for name, result in found.items():
+        assert result.keys() == expected.keys()
+        for path, value in result.items():
+            scale = max(float(np.abs(expected[path]).max()), 0.1)  # the loss is a sum of advantages: nearly 0
+            np.testing.assert_allclose(value, expected[path], rtol=1e-4, atol=1e-4 * scale, err_msg=f"{name} {path}")
+
+
+def gradients() -> dict[str, dict[str, Any]]:
+    """By mesh: loss, log-probabilities, entropies and a few gradients."""
+    import jax
+    from flax import nnx
+
+    from axlearn_like.layers.base import bind, split
+    from axlearn_like.layers.decoder import Decoder
+    from mesh import make_mesh, shard_batch, to_named_sharding
+    from rl.training.batching import pack_groups
+    from rl.training.program import make_policy_loss, policy_logprobs
+    from tests.rl.tiny import tiny_experiment, tiny_params
+    from tests.rl.training.test_program import MAX_NEW, MAX_PROMPT, groups
+
+    trainer = tiny_experiment().build().trainer_cfg
+    model = trainer.model
+    assert isinstance(model, Decoder.Config)
+    objective = trainer.objective.build()
+    batch, _ = pack_groups(
+        groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=4, samples_per_row=2
+    )
+    found = {}
+    for name, shape in {"one": {}, "fsdp": {"fsdp": 4}, "tensor": {"fsdp": 2, "tensor": 2}}.items():
+        mesh = make_mesh(shape, jax.devices()[: 4 if shape else 1])
+        with jax.set_mesh(mesh):
+            graphdef, abstract = jax.eval_shape(lambda: split(model.build(rngs=nnx.Rngs(0))))
+            places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
+            params = jax.device_put(tiny_params(model), places)
+            chunks = 3 if shape else 1
+            loss = make_policy_loss(graphdef, objective, trainer.temperature, chunks=chunks)
+
+            def both(params: Any, batch: Any, graphdef: Any = graphdef, loss: Any = loss, chunks: int = chunks) -> Any:
+                scored = policy_logprobs(bind(graphdef, params), batch, trainer.temperature, chunks)
+                return jax.value_and_grad(lambda p: loss(p, batch)[0])(params), scored.logprobs, scored.entropy
+
+            (value, slopes), logprobs, entropy = jax.jit(both)(params, shard_batch(batch))
+        leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(slopes)}
+        kept = {"loss": value, "logprobs": logprobs, "entropy": entropy, **leaves}
+        found[name] = {path: np.asarray(leaf).ravel().tolist() for path, leaf in kept.items()}
+    return found

@@ -1,0 +1,137 @@
+"""What is compiled ahead of time for a policy trainer is what it runs: the same arrays, the same results."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_like.config import set_path
+from axlearn_like.layers.base import split
+from axlearn_like.layers.decoder import Decoder
+from axlearn_like.training.step import init_state
+from mesh import UserError, make_mesh
+from models.moe import tiny_moe
+from rl.messages import Group
+from rl.objective.presets import dapo, grpo, rloo
+from rl.training.batching import pack_groups
+from rl.training.logprobs import pack_rows
+from rl.training.program import batch_shapes, make_policy_loss, make_score_rows, policy_program
+from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params
+
+GROUPS, SAMPLES, MAX_PROMPT, MAX_NEW = 4, 4, 12, 6
+
+
+def groups() -> list[Group]:
+    rng = np.random.default_rng(0)
+    return [
+        make_group(make_prompt(n, 5 + n), [rng.integers(0, 256, 1 + i) for i in range(SAMPLES)], np.arange(SAMPLES) / 4)
+        for n in range(GROUPS)
+    ]
+
+
+@pytest.mark.parametrize("preset", [grpo, dapo, rloo])
+def test_batches_have_the_described_arrays(preset):
+    objective = preset().build()
+    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+    batch, _ = pack_groups(groups(), objective, **sizes, row_multiple=2)
+    described = batch_shapes(objective, groups=GROUPS, samples=SAMPLES, **sizes)
+    assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {n: (a.shape, a.dtype) for n, a in described.items()}
+
+
+def test_the_described_step_takes_a_real_batch():
+    trainer = tiny_experiment().build().trainer_cfg
+    mesh = make_mesh({})
+    program = policy_program(trainer, mesh, groups=GROUPS, samples=SAMPLES)
+    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+    batch, _ = pack_groups(groups(), trainer.objective.build(), **sizes, row_multiple=trainer.row_multiple)
+    rows = pack_rows(groups(), **sizes, row_multiple=trainer.row_multiple)
+    assert isinstance(trainer.model, Decoder.Config)
+    params = tiny_params(trainer.model)
+    with jax.set_mesh(mesh):
+        state = init_state(jax.tree.map(jax.numpy.asarray, params), trainer.learner.build())
+        described = jax.tree.map(lambda a: (a.shape, a.dtype), program.state)
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), state) == described
+        assert {n: rows[n].shape for n in ("tokens", "targets")} == {
+            n: program.rows[n].shape for n in ("tokens", "targets")
+        }
+        new, metrics = program.step(state, batch)
+    assert int(new["step"]) == 1 and np.isfinite(float(metrics["grad_norm"]))
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    trainer = tiny_experiment().build().trainer_cfg.clone(row_multiple=3, microbatches=2)
+    expected = r"trainer\.row_multiple=3 is not a multiple of data x fsdp x expert x microbatches = 2"
+    with pytest.raises(UserError, match=expected):
+        policy_program(trainer, make_mesh({}), groups=GROUPS, samples=SAMPLES)
+
+
+def test_sequences_longer_than_the_positions_are_refused():
+    trainer = tiny_experiment().build().trainer_cfg
+    set_path(trainer, "model.block.attention.rope.max_length", 16)
+    with pytest.raises(UserError, match=r"max_prompt \+ max_new is 18, but policy\.block\.attention\.rope\.max_length"):
+        policy_program(trainer, make_mesh({}), groups=GROUPS, samples=SAMPLES)
+
+
+def test_the_losses_of_a_router_reach_the_policy_in_shares_of_the_microbatches():
+    trainer = tiny_experiment().build().trainer_cfg
+    model = tiny_moe(vocab_size=260, dim=32, num_layers=2, expert_hidden=16)
+    graphdef, params = split(model.build(rngs=nnx.Rngs(0)))
+    objective = trainer.objective.build()
+    batch, _ = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=2)
+
+    def loss(microbatches: int):
+        return jax.jit(make_policy_loss(graphdef, objective, trainer.temperature, microbatches))(params, batch)
+
+    (whole, metrics), (half, _) = loss(1), loss(2)
+    losses = [float(metrics[name]) for name in ("load_balance", "router_z")]
+    assert min(losses) > 0
+    np.testing.assert_allclose(float(whole - half), sum(losses) / 2, rtol=1e-3)
+
+
+def test_neither_rows_nor_chunks_change_an_update():
+    """The loss's gradient from whole groups at once, and from rows of two samples each with the head in three parts."""
+    trainer = tiny_experiment().build().trainer_cfg
+    assert isinstance(trainer.model, Decoder.Config)
+    graphdef = split(trainer.model.build(rngs=nnx.Rngs(0)))[0]
+    params, objective = tiny_params(trainer.model), trainer.objective.build()
+    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "row_multiple": 4}
+
+    def gradients(chunks: int, samples_per_row: int | None):
+        batch, _ = pack_groups(groups(), objective, **sizes, samples_per_row=samples_per_row)
+        loss = make_policy_loss(graphdef, objective, trainer.temperature, chunks=chunks)
+        (_, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+        return batch, metrics, grads
+
+    whole, metrics, expected = gradients(1, None)
+    batch, found, grads = gradients(3, 2)
+    assert whole["inputs"].shape == (GROUPS, SAMPLES, MAX_NEW)
+    assert batch["inputs"].shape == (2 * GROUPS, SAMPLES // 2, MAX_NEW)
+    for name in metrics:
+        np.testing.assert_allclose(found[name], metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    scale = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale), grads, expected)
+
+
+def test_scoring_in_chunks_gives_the_same_parts():
+    trainer = tiny_experiment().build().trainer_cfg
+    assert isinstance(trainer.model, Decoder.Config)
+    graphdef, params = split(trainer.model.build(rngs=nnx.Rngs(0)))[0], tiny_params(trainer.model)
+    rows = pack_rows(groups(), max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    arguments = {"tokens": rows["tokens"], "targets": rows["targets"], "temperature": np.ones(1, np.float32)}
+    whole, parts = (make_score_rows(graphdef, chunks)(params, **arguments) for chunks in (1, 24))  # 8 of them divide
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"samples_per_row": 3}, r"trainer\.samples_per_row=3 does not divide samples=4"),
+        ({"chunks": 5}, r"trainer\.chunks=5 does not divide the 4 x 6 tokens of a row"),
+    ],
+)
+def test_rows_and_chunks_that_do_not_divide_are_refused(changes, message):
+    cfg = tiny_experiment()
+    cfg.trainer.set(**changes)
+    with pytest.raises(UserError, match=message):
+        cfg.build()

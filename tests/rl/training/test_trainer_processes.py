@@ -1,0 +1,258 @@
+"""The policy trainer as two real processes over one mesh: one decision, one checkpoint, one version."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_like.checkpoint.checkpointer import Checkpointer, restore_params
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.metrics import read_rows
+from mesh import UserError, enable_compilation_cache
+from mesh.devices import devices_for
+from mesh.distributed import join
+from mesh.processes import Processes
+from rl.experiment import RLExperiment
+from rl.messages import Group
+from rl.parameter_server.client import WeightAccess
+from rl.parameter_server.server import ParameterServer
+from rl.run import RLRun
+from rl.training.batching import digest_of_groups
+from rl.training.trainer import PolicyTrainer
+from tests.elsewhere import elsewhere, in_two_processes
+from tests.rl.parameter_server.test_any_mesh_to_any_mesh import endpoints, reach
+from tests.rl.parameter_server.test_server import Deployment
+from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params, tiny_run
+
+pytestmark = pytest.mark.timeout(900)  # several processes that compile: a busy machine takes long
+
+STEPS = 5
+SAVE_EVERY = 2  # of the tiny experiment
+CLOCK = ("time", "wait_seconds", "step_seconds")
+
+
+def config(processes: int = 2, **changes: Any) -> RLExperiment.Config:
+    cfg = tiny_experiment(num_steps=STEPS, evaluation=None, staleness=1).set(**changes)
+    cfg.trainer.set(mesh={"data": 2, "fsdp": 2}, processes=processes)
+    return cfg
+
+
+class Scripted:
+    """A controller that has every batch ready: made up, the same wherever it is asked for. Notes what it is told."""
+
+    def __init__(self, forget: int | None = None):
+        """`forget`: the step of which it has no batch when it is first asked."""
+        self._forget = forget
+        self.told: list[list[Any]] = []
+        self._version = -1
+
+    def begin(self, step: int, first_version: int) -> None:
+        self.told.append(["begin", step, first_version])
+        self._version = step
+
+    def status(self) -> dict[str, Any]:
+        return {"version": self._version}
+
+    def next_batch(self, step: int, timeout: float = 0.0) -> list[Group] | None:
+        if step == self._forget:
+            self._forget = None
+            return None
+        return [made_up(4 * step + i, version=step) for i in range(4)]
+
+    def consumed(self, step: int) -> None:
+        self.told.append(["consumed", step])
+
+    def published(self, version: int) -> None:
+        self.told.append(["published", version])
+        self._version = max(self._version, version)
+
+    def missing(self, step: int) -> str:
+        return f"step {step}"
+
+
+def made_up(number: int, version: int) -> Group:
+    """A group of random completions with random rewards, the same for the same number."""
+    rng = np.random.default_rng(number)
+    return make_group(make_prompt(number), rng.integers(0, 256, (4, 6)), rng.uniform(size=4), version=version)
+
+
+class Forgetful:
+    """A directory that has died, and come back empty, when it is first asked what has become of a version."""
+
+    def __init__(self, directory: Any, version: int):
+        self._directory, self._version, self._keys = directory, version, set[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._directory, name)
+
+    def open(self, version: int, pusher: str, processes: int) -> int:
+        key = self._directory.open(version, pusher, processes)
+        if version == self._version and not self._keys:
+            self._keys.add(key)
+        return key
+
+    def seal(self, seal: Any) -> bool:
+        return self._directory.seal(seal) and seal.key not in self._keys
+
+    def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
+        found = self._directory.outcome(key, timeout)
+        return key not in self._keys if found is True else found
+
+
+def as_one_of_two(
+    address: str, index: int, places: list[dict[str, Any]], run: str, leave_after: int | None, forget: int | None
+) -> dict[str, Any]:
+    """The loop of one of the trainer's processes. In the second SIGTERM comes after an update; and its controller has
+    once lost a batch, and the parameter server has died before it told it that a version was published."""
+    enable_compilation_cache()  # as the runtime does
+    cfg, second = config(), index == 1
+    devices_for(cfg.trainer.mesh, 2)
+    join(address, index, 2, role="trainer")
+    controller = Scripted(forget if second else None)
+    trainer = make_trainer(Path(run), cfg, controller, reach(places))
+    if second and forget is not None:
+        publisher: Any = trainer._publisher
+        publisher._directory = Forgetful(publisher._directory, forget + 1)
+    trainer.run(stop=lambda: second and trainer.step == leave_after)
+    return {"step": trainer.step, "told": controller.told, "local": jax.local_device_count()}
+
+
+def make_trainer(path: Path, cfg: RLExperiment.Config, controller: Scripted, weights: WeightAccess) -> PolicyTrainer:
+    """As `RLExperiment.make_trainer` does it after a warm start."""
+    return cfg.build().trainer_cfg.build(
+        run=RunDirectory.attach(path),
+        controller=controller,
+        weights=weights,
+        initial=lambda abstract: restore_params(path.parent / "warm", abstract),
+        processes=Processes("trainer"),
+    )
+
+
+def warm(folder: Path) -> None:
+    """What a supervised run has left, on one device."""
+    checkpointer = Checkpointer.Config().build(directory=folder / "warm" / "checkpoints")
+    params = jax.tree.map(jnp.asarray, tiny_params(config().policy))  # pyright: ignore[reportArgumentType]
+    checkpointer.save(1, {"step": jnp.int32(1), "params": params}, {})
+    checkpointer.close()
+
+
+def alone(places: list[dict[str, Any]], run: str) -> list[list[Any]]:
+    """The same run, or the rest of it, in one process with as many devices."""
+    enable_compilation_cache()
+    jax.config.update("jax_num_cpu_devices", 4)
+    cfg = config(processes=1)
+    controller = Scripted()
+    assert make_trainer(Path(run), cfg, controller, reach(places)).run() == STEPS
+    return controller.told
+
+
+@pytest.fixture
+def deployment() -> Any:
+    made = Deployment(ParameterServer.Config(shared_memory=False, shards=2), remote=True)
+    yield made
+    made.close()
+
+
+@pytest.mark.full
+def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(tmp_path: Path, deployment: Deployment):
+    places = endpoints(deployment)
+    warm(tmp_path)
+    for name in ("two", "one"):
+        tiny_run(tmp_path / name, config()).close()
+    leader, other = in_two_processes(as_one_of_two, places, str(tmp_path / "two"), 3, 1)
+    assert [leader["step"], other["step"]] == [3, 3], "who was asked to leave spoke for both"
+    assert leader["local"] == 2
+    assert other["told"] == [], "only the leader speaks with the controller"
+    begun = [["published", 0], ["begin", 0, 0], ["consumed", 0], ["published", 1]]
+    assert leader["told"] == [*begun, ["consumed", 1], ["published", 2], ["consumed", 2], ["published", 3]]
+    pushes = [row for row in rows(tmp_path / "two", "push")]
+    assert sorted((row["role"], row["version"]) for row in pushes) == [  # what was sent again is no event
+        (role, version) for role in ("trainer", "trainer-1") for version in range(4)
+    ]
+    assert sum(row["nbytes"] for row in pushes if row["version"] == 3) == nbytes(), "each byte is pushed once"
+    assert {row["role"] for row in rows(tmp_path / "two", "update")} == {"trainer"}
+
+    assert elsewhere(alone, places, str(tmp_path / "two"), timeout=600)[:2] == [["published", 3], ["begin", 3, 2]]
+    elsewhere(alone, places, str(tmp_path / "one"), timeout=600)
+    ours, theirs = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == list(range(1, STEPS + 1))
+    for row, expected in zip(ours, theirs, strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)  # sums over processes have another order
+
+
+@pytest.mark.full
+def test_a_run_is_the_same_to_the_bit_whether_two_processes_were_stopped_or_not(tmp_path: Path, deployment: Deployment):
+    places = endpoints(deployment)
+    warm(tmp_path)
+    for name, leave_after in (("whole", None), ("stopped", 3)):
+        tiny_run(tmp_path / name, config()).close()
+        in_two_processes(as_one_of_two, places, str(tmp_path / name), leave_after, None)
+    in_two_processes(as_one_of_two, places, str(tmp_path / "stopped"), None, None)
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    assert manifest(tmp_path / "stopped") == manifest(tmp_path / "whole")
+
+
+def rows(path: Path, event: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(path / "events.jsonl") if row["event"] == event]
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    found = read_rows(path / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if name not in (*CLOCK, "phase")} for row in found]
+
+
+def manifest(path: Path) -> dict[str, Any]:
+    return json.loads((path / "checkpoints" / "rl" / str(STEPS) / "manifest" / "metadata").read_text())
+
+
+def nbytes() -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(tiny_params(config().policy)))  # pyright: ignore
+
+
+# ---- what is refused, before anything is started
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"processes": 0}, "trainer.processes=0; expected 1 or more"),
+        ({"processes": 2, "mesh": {}}, "trainer.mesh is empty; expected e.g. {'fsdp': 2}"),
+        ({"processes": 3, "mesh": {"fsdp": 4}}, "has 4 devices, which do not divide over trainer.processes=3"),
+        ({"processes": 2, "mesh": {"fdsp": 4}}, "mesh has no axis 'fdsp'; did you mean 'fsdp'"),
+        ({"processes": 2, "mesh": {"fsdp": 8}}, "trainer.row_multiple=4 is not a multiple of .* = 8"),
+        ({"processes": 2, "mesh": {"tensor": 4}}, r"policy\.block\.attention: .*num_kv_heads=2 do not .*tensor 4"),
+        ({"processes": 2, "mesh": {"data": 4}, "slices": {"data": 3}}, "slices data 3 is for 3 slices but there is 1"),
+    ],
+)
+def test_processes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str):
+    cfg = tiny_experiment()
+    cfg.trainer.set(**changes)
+    with pytest.raises(UserError, match=message):
+        RLRun(cfg.build()).check("ray")
+
+
+def test_in_one_process_there_are_not_two():
+    with pytest.raises(UserError, match="trainer.processes=2, .* expected --runtime ray, or --set trainer.processes=1"):
+        RLRun(config().build()).check("inprocess")
+
+
+def test_batches_are_the_same_if_their_digests_are():
+    def make() -> list[Group]:
+        first, second = make_prompt(1), make_prompt(2)
+        return [make_group(first, [[1, 2], [3]], [0.5, 1.0]), make_group(second, [[4], [5, 6]], [0.0, 1.0])]
+
+    groups = make()
+    assert digest_of_groups(groups) == digest_of_groups(make())
+    others = [
+        groups[::-1],
+        groups[:1],
+        [groups[0], make_group(make_prompt(2), [[4], [5, 7]], [0.0, 1.0])],
+        [groups[0], make_group(make_prompt(2), [[4, 5], [6]], [0.0, 1.0])],
+        [groups[0], make_group(make_prompt(2), [[4], [5, 6]], [0.0, 0.5])],
+        [groups[0], make_group(make_prompt(2), [[4], [5, 6]], [0.0, 1.0], version=1)],
+    ]
+    assert len({digest_of_groups(other) for other in (groups, *others)}) == 1 + len(others)

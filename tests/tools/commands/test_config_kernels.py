@@ -1,0 +1,29 @@
+"""`axl config kernels`: which attention kernel an experiment gets where, and why not another."""
+
+import pytest
+
+from tools import cli
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["config", "kernels", "demo_sft", *arguments]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_the_choice_is_told_with_its_reasons(capsys):
+    assert told(capsys) == "model.block.attention: Splash"
+    reasons = "not Splash: for TPUs, not for cpu; not Cudnn: for NVIDIA GPUs, not for cpu"
+    assert told(capsys, "--platform", "cpu") == f"model.block.attention: Xla ({reasons})"
+    assert "not Cudnn: expects bfloat16 or float16, not float32" in told(capsys, "--platform", "gpu")
+    window = ("--set", "model.block.attention.window=8", "--sequence", "4")
+    ring = ("--set", "model.block.attention.sequence=axlearn_like.kernels.attention.context_parallel.ring:Ring")
+    assert told(capsys, *window) == "model.block.attention: Splash"
+    assert "Xla (not Splash: cannot have a window in a ring" in told(capsys, *window, *ring)
+
+
+def test_a_forced_kernel_that_cannot_is_refused(capsys):
+    forced = "model.block.attention.kernel=axlearn_like.kernels.attention.splash:Splash"
+    assert cli.main(["config", "kernels", "demo_sft", "--set", forced, "--platform", "cpu"]) == 2
+    assert "no kernel can do this attention (Splash: for TPUs, not for cpu)" in capsys.readouterr().err
+    assert cli.main(["config", "kernels", "demo_sft", "--length", "20", "--sequence", "4"]) == 2
+    assert "rows of 20 tokens cannot be cut over the mesh axis sequence 4" in capsys.readouterr().err

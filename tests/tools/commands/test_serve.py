@@ -1,0 +1,164 @@
+"""`axl serve` as a process: it answers the official client, ends politely, and refuses what cannot be served."""
+
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
+from tests.tools.test_cli import run_and_list_modules
+from tools import cli
+
+ROOT = Path(__file__).parents[3]
+TINY = "tests.rl.tiny:tiny_experiment"
+LONG = 400  # tokens
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with a checkpoint after two updates."""
+    path = tmp_path_factory.mktemp("serve") / "mine"
+    cfg = tiny_experiment()
+    with tiny_run(path, cfg):
+        checkpointer = Checkpointer.Config().build(directory=path / "checkpoints" / "rl")
+        params: Any = tiny_params(cfg.policy)  # pyright: ignore[reportArgumentType]
+        checkpointer.save(2, {"params": params, "step": np.int32(2)}, {})
+        checkpointer.close()
+    return path
+
+
+class Served:
+    """The process, its first line, and a client of it."""
+
+    def __init__(self, process: "subprocess.Popen[str]", line: str):
+        self.process, self.line = process, line
+        found = re.search(r"http://[\d.]+:\d+/v1", line)
+        assert found, line
+        self.client = openai.OpenAI(base_url=found[0], api_key="secret", max_retries=0, timeout=60)
+
+    def end(self, signum: signal.Signals) -> tuple[int, str]:
+        """Sends a signal; exit status and the rest of the output."""
+        self.process.send_signal(signum)
+        out, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, out
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Served]:
+    """The command with the test's key, from its first line on; killed at the end of the block if it still runs."""
+    command = [sys.executable, "-m", "tools.cli", "serve", *arguments, "--port", "0", "--api-key", "secret"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            ready, _, _ = select.select([process.stdout], [], [], 120)
+            yield Served(process, process.stdout.readline() if ready else "")
+        finally:
+            process.kill()
+
+
+def test_a_run_is_served_and_sigterm_lets_it_finish(run_dir: Path) -> None:
+    with serving(str(run_dir), "--set", f"max_new={LONG}") as served:
+        assert served.line.startswith("serving 'mine' (weights after 2 updates) at http://127.0.0.1:")
+        assert [model.id for model in served.client.models.list()] == ["mine"]
+        answer = served.client.chat.completions.create(
+            model="mine", messages=[{"role": "user", "content": "2+2"}], max_tokens=3, seed=1, n=2
+        )
+        assert answer.usage is not None and answer.usage.completion_tokens <= 6
+        with pytest.raises(openai.AuthenticationError):
+            served.client.with_options(api_key="wrong").models.list()
+
+        # One request is under way when the signal comes; it is answered in full.
+        stream = served.client.completions.create(model="mine", prompt="a", logit_bias={"65": 100}, stream=True)
+        text = next(stream).choices[0].text
+        served.process.send_signal(signal.SIGTERM)
+        chunks = [chunk.choices[0] for chunk in stream]
+        assert text + "".join(chunk.text for chunk in chunks) == "A" * LONG
+        assert chunks[-1].finish_reason == "length"
+        out, _ = served.process.communicate(timeout=60)
+        assert served.process.returncode == 0, out
+        assert "stopping: requests under way have 30 s" in out
+        assert "Traceback" not in out
+
+
+def test_an_experiment_is_served_with_random_weights_and_ctrl_c_ends_it() -> None:
+    with serving(TINY, "--random-weights", "--set", "server.max_samples=2", "--grace", "5") as served:
+        assert served.line.startswith("serving 'tiny_experiment' (untrained) at http://127.0.0.1:")
+        create = served.client.completions.create
+        with pytest.raises(openai.BadRequestError, match="n: got 3; expected an integer from 1 to 2"):
+            create(model="tiny_experiment", prompt="a", n=3)
+        assert create(model="tiny_experiment", prompt="a", seed=3).choices[0].finish_reason in ("stop", "length")
+        status, out = served.end(signal.SIGINT)
+        assert status == 0 and "requests under way have 5 s" in out and "Traceback" not in out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message with which the command refuses."""
+    assert cli.main(["serve", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    message, prefix = printed.err.rstrip("\n"), "axl: error: "
+    assert message.startswith(prefix) and "Traceback" not in message
+    return message.removeprefix(prefix)
+
+
+def test_a_port_in_use_is_refused_before_anything_is_loaded(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refusal(capsys, str(run_dir), "--port", str(port))
+    assert said.startswith(f"cannot listen on 127.0.0.1:{port} (--host, --port): ")
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, str(tmp_path)).startswith(f"{tmp_path} is not a run directory: it has no config.txt")
+    assert refusal(capsys, str(tmp_path / "none")).startswith(f"no directory {tmp_path / 'none'}; expected a run")
+    assert re.search("has no run in .*tiny_experiment; train it", refusal(capsys, TINY))
+    with tiny_run(tmp_path / "young", tiny_experiment()):
+        assert refusal(capsys, str(tmp_path / "young")).startswith(f"{tmp_path / 'young'} holds no weights yet")
+    assert "`axl serve` serves rl.experiment:RLExperiment" in refusal(capsys, "demo_sft", "--random-weights")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "max_nwe=3"], "'max_nwe'.* did you mean 'max_new'"),
+        (["--set", "server.max_qeue=3"], "'max_qeue'.* did you mean 'max_queue'"),
+        (["--set", "server.max_queue"], "--set 'server.max_queue': expected path=value"),
+        (["--max-queue", "0"], "Server.max_queue is 0; expected more than 0"),
+        (["--set", "server.template.roles={}"], "ChatTemplate.roles is empty"),
+        (["--api-key", " "], "the API key is empty"),
+    ],
+)
+def test_a_wrong_option_is_refused(
+    run_dir: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(message, refusal(capsys, str(run_dir), "--port", "0", *arguments))
+
+
+def test_an_unknown_experiment_is_refused_without_importing_jax(checkout: Path) -> None:
+    status, modules = run_and_list_modules("from tools.cli import main\nstatus = main(['serve', 'dmeo'])", checkout)
+    assert status == 2
+    assert not modules & {"jax", "starlette", "uvicorn"}
+
+
+def test_a_damaged_checkpoint_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_dir / "checkpoints" / "rl" / "2" / "params"
+    path = max(folder.glob("**/d/*"), key=lambda p: p.stat().st_size)
+    good = path.read_bytes()
+    path.write_bytes(good[: len(good) // 2])
+    try:
+        assert "2 is damaged" in refusal(capsys, str(run_dir), "--port", "0")
+    finally:
+        path.write_bytes(good)

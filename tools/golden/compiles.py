@@ -1,0 +1,159 @@
+"""Writes what the TPU compiler makes of the experiments, one text each, to be compared by
+tests/experiments/test_golden_compiles.py.
+
+    python -m tools.golden.compiles [NAMES]     # experiments or files; without names: the small ones
+    python -m tools.golden.compiles --full      # all: a minute and a half of CPU time for a large model
+
+A change of memory, of a collective or of how an array is cut shows as a changed line. Look at the difference, then
+commit it. Small ones are experiments of reduced sizes: what a compilation costs goes with the width of the model, not
+with its depth, its rows or its devices. They have the mesh, the rules, the layers and the learner of the experiment.
+Needs libtpu (the extra `aot`).
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from experiments.pretraining import TPU_OPTIONS
+from mesh.errors import UserError, did_you_mean
+from mesh.topology import compiler_version, parse_topology, prepare_compiler
+
+DIRECTORY = Path(__file__).parents[2] / "tests" / "experiments" / "compiled"
+COMMAND = "python -m tools.golden.compiles"
+_VERSIONS = "compiled by "
+
+
+class Case(NamedTuple):
+    """A train step to compile.
+
+    Attributes:
+        experiment: a registered name.
+        topology: as it is sold.
+        sets: edits, after the mesh rules.
+        small: of reduced sizes; else it is the experiment as it ships, on that mesh.
+    """
+
+    experiment: str
+    topology: str
+    sets: tuple[str, ...] = ()
+    small: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of its file, without the ending."""
+        return f"{self.experiment}.{self.topology}{'.small' if self.small else ''}"
+
+
+def _narrow(model: str, *, heads: int = 8, experts: bool = False) -> tuple[str, ...]:
+    """Edits that make a model narrow, of few layers; what else it has stays."""
+    feed_forward = ("num_experts=16", "experts.hidden=128") if experts else ("hidden=256",)
+    return (
+        f"{model}.dim=128",
+        f"{model}.num_layers=3",
+        f"{model}.vocab_size=512",
+        f"{model}.block.attention.num_heads={heads}",
+        f"{model}.block.attention.num_kv_heads=4",
+        *(f"{model}.block.feed_forward.{edit}" for edit in feed_forward),
+    )
+
+
+def _small(experiment: str, topology: str, rows: int, **shape: Any) -> Case:
+    """A supervised experiment with a narrow model and short rows."""
+    edits = (*_narrow("model", **shape), "input.seq_len=256", f"input.batch_size={rows}")
+    return Case(experiment, topology, edits, small=True)
+
+
+_RL = (
+    "groups=16",
+    "samples=4",
+    "max_prompt=257",
+    "max_new=64",
+    "trainer.row_multiple=16",
+    "trainer.chunks=4",
+    f"trainer.compiler_options={TPU_OPTIONS}",  # of its rules for 512 chips and more
+)
+
+CASES = (
+    _small("llama2_7b", "v5p-32", 64, heads=4),
+    _small("llama2_70b", "v6e-8", 8),
+    _small("llama31_8b", "v6e-16", 128),
+    _small("qwen25_32b", "v6e-16", 16),
+    _small("qwen3_30b_a3b", "v5p-32", 16, experts=True),
+    Case("qwq_32b_rl", "v5p-32", (*_narrow("policy"), *_RL), small=True),
+    Case("demo", "v6e-4", ("trainer.mesh={'data': -1}",)),
+    Case("llama2_7b", "v5p-32"),
+)
+
+
+def versions() -> str:
+    """The line that says by which versions a text was made."""
+    import jax
+
+    return f"{_VERSIONS}libtpu {compiler_version() or 'of unknown version'}, jax {jax.__version__}"
+
+
+def stored_versions(text: str) -> str:
+    """That line of a stored text."""
+    return next((line for line in text.splitlines() if line.startswith(_VERSIONS)), "of unknown versions")
+
+
+def compiled_text(case: Case) -> str:
+    """What is stored of a case: a command that says more, the versions, what the mesh rules set, and the facts."""
+    from axlearn_like.config import to_text
+    from experiments.registry import get
+    from tools.aot.golden import golden_lines
+    from tools.aot.run import compile_experiment, load_for
+
+    topology = parse_topology(case.topology)
+    ruled = to_text(load_for(case.experiment, (), topology)).splitlines()
+    shipped = set(to_text(get(case.experiment)).splitlines())
+    report = compile_experiment(load_for(case.experiment, case.sets, topology), "train", topology).report
+    words = ["axl aot", case.experiment, f"--topology {case.topology}", *(f'--set "{one}"' for one in case.sets)]
+    lines = [
+        " ".join(words),
+        versions(),
+        *(f"mesh rule {line}" for line in ruled if line not in shipped),
+        *golden_lines(report),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def chosen(names: Iterable[str], full: bool) -> list[Case]:
+    """The cases of these names, of experiments or of files; without names the small ones, or all.
+
+    Raises:
+        UserError: there is none of a name.
+    """
+    names = [name.removesuffix(".txt") for name in names]
+    known = {case.name for case in CASES} | {case.experiment for case in CASES}
+    for name in names:
+        if name not in known:
+            raise UserError(f"no experiment or file {name!r} to compile{did_you_mean(name, known)}")
+    if not names:
+        return [case for case in CASES if full or case.small]
+    return [case for case in CASES if case.name in names or (case.experiment in names and (full or case.small))]
+
+
+@click.command(help=f"Compile experiments for TPUs, and write what came of it to {DIRECTORY.name}/.")
+@click.argument("names", nargs=-1)
+@click.option("--full", is_flag=True, help="Those of full size too, which take minutes.")
+def main(names: tuple[str, ...], full: bool) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    prepare_compiler()
+    DIRECTORY.mkdir(exist_ok=True)
+    kept = {case.name for case in CASES}
+    for path in DIRECTORY.glob("*.txt"):
+        if path.name.removesuffix(".txt") not in kept:
+            path.unlink()
+    for case in chosen(names, full):
+        began = time.process_time()
+        (DIRECTORY / f"{case.name}.txt").write_text(compiled_text(case))
+        click.echo(f"{case.name}.txt: {time.process_time() - began:.1f} CPU-s", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Writes the config of every registered experiment as text, compared by tests/experiments/test_golden_configs.py.
+
+    python -m tools.golden.configs
+
+A change of any default that an experiment uses shows as a changed line. Look at the difference, then commit it.
+"""
+
+from pathlib import Path
+
+from axlearn_like.config import to_text
+from experiments.registry import get, names
+
+DIRECTORY = Path(__file__).parents[2] / "tests" / "experiments" / "golden"
+
+
+def golden_texts() -> dict[str, str]:
+    """Name -> text of every experiment, without arguments."""
+    return {name: to_text(get(name)) for name in names()}
+
+
+def main() -> None:
+    DIRECTORY.mkdir(exist_ok=True)
+    texts = golden_texts()
+    for path in DIRECTORY.glob("*.txt"):
+        if path.stem not in texts:
+            path.unlink()
+    for name, text in texts.items():
+        (DIRECTORY / f"{name}.txt").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

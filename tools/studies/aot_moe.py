@@ -1,0 +1,137 @@
+"""The table of docs/moe.md: one mixture-of-experts layer, forwards and backwards, on TPUs that are not there.
+
+    python -m tools.studies.aot_moe v5p:2x2x1 v6e:2x2 --mesh expert=2,fsdp=2
+
+Needs libtpu (the extra `aot`), no TPU, a few minutes for each line, and about 4 GB of memory.
+"""
+
+import os
+import re
+import time
+from typing import Any, NamedTuple
+
+import click
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.layers.aux import Aux
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.decoder import Block
+from axlearn_like.layers.moe.layer import MoE
+from mesh import make_mesh, partition, to_named_sharding
+from mesh.topology import parse_topology, topology_devices
+from models.moe import moe
+
+COLLECTIVES = ("ragged-all-to-all", "all-to-all", "all-gather", "reduce-scatter", "all-reduce", "collective-permute")
+
+
+class CompiledLayer(NamedTuple):
+    """What the compiler plans for one device.
+
+    Attributes:
+        temporary: bytes beside arguments and results.
+        flops: of the grouped products, those for all places that are set aside.
+        collectives: kind -> how many there are.
+        seconds: to compile.
+    """
+
+    temporary: int
+    flops: float
+    collectives: dict[str, int]
+    seconds: float
+
+
+def compile_layer(
+    cfg: MoE.Config, topology: str, shape: dict[str, int], *, length: int, capacity_einsum: bool = False
+) -> CompiledLayer:
+    """Compile loss and gradients of a layer, bfloat16 activations, one row of `length` tokens per device.
+
+    Args:
+        cfg: with `dim` set.
+        topology: generation and chips, e.g. "v5p:2x2x1".
+        shape: of the mesh.
+        length: tokens per device.
+        capacity_einsum: instead of our dispatch, GShard's with one-hot matrices and places for 1.25 times the mean.
+
+    Raises:
+        UserError: libtpu is missing, or the mesh does not fit the topology.
+    """
+    devices = topology_devices(parse_topology(topology))
+    mesh = make_mesh(shape, devices)
+    with jax.set_mesh(mesh):
+        graphdef, abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))
+        where = NamedSharding(mesh, partition("batch", None, None) or PartitionSpec())
+        x = jax.ShapeDtypeStruct((len(devices), length, cfg.dim), jnp.bfloat16, sharding=where)
+
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            layer = bind(graphdef, params)
+            y, aux = _with_places(layer, x) if capacity_einsum else layer(x)
+            return jnp.mean(y.astype(jnp.float32) ** 2) + sum(aux.losses.values(), jnp.zeros(()))
+
+        start = time.perf_counter()
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(to_named_sharding(abstract, mesh), x).compile()
+        seconds = time.perf_counter() - start
+    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    assert memory is not None
+    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
+    flops = (compiled.cost_analysis() or {})["flops"]
+    return CompiledLayer(memory.temp_size_in_bytes, flops, {k: n for k, n in found.items() if n}, seconds)
+
+
+def _with_places(layer: Any, x: jax.Array, factor: float = 1.25) -> tuple[jax.Array, Aux]:
+    """GShard (arXiv 2006.16668): every expert has as many places in every row of the batch; to compare with."""
+    routed, experts = layer.router(x), layer.experts
+    rows, length, _ = x.shape
+    count, top_k = experts.gate_edf.shape[0], routed.experts.shape[-1]
+    places, spread = int(factor * length * top_k / count), ("data", "fsdp", "expert")
+    chosen = (routed.experts[..., None] == jnp.arange(count)).astype(jnp.int32)
+    flat = jnp.reshape(chosen, (rows, length * top_k, count), out_sharding=PartitionSpec(spread, None, None))
+    place = jnp.sum((jnp.cumsum(flat, axis=1) - 1) * flat, axis=-1)
+    place = jnp.reshape(place, (rows, length, top_k), out_sharding=PartitionSpec(spread, None, None))
+    taken = (place[..., None] == jnp.arange(places)).astype(x.dtype)
+    there = jnp.einsum("btke,btkc->btec", chosen.astype(x.dtype), taken)
+    back = jnp.einsum("btke,btkc->btec", (chosen * routed.weights[..., None]).astype(x.dtype), taken)
+    sent = jnp.einsum("btec,btd->becd", there, x)
+    sent = jax.sharding.reshard(sent, PartitionSpec(("data", "fsdp"), "expert", None, None))
+    stored = (experts.gate_edf, experts.up_edf, experts.down_efd)
+    gate, up, down = (jax.sharding.reshard(w[...].astype(x.dtype), PartitionSpec("expert", None, None)) for w in stored)
+    hidden = jax.nn.silu(jnp.einsum("becd,edf->becf", sent, gate)) * jnp.einsum("becd,edf->becf", sent, up)
+    made = jax.sharding.reshard(jnp.einsum("becf,efd->becd", hidden, down), PartitionSpec(spread, None, None, None))
+    return jnp.einsum("btec,becd->btd", back, made), Aux(routed.losses)
+
+
+def _variants(cfg: MoE.Config) -> dict[str, tuple[MoE.Config, bool]]:
+    narrow = cfg.clone(experts=cfg.experts.clone(capacity_factor=1.25))
+    return {"dropless": (cfg, False), "capacity 1.25": (narrow, False), "GShard's, 1.25": (cfg, True)}
+
+
+@click.command()
+@click.argument("topologies", nargs=-1, required=True)
+@click.option("--model", default="Qwen3-30B-A3B", show_default=True, help="A name that models.moe knows.")
+@click.option("--mesh", "shape", default="expert=2,fsdp=2", show_default=True)
+@click.option("--length", default=4096, show_default=True, help="Tokens per device.")
+def main(topologies: tuple[str, ...], model: str, shape: str, length: int) -> None:
+    """Compile a layer of MODEL for each of TOPOLOGIES and print what it needs, as Markdown."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # else jax would look for the TPU
+    decoder = moe(model)
+    assert isinstance(decoder.block, Block.Config)
+    cfg: ConfigBase[Any] = decoder.block.feed_forward.clone(dim=decoder.dim)
+    assert isinstance(cfg, MoE.Config)
+    axes = {name: int(size) for name, size in (part.split("=") for part in shape.split(","))}
+    print("| topology | dispatch | temporary, MiB | GFLOP | collectives | compiled in, s |\n|---|---|---|---|---|---|")
+    for topology in topologies:
+        for name, (variant, einsum) in _variants(cfg).items():
+            done = compile_layer(variant, topology, axes, length=length, capacity_einsum=einsum)
+            talk = ", ".join(f"{count} {kind}" for kind, count in done.collectives.items())
+            print(
+                f"| {topology} | {name} | {done.temporary / 2**20:,.0f} | {done.flops / 1e9:,.0f} | {talk} | "
+                f"{done.seconds:.0f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

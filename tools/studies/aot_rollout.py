@@ -1,0 +1,74 @@
+"""The table of docs/tpu-rollout.md: the engine's programs for a model on TPUs that are not there.
+
+    python -m tools.studies.aot_rollout v5p:2x2x1 v6e:2x4
+
+Needs libtpu (the extra `aot`), no TPU, and about 4 GB of memory.
+"""
+
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+import click
+
+from mesh import UserError
+
+
+@click.command()
+@click.argument("topologies", nargs=-1, required=True)
+@click.option("--model", default="QwQ-32B", show_default=True, help="A name that models.qwen knows.")
+@click.option("--max-prompt", default=4096, show_default=True)
+@click.option("--max-new", default=12_288, show_default=True)
+@click.option("--slots", default=64, show_default=True)
+@click.option("--page-size", default=16, show_default=True)
+def main(topologies: tuple[str, ...], model: str, max_prompt: int, max_new: int, slots: int, page_size: int) -> None:
+    """Compile every kind of dispatch for each of TOPOLOGIES and print what it needs, as Markdown."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # else jax would look for the TPU
+    from models.qwen import qwen
+    from rl.rollout.engine import RolloutEngine
+
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "libtpu")]
+    print(f"{model}; {', '.join(versions)}, Python {platform.python_version()}\n")
+    cfg = RolloutEngine.Config(
+        model=qwen(model),
+        stop_tokens=(0,),
+        max_prompt=max_prompt,
+        max_new=max_new,
+        slots=slots,
+        page_size=page_size,
+    )
+    for topology in topologies:
+        _report(cfg, topology)
+
+
+def _report(cfg: Any, topology: str) -> None:
+    from rl.rollout.aot import compile_engine, largest_pool, memory_per_device
+
+    pages = largest_pool(cfg, topology)
+    steps = compile_engine(cfg.clone(pages=pages), topology)
+    weights, pool = steps[0].weights, steps[0].pool
+    alone = pages + weights // (pool // pages)
+    print(f"### {topology}\n")
+    memory = memory_per_device(topology)
+    print(f"GiB per device: {_gib(memory)} to be had, weights {_gib(weights)}, cache {_gib(pool)}.")
+    print(f"Tokens in the cache: {steps[0].tokens:,} beside two versions of the weights", end=" ")
+    print(f"({alone * cfg.page_size:,} beside one).\n")
+    print("| program | arguments | outputs | of these in place | temporary | code, MiB | compiled in, s |")
+    print("|---|---|---|---|---|---|---|")
+    for step in steps:
+        sizes = map(_gib, (step.arguments, step.outputs, step.aliased, step.temporary))
+        print(f"| {step.name} | {' | '.join(sizes)} | {step.code / (1 << 20):.1f} | {step.seconds:.1f} |")
+    print()
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.3f}"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))

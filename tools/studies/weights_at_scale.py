@@ -1,0 +1,345 @@
+"""The parameter server's design on paper: what large policies on TPU fleets cost in bytes and, at best, in seconds.
+
+    python -m tools.studies.weights_at_scale              # the tables of docs/weights-at-scale.md
+    python -m tools.studies.weights_at_scale --markdown   # rewrites them there
+
+Every figure is a bound computed from bandwidths, or a simulation of the relays' policy; none is a measurement.
+Units: bytes, seconds, bytes per second; GB is 1e9 bytes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+
+from tools.studies.relay_simulation import Outcome, simulate
+
+GB = 1e9
+DOC = Path(__file__).parents[2] / "docs" / "weights-at-scale.md"
+BEGIN, END = "<!-- computed: python -m tools.studies.weights_at_scale --markdown -->\n", "<!-- end of computed -->\n"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Host:
+    """A machine: accelerators and links. The sources of the figures are in docs/weights-at-scale.md."""
+
+    name: str
+    chips: int
+    hbm: float  # a chip
+    pcie: float  # a chip, one way
+    nic: float  # the host, each way
+    memory: float
+    cores: int
+    memory_bandwidth: float = 200 * GB
+
+
+V5P = Host("v5p", chips=4, hbm=95 * GB, pcie=15 * GB, nic=25 * GB, memory=448 * GB, cores=104)
+V6E = Host("v6e", chips=8, hbm=32 * GB, pcie=32 * GB, nic=100 * GB, memory=1440 * GB, cores=90)
+V5E = Host("v5e", chips=8, hbm=16 * GB, pcie=15 * GB, nic=25 * GB, memory=384 * GB, cores=112)
+SERVER = Host("server", chips=0, hbm=0, pcie=0, nic=25 * GB, memory=704 * GB, cores=88)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """A policy of ``params`` bf16 values, a trainer, parameter-server hosts, and workers (replicas) that draw."""
+
+    policy: str
+    params: float
+    host: Host
+    trainer_hosts: int
+    server_hosts: int
+    worker_hosts: int  # of one worker
+    workers: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}, {self.host.name}"
+
+    @property
+    def total(self) -> float:
+        return 2 * self.params
+
+    @property
+    def pushed(self) -> float:
+        """Bytes from a trainer host; from a server host it is `total / server_hosts`."""
+        return self.total / self.trainer_hosts
+
+    @property
+    def share(self) -> float:
+        """Bytes to a worker's host: every value once in a worker, spread evenly over its chips."""
+        return self.total / self.worker_hosts
+
+    @property
+    def server_links(self) -> float:
+        """Worker NICs that the servers can fill with each share."""
+        return self.server_hosts * SERVER.nic / self.worker_hosts / self.host.nic
+
+
+CASES = (
+    Case("32B", 32.8e9, V5P, trainer_hosts=64, server_hosts=8, worker_hosts=1, workers=128),
+    Case("32B", 32.8e9, V6E, trainer_hosts=32, server_hosts=8, worker_hosts=1, workers=64),
+    Case("32B", 32.8e9, V5E, trainer_hosts=32, server_hosts=8, worker_hosts=2, workers=64),
+    Case("671B", 671e9, V5P, trainer_hosts=256, server_hosts=32, worker_hosts=16, workers=16),
+    Case("671B", 671e9, V6E, trainer_hosts=128, server_hosts=32, worker_hosts=16, workers=16),
+    Case("671B", 671e9, V5E, trainer_hosts=128, server_hosts=32, worker_hosts=32, workers=16),
+)
+
+
+def push_bounds(case: Case) -> dict[str, float]:
+    """Seconds that each part needs for one push at the least. Pushes are not compressed.
+
+    Host memory sees every byte twice (written by one device, read by the next); device memory is read whole.
+    """
+    host, received = case.host, case.total / case.server_hosts
+    return {
+        "PCIe": case.pushed / (host.chips * host.pcie),
+        "host memory": 2 * max(case.pushed / host.memory_bandwidth, received / SERVER.memory_bandwidth),
+        "trainer NIC": case.pushed / host.nic,
+        "server NIC": received / SERVER.nic,
+    }
+
+
+def pull_bounds(case: Case, ratio: float = 1.0, codec: bool = False) -> dict[str, float]:
+    """The same for one worker that pulls alone, `ratio` times compressed. The servers encode with all their cores, it
+    decodes with its own, in host memory, and all of it goes to the devices."""
+    host = case.host
+    encode = case.total / case.server_hosts / GB * ENCODE / SERVER.cores if codec else 0.0
+    return {
+        "encode": encode,
+        "server NIC": case.total / ratio / (case.server_hosts * SERVER.nic),
+        "worker NIC": case.share / ratio / host.nic,
+        "decode": case.share / GB * DECODE / host.cores if codec else 0.0,
+        "host memory": (2 if ratio == 1 else 3) * case.share / host.memory_bandwidth,
+        "PCIe": case.share / (host.chips * host.pcie),
+    }
+
+
+def binding(bounds: dict[str, float]) -> str:
+    """The longest of them, with its name."""
+    name = max(bounds, key=lambda part: bounds[part])
+    return f"{seconds(bounds[name])} ({name})"
+
+
+def pipelined(workers: int, pieces: int) -> float:
+    """Transfers until the last of a chain of workers has all, if each passes on a piece while it reads the next."""
+    return 1 + (workers - 1) / pieces
+
+
+def without_relays(case: Case) -> float:
+    """Seconds until the servers have sent everything to every worker."""
+    return max(case.workers * case.total / (case.server_hosts * SERVER.nic), case.share / case.host.nic)
+
+
+def with_relays(case: Case, fanout: int, seeds: int = 1) -> Outcome:
+    """Simulated with as many readers of each share as workers; the shares are read beside each other."""
+    return simulate(case.workers, fanout=fanout, seeds=seeds, server_egress=case.server_links)
+
+
+def hop(case: Case, ratio: float) -> float:
+    """Seconds from reader to reader: each holder encodes for those who read from it, each reader decodes."""
+    return case.share / ratio / case.host.nic + case.share / GB * (ENCODE + DECODE) / case.host.cores
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2g} s" if value < 1 else f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+STEP = 30.0  # seconds that all workers may take to have a version: one training step, assumed
+ENCODE, DECODE = 0.55, 0.4  # CPU seconds for a GB of weights, 3 % changed; measured, docs/weight-codecs.md
+CALLS, CALLS_PER_SECOND = 4, 2000  # of a worker host to the directory a version, and what that answers; assumed
+PIECE = 64e6  # bytes, of the pipelined chain that is not built
+HELD = 0.8  # part of a server host's memory that may hold versions
+
+
+def hosts_table() -> str:
+    rows = (
+        (
+            host.name,
+            host.chips or "-",
+            f"{host.hbm / GB:.0f}" if host.chips else "-",
+            f"{host.pcie / GB:.0f}" if host.chips else "-",
+            f"{host.nic / GB:.0f}",
+            f"{host.memory / GB:.0f}",
+            f"{host.memory_bandwidth / GB:.0f}",
+            host.cores,
+        )
+        for host in (V5P, V6E, V5E, SERVER)
+    )
+    head = ["host", "chips", "HBM a chip, GB", "PCIe a chip, GB/s", "NIC, GB/s", "memory, GB", "memory, GB/s", "cores"]
+    return table(head, rows)
+
+
+def bytes_table() -> str:
+    head = ["case", "weights, GB", "trainer hosts", "GB each", "server hosts", "GB each"]
+    head += ["hosts a worker", "GB each", "GB a chip", "two versions, % of HBM"]
+    rows = (
+        (
+            case.name,
+            f"{case.total / GB:.1f}",
+            case.trainer_hosts,
+            f"{case.pushed / GB:.2f}",
+            case.server_hosts,
+            f"{case.total / case.server_hosts / GB:.1f}",
+            case.worker_hosts,
+            f"{case.share / GB:.1f}",
+            f"{case.share / case.host.chips / GB:.1f}",
+            f"{200 * case.share / case.host.chips / case.host.hbm:.0f}",
+        )
+        for case in CASES
+    )
+    return table(head, rows)
+
+
+def dense_table() -> str:
+    """All bounds of a push and of the pull of one worker, nothing compressed."""
+    parts = (("push", push_bounds), ("pull", pull_bounds))
+    tables = []
+    for title, bounds in parts:
+        names = [name for name in bounds(CASES[0]) if name not in ("encode", "decode")]
+        rows = ((case.name, *(seconds(bounds(case)[name]) for name in names), binding(bounds(case))) for case in CASES)
+        tables.append(table([title, *names, "at least"], rows))
+    return "\n".join(tables)
+
+
+def delta_table() -> str:
+    head = ["case", "pull, 10x", "pull, 30x", "pull, 30x, with a codec that costs nothing"]
+    rows = (
+        (
+            case.name,
+            *(binding(pull_bounds(case, ratio, codec=True)) for ratio in (10, 30)),
+            binding(pull_bounds(case, 30)),
+        )
+        for case in CASES
+    )
+    return table(head, rows)
+
+
+def relays_table() -> str:
+    """In transfers, however large; the worst of five seeds where workers die."""
+    head = ["readers of a share", "no relays", "fanout 1", "fanout 2", "fanout 1, stream 1/2", "fanout 2, stream 1/2"]
+    head += ["fanout 1, deaths", "copies sent then", "chain of 512 pieces"]
+    rows = []
+    for readers in (8, 64, 128, 1000):
+        killed = [simulate(readers, fanout=1, death_rate=0.02, seed=seed) for seed in range(5)]
+        outcomes = [simulate(readers, fanout=fanout) for fanout in (None, 1, 2)]
+        outcomes += [simulate(readers, fanout=fanout, stream=0.5) for fanout in (1, 2)]
+        rows.append(
+            (
+                readers,
+                *(f"{outcome.finished:.0f}" for outcome in outcomes),
+                f"{max(outcome.finished for outcome in killed):.1f}",
+                f"{max(outcome.server_copies for outcome in killed):.1f}",
+                f"{pipelined(readers, 512):.1f}",
+            )
+        )
+    return table(head, rows)
+
+
+def fanout_table() -> str:
+    """Until the last worker has a version in host memory; a delta is passed on as it came, once decoded."""
+    head = ["case", "workers", "no relays", "fanout 1", "fanout 2", "fanout 1, n seeds", "fanout 1, delta 10x"]
+    head += ["pipelined, not built"]
+    rows = []
+    for case in CASES:
+        transfer = case.share / case.host.nic
+        one, two = (with_relays(case, fanout).finished * transfer for fanout in (1, 2))
+        chain = pipelined(case.workers, math.ceil(case.share / PIECE)) * transfer
+        first = case.total / (case.server_hosts * SERVER.nic)
+        seeds = max(1, round(case.server_links))
+        seeded = f"{seconds(with_relays(case, 1, seeds).finished * transfer)} ({seeds})"
+        delta = with_relays(case, 1).finished * hop(case, 10)
+        times = [seconds(time) for time in (without_relays(case), one, two, delta, max(chain, first))]
+        rows.append((case.name, case.workers, *times[:3], seeded, *times[3:]))
+    return table(head, rows)
+
+
+def memory_table() -> str:
+    head = ["case", "GB a version and server host", "versions that fit", "server hosts for 4", "two shares at a worker"]
+    rows = (
+        (
+            case.name,
+            f"{case.total / case.server_hosts / GB:.1f}",
+            math.floor(HELD * SERVER.memory * case.server_hosts / case.total),
+            math.ceil(4 * case.total / (HELD * SERVER.memory)),
+            f"{2 * case.share / GB:.0f} of {case.host.memory / GB:.0f} GB",
+        )
+        for case in CASES
+    )
+    return table(head, rows)
+
+
+def limits_table() -> str:
+    """Where each way of growing stops to help, for all workers to have a version within `STEP`."""
+    head = ["case", "server hosts that a push can fill", "workers, no relays", "workers, fanout 1"]
+    head += ["workers, fanout 1, delta 10x", "workers that the directory answers"]
+    rows = (
+        (
+            case.name,
+            math.ceil(case.trainer_hosts * case.host.nic / SERVER.nic),
+            math.floor(STEP * case.server_hosts * SERVER.nic / case.total),
+            readers_within(STEP, case.share / case.host.nic, case.total / (case.server_hosts * SERVER.nic)),
+            readers_within(STEP, hop(case, 10), case.total / 10 / (case.server_hosts * SERVER.nic)),
+            f"{CALLS_PER_SECOND * int(STEP) // CALLS // case.worker_hosts:,}",
+        )
+        for case in CASES
+    )
+    return table(head, rows)
+
+
+def readers_within(limit: float, transfer: float, first: float) -> str:
+    """Holders double with every transfer; the first is slower where the server's NICs are."""
+    doublings = math.floor((limit - max(first, transfer)) / transfer + 1e-9)
+    return "0" if doublings < 0 else f"{2**doublings:,}" if doublings < 20 else "over 1,000,000"
+
+
+def tables() -> str:
+    """Everything that the page quotes, with its headings."""
+    parts = (
+        ("Hosts", "Given or assumed; see the sources below.", hosts_table()),
+        ("Bytes", "Computed, not measured.", bytes_table()),
+        ("Dense push and pull", "Computed lower bounds, not measured.", dense_table()),
+        (
+            "Pull by delta",
+            f"Computed lower bounds, not measured; {ENCODE:g} and {DECODE:g} CPU seconds to encode and decode a GB, "
+            "on all cores of a host.",
+            delta_table(),
+        ),
+        ("Relays, in transfers", "Simulated with the code that decides, not measured.", relays_table()),
+        ("All workers, dense", "Simulated rounds times computed seconds of a transfer, not measured.", fanout_table()),
+        ("Memory", f"Computed, not measured; versions may take {HELD:.0%} of a server host.", memory_table()),
+        (
+            "Where it stops",
+            f"Computed, not measured: all workers within {STEP:g} s; {CALLS} calls to the directory for a worker host "
+            f"and version, {CALLS_PER_SECOND:,} answered a second (assumed).",
+            limits_table(),
+        ),
+    )
+    return "\n".join(f"### {title}\n\n{note}\n\n{text}" for title, note, text in parts)
+
+
+def with_tables(text: str) -> str:
+    """A page with the tables between its marks made anew."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + "\n" + tables() + "\n" + END + rest.split(END)[1]
+
+
+@click.command()
+@click.option("--markdown", is_flag=True, help="Write the tables into docs/weights-at-scale.md.")
+def main(markdown: bool) -> None:
+    """Compute what the parameter server can reach at most on fleets of TPUs."""
+    if markdown:
+        DOC.write_text(with_tables(DOC.read_text()))
+    else:
+        print(tables())
+
+
+if __name__ == "__main__":
+    main()
