@@ -40,14 +40,16 @@ test: $(VENV)/.installed-dev ## the tests, under a quarter of an hour on two cor
 test-full: $(VENV)/.installed-dev ## all tests, slow ones included
 	@$(BIN)/python -m pytest --full $(ARGS)
 
-lint: $(VENV)/.installed-dev ## ruff
+lint: $(VENV)/.installed-dev ## ruff: rules and layout
 	@$(BIN)/ruff check $(PATHS)
+	@$(BIN)/ruff format --check $(PATHS)
 
 types: $(VENV)/.installed-dev ## pyright
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-format: $(VENV)/.installed-dev ## sort imports and mend what ruff can mend
+format: $(VENV)/.installed-dev ## format, sort imports, fix what ruff can fix
 	@$(BIN)/ruff check --fix $(PATHS)
+	@$(BIN)/ruff format $(PATHS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -31,7 +31,7 @@ NAMES: dict[str, str] = {
 PRESETS: dict[str, Remat | None] = {
     "nothing": None,  # recomputed: all intermediate results are stored
     "products": {name: "save" for name in NAMES if name != "block_input"},  # what matrix products and attention made
-    "attention": {name: "save" for name in ("query", "key", "value", "context")},
+    "attention": dict.fromkeys(("query", "key", "value", "context"), "save"),
     "context": {"context": "save"},  # the backward pass need not attend again
     "everything": {},  # recomputed: a block keeps its input alone
     "everything_offloaded": {"block_input": "offload"},  # and that in the host's memory
@@ -75,7 +75,8 @@ def find_remat(remat: str | Remat) -> Remat | None:
 
 def checkpoint[F](fn: F, remat: Remat | None) -> F:
     """`fn`, of whose intermediate results only what `remat` mentions, and what layers share, is kept for the backward
-    pass."""
+    pass.
+    """
     if remat is None:
         return fn
     policy: Any = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -12,6 +12,6 @@ def varying(x: jax.Array) -> frozenset[str]:
 
 
 def vary[T: jax.Array](x: T, axes: Iterable[str]) -> T:
-    """x as a value that may differ over these axes too; its gradient is summed over those that are new."""
+    """X as a value that may differ over these axes too; its gradient is summed over those that are new."""
     new = tuple(sorted(set(axes) - varying(x)))
     return jax.lax.pcast(x, new, to="varying") if new else x

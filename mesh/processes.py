@@ -32,12 +32,11 @@ class Processes:
     def __init__(
         self, role: str = "process", *, on_wait: OnWait | None = None, say_after: float = 30.0, limit: float = 3600.0
     ):
-        """
-        Args:
-            role: what they are together; see `process_name`.
-            on_wait: told of a wait for another process (its name, seconds), after `say_after` seconds and whenever that
-                has doubled.
-            limit: seconds after which a wait is an error.
+        """Args:
+        role: what they are together; see `process_name`.
+        on_wait: told of a wait for another process (its name, seconds), after `say_after` seconds and whenever that
+            has doubled.
+        limit: seconds after which a wait is an error.
         """
         self._role, self._on_wait, self._say_after, self._limit = role, on_wait, say_after, limit
         state = distributed.global_state

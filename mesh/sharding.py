@@ -52,7 +52,7 @@ def merge_length(x: jax.Array) -> jax.Array:
 
 
 def spread_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """x [batch, length], cut over devices as the first two axes of `other` are."""
+    """X [batch, length], cut over devices as the first two axes of `other` are."""
     spec = _spec(other)
     return x if spec is None else jax.sharding.reshard(x, PartitionSpec(*spec[:2]))
 
@@ -64,7 +64,7 @@ def cut_axes(x: jax.Array) -> tuple[str, ...]:
 
 
 def without_axes(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """x gathered over these mesh axes; what others cut stays cut."""
+    """X gathered over these mesh axes; what others cut stays cut."""
     spec = _spec(x)
     assert spec is not None
     kept = [tuple(name for name in entry_names(entry) if name not in axes) for entry in spec]

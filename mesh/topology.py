@@ -166,7 +166,7 @@ def prepare_compiler() -> None:
 
 
 def find_compiler() -> Path | None:
-    """libtpu's library: where TPU_LIBRARY_PATH says, as a package, or aside of the packages.
+    """Libtpu's library: where TPU_LIBRARY_PATH says, as a package, or aside of the packages.
 
     Aside, in `libtpu` of the virtual environment, is where the development installation puts it: jax looks for a TPU at
     every start where it finds the package.

@@ -1,5 +1,6 @@
 """Llama 2 (Touvron et al. 2023, arXiv 2307.09288) and Llama 3, 3.1, 3.2 and 3.3 (Grattafiori et al. 2024, arXiv
-2407.21783), as their `config.json` files say."""
+2407.21783), as their `config.json` files say.
+"""
 
 from typing import Any
 
@@ -9,11 +10,11 @@ from mesh.errors import UserError, did_you_mean
 from models.dense import dense
 
 _SIZES: dict[str, dict[str, Any]] = {
-    "1B": dict(dim=2048, hidden=8192, num_layers=16, num_heads=32, head_dim=64, tied=True),
-    "3B": dict(dim=3072, hidden=8192, num_layers=28, num_heads=24, head_dim=128, tied=True),
-    "8B": dict(dim=4096, hidden=14336, num_layers=32, num_heads=32, head_dim=128, tied=False),
-    "70B": dict(dim=8192, hidden=28672, num_layers=80, num_heads=64, head_dim=128, tied=False),
-    "405B": dict(dim=16384, hidden=53248, num_layers=126, num_heads=128, head_dim=128, tied=False),
+    "1B": {"dim": 2048, "hidden": 8192, "num_layers": 16, "num_heads": 32, "head_dim": 64, "tied": True},
+    "3B": {"dim": 3072, "hidden": 8192, "num_layers": 28, "num_heads": 24, "head_dim": 128, "tied": True},
+    "8B": {"dim": 4096, "hidden": 14336, "num_layers": 32, "num_heads": 32, "head_dim": 128, "tied": False},
+    "70B": {"dim": 8192, "hidden": 28672, "num_layers": 80, "num_heads": 64, "head_dim": 128, "tied": False},
+    "405B": {"dim": 16384, "hidden": 53248, "num_layers": 126, "num_heads": 128, "head_dim": 128, "tied": False},
 }
 
 # Name -> by how much the rotary frequencies are scaled down; None: the context is the 8192 tokens of training.
@@ -29,9 +30,9 @@ LLAMA: dict[str, float | None] = {
 }
 
 _LLAMA2: dict[str, dict[str, Any]] = {
-    "Llama-2-7B": dict(dim=4096, hidden=11008, num_layers=32, num_heads=32, num_kv_heads=32),
-    "Llama-2-13B": dict(dim=5120, hidden=13824, num_layers=40, num_heads=40, num_kv_heads=40),
-    "Llama-2-70B": dict(dim=8192, hidden=28672, num_layers=80, num_heads=64, num_kv_heads=8),
+    "Llama-2-7B": {"dim": 4096, "hidden": 11008, "num_layers": 32, "num_heads": 32, "num_kv_heads": 32},
+    "Llama-2-13B": {"dim": 5120, "hidden": 13824, "num_layers": 40, "num_heads": 40, "num_kv_heads": 40},
+    "Llama-2-70B": {"dim": 8192, "hidden": 28672, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8},
 }
 
 

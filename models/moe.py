@@ -17,8 +17,8 @@ from models.dense import dense
 from models.tiny import tiny
 
 _QWEN3: dict[str, dict[str, Any]] = {
-    "30B-A3B": dict(dim=2048, expert_hidden=768, num_layers=48, num_heads=32),
-    "235B-A22B": dict(dim=4096, expert_hidden=1536, num_layers=94, num_heads=64),
+    "30B-A3B": {"dim": 2048, "expert_hidden": 768, "num_layers": 48, "num_heads": 32},
+    "235B-A22B": {"dim": 4096, "expert_hidden": 1536, "num_layers": 94, "num_heads": 64},
 }
 
 

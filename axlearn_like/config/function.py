@@ -45,9 +45,11 @@ class FunctionConfig[T](ConfigBase[T]):
                 keywords |= value
             elif parameter.kind is Parameter.VAR_POSITIONAL:
                 positional += value
-            elif parameter.kind is Parameter.POSITIONAL_ONLY:
-                positional.append(value)
-            elif parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and variadic:
+            elif (
+                parameter.kind is Parameter.POSITIONAL_ONLY
+                or parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+                and variadic
+            ):
                 positional.append(value)
             else:
                 keywords[name] = value

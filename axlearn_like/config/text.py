@@ -40,7 +40,7 @@ def to_text(cfg: ConfigBase[Any]) -> str:
 
 
 def text_lines(cfg: ConfigBase[Any]) -> dict[str, str]:
-    """path -> text of the value, sorted by path; the root is at ""."""
+    """Path -> text of the value, sorted by path; the root is at ""."""
     lines = {path: _value_text(node, path) for path, node in walk_nodes(cfg)}
     return {path: lines[path] for path in sorted(lines, key=_order)}
 

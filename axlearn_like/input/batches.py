@@ -20,7 +20,7 @@ class Window(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """This host's rows of a global batch, and what the global batch is like."""
+    """The rows of a global batch that this host holds, and metrics of the whole batch."""
 
     arrays: dict[str, np.ndarray]
     metrics: dict[str, float]

@@ -80,7 +80,8 @@ class FirstFit(Configurable):
 
 class FirstFitDecreasing(Configurable):
     """First fit of the longest piece first: fuller rows (at most 11/9 of the least number, and 2/3), of pieces that
-    are less alike, so batches differ more in what they hold."""
+    are less alike, so batches differ more in what they hold.
+    """
 
     class Config(ConfigBase["FirstFitDecreasing"]):
         window: int = 1024  # examples

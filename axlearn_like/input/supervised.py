@@ -85,7 +85,8 @@ class SupervisedInput(Configurable):
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, on all hosts alike: `packing`, the fraction of its places that hold a token, and `epoch`,
-        how often the source has been gone through (of a mixture: `epoch/NAME`)."""
+        how often the source has been gone through (of a mixture: `epoch/NAME`).
+        """
         return self._metrics
 
     def state(self) -> dict[str, Any]:

@@ -91,7 +91,6 @@ class Attention(Layer):
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
-
         whole_btd = whole_length(x_btd)
 
         def heads(weight: nnx.Param, bias: nnx.Param | None, shape: tuple[int, ...]) -> jax.Array:

@@ -64,7 +64,7 @@ def project(
 
 
 def whole_length(x: jax.Array) -> jax.Array:
-    """x [batch, length, ...] with its length gathered where heads, hidden units and words are to be spread instead."""
+    """X [batch, length, ...] with its length gathered where heads, hidden units and words are to be spread instead."""
     length = _length_axes(x)
     names = (length,) if isinstance(length, str) else length or ()
     kept = tuple(name for name in names if name not in axis_sizes("heads"))
@@ -75,7 +75,7 @@ def whole_length(x: jax.Array) -> jax.Array:
 
 
 def residual_length(x: jax.Array) -> jax.Array:
-    """x [batch, length, ...] with its length spread as far as it can be between layers, if it divides evenly.
+    """X [batch, length, ...] with its length spread as far as it can be between layers, if it divides evenly.
 
     The norms and sums there cost every device of a tensor-parallel group the same work on the same numbers otherwise
     (Korthikanti et al. 2022, arXiv 2205.05198).
@@ -103,7 +103,7 @@ def batched_dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> j
 
 
 def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: str | None) -> jax.Array:
-    """x [rows, in] x matrix [in, out], each row the same to the bit however many rows there are (on CPUs).
+    """X [rows, in] x matrix [in, out], each row the same to the bit however many rows there are (on CPUs).
 
     With 64 rows or more (128 for a very narrow matrix) XLA's CPU matmul sums over `in` in one order; with fewer it may
     cut the sum in two, depending on the size of the matrix. So few rows are filled up, or, where that is cheaper, the
@@ -119,7 +119,7 @@ def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: 
     def few_rows(x: jax.Array, matrix: jax.Array) -> jax.Array:
         depth, width = matrix.shape
         columns = WHOLE_SUM // depth // 64 * 64
-        if whole and width % 64 == 0 and 0 < columns and width <= 16 * columns:
+        if whole and width % 64 == 0 and columns > 0 and width <= 16 * columns:
             return jnp.concatenate([dot(x, matrix[:, i : i + columns]) for i in range(0, width, columns)], axis=1)
         return dot(jnp.pad(x, [(0, enough - x.shape[0]), (0, 0)]), matrix)[: x.shape[0]]
 

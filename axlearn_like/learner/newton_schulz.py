@@ -41,7 +41,7 @@ def orthogonalize(
 
 
 def _polynomial(gram: jax.Array, over: tuple[str, ...], b: float, c: float) -> jax.Array:
-    """b A + c A^2, each device making some of the rows."""
+    """B A + c A^2, each device making some of the rows."""
     ways = math.prod(jax.lax.axis_size(name) for name in over)
     if ways == 1 or gram.shape[-2] % ways:
         return b * gram + c * (gram @ gram)

@@ -12,7 +12,7 @@ __all__ = ["KINDS", "Kind", "Matrices", "MatrixAxes", "kind_of", "matrix_labels"
 
 
 def matrix_labels(params: Any) -> Any:
-    """ "matrices" or "others" for every parameter, for `optax.partition`."""
+    """Labels every parameter as "matrices" or "others", for `optax.partition`."""
 
     def label(path: tuple[Any, ...], leaf: jax.Array) -> str:
         return "matrices" if kind_of(path_name(path), leaf.ndim) == "matrix" else "others"

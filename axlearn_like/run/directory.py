@@ -180,7 +180,8 @@ class EventLog:
 
     def append(self, role: str, event: str, **fields: Any) -> None:
         """Records that `role` had `event` now; a span says how long it took in `seconds`. DiskFull: there is no
-        room."""
+        room.
+        """
         if self._silent:
             return
         row = {"time": round(time.time(), 3), "role": role, "event": event, **fields}

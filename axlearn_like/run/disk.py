@@ -52,7 +52,8 @@ def telling_full_disk(path: str | Path) -> Iterator[None]:
 
 def quieten_full_disk() -> None:
     """Orbax logs a screen for each of its threads that found no room, besides what it raises; TensorStore prints one
-    more for each write that ends after its thread."""
+    more for each write that ends after its thread.
+    """
     logger = logging.getLogger("absl")
     if _not_of_full_disk not in logger.filters:
         logger.addFilter(_not_of_full_disk)

@@ -25,7 +25,7 @@ LossFn = Callable[[Any, Batch], tuple[jax.Array, Metrics]]
 
 
 def token_logprobs(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:
-    """log softmax(logits)[target], float32 [batch, length], whatever the dtype of the logits.
+    """Log softmax(logits)[target], float32 [batch, length], whatever the dtype of the logits.
 
     The target's logit is picked by comparison and sum instead of a gather: XLA fuses it, and it
     also holds where the vocabulary is spread over the mesh (a gather along a sharded axis would

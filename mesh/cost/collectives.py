@@ -170,7 +170,8 @@ def _received(kind: str, line: Instruction, size: int) -> int:
 
 def _ragged(line: Instruction, lines: Sequence[Instruction], size: int) -> int:
     """Its operands are the rows, the places, and who gets how many. No more can be received than was there to be sent;
-    no layer that reserves places for the worst case fills them."""
+    no layer that reserves places for the worst case fills them.
+    """
     rows, places = (next((one for one in lines if one.name == name), None) for name in line.operands[:2])
     whole = min(sum(array.bytes for array in one.arrays) for one in (rows, places) if one is not None)
     return round(whole * (size - 1) / size)

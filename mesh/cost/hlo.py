@@ -68,7 +68,7 @@ class Instruction:
     @cached_property
     def called(self) -> dict[str, str]:
         """Role -> computation."""
-        found = {role: name for role, name in _REFERENCE.findall(self.attributes)}
+        found = dict(_REFERENCE.findall(self.attributes))
         if branches := re.search(r"branch_computations=\{([^}]*)\}", self.attributes):
             found |= {f"branch {i}": name.strip().lstrip("%") for i, name in enumerate(branches[1].split(","))}
         return found

@@ -69,7 +69,8 @@ def _throughput(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dic
 
 def _weights(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians and largest, in seconds: `push` until published; `transfer` to a worker's devices, most of it beside
-    drawing; `wait` that was not; `pause` of the swap; `age` of a version when it is put in, since its publication."""
+    drawing; `wait` that was not; `pause` of the swap; `age` of a version when it is put in, since its publication.
+    """
     published = {e["version"]: e["time"] for e in events if e["event"] == "push"}  # of versions made twice, the last
     swaps = [e for e in events if e["event"] == "swap"]
     pulls = [e for e in events if e["event"] == "pull" and "error" not in e]

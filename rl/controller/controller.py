@@ -182,7 +182,7 @@ class Controller(Configurable):
                 self._events.append("controller", "consumed", step=step, leases=leases)
 
     def published(self, version: int) -> None:
-        """This version can be pulled."""
+        """Notes that a version can be pulled."""
         with self._changed:
             if self._begun:
                 self._version = max(self._version, version)

@@ -18,7 +18,7 @@ from rl.objective.tokens import Tokens, safe_exp
 
 
 def kl_k1(logprobs: jax.Array, reference: jax.Array) -> jax.Array:
-    """log pi - log ref: a value (for a reward or a plot), never a loss."""
+    """Log pi - log ref: a value (for a reward or a plot), never a loss."""
     return logprobs - reference
 
 
@@ -28,7 +28,7 @@ def kl_k2(logprobs: jax.Array, reference: jax.Array) -> jax.Array:
 
 
 def kl_k3(logprobs: jax.Array, reference: jax.Array) -> jax.Array:
-    """ref / pi - 1 - log(ref / pi), with the exponent clamped."""
+    """Ref / pi - 1 - log(ref / pi), with the exponent clamped."""
     difference = reference - logprobs
     return safe_exp(difference) - 1.0 - difference
 

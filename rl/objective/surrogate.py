@@ -15,7 +15,7 @@ from rl.objective.tokens import Tokens, masked_mean, safe_exp
 
 
 def policy_ratio(tokens: Tokens, level: Literal["token", "sequence"]) -> jax.Array:
-    """pi / pi_old, [..., T], differentiable.
+    """Pi / pi_old, [..., T], differentiable.
 
     "token": r_t. "sequence": the value of the geometric mean s over the rollout, with the
     gradient of its own token: sg[s] * pi_t / sg[pi_t]. Under a per-sequence mean this has exactly

@@ -44,7 +44,8 @@ class WeightAccess:
 
     def puller(self, like: Params, worker: str | None = None) -> Puller:
         """For arrays like these. As `worker` (a name of its own for every process) it serves others in turn, unless the
-        server's memory can be mapped here, which is cheaper than any serving."""
+        server's memory can be mapped here, which is cheaper than any serving.
+        """
         cfg = self._cfg
         return Puller(
             self.directory,
@@ -98,7 +99,8 @@ def connect(
 ) -> WeightAccess:
     """To the shards that these functions find, the directory's first; each is asked anew, for up to `patience` seconds,
     when its shard is gone. `on_wait` and `say_after` are those of `Client`, the number of the shard before the rest.
-    `known_as`: this host's address for others, who may be served from here."""
+    `known_as`: this host's address for others, who may be served from here.
+    """
     tls = None if cfg.tls is None else cfg.tls.build()
     names = [f"parameter server (shard {number})" if number else "parameter server" for number in range(len(locate))]
     clients = [

@@ -63,9 +63,9 @@ class Directory:
             if len(self._versions) >= self._keep and version < min(self._versions):
                 raise WeightsError(f"version {version} is older than all that are kept (held: {self._held()})")
             for key, attempt in self._open.items():
-                if (attempt["version"], attempt["pusher"], attempt["processes"]) == (version, pusher, processes):
-                    if len(attempt["seals"]) < processes:
-                        return key
+                same = (attempt["version"], attempt["pusher"], attempt["processes"]) == (version, pusher, processes)
+                if same and len(attempt["seals"]) < processes:
+                    return key
             self._next_key += 1
             self._open = {k: a for k, a in self._open.items() if a["pusher"] == pusher}  # others are dead
             self._open[self._next_key] = {"version": version, "pusher": pusher, "processes": processes, "seals": {}}
@@ -106,7 +106,8 @@ class Directory:
 
     def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
         """What has become of an attempt within `timeout` seconds: whether it was published, or, as long as that is
-        open, the trainer processes whose seals are awaited (none: all are here, and it is being decided)."""
+        open, the trainer processes whose seals are awaited (none: all are here, and it is being decided).
+        """
         with self._changed:
             self._changed.wait_for(lambda: key not in self._open, timeout)
             if (attempt := self._open.get(key)) is None:
@@ -137,7 +138,8 @@ class Directory:
 
     def versions(self) -> list[int]:
         """Held in whole, oldest first, after a look at whether their shards still live: what a trainer asks who wants
-        to know whether anything has to be published again."""
+        to know whether anything has to be published again.
+        """
         with self._changed:
             known = dict(self._incarnations)
         now = self._alive()
@@ -174,7 +176,8 @@ class Directory:
         self, worker: str, endpoint: str, share: str, version: int, timeout: float = 0.0
     ) -> tuple[int, str | None] | None:
         """From whom a worker, which itself can be read from at `endpoint`, may read its share now: (number of the
-        grant, endpoint; None: the shards of the server). None if all places are taken for `timeout` seconds."""
+        grant, endpoint; None: the shards of the server). None if all places are taken for `timeout` seconds.
+        """
         end = self._clock() + timeout
         with self._changed:
             if self._holders.setdefault(worker, endpoint) != endpoint:  # it was restarted, and holds nothing

@@ -71,7 +71,8 @@ class ParameterServer(Configurable):
 
     def listen(self, known_as: str | None = None) -> Endpoint:
         """Serve on the socket that the config names, once; where that is. `known_as`: this host's address for others,
-        where the server listens on all that it has."""
+        where the server listens on all that it has.
+        """
         if self._server is None:
             tls = None if self.cfg.tls is None else self.cfg.tls.build()
             port = self.cfg.port and self.cfg.port + self._index

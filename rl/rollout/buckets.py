@@ -54,7 +54,8 @@ class Shapes:
 
     def quorum(self, count: int, *, waiting: bool) -> int:
         """Below how many rows a dispatch of `count` sequences ends early: when the rest would fit into a smaller one,
-        or, if others could use the rows, when an eighth has ended."""
+        or, if others could use the rows, when an eighth has ended.
+        """
         smaller = max((rows for rows in self._rows if rows < count), default=0)
         return max(1, smaller + 1, count - count // 8 if waiting else 0)
 

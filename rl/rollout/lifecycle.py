@@ -89,7 +89,7 @@ class Execution:
             except UserError as error:  # a step that cannot be taken: the program is told
                 answer, failure = None, error
             if answer is _LATER:
-                return
+                return None
 
     def _take_up(self, sequence: Sequence, step: Step) -> Any:
         """The answer to the step, or _LATER. Raises UserError if it cannot be taken."""

@@ -342,7 +342,7 @@ def spread(leaf: Any, like: jax.ShapeDtypeStruct, stored: jax.ShapeDtypeStruct) 
 
 
 def _seen(sequences: Items[Sequence], size: int, vocab: int) -> np.ndarray | None:
-    """bool [size, vocab], tokens so far, where a repetition penalty asks for them."""
+    """Bool [size, vocab], tokens so far, where a repetition penalty asks for them."""
     if all(sequence.task.sampler.repetition_penalty == 1 for sequence in sequences):
         return None
     seen = np.zeros((size, vocab), bool)

@@ -16,6 +16,8 @@ from rl.rollout.stop_strings import StopText, check_strings
 
 
 class State(Enum):
+    """Scheduling state of a sequence."""
+
     WAITING = "waiting"  # for a row: it wants tokens drawn
     RUNNING = "running"  # has a row
     PARKED = "parked"  # its program waits for something else

@@ -45,7 +45,7 @@ def pack_rows(groups: Sequence[Group], *, max_prompt: int, max_new: int, row_mul
 
 
 def score_rows(model: Any, tokens: jax.Array, targets: jax.Array, temperature: jax.Array, *, chunks: int = 1) -> Chosen:
-    """log pi of each target, in parts [rows, length]; pure, to be traced.
+    """Log pi of each target, in parts [rows, length]; pure, to be traced.
 
     Args:
         model: a decoder.

@@ -266,7 +266,8 @@ class PolicyTrainer(Configurable):
 
     def _next_batch(self, timeout: float) -> list[Group] | None:
         """The batch of this step, the same in all processes; None if it is not complete within `timeout` seconds, or
-        one of them has not got it (the controller may have died after it gave it to others)."""
+        one of them has not got it (the controller may have died after it gave it to others).
+        """
         if self._all.count == 1:
             return self._controller.next_batch(self.step, timeout)
         groups = self._controller.next_batch(self.step, timeout) if self._all.leader else None

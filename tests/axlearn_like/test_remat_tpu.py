@@ -28,7 +28,7 @@ def compile_small() -> dict[str, Any]:
 
     topology = parse_topology("v5e:2x2")
     mesh = make_mesh({"fsdp": DEVICES}, devices=topology_devices(topology))
-    ints = {name: jnp.int32 for name in ("tokens", "targets", "positions", "segment_ids")}
+    ints = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32)
 
     cfg = small_decoder(num_layers=LAYERS, dim=DIM, vocab_size=512, dtype="bfloat16", remat="everything_offloaded")
     cfg.block.feed_forward = SwiGLU.Config(hidden=HIDDEN)

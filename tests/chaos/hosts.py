@@ -1,5 +1,6 @@
 """Hosts that are namespaces of this machine: each has an address, a shared memory and Ray files of its own, and a cable
-to a switch, which can be pulled. The other files are common to all, as on a cluster with a shared folder."""
+to a switch, which can be pulled. The other files are common to all, as on a cluster with a shared folder.
+"""
 
 import os
 import shutil

@@ -45,20 +45,20 @@ def our_config(theirs: dict[str, Any]) -> Decoder.Config:
             high_freq_factor=rope["high_freq_factor"],
             original_length=rope["original_max_position_embeddings"],
         )
-    shape = dict(
-        vocab_size=theirs["vocab_size"],
-        dim=theirs["hidden_size"],
-        num_layers=theirs["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=theirs["num_key_value_heads"],
-        head_dim=theirs.get("head_dim", theirs["hidden_size"] // heads),
-        tied=theirs["tied"],
-        theta=rope["rope_theta"],
-        eps=theirs["rms_norm_eps"],
-        scaling=scaling,
-        qkv_bias=theirs["family"] == "qwen2",
-        qk_norm=theirs["family"].startswith("qwen3"),
-    )
+    shape = {
+        "vocab_size": theirs["vocab_size"],
+        "dim": theirs["hidden_size"],
+        "num_layers": theirs["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": theirs["num_key_value_heads"],
+        "head_dim": theirs.get("head_dim", theirs["hidden_size"] // heads),
+        "tied": theirs["tied"],
+        "theta": rope["rope_theta"],
+        "eps": theirs["rms_norm_eps"],
+        "scaling": scaling,
+        "qkv_bias": theirs["family"] == "qwen2",
+        "qk_norm": theirs["family"].startswith("qwen3"),
+    }
     if theirs["family"] != "qwen3moe":
         return dense(hidden=theirs["intermediate_size"], **shape)
     router = SoftmaxRouter.Config(top_k=theirs["num_experts_per_tok"], renormalise=theirs["norm_topk_prob"])

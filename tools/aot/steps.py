@@ -146,5 +146,5 @@ def _engine(experiment: RLExperiment, step: str, devices: list[Any]) -> Step:
 
 
 def described(mesh: Mapping[str, int]) -> str:
-    """ "fsdp 4 x tensor 2"."""
+    """Formats a mesh shape, for example "fsdp 4 x tensor 2"."""
     return " x ".join(f"{name} {size}" for name, size in mesh.items() if size != 1) or "one device"

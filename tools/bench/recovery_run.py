@@ -118,11 +118,11 @@ class WatchedRun:
         return True
 
     def kill(self, role: str) -> bool:
-        """kill -9; notes which checkpoint is on disk."""
+        """Kill -9; notes which checkpoint is on disk."""
         return self.signal(role, signal.SIGKILL, "kill", saved=self.saved())
 
     def kill_and_wait(self, *targets: str) -> None:
-        """kill -9 these at once; start the command again if it was among them; wait for an update with all back.
+        """Kill -9 these at once; start the command again if it was among them; wait for an update with all back.
 
         Raises:
             RunFailed: a target had ended by itself, or is not back in time.

@@ -25,54 +25,75 @@ from safetensors.numpy import load_file
 
 # Documents per row; what is left of a row is padding.
 ROWS, LENGTH = ((24,), (13, 8)), 24
-COMMON = dict(vocab_size=96, hidden_size=64, intermediate_size=80, num_hidden_layers=2)
+COMMON = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2}
 # Wavelengths of this rope lie on both sides of, and between, the two limits of the scaling.
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=10_000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
-PLAIN = dict(rope_type="default", rope_theta=10_000.0)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 CASES = {
-    "llama_untied": dict(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, rope_parameters=LLAMA3
-    ),
-    "llama_tied": dict(
-        num_attention_heads=8, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_parameters=LLAMA3
-    ),
-    "qwen2_untied": dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, rope_parameters=PLAIN),
-    "qwen2_tied": dict(num_attention_heads=4, num_key_value_heads=1, rms_norm_eps=1e-6, rope_parameters=PLAIN),
-    "qwen3_untied": dict(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=24, rms_norm_eps=1e-6, rope_parameters=PLAIN
-    ),
-    "qwen3_tied": dict(
-        num_attention_heads=4, num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-6, rope_parameters=PLAIN
-    ),
-    "qwen3moe_untied": dict(
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-6,
-        rope_parameters=PLAIN,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        norm_topk_prob=True,
-    ),
-    "qwen3moe_tied": dict(
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        rms_norm_eps=1e-6,
-        rope_parameters=PLAIN,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        norm_topk_prob=False,
-    ),
+    "llama_untied": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": LLAMA3,
+    },
+    "llama_tied": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": LLAMA3,
+    },
+    "qwen2_untied": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": PLAIN,
+    },
+    "qwen2_tied": {"num_attention_heads": 4, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "rope_parameters": PLAIN},
+    "qwen3_untied": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": PLAIN,
+    },
+    "qwen3_tied": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": PLAIN,
+    },
+    "qwen3moe_untied": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": PLAIN,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "qwen3moe_tied": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": PLAIN,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": False,
+    },
 }
 
 

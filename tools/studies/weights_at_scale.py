@@ -103,7 +103,8 @@ def push_bounds(case: Case) -> dict[str, float]:
 
 def pull_bounds(case: Case, ratio: float = 1.0, codec: bool = False) -> dict[str, float]:
     """The same for one worker that pulls alone, `ratio` times compressed. The servers encode with all their cores, it
-    decodes with its own, in host memory, and all of it goes to the devices."""
+    decodes with its own, in host memory, and all of it goes to the devices.
+    """
     host = case.host
     encode = case.total / case.server_hosts / GB * ENCODE / SERVER.cores if codec else 0.0
     return {

@@ -128,7 +128,8 @@ class Kernel(Configurable):
 
     def tables(self, call: Call) -> Any:
         """Arrays that `attend` needs of each device's queries: the last but one axis, or the only one, is cut as they
-        are. None if there are none."""
+        are. None if there are none.
+        """
         del call
         return None
 

@@ -46,7 +46,7 @@ class Xla(Kernel):
 
 
 def visible_by_place(rules: Rules, queries_t: Any, keys_s: Any) -> jax.Array | None:
-    """bool [t, s], or None where every key is visible."""
+    """Bool [t, s], or None where every key is visible."""
     if not rules.causal:
         return None
     behind = queries_t[:, None] - keys_s[None, :]

@@ -126,7 +126,7 @@ class GroupContext:
         return named(jnp.concatenate([trunk, flat], axis=1), "context"), cache
 
     def _live(self, length: int) -> jax.Array:
-        """bool [g, p + n * t]: not padding of the trunk. That of a branch is seen by nothing before it."""
+        """Bool [g, p + n * t]: not padding of the trunk. That of a branch is seen by nothing before it."""
         places = jnp.arange(length)
         return (places < self.trunk_lengths[:, None]) | (places >= self.trunk_size)
 
@@ -166,7 +166,8 @@ def _attend_branches(
     q: jax.Array, cache: dict[str, jax.Array], trunk_mask_gtp: jax.Array, own_mask_ts: jax.Array, mixing: Mixing
 ) -> jax.Array:
     """Attention over the trunk, then the own branch, with one softmax; [g, n, t, k, q, h]. The trunk's mask may be the
-    same for all t."""
+    same for all t.
+    """
     groups, branches, length, heads, per_head, width = q.shape
     q = q.transpose(0, 3, 1, 4, 2, 5)  # g k n q t h
     split = (groups, heads, branches, per_head, length, -1)

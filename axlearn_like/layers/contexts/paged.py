@@ -240,7 +240,7 @@ def _scores(q_rknh: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _weighted_sum(weights_rkns: jax.Array, v_rksh: jax.Array) -> jax.Array:
-    """weights x values over s, float32 [r, k, n, h].
+    """Weights x values over s, float32 [r, k, n, h].
 
     A result of other than a multiple of 64 columns XLA's CPU matmul sums in another order if there are many rows, so
     it is widened: prefill and decoding stay equal to the bit.

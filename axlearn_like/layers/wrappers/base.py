@@ -74,7 +74,6 @@ class Wrapper(Layer):
 
 def plain_config[C: ConfigBase[Any]](model: C) -> C:
     """A copy of a model's config in which wrapped layers stand without their wrappers."""
-
     plain: Any = model
     while isinstance(plain, Wrapper.Config):
         plain = plain.inner

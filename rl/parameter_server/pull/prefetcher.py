@@ -23,11 +23,10 @@ class Follower:
         newest: bool,
         background: bool = True,
     ):
-        """
-        Args:
-            place: makes of the arrays what the engine uses (see `RolloutEngine.place`).
-            newest: always fetch the newest version; else the one that follows the version in use.
-            background: fetch ahead at all.
+        """Args:
+        place: makes of the arrays what the engine uses (see `RolloutEngine.place`).
+        newest: always fetch the newest version; else the one that follows the version in use.
+        background: fetch ahead at all.
         """
         self._puller, self._place, self._newest = puller, place, newest
         self._pulling = threading.Lock()  # a puller does one thing at a time

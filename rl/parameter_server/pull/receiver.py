@@ -74,12 +74,11 @@ class Puller:
         relaying: Relaying | None = None,
         streams: int = 2,
     ):
-        """
-        Args:
-            codec: how boxes travel (see codecs).
-            key_every: versions that are a multiple of it travel whole, whatever the codec; 0: none.
-            verify: contents by fingerprint on the devices, where the codec is lossless and the type the trainer's.
-            streams: connections to each holder at a time: while what came by one is verified, more comes by the other.
+        """Args:
+        codec: how boxes travel (see codecs).
+        key_every: versions that are a multiple of it travel whole, whatever the codec; 0: none.
+        verify: contents by fingerprint on the devices, where the codec is lossless and the type the trainer's.
+        streams: connections to each holder at a time: while what came by one is verified, more comes by the other.
         """
         self.directory, self._shards = directory, list(shards)
         self._codec, self._key_every, self._streams = get_codec(codec), key_every, streams

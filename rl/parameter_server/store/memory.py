@@ -27,7 +27,8 @@ class Memory:
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """As `np.empty`, at an address that devices of the CPU can use in place. It is given back when neither this
-        array nor a view of it is left."""
+        array nor a view of it is left.
+        """
         kind = np.dtype(dtype)
         nbytes = math.prod(shape) * kind.itemsize
         if nbytes < _SMALL:

@@ -369,7 +369,8 @@ def _lies_in(array: np.ndarray, segment: Segment) -> bool:
 @lru_cache(maxsize=1024)
 def _parts(box: Box, held: tuple[Box, ...]) -> list[tuple[Box, Box]]:
     """What the box is assembled from, each part with a held box that has it. Of a thousand pieces this takes longer
-    than to copy them, but it is the same for every version."""
+    than to copy them, but it is the same for every version.
+    """
     return [(part, outer) for part in covering(box, held) if (outer := _around(part, held)) is not None]
 
 

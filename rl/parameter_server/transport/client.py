@@ -293,7 +293,8 @@ class Client:
 
 def _error_of(reply: Fields, peer: str) -> WeightsError:
     """The error that a server raised: of its class if that is one of WeightsError's. That another server behind it is
-    Unreachable does not make it so."""
+    Unreachable does not make it so.
+    """
     classes: dict[str, type[WeightsError]] = {}
     waiting = [WeightsError]
     while waiting:

@@ -23,7 +23,8 @@ class Endpoint:
 
 def own_address() -> str:
     """The address of this host that others see: of the interface that its default route goes by (no packet is sent), or
-    of any if it has no such route."""
+    of any if it has no such route.
+    """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # of a range that is reserved for documentation
         return probe.getsockname()[0]

@@ -125,8 +125,10 @@ class Fleet:
         return actor.remote(kind, name, str(self._run.path), self._token, self._cfg.patience.grace, self._namespace)
 
     def _home(self, kind: str, name: str) -> Any:
-        """Workers, and a trainer's processes, go to the nodes in turn, and to another when theirs is lost. (Ray's
-        SPREAD is by chance.)"""
+        """Places workers and trainer processes on the nodes in turn, and on another node when theirs is lost.
+
+        Ray's own SPREAD strategy is random.
+        """
         if kind not in ("trainer", "worker") or (kind == "trainer" and self._cfg.trainer.processes == 1):
             return "DEFAULT"
         nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
@@ -204,7 +206,8 @@ class Fleet:
 
     def _start_again(self, first: list[str], dead: list[str]) -> None:
         """Wait for a process that has ended, to begin its loop again. If it is of the trainer, all of that end: `first`
-        are those for whose sake, `dead` those that have by themselves."""
+        are those for whose sake, `dead` those that have by themselves.
+        """
         if first[0] not in self._crew.names:
             return self._await_restart(first[0])
         self._waiting = {r: waiting for r, waiting in self._waiting.items() if waiting[0] not in self._crew.names}

@@ -21,11 +21,11 @@ DIM, LENGTH = 24, 9
 POSITIONS = np.array([0, 1, 2, 3, 4, 0, 1, 2, 0], np.int32)
 SEGMENTS = np.array([1, 1, 1, 1, 1, 2, 2, 2, 0], np.int32)
 KINDS: dict[str, dict[str, Any]] = {
-    "multi-head": dict(num_heads=3),
-    "grouped": dict(num_heads=6, num_kv_heads=2, head_dim=10),
-    "one key/value head": dict(num_heads=4, num_kv_heads=1),
-    "biases": dict(num_heads=4, num_kv_heads=2, qkv_bias=True),
-    "qk-norm": dict(num_heads=4, num_kv_heads=2, qk_norm=RMSNorm.Config(eps=0.1)),
+    "multi-head": {"num_heads": 3},
+    "grouped": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 10},
+    "one key/value head": {"num_heads": 4, "num_kv_heads": 1},
+    "biases": {"num_heads": 4, "num_kv_heads": 2, "qkv_bias": True},
+    "qk-norm": {"num_heads": 4, "num_kv_heads": 2, "qk_norm": RMSNorm.Config(eps=0.1)},
 }
 
 

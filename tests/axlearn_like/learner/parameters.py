@@ -33,8 +33,7 @@ SPECS = {
 def arrays(seed: int, scale: float = 1.0) -> dict[str, Any]:
     """Normal float32 arrays of SHAPES."""
     rng = np.random.default_rng(seed)
-    made = jax.tree.map(lambda s: (scale * rng.normal(size=s)).astype(np.float32), SHAPES, is_leaf=_is_shape)
-    return made
+    return jax.tree.map(lambda s: (scale * rng.normal(size=s)).astype(np.float32), SHAPES, is_leaf=_is_shape)
 
 
 def _is_shape(x: Any) -> bool:

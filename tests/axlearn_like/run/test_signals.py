@@ -20,12 +20,11 @@ def test_a_signal_is_a_flag_and_the_old_handlers_come_back(signum):
 
 def test_a_second_ctrl_c_aborts_but_a_second_sigterm_does_not():
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        with graceful_stop() as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.requested
-            os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), graceful_stop() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before
 
 

@@ -172,7 +172,7 @@ class Growing(SupervisedInput):
 
 def test_a_batch_of_another_shape_is_named(tmp_path):
     cfg = tiny_trainer(5)
-    cfg.input = Growing.Config(**{name: value for name, value in config_items(cfg.input)})
+    cfg.input = Growing.Config(**dict(config_items(cfg.input)))
     with pytest.raises(RecompilationError, match=r"batch/tokens: shape \(8, 16\) -> \(8, 8\)"):
         cfg.build().run(tmp_path / "run", progress=False)
 

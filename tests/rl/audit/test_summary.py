@@ -85,7 +85,8 @@ def test_throughput(tmp_path: Path):
 
 def test_what_a_kill_cost(tmp_path: Path):
     """The median update before took 1 s. Those that ended in the kill's aftermath, until an update after the first
-    rollout of the successor, took 2.5 and 1.5 s: two seconds lost."""
+    rollout of the successor, took 2.5 and 1.5 s: two seconds lost.
+    """
     report = summarise_run(write(tmp_path, ROWS, EVENTS), name="demo", seed=3)
     (kill,) = report["kills"]
     assert kill == {

@@ -93,7 +93,7 @@ def test_with_bound_k_step_s_is_leasable_from_version_s_minus_k_and_not_before(b
         fresh = drain(controller)
         held += fresh
         newest = min(STEPS - 1, version + bound)
-        expected = range(0, newest + 1) if step == 0 else range(version + bound, newest + 1)
+        expected = range(newest + 1) if step == 0 else range(version + bound, newest + 1)
         assert [lease.step for lease in fresh] == [s for s in expected for _ in range(2)]
         for lease in fresh:
             assert lease.version == (max(0, lease.step - bound) if weights == "pinned" else version)

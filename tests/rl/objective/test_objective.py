@@ -343,7 +343,7 @@ def test_behaviour_is_recompute_with_mu_as_the_old_policy():
 
 
 def test_clip_acts_on_pi_over_old_and_importance_on_old_over_mu():
-    """mu far off and pi = pi_old: nothing is clipped, every weight is capped."""
+    """Mu far off and pi = pi_old: nothing is clipped, every weight is capped."""
     rollouts = random_rollouts(8)
     rollouts["new"] = rollouts["logprobs_old"]
     rollouts["logprobs_behaviour"] = rollouts["logprobs_old"] - 3.0

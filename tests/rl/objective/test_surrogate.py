@@ -29,7 +29,7 @@ def random_inputs(seed: int = 0):
 
 
 def total(cfg, new, batch):
-    """sum over tokens of sg[A] * surrogate, as a function of log pi."""
+    """Sum over tokens of sg[A] * surrogate, as a function of log pi."""
     arrays = {k: jnp.asarray(v) for k, v in batch.items()}
     surrogate = cfg.build()
 

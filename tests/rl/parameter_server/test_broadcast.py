@@ -30,7 +30,8 @@ class Clock:
 
 class World(RuleBasedStateMachine):
     """Workers that ask, finish, fail, fall silent and are restarted empty, told of or not; `teardown` is the promise
-    that none waits forever."""
+    that none waits forever.
+    """
 
     @initialize(fanout=st.integers(1, 3), seeds=st.integers(1, 2))
     def begin(self, fanout: int, seeds: int) -> None:

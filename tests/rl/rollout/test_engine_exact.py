@@ -171,4 +171,4 @@ def test_many_samples_on_few_slots_all_come_to_an_end(prepare: Callable[[Rollout
     q = request(5, samples=40)
     assert [r.sample_id for r in engine.generate([q, request(6, samples=1)])] == [*range(40), 0]
     assert_no_page_is_held(engine)
-    assert MAX_NEW >= max(len(r.tokens) for r in engine.generate([q]))
+    assert max(len(r.tokens) for r in engine.generate([q])) <= MAX_NEW

@@ -33,21 +33,21 @@ def test_a_family_that_prepares_its_items_has_no_last_one():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dict(name="chain_sun"), "unknown task family 'chain_sun': did you mean chain_sum"),
-        (dict(name="qqq"), "unknown task family 'qqq': there are ab, acre"),
+        ({"name": "chain_sun"}, "unknown task family 'chain_sun': did you mean chain_sum"),
+        ({"name": "qqq"}, "unknown task family 'qqq': there are ab, acre"),
         (
-            dict(name="gcd", params={"max_valeu": 3}),
+            {"name": "gcd", "params": {"max_valeu": 3}},
             "'gcd' has no param 'max_valeu': did you mean 'max_value'? accepted: min_numbers",
         ),
-        (dict(name="gcd", params={"seed": 3}), "'gcd': param 'seed' belongs to the mixture"),
+        ({"name": "gcd", "params": {"seed": 3}}, "'gcd': param 'seed' belongs to the mixture"),
         (
-            dict(name="chain_sum", params={"max_terms": 1}),
+            {"name": "chain_sum", "params": {"max_terms": 1}},
             "refuses params {'max_terms': 1}: max_terms must be >= min_terms",
         ),
-        (dict(name="gcd", params={"max_value": "many"}), "'gcd': reasoning-gym refuses params"),
-        (dict(name="ransom_note"), "'ransom_note': reasoning-gym's items of this dataset differ"),
-        (dict(name="composite"), "'composite' is itself a mixture"),
-        (dict(name="gcd", weight=-1.0), "'gcd': weight=-1.0 is negative"),
+        ({"name": "gcd", "params": {"max_value": "many"}}, "'gcd': reasoning-gym refuses params"),
+        ({"name": "ransom_note"}, "'ransom_note': reasoning-gym's items of this dataset differ"),
+        ({"name": "composite"}, "'composite' is itself a mixture"),
+        ({"name": "gcd", "weight": -1.0}, "'gcd': weight=-1.0 is negative"),
     ],
 )
 def test_what_cannot_work_is_refused_when_it_is_built(config: dict, message: str):

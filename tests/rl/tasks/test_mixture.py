@@ -117,10 +117,10 @@ def test_held_out_lists_are_prefixes_of_longer_ones():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(heldout_every=1), "heldout_every=1: at least 2"),
-        (dict(families=()), "families is empty"),
-        (dict(families=(TaskFamily.Config(name="gcd"),) * 2), "two task families .* 'gcd'"),
-        (dict(families=(TaskFamily.Config(name="gcd", weight=0.0),)), "nothing to train on"),
+        ({"heldout_every": 1}, "heldout_every=1: at least 2"),
+        ({"families": ()}, "families is empty"),
+        ({"families": (TaskFamily.Config(name="gcd"),) * 2}, "two task families .* 'gcd'"),
+        ({"families": (TaskFamily.Config(name="gcd", weight=0.0),)}, "nothing to train on"),
     ],
 )
 def test_mixtures_that_cannot_work_are_refused(change: dict, message: str):

@@ -86,7 +86,8 @@ class Roles:
 
     def crash(self) -> None:
         """Nothing is saved. What was being written in the background is let finish: which step survives is not left
-        to chance."""
+        to chance.
+        """
         self.trainer._checkpointer.close()
         self.run.close()
 

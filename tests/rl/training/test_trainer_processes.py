@@ -107,7 +107,8 @@ def as_one_of_two(
     address: str, index: int, places: list[dict[str, Any]], run: str, leave_after: int | None, forget: int | None
 ) -> dict[str, Any]:
     """The loop of one of the trainer's processes. In the second SIGTERM comes after an update; and its controller has
-    once lost a batch, and the parameter server has died before it told it that a version was published."""
+    once lost a batch, and the parameter server has died before it told it that a version was published.
+    """
     enable_compilation_cache()  # as the runtime does
     cfg, second = config(), index == 1
     devices_for(cfg.trainer.mesh, 2)
@@ -169,7 +170,7 @@ def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(tmp_pa
     assert other["told"] == [], "only the leader speaks with the controller"
     begun = [["published", 0], ["begin", 0, 0], ["consumed", 0], ["published", 1]]
     assert leader["told"] == [*begun, ["consumed", 1], ["published", 2], ["consumed", 2], ["published", 3]]
-    pushes = [row for row in rows(tmp_path / "two", "push")]
+    pushes = list(rows(tmp_path / "two", "push"))
     assert sorted((row["role"], row["version"]) for row in pushes) == [  # what was sent again is no event
         (role, version) for role in ("trainer", "trainer-1") for version in range(4)
     ]

@@ -33,7 +33,7 @@ def build_cluster(job: GrpoJob, model: nnx.Module, mesh: jax.sharding.Mesh) -> r
         reference=None,  # beta is 0
         tokenizer=AsciiTokenizer(),
         cluster_config=rlc.ClusterConfig(
-            role_to_mesh={role: mesh for role in roles},
+            role_to_mesh=dict.fromkeys(roles, mesh),
             rollout_engine="vanilla",
             offload_to_cpu=False,
             training_config=rlc.RLTrainingConfig(

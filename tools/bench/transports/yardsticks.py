@@ -1,5 +1,6 @@
 """What the machine can do at best, measured in the same run as what is compared with it: a copy in memory and a plain
-TCP stream over loopback, with no protocol at all."""
+TCP stream over loopback, with no protocol at all.
+"""
 
 import json
 import socket

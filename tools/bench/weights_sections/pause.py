@@ -86,7 +86,8 @@ def draw_and_follow(
 
 def _ages(uses: Sequence[tuple[int, float]], published: Sequence[Sequence[float]]) -> tuple[list[float], list[int]]:
     """For each use: seconds since a newer version than the one in use was published, 0 if it was the newest; and how
-    many were newer."""
+    many were newer.
+    """
     times = [at for _, at in published]  # ascending
     place = {int(version): index for index, (version, _) in enumerate(published)}
     ages, behind = [], []

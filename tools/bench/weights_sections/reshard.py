@@ -18,9 +18,9 @@ TRAINER = {"fsdp": 4, "tensor": 2}
 WORKERS = ({"tensor": 2}, {"tensor": 4}, {"fsdp": 8}, {})
 _CUT_OUTPUTS = PartitionSpec("fsdp", "tensor")  # matrices whose outputs are spread over `tensor`
 _CUT_INPUTS = PartitionSpec("tensor", "fsdp")
-_SPECS = {name: _CUT_OUTPUTS for name in ("query", "key", "value", "gate", "up")} | {
-    name: _CUT_INPUTS for name in ("output", "down", "table")
-}
+_SPECS = dict.fromkeys(("query", "key", "value", "gate", "up"), _CUT_OUTPUTS) | dict.fromkeys(
+    ("output", "down", "table"), _CUT_INPUTS
+)
 
 
 def measure(*, quick: bool) -> dict[str, Any]:

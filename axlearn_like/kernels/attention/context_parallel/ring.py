@@ -192,5 +192,5 @@ def _merged(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> t
 
 
 def _put(x: jax.Array, part: jax.Array, where: Any) -> jax.Array:
-    """x with a part of it replaced; or the part, if it is all."""
+    """X with a part of it replaced; or the part, if it is all."""
     return part if part.shape == x.shape else x.at[where].set(part)

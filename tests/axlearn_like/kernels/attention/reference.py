@@ -54,7 +54,7 @@ def attention(x: Inputs, rules: Rules, *, sinks: bool = False) -> np.ndarray:
 def _sees(rules: Rules, query: int, key: int) -> bool:
     if not rules.causal:
         return True
-    return 0 <= query - key and (rules.window is None or query - key < rules.window)
+    return query - key >= 0 and (rules.window is None or query - key < rules.window)
 
 
 def gradients(x: Inputs, rules: Rules, weights: np.ndarray, *, sinks: bool = False, count: int = 6) -> list[Any]:

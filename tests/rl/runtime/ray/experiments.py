@@ -41,7 +41,8 @@ def slow(**changes: Any) -> RLExperiment.Config:
 
 def failing_share(problem_id: int, answer: str) -> float:
     """The tiny experiment's reward; fails, in a way that no user can mend, as often as the file in AXL_TEST_FAILS has
-    bytes."""
+    bytes.
+    """
     left = Path(os.environ["AXL_TEST_FAILS"])
     if count := left.stat().st_size:
         os.truncate(left, count - 1)

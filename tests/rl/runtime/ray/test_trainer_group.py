@@ -84,7 +84,7 @@ def test_each_is_killed_and_asked_to_leave_and_the_result_is_that_of_an_undistur
     assert died == ["trainer-1", "trainer"], "of those that were killed with them nothing is told"
     ended = [(row["target"], row["because"]) for row in events(scenario.path, "ended")]
     assert ended == [("trainer", "trainer-1"), ("trainer-1", "trainer")] * 2
-    left = [row for row in events(scenario.path, "leave")]
+    left = list(events(scenario.path, "leave"))
     assert [row["role"] for row in left] == ["trainer-1", "trainer"]
     assert all("abandoned" not in row and row["seconds"] < 25 for row in left)
     assert [line.split(" ")[0] for line in said] == ["trainer-1", "trainer", "trainer-1", "trainer"]

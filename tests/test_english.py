@@ -1,0 +1,81 @@
+"""Docstrings open with an imperative or a noun phrase, in the vocabulary of the field (CONTRIBUTING.md, "English").
+
+Run as a script for the list of one folder: `python tests/test_english.py rl/rollout`.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("mesh", "axlearn_like", "models", "rl", "experiments", "tools")
+
+# Prepositions, pronouns and conjunctions: a summary that opens on one is a fragment.
+FRAGMENTS = frozenset(
+    """of to them it its itself as whether where whoever whose who whom that this these those they their so what which
+    for in into by from with without at on upon if when while until till because since than and or but nor not
+    he she his her him we us our there then thus hence also""".split()
+)
+# Third person where the imperative is meant ("Return the mean", not "Returns the mean").
+THIRD_PERSON = frozenset(
+    """accepts adds appends applies asks asserts attends begins brings builds calls cancels casts checks chooses cleans
+    clears closes collects combines compares compiles computes connects constructs contains converts copies creates
+    cuts decides decodes deletes describes determines disables discards divides does draws drops enables encodes ends
+    ensures evaluates executes expands extracts fetches fills finds finishes formats frees gathers generates gets gives
+    goes handles has holds imports initialises initializes inserts is iterates joins keeps kills lets listens
+    loads looks lowers makes maps marks measures merges moves multiplies needs normalises normalizes notes opens parses
+    picks plans pops posts prepares prints publishes pulls pushes puts raises reads receives records refuses
+    registers releases removes renames repeats replaces reports resets resolves restores returns rounds
+    saves schedules selects sends serves sets shards shows skips slices spawns splits starts steps stops
+    stores sums swaps switches takes tells tests traces trains transfers turns undoes unpacks updates uses validates
+    verifies waits walks warns wraps writes yields""".split()
+)
+# Words of a private vocabulary, in docstrings and comments.
+PRIVATE = re.compile(r"\b(whence|anew|whoever|meanwhile|is made so|are made so|mends?|mended|mending)\b", re.IGNORECASE)
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, docstring) of the module and of every class and function in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, comment)."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def violations(source: str) -> list[str]:
+    """Return `line: reason` of each docstring or comment that breaks a rule."""
+    found = []
+    for line, text in docstrings(ast.parse(source)):
+        first = re.match(r"[A-Za-z]+(?:'s)?", text)
+        word = first.group().lower() if first else ""
+        if word in FRAGMENTS:
+            found.append(f"{line}: opens on a fragment: {text.splitlines()[0]!r}")
+        elif word in THIRD_PERSON:
+            found.append(f"{line}: not imperative: {text.splitlines()[0]!r}")
+        found += [f"{line}: says {match.group()!r}" for match in PRIVATE.finditer(text)]
+    found += [f"{line}: says {m.group()!r}" for line, text in comments(source) for m in PRIVATE.finditer(text)]
+    return found
+
+
+def violations_below(folder: Path) -> list[str]:
+    """Return `path:line: reason` for every Python file below a folder."""
+    files = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
+    return [f"{path}:{line}" for path in files for line in violations(path.read_text(encoding="utf-8"))]
+
+
+if __name__ == "__main__":
+    lines = [line for folder in sys.argv[1:] or ROOMS for line in violations_below(Path(folder))]
+    print("\n".join(lines))
+    print(f"{len(lines)} violations")
