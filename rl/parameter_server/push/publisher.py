@@ -54,7 +54,7 @@ class Publisher:
         self._shared_memory = shared_memory
 
     def copy(self, params: Params, version: int) -> Snapshot:
-        """Copies the part of a version that this process owns, to be published at once or later; the arrays may be donated."""
+        """Copy the part of a version that this process owns; the arrays may be donated afterwards."""
         return self._take(params, version).wait()
 
     def begin(self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None) -> "Push":

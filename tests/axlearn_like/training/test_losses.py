@@ -103,8 +103,10 @@ def test_no_array_of_all_logits_exists_where_the_head_works_in_chunks():
         """Temporary bytes, and whether there is any array as large as all logits."""
         loss_fn = make_supervised_loss(graphdef, SupervisedLoss.Config(chunks=chunks).build())
         ints = jax.ShapeDtypeStruct((4, 64), jnp.int32)
-        batch = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), ints)
-        batch["weights"] = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+        batch = {
+            **dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), ints),
+            "weights": jax.ShapeDtypeStruct((4, 64), jnp.float32),
+        }
         program = jax.jit(jax.grad(loss_fn, has_aux=True)).lower(params, batch).compile()
         arrays = re.findall(r"f32\[([\d,]+)\]", program.as_text() or "")
         sizes = [math.prod(map(int, array.split(","))) for array in arrays]
