@@ -1,4 +1,4 @@
-"""The small GRPO job by which stacks are compared: 1.6 M parameters learn to write digits (see docs/benchmarks.md)."""
+"""Small GRPO job that compares stacks: 1.6 M parameters learn to write digits (docs/benchmarks/index.md)."""
 
 import random
 from collections.abc import Iterable

@@ -13,7 +13,7 @@ def llama2_7b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: i
     """Llama-2 7B, 4 M tokens a step, on v5p, v6e or v5e.
 
     Compiled for 256 v5p chips: 1.3 GB of arguments and 56 of temporary arrays a chip, of 102.8, estimated at 2.5 s
-    (docs/scaling.md), and for 16 with less at once (docs/aot-experiments.md). Not trained here.
+    (docs/benchmarks/scaling.md), and for 16 with less at once (docs/benchmarks/aot-experiments.md). Not trained here.
     """
     return pretraining(
         llama("Llama-2-7B"),
@@ -38,7 +38,7 @@ def llama2_70b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: 
     """Llama-2 70B, 4 M tokens a step, on v5p, v6e or v5e.
 
     Compiled for 512 v5p chips: 13 GB of arguments and 76 of temporary arrays a chip, of 102.8, estimated at 12.3 s
-    (docs/scaling.md), and for 128 with less at once (docs/aot-experiments.md). Not trained here.
+    (docs/benchmarks/scaling.md), and for 128 with less at once (docs/benchmarks/aot-experiments.md). Not trained here.
     """
     return pretraining(
         llama("Llama-2-70B"),
@@ -63,7 +63,8 @@ def llama2_70b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: 
 def llama31_8b(*, rows: int = 128, length: int = 8192, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Llama-3.1 8B, 1 M tokens a step in rows of 8,192, on v6e, v5e or v5p.
 
-    Compiled for 16 v6e chips with a row each at once, 12 of 33.5 GB at the peak (docs/aot-experiments.md). Not trained.
+    Compiled for 16 v6e chips with a row each at once, 12 of 33.5 GB at the peak (docs/benchmarks/aot-experiments.md).
+    Not trained.
     """
     return pretraining(
         llama("Llama-3.1-8B"),

@@ -1,7 +1,7 @@
 """Changes that fit every experiment: functions that edit a config in place, whatever the experiment is.
 
 On the command line, `axl train demo_sft --apply low_rank`; a modifier of one's own is a function in any file,
-`--apply my_file.py:function`. What they cost in lines, and which others were measured: docs/modularity.md.
+`--apply my_file.py:function`. What they cost in lines, and which others were measured: docs/concepts/modularity.md.
 """
 
 from typing import Any

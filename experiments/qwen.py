@@ -13,7 +13,7 @@ def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: i
     """Qwen2.5 32B, 4 M tokens a step in rows of 8,192, on v5p, v6e or v5e.
 
     Compiled for 128 v5p chips: 6.2 GB of arguments and 57 of temporary arrays a chip, of 102.8, estimated at 24 s
-    (docs/aot-experiments.md). Not trained here.
+    (docs/benchmarks/aot-experiments.md). Not trained here.
     """
     return pretraining(
         qwen("Qwen2.5-32B"),
@@ -37,7 +37,8 @@ def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, see
     """Qwen3 30B-A3B (128 experts, of which a token uses 8), 4 M tokens a step, on v5p, v6e or v5e.
 
     Compiled for 256 v6e chips: 1.9 GB of arguments and 13.2 of temporary arrays a chip, of 33.5; estimated at 10 s, of
-    which most is memory traffic with places for rows that do not come (docs/aot-experiments.md). Not trained here.
+    which most is memory traffic with places for rows that do not come
+    (docs/benchmarks/aot-experiments.md). Not trained here.
     """
     return pretraining(
         moe("Qwen3-30B-A3B"),

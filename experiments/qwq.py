@@ -24,7 +24,8 @@ ROWS_OF = 2  # answers of a prompt that share a row of the trainer: with more, w
 def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
     """QwQ 32B, 256 prompts of up to 4,097 tokens a step, 16 answers of up to 16,384 each, on 512 or 1,024 v5p chips.
 
-    The update is compiled for both (docs/aot-experiments.md): 6.2 GB of arguments and 83 of temporary arrays a chip, of
+    The update is compiled for both (docs/benchmarks/aot-experiments.md):
+    6.2 GB of arguments and 83 of temporary arrays a chip, of
     102.8, estimated at 144 s on 512 chips and 72 s on 1,024. Not trained here: a run begins with random weights and has
     bytes for tokens.
     """

@@ -51,7 +51,7 @@ case ",$extras," in
 esac
 
 # The TPU compiler for tests and `axl aot`, aside of the packages: jax looks for a TPU at every start where it finds it
-# among them (see docs/aot.md). It exists for this platform only, and takes 0.6 GB.
+# among them (see docs/reference/aot.md). It exists for this platform only, and takes 0.6 GB.
 case ",$extras," in
 *,dev,*)
     if [ "$(uname -s) $(uname -m)" = "Linux x86_64" ]; then

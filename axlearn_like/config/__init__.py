@@ -1,4 +1,4 @@
-"""Typed, nested configs: define, compose, edit, compare and build (docs/config.md)."""
+"""Typed, nested configs: define, compose, edit, compare and build (docs/reference/config.md)."""
 
 from axlearn_like.config.base import (
     REQUIRED,

@@ -1,4 +1,4 @@
-"""Input of training: sources, their mixture, packing into rows, and batches that resume to the bit (docs/data.md)."""
+"""Input pipeline: sources, mixtures, packing, and batches that resume to the bit (docs/concepts/data.md)."""
 
 from axlearn_like.input.encoding import Document, PromptAnswer, TokenIds
 from axlearn_like.input.line_formats import JsonLines, PlainText

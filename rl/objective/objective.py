@@ -223,7 +223,7 @@ def combine_metrics(first: Mapping[str, jax.Array], second: Mapping[str, jax.Arr
 
 
 def _diagnostics(tokens: Tokens, old_policy: OldPolicy) -> dict[str, jax.Array]:
-    """Weighted means over the tokens of the loss; what each means is in docs/objective.md."""
+    """Weighted means over the tokens of the loss; what each means is in docs/concepts/objective.md."""
     difference = jnp.abs(tokens.old - tokens.behaviour)
     if old_policy == "behaviour":
         # pi_old is mu by definition, so compare with pi: includes the movement of this update.

@@ -1,7 +1,7 @@
 """The parameter server: versions of the weights in memory, published whole, verified, never reused.
 
 It is made of data shards, each a store of pieces that may live in a process of its own, and one directory, which lives
-with the first of them. See rl/parameter_server for the parts, docs/parameter-server.md for the whole.
+with the first of them. See rl/parameter_server for the parts, docs/concepts/parameter-server.md for the whole.
 """
 
 import secrets

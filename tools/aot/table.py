@@ -46,7 +46,7 @@ def print_report(report: Report, advice: Iterable[str] = (), console: Console | 
     console.print(
         Text(
             f"compiled in {report['compile_s']:.1f} s ({report['compile_cpu_s']:.1f} CPU-s with tracing), host memory "
-            f"{report['host_rss'] / 1e9:.2f} GB; what each figure is worth: docs/aot.md"
+            f"{report['host_rss'] / 1e9:.2f} GB; what each figure is worth: docs/reference/aot.md"
         )
     )
 

@@ -1,4 +1,4 @@
-"""The table of docs/moe.md: one mixture-of-experts layer, forwards and backwards, on TPUs that are not there.
+"""The table of docs/concepts/moe.md: one mixture-of-experts layer, forwards and backwards, on TPUs that are not there.
 
     python -m tools.studies.aot_moe v5p:2x2x1 v6e:2x2 --mesh expert=2,fsdp=2
 

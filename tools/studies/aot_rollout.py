@@ -1,4 +1,4 @@
-"""The table of docs/tpu-rollout.md: the engine's programs for a model on TPUs that are not there.
+"""The table of docs/concepts/tpu-rollout.md: the engine's programs for a model on TPUs that are not there.
 
     python -m tools.studies.aot_rollout v5p:2x2x1 v6e:2x4
 

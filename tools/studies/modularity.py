@@ -1,4 +1,4 @@
-"""Lines that a new feature costs, counted as in table 2 of the AXLearn paper (arXiv 2507.05411): docs/modularity.md.
+"""Lines that a new feature costs, as in table 2 of arXiv 2507.05411 (AXLearn): docs/concepts/modularity.md.
 
     python -m tools.studies.modularity [--json] [--variants] [--modifier FILE.py:FUNCTION ...]
 

@@ -1,4 +1,4 @@
-"""A model's step from a few chips to thousands, on paper: docs/scaling.md, from reports of `axl aot --json`.
+"""A model's step from a few chips to thousands, on paper: docs/benchmarks/scaling.md, from reports of `axl aot --json`.
 
     python -m tools.studies.scaling docs/figures/scaling.json                      # the table
     python -m tools.studies.scaling docs/figures/scaling.json --add 512=step.json  # keep what it needs of a report
@@ -32,7 +32,7 @@ PUBLISHED = (
     ("7B 256", "AXLearn", 2.5),
     ("7B 256", "MaxText, by AXLearn's authors", 2.7),
 )
-_RANGE = (0.9, 1.5)  # of a real step over the estimate (docs/aot.md)
+_RANGE = (0.9, 1.5)  # of a real step over the estimate (docs/reference/aot.md)
 
 
 class Facts(NamedTuple):

@@ -1,6 +1,6 @@
 """The parameter server's design on paper: what large policies on TPU fleets cost in bytes and, at best, in seconds.
 
-    python -m tools.studies.weights_at_scale              # the tables of docs/weights-at-scale.md
+    python -m tools.studies.weights_at_scale              # the tables of docs/benchmarks/weights-at-scale.md
     python -m tools.studies.weights_at_scale --markdown   # rewrites them there
 
 Every figure is a bound computed from bandwidths, or a simulation of the relays' policy; none is a measurement.
@@ -17,13 +17,13 @@ import click
 from tools.studies.relay_simulation import Outcome, simulate
 
 GB = 1e9
-DOC = Path(__file__).parents[2] / "docs" / "weights-at-scale.md"
+DOC = Path(__file__).parents[2] / "docs" / "benchmarks" / "weights-at-scale.md"
 BEGIN, END = "<!-- computed: python -m tools.studies.weights_at_scale --markdown -->\n", "<!-- end of computed -->\n"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Host:
-    """A machine: accelerators and links. The sources of the figures are in docs/weights-at-scale.md."""
+    """A machine: accelerators and links. The sources of the figures are in docs/benchmarks/weights-at-scale.md."""
 
     name: str
     chips: int
@@ -154,7 +154,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 STEP = 30.0  # seconds that all workers may take to have a version: one training step, assumed
-ENCODE, DECODE = 0.55, 0.4  # CPU seconds for a GB of weights, 3 % changed; measured, docs/weight-codecs.md
+ENCODE, DECODE = 0.55, 0.4  # CPU seconds for a GB of weights, 3 % changed; measured, docs/concepts/weight-codecs.md
 CALLS, CALLS_PER_SECOND = 4, 2000  # of a worker host to the directory a version, and what that answers; assumed
 PIECE = 64e6  # bytes, of the pipelined chain that is not built
 HELD = 0.8  # part of a server host's memory that may hold versions
@@ -333,7 +333,7 @@ def with_tables(text: str) -> str:
 
 
 @click.command()
-@click.option("--markdown", is_flag=True, help="Write the tables into docs/weights-at-scale.md.")
+@click.option("--markdown", is_flag=True, help="Write the tables into docs/benchmarks/weights-at-scale.md.")
 def main(markdown: bool) -> None:
     """Compute what the parameter server can reach at most on fleets of TPUs."""
     if markdown:

@@ -2,7 +2,7 @@
 
 Without it bytes travel in the clear, as befits one host or a network that nobody else is on. Certificates come from
 whoever runs the cluster; for a run of one's own one self-signed certificate that all processes share will do (`cert`
-and `key`, no `ca`; docs/weight-transport.md shows the command).
+and `key`, no `ca`; docs/concepts/weight-transport.md shows the command).
 """
 
 import functools

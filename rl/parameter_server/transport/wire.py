@@ -4,8 +4,8 @@
     client = Client(server.endpoint, name="parameter server")
     fields, data = client.call("read", {"tensor": "w"})
 
-Connections stay open for many requests. `link.py` has the bytes on the wire; docs/weight-transport.md what is protected
-against whom.
+Connections stay open for many requests. `link.py` has the bytes on the wire; docs/concepts/weight-transport.md
+what is protected against whom.
 """
 
 from rl.parameter_server.transport.client import Client, Unreachable

@@ -1,4 +1,4 @@
-"""The engine's programs are taken by the TPU compiler, update the cache in place, and fit; see docs/tpu-rollout.md.
+"""The TPU compiler accepts the engine's steps, which update the cache in place and fit (docs/concepts/tpu-rollout.md).
 
 The compiler runs in processes of its own: it writes to standard error at its start, and it can end a process.
 """

@@ -66,7 +66,8 @@ def test_plots_are_the_same_bytes_each_time_and_name_what_they_show(tmp_path: Pa
 def test_page_gets_plots_and_tables_of_the_stored_result(tmp_path: Path) -> None:
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "rollout.json").write_text(json.dumps(result()))
-    page = tmp_path / "benchmarks-rollout.md"
+    page = tmp_path / "benchmarks" / "rollout.md"
+    page.parent.mkdir()
     page.write_text(MARKS)
     plots.main(tmp_path)
     text = page.read_text()
@@ -98,5 +99,5 @@ def test_quick_results_missing_ones_and_pages_without_marks_are_refused(tmp_path
 
 
 def test_the_page_in_the_docs_has_the_marks(checkout: Path) -> None:
-    page = (checkout / "docs" / "benchmarks-rollout.md").read_text()
+    page = (checkout / "docs" / "benchmarks" / "rollout.md").read_text()
     assert "| 1 |" in plots.fill_in(page, result())

@@ -68,7 +68,7 @@ def test_too_few_reports_are_refused():
 def test_the_table_in_the_docs_is_that_of_the_stored_reports():
     stored = json.loads((DOCS / "figures" / "scaling.json").read_text())
     weak = [one for name, one in stored.items() if name.startswith("weak")]
-    text = (DOCS / "scaling.md").read_text()
+    text = (DOCS / "benchmarks" / "scaling.md").read_text()
     assert table(facts(weak)) in text and published(stored) in text
 
 

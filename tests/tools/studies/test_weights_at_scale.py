@@ -1,4 +1,4 @@
-"""The calculator of docs/weights-at-scale.md: its page is up to date, and its sums can be checked by hand."""
+"""The calculator of docs/benchmarks/weights-at-scale.md: its page is up to date, its sums can be checked."""
 
 import pytest
 from click.testing import CliRunner

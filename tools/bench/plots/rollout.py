@@ -25,7 +25,7 @@ _PERCENTILES = (("p50", "-"), ("p95", "--"), ("p99", ":"))
 
 
 def main(docs: Path = _DOCS) -> None:
-    """From `docs/figures/rollout.json`: the plots beside it and the part of `docs/benchmarks-rollout.md` in marks.
+    """From `docs/figures/rollout.json`: the plots beside it and the part of `docs/benchmarks/rollout.md` in marks.
 
     Raises:
         UserError: no stored result, or one of a quick run; or the page has no marks.
@@ -37,7 +37,7 @@ def main(docs: Path = _DOCS) -> None:
     if result["quick"]:
         raise UserError(f"{stored} comes from a run with --quick, whose figures mean nothing")
     draw(result, stored.parent)
-    page = docs / "benchmarks-rollout.md"
+    page = docs / "benchmarks" / "rollout.md"
     page.write_text(fill_in(page.read_text(), result))
 
 
