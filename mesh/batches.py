@@ -16,8 +16,8 @@ def shard_batch(tree: Any, *, rows: int | None = None) -> Any:
     over its sequence axis; scalars are copied.
 
     Args:
-        tree: of arrays [rows, ...], on a mesh of several processes whole ones in each, or of `own_rows` alone.
-        rows: of the whole batch, where the arrays hold `own_rows(rows)` of them; None: they are whole.
+        tree: of arrays [rows, ...], on a mesh of several processes whole ones in each, or of `local_rows` alone.
+        rows: of the whole batch, where the arrays hold `local_rows(rows)` of them; None: they are whole.
 
     Raises:
         UserError: an array has a number of rows, or of tokens in a row, that does not divide over the mesh.
@@ -35,7 +35,7 @@ def shard_batch(tree: Any, *, rows: int | None = None) -> Any:
     specs = jax.tree_util.tree_map_with_path(spread, tree)
     if mesh.empty or not mesh.is_multi_process:
         return jax.device_put(tree, specs)  # all at once: a call for each array costs the host a third more
-    held = None if rows is None else own_rows(rows)
+    held = None if rows is None else local_rows(rows)
 
     def put(x: Any, spec: PartitionSpec) -> jax.Array:
         def part(box: Any) -> Any:
@@ -51,7 +51,7 @@ def shard_batch(tree: Any, *, rows: int | None = None) -> Any:
     return jax.tree.map(put, tree, specs)
 
 
-def own_rows(rows: int) -> np.ndarray:
+def local_rows(rows: int) -> np.ndarray:
     """Which of a batch's rows the devices of this process hold, on the mesh in force: int64, rising.
 
     All of them, unless the mesh is of several processes. Processes whose devices differ along other axes only, as in

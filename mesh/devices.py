@@ -31,7 +31,7 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def device_name_elsewhere() -> str:
+def device_name_in_subprocess() -> str:
     """`device_name()` of this machine, found by another process, so that this one does not take the accelerators."""
     code = "from mesh.devices import device_name, one_device_per_core as f; f(); print(device_name())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -51,7 +51,7 @@ def one_device_per_core(limit: int = 8) -> None:
         jax.config.update("jax_num_cpu_devices", 1 << (cores.bit_length() - 1))
 
 
-def devices_for(mesh: Mapping[str, int], processes: int) -> None:
+def configure_cpu_devices(mesh: Mapping[str, int], processes: int) -> None:
     """Let JAX's CPU backend show this process's part of a mesh, before it is first used.
 
     One process shows a device for each core (`one_device_per_core`), and so does one of several if the mesh has an axis

@@ -1,27 +1,47 @@
-"""How processes become one program: jax.distributed, with an end to every wait, and a name for who did not come.
+"""Several processes as one JAX program: how they meet, and what they agree on while they run.
 
-jax.distributed ends the process (SIGABRT) when others do not come in time. So they meet first on a socket of ours, at
-the address that it will have, and only when all are there is it asked.
+jax.distributed ends the process (SIGABRT) when others do not come in time. So the processes meet on a socket of ours
+first, at the address of its coordinator, and jax.distributed starts only when all are there.
+
+Afterwards decisions travel through the key-value service of jax.distributed. A broadcast over the devices
+(`jax.experimental.multihost_utils`) would need values of one shape, queue behind the work of the devices, and block
+for ever, without a message, on a process that is gone. The service takes a third of a millisecond, and waits for it
+can be reported.
 """
 
+import itertools
+import json
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import jax
+import numpy as np
+from jax._src import distributed  # the service has no public name; orbax uses this one, too
+from jax.experimental import multihost_utils
 
 from mesh.errors import UserError
-from mesh.processes import process_name
 
 _GO = b"go"
-_HELLO = 5.0  # seconds for who has connected to say who it is
+_HELLO = 5.0  # seconds for a new connection to say which process it is
 _CONNECT = 60  # seconds for jax.distributed, when all are known to be there
+_POLL = 1.0  # seconds between two looks at a wait that goes on
+_groups = itertools.count()  # several may follow each other in one process, in the same order in all
+
+OnWait = Callable[[str, float], None]
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """`host:port` with a port that is free there now."""
+    """Return `host:port` with a port that is free there now."""
     with socket.create_server((host, 0)) as server:
         return f"{host}:{server.getsockname()[1]}"
+
+
+def process_name(role: str, index: int) -> str:
+    """Return the name of a process; the first has the role's own: "trainer", "trainer-1", "trainer-2" ..."""
+    return f"{role}-{index}" if index else role
 
 
 def join(
@@ -31,14 +51,16 @@ def join(
 
     Args:
         address: `host:port` of the first process, where nothing listens yet; it listens there and nowhere else.
-        role: what they are together; see `process_name`.
+        index: of this process, from 0.
+        count: of processes.
+        role: the name that they share; see `process_name`.
         timeout: seconds for all to come.
         heartbeat: seconds without a sign of life after which a process counts as dead, and all others end.
 
     Raises:
-        UserError: names who has not come, or cannot be reached.
+        UserError: a process did not come, or the address cannot be reached; the message names it.
     """
-    meet(address, index, count, role, timeout)
+    rendezvous(address, index, count, role, timeout)
     # It would take SIGTERM for itself.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -52,57 +74,58 @@ def join(
     )
 
 
-def meet(address: str, index: int, count: int, role: str, timeout: float) -> None:
-    """Return when all processes are there.
+def rendezvous(address: str, index: int, count: int, role: str, timeout: float) -> None:
+    """Return when all processes have come to the address.
 
     Raises:
-        UserError: they are not within `timeout` seconds.
+        UserError: they did not within `timeout` seconds; the message names them.
     """
     host, _, port = address.rpartition(":")
-    give_up = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     if index:
-        _go_to((host, int(port)), index, role, give_up, timeout)
+        _go_to((host, int(port)), index, role, deadline, timeout)
     else:
-        _receive((host, int(port)), count, role, give_up, timeout)
+        _receive((host, int(port)), count, role, deadline, timeout)
 
 
-def _receive(place: tuple[str, int], count: int, role: str, give_up: float, timeout: float) -> None:
+def _receive(place: tuple[str, int], count: int, role: str, deadline: float, timeout: float) -> None:
     missing = set(range(1, count))
     with ExitStack() as stack:
         server = stack.enter_context(socket.create_server(place))
-        links = []
+        connections: list[socket.socket] = []
         while missing:
-            server.settimeout(max(give_up - time.monotonic(), 0.001))
+            server.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
-                link = stack.enter_context(server.accept()[0])
+                connection = stack.enter_context(server.accept()[0])
             except TimeoutError:
                 names = ", ".join(process_name(role, other) for other in sorted(missing))
                 raise UserError(f"{role} has waited {timeout:.0f} s for {names} to come to {_text(place)}") from None
-            if (other := _who(link)) in missing:
+            if (other := _read_index(connection)) in missing:
                 missing.remove(other)
-                links.append(link)
-        for link in links:
-            link.sendall(_GO)
+                connections.append(connection)
+        for connection in connections:
+            connection.sendall(_GO)
 
 
-def _who(link: socket.socket) -> int | None:
-    link.settimeout(_HELLO)
+def _read_index(connection: socket.socket) -> int | None:
+    """Return the index that the other side sends; None for a stranger."""
+    connection.settimeout(_HELLO)
     try:
-        return int(link.recv(16))
+        return int(connection.recv(16))
     except (OSError, ValueError):
-        return None  # not one of us
+        return None
 
 
-def _go_to(place: tuple[str, int], index: int, role: str, give_up: float, timeout: float) -> None:
-    while (left := give_up - time.monotonic()) > 0:
+def _go_to(place: tuple[str, int], index: int, role: str, deadline: float, timeout: float) -> None:
+    while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection(place, timeout=left) as link:
-                link.sendall(str(index).encode())
-                link.settimeout(left)
-                if link.recv(16) == _GO:
+            with socket.create_connection(place, timeout=left) as connection:
+                connection.sendall(str(index).encode())
+                connection.settimeout(left)
+                if connection.recv(16) == _GO:
                     return
         except OSError:
-            pass  # not there yet, or there once more
+            pass  # the first process is not there yet, or has started again
         time.sleep(0.1)
     raise UserError(
         f"{process_name(role, index)} has waited {timeout:.0f} s at {_text(place)} for {role} and the others; "
@@ -112,3 +135,96 @@ def _go_to(place: tuple[str, int], index: int, role: str, give_up: float, timeou
 
 def _text(place: tuple[str, int]) -> str:
     return f"{place[0]}:{place[1]}"
+
+
+class ProcessGroup:
+    """The processes of one program, as one of them sees them; a group of one sends nothing and costs nothing.
+
+    They run the same code over one mesh and must take the same turns: all must make the same calls in the same order.
+    """
+
+    def __init__(
+        self, role: str = "process", *, on_wait: OnWait | None = None, warn_after: float = 30.0, limit: float = 3600.0
+    ):
+        """Args:
+        role: the name that they share; see `process_name`.
+        on_wait: called as `on_wait(name, seconds)` for a process that this one waits for, after `warn_after` seconds
+            and whenever the wait has doubled.
+        warn_after: seconds before the first of these calls.
+        limit: seconds after which a wait is an error.
+        """
+        self._role, self._on_wait, self._warn_after, self._limit = role, on_wait, warn_after, limit
+        state = distributed.global_state
+        self._client: Any = state.client
+        self.index, self.count = (int(state.process_id), int(state.num_processes)) if state.client else (0, 1)
+        self._prefix = f"agreed/{next(_groups)}"
+        self._turns = itertools.count()
+        self._own_keys: list[str] = []  # keys that this process has written
+
+    @property
+    def leader(self) -> bool:
+        """True in the first process, which writes and speaks for all."""
+        return self.index == 0
+
+    @property
+    def name(self) -> str:
+        """The name of this process."""
+        return process_name(self._role, self.index)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the leader's value in all processes; it must be small, and JSON must hold it."""
+        if self.count == 1:
+            return value
+        key = self._next_key()
+        if self.leader:
+            self._put(key, value)
+            return value
+        return self._get(key, source=0)
+
+    def any(self, flag: bool) -> bool:
+        """Return True if the flag is set in at least one process, once all have called this."""
+        if self.count == 1:
+            return flag
+        key, former = self._next_key(), len(self._own_keys)
+        if self.leader:
+            flag = any([flag, *(self._get(f"{key}/{other}", source=other) for other in range(1, self.count))])
+        else:
+            self._put(f"{key}/{self.index}", flag)
+        decided = self.broadcast(flag)
+        for key in self._own_keys[:former]:  # all are here, so all have read what was written before
+            self._client.key_value_delete(key)
+        del self._own_keys[:former]
+        return decided
+
+    def barrier(self) -> None:
+        """Return once all processes have called this."""
+        self.any(False)
+
+    def _next_key(self) -> str:
+        return f"{self._prefix}/{next(self._turns)}"
+
+    def _put(self, key: str, value: Any) -> None:
+        self._own_keys.append(key)
+        self._client.key_value_set(key, json.dumps(value))
+
+    def _get(self, key: str, source: int) -> Any:
+        began, warn_at = time.monotonic(), self._warn_after
+        while True:
+            try:
+                return json.loads(self._client.blocking_key_value_get(key, int(1000 * _POLL)))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            seconds, other = time.monotonic() - began, process_name(self._role, source)
+            if seconds > self._limit:
+                raise TimeoutError(f"{self.name} has waited {seconds:.0f} s for {other}, to go on together")
+            if seconds > warn_at and self._on_wait is not None:
+                warn_at = 2 * seconds
+                self._on_wait(other, seconds)
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """Return the complete array on this host; all processes that hold a part of it must call this."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)

@@ -19,7 +19,7 @@ class MeshError(UserError):
     """A mesh shape that does not exist or does not fit the devices."""
 
 
-class Unseen:
+class PlaceholderDevice:
     """A device of which nothing is known but that it will be there: for shapes that are checked elsewhere."""
 
     platform = device_kind = "cpu"

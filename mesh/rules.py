@@ -53,7 +53,7 @@ def batch_axes() -> tuple[str, ...]:
     return _names("batch")
 
 
-def mapped_sizes(axis: str) -> dict[str, int]:
+def manual_axis_sizes(axis: str) -> dict[str, int]:
     """Inside a `shard_map`: the mesh axes of a logical axis over which it maps, and their sizes."""
     mesh = jax.sharding.get_abstract_mesh()
     return {name: mesh.shape[name] for name in _names(axis) if name in mesh.manual_axes}

@@ -19,7 +19,7 @@ from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.training.trainer import Trainer, resolve_model
 from mesh import UserError, to_named_sharding
-from mesh.processes import Processes
+from mesh.distributed import ProcessGroup
 from rl.controller.controller import Controller
 from rl.evaluation.evaluator import Evaluation
 from rl.objective import Objective
@@ -227,7 +227,7 @@ class RLExperiment(Configurable):
         run: RunDirectory,
         controller: BatchSource,
         weights: WeightAccess,
-        processes: Processes | None = None,
+        processes: ProcessGroup | None = None,
     ) -> PolicyTrainer:
         """`processes`: those that are the trainer together."""
         warm = None if self.cfg.warm_start is None else warm_start_directory(run)

@@ -38,7 +38,7 @@ class SupervisedInput(Configurable):
         seed: int = 0
 
     def __init__(self, cfg: Config, *, rows: Sequence[int] | np.ndarray | None = None):
-        """`rows`: numbers of this process's, rising (see `mesh.batches.own_rows`); None: all."""
+        """`rows`: numbers of this process's, rising (see `mesh.batches.local_rows`); None: all."""
         self.seq_len, self.batch_size = cfg.seq_len, cfg.batch_size
         own = np.arange(cfg.batch_size) if rows is None else np.asarray(rows)
         _check(cfg, own)

@@ -18,12 +18,13 @@ from axlearn_like.kernels.attention.dispatch import FirstSupported, Mixing
 from axlearn_like.kernels.attention.interface import Rules
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.contexts.packed import Context
-from axlearn_like.layers.linear import project, whole_length
+from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.rope import Rope
 from axlearn_like.remat import named
 from mesh.errors import UserError
 from mesh.rules import axis_sizes
+from mesh.sharding import gather_length
 
 # Weights that may come with their head axes merged into one, [d, k * q * h], as the TPU compiler multiplies them: it
 # would have to copy the others, whose last two axes lie in tiles.
@@ -91,7 +92,7 @@ class Attention(Layer):
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
-        whole_btd = whole_length(x_btd)
+        whole_btd = gather_length(x_btd)
 
         def heads(weight: nnx.Param, bias: nnx.Param | None, shape: tuple[int, ...]) -> jax.Array:
             y = project(whole_btd, weight[...], out_axis="heads", out=shape)

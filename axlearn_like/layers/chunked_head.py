@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from axlearn_like.layers.chunking import in_chunks, merge_length, split_length
 from mesh.manual import vary, varying
-from mesh.sharding import entry_names, in_chunks, merge_length, split_length
+from mesh.sharding import entry_axes
 
 # (params, x of some tokens, other arrays of them) -> (loss, metrics); both are sums over tokens
 TokenLoss = Callable[..., tuple[jax.Array, Any]]
@@ -75,7 +76,7 @@ def _whole(params: Any, *, axes: tuple[str, ...], kept: Any, dtype: Any) -> Any:
     def one(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
         leaf = leaf.astype(dtype)
         for dim, entry in enumerate(spec):
-            if names := entry_names(entry):
+            if names := entry_axes(entry):
                 leaf = jax.lax.all_gather(leaf, names, axis=dim, tiled=True)
         return vary(leaf, axes)
 
@@ -92,7 +93,7 @@ def _scattered(whole: Any, axes: tuple[str, ...], kept: Any, like: Any) -> Any:
     def one(leaf: jax.Array, spec: PartitionSpec, like: jax.Array) -> jax.Array:
         leaf = _sum(leaf, axes)
         for dim, entry in enumerate(spec):
-            if names := entry_names(entry):
+            if names := entry_axes(entry):
                 size = like.shape[dim]
                 leaf = jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(names) * size, size, dim)
         return leaf.astype(like.dtype)
@@ -133,5 +134,5 @@ def _summed(stacked: Any, axes: tuple[str, ...]) -> Any:
 def _only(x: jax.Array, axes: tuple[str, ...]) -> PartitionSpec:
     """The partition of x by these axes alone."""
     spec = jax.typeof(x).sharding.spec
-    names = [tuple(name for name in entry_names(entry) if name in axes) for entry in spec]
+    names = [tuple(name for name in entry_axes(entry) if name in axes) for entry in spec]
     return PartitionSpec(*(one or None for one in names))

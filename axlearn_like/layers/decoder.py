@@ -17,11 +17,11 @@ from axlearn_like.layers.base import Layer, cast_late
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
-from axlearn_like.layers.linear import residual_length, whole_length
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.pipeline import Pipeline, spread_layers
 from axlearn_like.remat import checkpoint, find_remat, named
 from mesh.errors import UserError
+from mesh.sharding import gather_length, shard_residual
 
 
 class Block(Layer):
@@ -111,7 +111,7 @@ class Decoder(Layer):
         """
         x = self.embedding(tokens_bt, self.dtype)
         if cache is None:
-            x = residual_length(x)
+            x = shard_residual(x)
 
         def apply(
             carry: tuple[jax.Array, Any], each: tuple[Block, Any, Any], context: Context = context
@@ -138,7 +138,7 @@ class Decoder(Layer):
             return self._pipelined(apply, x, context, cache, routing)
         stack = (self.layers, jnp.arange(self.num_layers), routing)
         (x, cache), aux = jax.lax.scan(apply, (x, cache), stack, unroll=self.scan_unroll)
-        return Hidden(whole_length(self.norm(x)), cache, over_layers(aux))
+        return Hidden(gather_length(self.norm(x)), cache, over_layers(aux))
 
     def _pipelined(self, apply: Any, x: jax.Array, context: Context, cache: Any, routing: Any) -> Hidden:
         if cache is not None or routing is not None:
@@ -149,7 +149,7 @@ class Decoder(Layer):
             return x, aux
 
         x, aux = self.pipeline(stage, self.layers, x, context)
-        return Hidden(whole_length(self.norm(x)), None, aux)
+        return Hidden(gather_length(self.norm(x)), None, aux)
 
     def unstack(self) -> "Decoder":
         """The same model with its layers in a list: XLA's CPU backend copies each weight that it cuts from a stack."""

@@ -8,8 +8,9 @@ from flax import nnx
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer, fan_in_init, param
-from axlearn_like.layers.linear import project, whole_length
+from axlearn_like.layers.linear import project
 from axlearn_like.remat import named
+from mesh.sharding import gather_length
 
 
 class SwiGLU(Layer):
@@ -28,7 +29,7 @@ class SwiGLU(Layer):
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
         """[b, t, d] -> [b, t, d]; there is nothing to route."""
         del routing
-        whole_btd = whole_length(x_btd)
+        whole_btd = gather_length(x_btd)
         gate = named(project(whole_btd, self.gate_df[...], out_axis="hidden"), "gate")
         up = named(project(whole_btd, self.up_df[...], out_axis="hidden"), "up")
         y_btd = project(jax.nn.silu(gate) * up, self.down_fd[...], in_axis="hidden", like=x_btd)

@@ -6,14 +6,14 @@ the compilers of accelerators see no difference.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from mesh.rules import axis_sizes, constrain, partition
+from mesh.rules import axis_sizes, partition
+from mesh.sharding import length_axes
 
 WHOLE_SUM = 32768  # entries of a matrix over whose depth XLA's CPU matmul sums in one go, however few the rows
 
@@ -50,7 +50,7 @@ def project(
     width = math.prod(weight.shape[:inputs])
     matrix = _as_matrix(weight.astype(x.dtype), inputs)
     whole = [None] * (len(out) - 1)
-    before, after = _length_axes(x), _length_axes(x if like is None else like)
+    before, after = length_axes(x), length_axes(x if like is None else like)
     if before is None and after is None:
         flat = jnp.reshape(x, (batch * length, width), out_sharding=partition("batch", in_axis))
         y = _matmul(flat, matrix, dtype, out_axis)
@@ -61,37 +61,6 @@ def project(
     spread = PartitionSpec(rows, after, outside)
     y = jnp.einsum("bti,io->bto", x, matrix, preferred_element_type=dtype, out_sharding=spread)
     return jnp.reshape(y, (batch, length, *out), out_sharding=PartitionSpec(rows, after, outside, *whole))
-
-
-def whole_length(x: jax.Array) -> jax.Array:
-    """X [batch, length, ...] with its length gathered where heads, hidden units and words are to be spread instead."""
-    length = _length_axes(x)
-    names = (length,) if isinstance(length, str) else length or ()
-    kept = tuple(name for name in names if name not in axis_sizes("heads"))
-    if kept == tuple(names):
-        return x
-    spec = jax.typeof(x).sharding.spec
-    return jax.sharding.reshard(x, PartitionSpec(spec[0], kept or None, *spec[2:]))
-
-
-def residual_length(x: jax.Array) -> jax.Array:
-    """X [batch, length, ...] with its length spread as far as it can be between layers, if it divides evenly.
-
-    The norms and sums there cost every device of a tensor-parallel group the same work on the same numbers otherwise
-    (Korthikanti et al. 2022, arXiv 2205.05198).
-    """
-    ways = math.prod(axis_sizes("residual").values())
-    if ways == 1 or x.shape[1] % ways:
-        return x
-    return constrain(x, "batch", "residual", *[None] * (x.ndim - 2))
-
-
-def _length_axes(x: jax.Array) -> Any:
-    """The mesh axes that cut the second axis of x; None for none."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return None
-    spec = jax.typeof(x).sharding.spec
-    return spec[1] if len(spec) > 1 else None
 
 
 def batched_dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> jax.Array:

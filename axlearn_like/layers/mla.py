@@ -22,11 +22,12 @@ from axlearn_like.kernels.attention.interface import Rules
 from axlearn_like.layers.attention import check_spread
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.contexts.packed import Context
-from axlearn_like.layers.linear import project, whole_length
+from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.rope import Rope
 from axlearn_like.remat import named
 from mesh.errors import UserError
+from mesh.sharding import gather_length
 
 Turn = Callable[[jax.Array], jax.Array]
 
@@ -89,7 +90,7 @@ class LatentAttention(Layer):
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
         turn = self.rope.turn(context.positions)
-        whole_btd = whole_length(x_btd)
+        whole_btd = gather_length(x_btd)
         q = named(self._queries(whole_btd, turn), "query")
         k, v = self._keys_and_values(whole_btd, turn)
         k, v = named(k, "key"), named(v, "value")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from axlearn_like.layers.base import bind, split
 from mesh.manual import vary
-from mesh.sharding import cut_axes, without_axes
+from mesh.sharding import gather_over, token_axes
 
 
 def with_own_tokens(output: Any, fn: Callable[..., Any], x: jax.Array, *arrays: jax.Array) -> Any:
@@ -23,7 +23,7 @@ def with_own_tokens(output: Any, fn: Callable[..., Any], x: jax.Array, *arrays: 
         x: final hidden states [batch, length, dim].
         arrays: each [batch, length, ...], cut as x is.
     """
-    axes = cut_axes(x)
+    axes = token_axes(x)
     if not axes:
         return fn(output, x, *arrays)
     graphdef, params = split(output)
@@ -32,7 +32,7 @@ def with_own_tokens(output: Any, fn: Callable[..., Any], x: jax.Array, *arrays: 
         return fn(bind(graphdef, jax.tree.map(lambda leaf: vary(leaf, axes), params)), *parts)
 
     # In the type in which they are multiplied, as weights are that are gathered layer by layer.
-    params = jax.tree.map(lambda leaf: without_axes(leaf.astype(x.dtype), axes), params)
+    params = jax.tree.map(lambda leaf: gather_over(leaf.astype(x.dtype), axes), params)
     rows = PartitionSpec(*jax.typeof(x).sharding.spec[:2])
     specs = (PartitionSpec(), *(rows for _ in (x, *arrays)))
     return jax.shard_map(own, in_specs=specs, out_specs=rows, axis_names=set(axes))(params, x, *arrays)

@@ -10,7 +10,7 @@ from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import Params
 from axlearn_like.training.program import eval_step
 from mesh import shard_batch
-from mesh.batches import own_rows
+from mesh.batches import local_rows
 
 
 class Evaluator(Protocol):
@@ -34,7 +34,7 @@ class LossEvaluator(Configurable):
 
     def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any]):
         self.every, self.averaged = cfg.every, cfg.averaged
-        data = cfg.input.build(rows=own_rows(cfg.input.batch_size))
+        data = cfg.input.build(rows=local_rows(cfg.input.batch_size))
         self._rows = cfg.input.batch_size
         self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
         data.close()

@@ -14,10 +14,11 @@ from axlearn_like.kernels.attention.context_parallel.zigzag import spread
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.chunked_head import shared_head
+from axlearn_like.layers.chunking import in_chunks
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.deterministic import apart, exponentials
 from mesh.errors import UserError
-from mesh.sharding import cut_axes, in_chunks, spread_like
+from mesh.sharding import shard_like, token_axes
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -102,7 +103,7 @@ class SupervisedLoss(Configurable):
         context = PackedContext(batch["positions"], batch["segment_ids"], layout)
         hidden = model.hidden(batch["tokens"], context)
 
-        targets, weights = (spread_like(batch[name], hidden.x) for name in ("targets", "weights"))
+        targets, weights = (shard_like(batch[name], hidden.x) for name in ("targets", "weights"))
         loss, metrics = self._head(model, hidden.x, targets, weights)
         return with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
 
@@ -114,7 +115,7 @@ class SupervisedLoss(Configurable):
             logits = bind(graphdef, params).logits(x)
             return supervised_loss(logits, {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss)
 
-        if axes := cut_axes(x):
+        if axes := token_axes(x):
             return shared_head(one, self._cfg.chunks, axes, params, x, targets, weights)
         chunks = in_chunks(partial(one, params), self._cfg.chunks, x, targets, weights)
         return jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), chunks)

@@ -36,8 +36,8 @@ from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program, check_length, check_rows, train_program
 from axlearn_like.training.step import State, init_state
 from mesh import make_mesh
-from mesh.batches import own_rows
-from mesh.processes import Processes
+from mesh.batches import local_rows
+from mesh.distributed import ProcessGroup
 
 
 class Trainer(Configurable):
@@ -82,7 +82,7 @@ class Trainer(Configurable):
         self._cfg = cfg
         self._mesh = make_mesh(cfg.mesh, slices=cfg.slices)
         self._learner: Learner = cfg.learner.build()
-        self._all = Processes("trainer")
+        self._all = ProcessGroup("trainer")
         for index, evaluator in enumerate(cfg.evaluators):
             if getattr(evaluator, "averaged", False) and cfg.learner.average is None:
                 place = f"Trainer.evaluators.{index}.averaged"
@@ -156,7 +156,7 @@ class Trainer(Configurable):
                 run = RunDirectory.open(path, to_text(self._cfg))
             except RunDirectoryError as refused:
                 error = refused
-        told = self._all.share(None if error is None else str(error))
+        told = self._all.broadcast(None if error is None else str(error))
         if told is not None:
             raise error or RunDirectoryError(told)
         return run
@@ -176,7 +176,7 @@ class Trainer(Configurable):
         watchdog = cfg.watchdog.build(**here, doing=lambda: clock.cause) if cfg.watchdog else None
         beat = stack.enter_context(watchdog).beat if watchdog else lambda step: None
         profiler = stack.enter_context(cfg.profile.build(**here))  # early: its signal would end the process otherwise
-        data: SupervisedInput = cfg.input.build(rows=own_rows(cfg.input.batch_size))
+        data: SupervisedInput = cfg.input.build(rows=local_rows(cfg.input.batch_size))
         stack.callback(data.close)
         state, start = self._start(program, tiers, data)
         events.append("trainer", "start", step=start, began=round(clock.began, 3))
@@ -201,7 +201,7 @@ class Trainer(Configurable):
         when = cfg.stop_when.build() if cfg.stop_when else lambda rows, before: False
 
         def reached(rows: Any, *, before: int) -> bool:
-            return self._all.share(when(rows, before=before))
+            return self._all.broadcast(when(rows, before=before))
 
         done = loop.run(reached, lambda: self._all.any(stop.requested))
         clock.tell()
@@ -231,7 +231,7 @@ class Trainer(Configurable):
 
     def _start(self, program: Program, tiers: CheckpointTiers, data: SupervisedInput) -> tuple[State, int]:
         """State and step, from the newest checkpoint (the input too) or new."""
-        latest = self._all.share(tiers.latest_step())
+        latest = self._all.broadcast(tiers.latest_step())
         if latest is not None:
             state, extras = tiers.restore(program.state, latest)
             data.restore(extras["input"])

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mesh.cost.arithmetic import Products, products
-from mesh.cost.hlo import Program, parse
+from mesh.cost.hlo import HloModule, parse
 from mesh.errors import UserError
 from mesh.topology import Topology, topology_devices
 
@@ -115,7 +115,7 @@ class Compiled:
         return products(self.jaxpr)
 
     @functools.cached_property
-    def program(self) -> Program | None:
+    def hlo(self) -> HloModule | None:
         """The optimised program."""
         text = None if self.executable is None else self.executable.as_text()
         return None if text is None else parse(text)

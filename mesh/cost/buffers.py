@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from mesh.cost.hlo import Frame, Instruction, Program
+from mesh.cost.hlo import Frame, HloModule, Instruction
 
 # What only names memory that another line has already taken.
 _NO_MEMORY = {
@@ -35,7 +35,7 @@ class Buffer:
     operation: str
 
 
-def largest_buffers(program: Program, count: int = 10) -> list[Buffer]:
+def largest_buffers(program: HloModule, count: int = 10) -> list[Buffer]:
     """The largest arrays in HBM, arguments included; arrays of one shape from one place are listed once.
 
     Not all of them need exist at the same time: their sum is more than the program's peak.
@@ -55,7 +55,7 @@ def largest_buffers(program: Program, count: int = 10) -> list[Buffer]:
     return ordered[:count]
 
 
-def _buffers(program: Program, line: Instruction) -> Iterable[Buffer]:
+def _buffers(program: HloModule, line: Instruction) -> Iterable[Buffer]:
     argument = line.opcode == "parameter"
     if (line.opcode in _NO_MEMORY and not argument) or not line.op_name:
         return

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from mesh.cost.hlo import Instruction, Program
+from mesh.cost.hlo import HloModule, Instruction
 
 KINDS = {
     "all-gather": "all-gather",
@@ -63,7 +63,7 @@ class Collective:
         return ("+".join(self.axes) or "none") + (_DCN if self.dcn else "")
 
 
-def collectives(program: Program, mesh: Mesh) -> list[Collective]:
+def collectives(program: HloModule, mesh: Mesh) -> list[Collective]:
     """All collectives between two or more devices that the program runs.
 
     Args:

@@ -102,7 +102,7 @@ class Frame:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloModule:
     """All computations, those that are called before those that call them."""
 
     computations: Mapping[str, Sequence[Instruction]]
@@ -188,7 +188,7 @@ class Program:
         return frames[::-1]
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloModule:
     """The program of `compiled.as_text()`."""
     computations: dict[str, list[Instruction]] = {}
     entry, current, tables = "", None, []
@@ -204,7 +204,7 @@ def parse(text: str) -> Program:
         else:
             tables.append(line)
     partitions = re.search(r"num_partitions=(\d+)", text[: text.find("\n")])
-    return Program(computations, entry, int(partitions[1]) if partitions else 1, _frames(tables))
+    return HloModule(computations, entry, int(partitions[1]) if partitions else 1, _frames(tables))
 
 
 def _joined(text: str) -> Iterator[str]:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
+from mesh.cost.bandwidth import group_bandwidth
 from mesh.cost.collectives import Collective
-from mesh.cost.hlo import Program
-from mesh.cost.links import link
+from mesh.cost.hlo import HloModule
 from mesh.cost.traffic import operations
 from mesh.topology import Topology
 
@@ -66,7 +66,7 @@ class Estimate:
 
 
 def estimate(
-    program: Program,
+    program: HloModule,
     mesh: Mesh,
     topology: Topology,
     found: Sequence[Collective],
@@ -121,8 +121,8 @@ def transfer_seconds(one: Collective, mesh: Mesh, topology: Topology) -> float:
     A permutation goes to one neighbour, and so over one link; in an all-to-all along a ring of n devices each byte
     travels n / 4 links on average.
     """
-    speed = link(mesh, topology, one.axes, dcn=one.dcn)
+    speed = group_bandwidth(mesh, topology, one.axes, dcn=one.dcn)
     if one.kind == "collective-permute" and not one.dcn:
-        return one.bytes / min(speed.bandwidth, topology.generation.link)
+        return one.bytes / min(speed.rate, topology.generation.link)
     factor = max(1.0, speed.longest / 4) if one.kind == "all-to-all" else 1.0
-    return one.bytes * factor / speed.bandwidth
+    return one.bytes * factor / speed.rate

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from mesh.cost.collectives import KINDS
 from mesh.cost.expected import filled_share
-from mesh.cost.hlo import Array, Instruction, Program
+from mesh.cost.hlo import Array, HloModule, Instruction
 
 _FREE = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "constant", "after-all", "call",
@@ -37,7 +37,7 @@ class Operation:
     kernel: bool
 
 
-def operations(program: Program) -> Iterator[Operation]:
+def operations(program: HloModule) -> Iterator[Operation]:
     """All but the collectives."""
     for name, times, fused in program.weighted():
         if fused:
@@ -64,7 +64,7 @@ def _counts(line: Instruction) -> bool:
     return line.opcode == "copy-start" or (line.opcode.endswith("-done") and line.opcode != "copy-done")
 
 
-def _moved(program: Program, line: Instruction, made: dict[str, Instruction], inside: Sequence[Instruction]) -> int:
+def _moved(program: HloModule, line: Instruction, made: dict[str, Instruction], inside: Sequence[Instruction]) -> int:
     """What is only cut out of a large array, or written into one, counts as what is cut out or written."""
     if line.opcode.endswith("-done"):  # of a slice or a gather: read from HBM, whole or not, and put somewhere
         return sum(array.padded + _hbm(array) for array in line.arrays)

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axlearn_like.layers.chunking import in_chunks, merge_length
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.deterministic import apart
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain
-from mesh.sharding import in_chunks, merge_length
 from rl.messages import Group
 
 _MULTIPLE = 16  # rows have a multiple of so many tokens

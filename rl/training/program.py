@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
+from axlearn_like.layers.chunking import in_chunks, merge_length
 from axlearn_like.layers.contexts.packed import GroupContext
 from axlearn_like.layers.own_tokens import with_own_tokens
 from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
@@ -19,7 +20,7 @@ from axlearn_like.training.program import check_length, describe_state
 from axlearn_like.training.step import State, Step, make_train_step
 from mesh import UserError
 from mesh.rules import constrain, partition
-from mesh.sharding import in_chunks, merge_length, spread_like
+from mesh.sharding import shard_like
 from rl.objective import Objective
 from rl.training.logprobs import row_length, score_rows
 
@@ -127,7 +128,7 @@ def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: flo
     if chunks == 1:
         chosen, entropy = of_tokens(model.output, answers, targets)
     else:
-        chosen, entropy = with_own_tokens(model.output, in_parts, answers, spread_like(targets, answers))
+        chosen, entropy = with_own_tokens(model.output, in_parts, answers, shard_like(targets, answers))
     return Scored(chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape), hidden.aux)
 
 

@@ -29,8 +29,8 @@ from axlearn_like.run.metrics import MetricsWriter
 from axlearn_like.run.spans import span
 from axlearn_like.training.step import init_state, make_train_step
 from mesh import UserError, make_mesh, shard_batch, to_named_sharding
-from mesh.mesh import Unseen
-from mesh.processes import Processes, readable
+from mesh.distributed import ProcessGroup, to_host
+from mesh.mesh import PlaceholderDevice
 from mesh.rules import batch_axes
 from rl.messages import Group
 from rl.objective import Objective
@@ -111,7 +111,7 @@ class PolicyTrainer(Configurable):
                     f"trainer.mesh={self.mesh} has {total} devices, which do not divide over "
                     f"trainer.processes={self.processes}"
                 )
-            mesh = make_mesh(self.mesh, [Unseen()] * total, slices=self.slices)
+            mesh = make_mesh(self.mesh, [PlaceholderDevice()] * total, slices=self.slices)
             self.check_rows(mesh)
             self.check_model(mesh)
 
@@ -139,14 +139,14 @@ class PolicyTrainer(Configurable):
         weights: WeightAccess,
         initial: Callable[[Any], Params] | None = None,
         seed: int = 0,
-        processes: Processes | None = None,
+        processes: ProcessGroup | None = None,
     ):
         """`initial(abstract_params)` gives version 0; without it the model's own initialisation does.
 
         `processes`: those that are this trainer together, of which this is one.
         """
         self.cfg, self._controller = cfg, controller
-        self._all = processes or Processes("trainer")
+        self._all = processes or ProcessGroup("trainer")
         self._versions, self._publisher = weights.directory, self._make_publisher(weights)
         self._own_events = EventLog(run.events_path)
         self._events = EventLog(run.events_path, silent=not self._all.leader)
@@ -182,7 +182,7 @@ class PolicyTrainer(Configurable):
         self.settle()
         if self._all.leader:
             self._versions.rewind(self.step)
-        self._all.meet()
+        self._all.barrier()
         for snapshot in self._recent:
             CommonPush(self._publisher.again(snapshot), self._publisher, self._all).settle()
         self._publish()
@@ -256,12 +256,12 @@ class PolicyTrainer(Configurable):
         self._checkpointer.close()
         self._tell_saved()
         self._metrics.close()
-        self._all.meet()  # who ends now takes nothing from the others
+        self._all.barrier()  # who ends now takes nothing from the others
 
     # ---- parts
 
     def _make_publisher(self, weights: WeightAccess) -> Publisher:
-        pusher = self._all.share(secrets.token_hex(8))  # of this start
+        pusher = self._all.broadcast(secrets.token_hex(8))  # of this start
         return weights.publisher(pusher=pusher, process=self._all.index, processes=self._all.count)
 
     def _next_batch(self, timeout: float) -> list[Group] | None:
@@ -271,7 +271,7 @@ class PolicyTrainer(Configurable):
         if self._all.count == 1:
             return self._controller.next_batch(self.step, timeout)
         groups = self._controller.next_batch(self.step, timeout) if self._all.leader else None
-        digest = self._all.share(None if groups is None else digest_of_groups(groups))
+        digest = self._all.broadcast(None if groups is None else digest_of_groups(groups))
         if digest is None:
             return None
         if not self._all.leader:
@@ -287,7 +287,7 @@ class PolicyTrainer(Configurable):
         key = jax.random.key(seed)
         abstract = to_named_sharding(jax.eval_shape(create, key), self._mesh)
         abstract["opt_state"] = self._learner.placed(abstract["opt_state"])
-        latest = self._all.share(self._checkpointer.latest_step())
+        latest = self._all.broadcast(self._checkpointer.latest_step())
         if latest is not None:
             copies = {str(i): abstract["params"] for i in range(self.cfg.staleness)}
             state, extras = self._checkpointer.restore({**abstract, "recent": copies}, latest)
@@ -340,7 +340,7 @@ class PolicyTrainer(Configurable):
             params = next(one for one in self._recent if one.version == version).params(params)
         figures: dict[str, float] = {}
         if batch["action_mask"].any():
-            apart = np.abs(readable(self._score(params, arrays)) - batch["logprobs_behaviour"])
+            apart = np.abs(to_host(self._score(params, arrays)) - batch["logprobs_behaviour"])
             apart = apart[batch["action_mask"]]
             figures |= {"logprob_diff_mean": float(apart.mean()), "logprob_diff_max": float(apart.max())}
         apart = np.abs(np.concatenate(self._scoring_differences(groups, params)))
@@ -351,7 +351,7 @@ class PolicyTrainer(Configurable):
         rows = pack_rows(groups, **sizes, row_multiple=self.cfg.row_multiple)
         arrays = shard_batch({name: rows[name] for name in ("tokens", "targets")})
         temperature = jnp.full(1, self.cfg.temperature, jnp.float32)
-        scored = jax.tree.map(readable, self._score_rows(params, **arrays, temperature=temperature)).logprobs()
+        scored = jax.tree.map(to_host, self._score_rows(params, **arrays, temperature=temperature)).logprobs()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return [
             (scored[row, first : first + len(r.tokens)] - r.logprobs)[r.action_mask]
@@ -386,7 +386,7 @@ class PolicyTrainer(Configurable):
     def _heal(self) -> None:
         """A parameter server or controller that restarted is empty: tell it where we are."""
         settled = self._push is not None and self._push.settled()
-        if settled and self._all.share(self._all.leader and self._forgotten()):
+        if settled and self._all.broadcast(self._all.leader and self._forgotten()):
             self._events.append("trainer", "heal", step=self.step)
             self.start()
 

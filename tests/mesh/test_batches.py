@@ -1,11 +1,11 @@
-"""Batches on the devices of one process; tests/mesh/test_processes.py has two."""
+"""Batches on the devices of one process; tests/mesh/test_process_group.py has two."""
 
 import jax
 import numpy as np
 import pytest
 
 from mesh import UserError, make_mesh, shard_batch
-from mesh.batches import own_rows
+from mesh.batches import local_rows
 
 # No array is ever put on it: there is one device.
 EIGHT = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices()[:1] * 8).abstract_mesh
@@ -14,14 +14,14 @@ EIGHT = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices()[:1] * 8).ab
 def test_without_a_mesh_nothing_is_spread():
     x = np.ones((3, 2))
     np.testing.assert_array_equal(shard_batch({"x": x})["x"], x)
-    assert own_rows(3).tolist() == [0, 1, 2]
+    assert local_rows(3).tolist() == [0, 1, 2]
 
 
 def test_a_batch_is_copied_to_a_device_whole():
     batch = {"tokens": np.arange(12).reshape(4, 3), "weights": np.ones(4, np.float32), "scale": np.float32(2)}
     with jax.set_mesh(make_mesh({"fsdp": 1}, jax.devices()[:1])):
         put = shard_batch(batch)
-        assert own_rows(4).tolist() == [0, 1, 2, 3]
+        assert local_rows(4).tolist() == [0, 1, 2, 3]
     for name, x in batch.items():
         assert put[name].sharding.is_fully_replicated
         np.testing.assert_array_equal(put[name], x)

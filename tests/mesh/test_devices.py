@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from mesh import UserError
-from mesh.devices import device_name, devices_for
+from mesh.devices import configure_cpu_devices, device_name
 
 
 class Described(NamedTuple):
@@ -42,6 +42,6 @@ def test_the_devices_of_this_process():
 
 def test_a_mesh_that_does_not_divide_over_processes_is_refused():
     with pytest.raises(UserError, match="mesh={'fsdp': 3} has 3 devices, which do not divide over 2 processes"):
-        devices_for({"fsdp": 3}, 2)
+        configure_cpu_devices({"fsdp": 3}, 2)
     with pytest.raises(UserError, match="mesh={} has 1 devices"):
-        devices_for({}, 2)
+        configure_cpu_devices({}, 2)

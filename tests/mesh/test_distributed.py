@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mesh import UserError
-from mesh.distributed import free_address, meet
+from mesh.distributed import free_address, rendezvous
 
 
 def test_all_that_come_go_on_whoever_else_knocks():
     address = free_address()
     host, _, port = address.rpartition(":")
     with ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(meet, address, index, 3, "trainer", 60.0) for index in (1, 2)]
-        first = pool.submit(meet, address, 0, 3, "trainer", 60.0)
+        others = [pool.submit(rendezvous, address, index, 3, "trainer", 60.0) for index in (1, 2)]
+        first = pool.submit(rendezvous, address, 0, 3, "trainer", 60.0)
         stranger = threading.Thread(target=knock, args=(host, int(port)))
         stranger.start()
         assert [done.result() for done in (first, *others)] == [None] * 3
@@ -25,8 +25,8 @@ def test_all_that_come_go_on_whoever_else_knocks():
 def knock(host: str, port: int) -> None:
     """As a port scanner does, as far as anybody listens."""
     try:
-        with socket.create_connection((host, port), timeout=5.0) as link:
-            link.sendall(b"GET / HTTP/1.0\r\n")
+        with socket.create_connection((host, port), timeout=5.0) as connection:
+            connection.sendall(b"GET / HTTP/1.0\r\n")
     except OSError:
         pass
 
@@ -34,9 +34,9 @@ def knock(host: str, port: int) -> None:
 def test_the_first_names_who_has_not_come():
     address = free_address()
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(meet, address, 2, 4, "trainer", 3.0)
+        other = pool.submit(rendezvous, address, 2, 4, "trainer", 3.0)
         with pytest.raises(UserError, match=f"trainer has waited 2 s for trainer-1, trainer-3 to come to {address}"):
-            meet(address, 0, 4, "trainer", 2.0)
+            rendezvous(address, 0, 4, "trainer", 2.0)
         with pytest.raises(UserError, match="trainer-2 has waited 3 s"):
             other.result()
 
@@ -44,4 +44,4 @@ def test_the_first_names_who_has_not_come():
 def test_the_others_name_the_address():
     address = free_address()
     with pytest.raises(UserError, match=f"trainer-1 has waited 0 s at {address} for trainer and the others"):
-        meet(address, 1, 2, "trainer", 0.4)
+        rendezvous(address, 1, 2, "trainer", 0.4)

@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import topologies
 
 from mesh import MESH_AXES, MeshError, UserError, make_mesh
-from mesh.mesh import Unseen
+from mesh.mesh import PlaceholderDevice
 from mesh.topology import find_compiler, prepare_compiler
 
 # More devices than there are, for shapes that are refused before any device is used.
@@ -102,7 +102,7 @@ def test_slices_lie_along_the_axes_that_go_over_them():
 
 
 def test_equal_parts_of_cpu_devices_stand_for_slices():
-    unseen = [Unseen() for _ in range(8)]
+    unseen = [PlaceholderDevice() for _ in range(8)]
     made = make_mesh({"data": 2, "fsdp": -1}, unseen, slices={"fsdp": 2}).devices.flat
     assert [unseen.index(device) for device in made] == [0, 1, 4, 5, 2, 3, 6, 7]
 

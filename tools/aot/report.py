@@ -52,12 +52,12 @@ def report_dict(step: Step, compiled: Compiled) -> Report:
         "versions": {"jax": jax.__version__, "libtpu": compiler_version()},
         "trust": TRUST,
     }
-    if compiled.program is None:
+    if compiled.hlo is None:
         report["largest_buffers"] = list(map(dataclasses.asdict, largest_traced(compiled.jaxpr)))
         return report
-    found = collectives(compiled.program, mesh)
+    found = collectives(compiled.hlo, mesh)
     time = estimate(
-        compiled.program,
+        compiled.hlo,
         mesh,
         topology,
         found,
@@ -71,8 +71,8 @@ def report_dict(step: Step, compiled: Compiled) -> Report:
         "exposed_s": time.exposed,
         "estimated_step_s": time.step,
         "mfu_estimate": step.flops / peak / time.step if time.step else None,
-        "largest_buffers": list(map(dataclasses.asdict, largest_buffers(compiled.program))),
-        "unknown_loops": compiled.program.unknown_loops(),
+        "largest_buffers": list(map(dataclasses.asdict, largest_buffers(compiled.hlo))),
+        "unknown_loops": compiled.hlo.unknown_loops(),
     }
     return report
 

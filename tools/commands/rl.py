@@ -43,9 +43,9 @@ def command(
     """
     check_name(experiment)
     # Asked of another process: with roles in processes of their own, this one must leave accelerators alone.
-    from mesh.devices import device_name_elsewhere, one_device_per_core
+    from mesh.devices import device_name_in_subprocess, one_device_per_core
 
-    cfg = load_experiment(experiment, sets, seed, device=device_name_elsewhere, applied=applied)
+    cfg = load_experiment(experiment, sets, seed, device=device_name_in_subprocess, applied=applied)
     from mesh.compilation import enable_compilation_cache
     from rl.experiment import RLExperiment
 

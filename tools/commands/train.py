@@ -43,7 +43,7 @@ def command(
     from axlearn_like.operations.goodput import process_began
     from axlearn_like.training.trainer import Trainer
     from mesh.compilation import enable_compilation_cache
-    from mesh.devices import device_name, devices_for
+    from mesh.devices import configure_cpu_devices, device_name
     from mesh.distributed import join
 
     _check_meeting(meet, process, processes)
@@ -55,7 +55,7 @@ def command(
         )
     # The processes must have met before the devices are asked for; which ones a process shows, the mesh says.
     steps = cfg.num_steps
-    devices_for(cfg.mesh, processes)
+    configure_cpu_devices(cfg.mesh, processes)
     if meet is not None:
         join(meet, process, processes, role="process")
     cfg = load_experiment(experiment, sets, seed, device=device_name, applied=applied)

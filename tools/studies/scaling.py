@@ -125,7 +125,7 @@ def row(known: Facts, chips: int, generation: str = "v5p") -> Row:
 
 
 def links(shape: Sequence[int]) -> int:
-    """Links by which a chip of a whole slice receives (see `mesh.cost.links`): two of a dimension that is closed."""
+    """Return the links by which a chip of a complete slice receives: two for a dimension that is closed to a ring."""
     return sum(2 if size > 2 and size % 4 == 0 else 1 for size in shape if size > 1)
 
 

@@ -21,7 +21,7 @@ from axlearn_like.layers.moe.dispatch import counts, gather_sum, order_by, permu
 from mesh.cost.expected import filled
 from mesh.errors import UserError
 from mesh.manual import vary, varying
-from mesh.rules import mapped_sizes, partition
+from mesh.rules import manual_axis_sizes, partition
 
 _ROWS = 8  # capacities are multiples of so many rows
 
@@ -101,7 +101,7 @@ class Experts(Layer):
         axes = frozenset[str]().union(*map(varying, (x, *whole)))
         x, experts, weights, whole = jax.tree.map(lambda a: vary(a, axes), (x, experts, weights, whole))
         y, dropped = self._local(x, experts, weights, whole)
-        return jax.lax.psum(y, tuple(mapped_sizes("hidden"))), jax.lax.pmean(dropped, tuple(axes))
+        return jax.lax.psum(y, tuple(manual_axis_sizes("hidden"))), jax.lax.pmean(dropped, tuple(axes))
 
     def _local(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Weights
@@ -157,11 +157,11 @@ class Experts(Layer):
 
 
 def _expert_axis_size() -> int:
-    return mapped_sizes("experts").get("expert", 1)
+    return manual_axis_sizes("experts").get("expert", 1)
 
 
 def _gathered(weight: jax.Array, axis: int) -> jax.Array:
     """A matrix with its model width whole; the gradient is scattered again."""
-    if mapped_sizes("embed").get("fsdp", 1) == 1:
+    if manual_axis_sizes("embed").get("fsdp", 1) == 1:
         return weight
     return jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)

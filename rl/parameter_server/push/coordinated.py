@@ -1,6 +1,6 @@
 """A version on its way from all processes of a trainer, who must agree on whether it has arrived."""
 
-from mesh.processes import Processes
+from mesh.distributed import ProcessGroup
 from rl.parameter_server.push.publisher import Publisher, Push
 from rl.parameter_server.push.snapshot import Snapshot
 
@@ -14,7 +14,7 @@ class CommonPush:
     try again, which needs the seals of all: so those push it once more, too.
     """
 
-    def __init__(self, push: Push, publisher: Publisher, processes: Processes):
+    def __init__(self, push: Push, publisher: Publisher, processes: ProcessGroup):
         self._push, self._publisher, self._all = push, publisher, processes
 
     def snapshot(self) -> Snapshot:

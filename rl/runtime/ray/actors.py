@@ -21,9 +21,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from axlearn_like.config import from_text
 from axlearn_like.run.directory import EventLog, RunDirectory
 from mesh import UserError, enable_compilation_cache, make_mesh
-from mesh.devices import devices_for
-from mesh.distributed import free_address, join
-from mesh.processes import Processes, process_name
+from mesh.devices import configure_cpu_devices
+from mesh.distributed import ProcessGroup, free_address, join, process_name
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import WeightAccess, connect
 from rl.parameter_server.errors import WeightsError
@@ -254,11 +253,11 @@ class RoleHost:
         began = psutil.Process().create_time()
         return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began)
 
-    def _joined(self, cfg: RLExperiment.Config) -> Processes:
+    def _joined(self, cfg: RLExperiment.Config) -> ProcessGroup:
         """The trainer's processes, met if there are several; the devices of this one are set."""
         names, patience = trainer_names(cfg), cfg.patience
         if cfg.trainer.mesh:
-            devices_for(cfg.trainer.mesh, len(names))  # as in the command, which has seen that the mesh fits
+            configure_cpu_devices(cfg.trainer.mesh, len(names))  # as in the command, which has seen that the mesh fits
         if len(names) > 1:
             beyond = patience.unresponsive + _MARGIN  # the driver ends before that who does not answer
             join(self._meeting, names.index(self._name), len(names), role="trainer", timeout=beyond, heartbeat=beyond)
@@ -267,7 +266,7 @@ class RoleHost:
             what = f"{who} to come to the same point"
             self._events.append(self._name, "waiting", who=self._name, what=what, seconds=round(seconds, 1))
 
-        return Processes("trainer", on_wait=on_wait, say_after=patience.say_after, limit=2 * patience.batch)
+        return ProcessGroup("trainer", on_wait=on_wait, warn_after=patience.say_after, limit=2 * patience.batch)
 
     def _build_server(self, experiment: RLExperiment) -> ParameterServer:
         names = server_names(experiment.cfg)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer, CheckpointError, restore_params
 from mesh import make_mesh
-from mesh.devices import devices_for
+from mesh.devices import configure_cpu_devices
 from mesh.distributed import join
 from tests.chaos.faults import flip_bytes
 from tests.elsewhere import in_two_processes
@@ -90,7 +90,7 @@ def manifest(directory: Path) -> dict[str, Any]:
 
 def as_one_of_two(address: str, index: int, folder: str) -> dict[str, Any]:
     """Saves steps 4 and 6; restores what two have written, and what one has."""
-    devices_for(MESH, 2)
+    configure_cpu_devices(MESH, 2)
     join(address, index, 2)
     mesh, path = make_mesh(MESH), Path(folder)
     checkpointer = make(path / "by two", [4, 6], mesh)

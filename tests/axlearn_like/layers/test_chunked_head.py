@@ -54,7 +54,7 @@ def sharded() -> dict[str, dict[str, Any]]:
     from mesh import make_mesh
     from mesh.cost.arithmetic import products
     from mesh.rules import constrain, partition
-    from mesh.sharding import cut_axes
+    from mesh.sharding import token_axes
 
     def of_tokens(params: Any, x: Any, targets: Any, weights: Any) -> Any:
         logits = project(x, params["weight"], out_axis="vocab", dtype=jnp.float32)
@@ -64,7 +64,7 @@ def sharded() -> dict[str, dict[str, Any]]:
         with jax.set_mesh(make_mesh(shape)):
             given = {name: constrain(jnp.asarray(value), "batch", "length") for name, value in inputs().items()}
             params = {"weight": jax.sharding.reshard(jnp.asarray(inputs()["weight"]), PartitionSpec(*cut))}
-            axes = cut_axes(given["x"])
+            axes = token_axes(given["x"])
 
             def loss(params: Any, x: Any) -> Any:
                 total, metrics = shared_head(of_tokens, chunks, axes, params, x, given["targets"], given["weights"])

@@ -8,10 +8,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from axlearn_like.layers.base import split
+from axlearn_like.layers.chunking import merge_length, split_length
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.pipeline import Pipeline
 from mesh import UserError, make_mesh
-from mesh.sharding import merge_length, merge_rows, split_length, split_rows
+from mesh.sharding import merge_rows, split_rows
 from tests.axlearn_like.layers.small import small_decoder
 
 # No array is ever put on them: there is one device.

@@ -17,7 +17,7 @@ from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.trainer import Trainer
-from mesh.devices import devices_for
+from mesh.devices import configure_cpu_devices
 from mesh.distributed import join
 from tests.axlearn_like.tiny import ROOT, Counting, Preemption, tiny_trainer
 from tests.elsewhere import elsewhere, in_two_processes
@@ -93,7 +93,7 @@ def test_sigterm_to_one_stops_both_and_both_go_on_to_what_one_process_learns(tmp
 
 def as_one_of_two(address: str, index: int, folder: str, leave_at: int | None) -> dict[str, Any]:
     """Trains; the second process is sent SIGTERM at a step."""
-    devices_for(MESH, 2)
+    configure_cpu_devices(MESH, 2)
     join(address, index, 2, role="trainer")
     trainer, found = config(MESH).build(), {}
     try:
@@ -107,7 +107,7 @@ def as_one_of_two(address: str, index: int, folder: str, leave_at: int | None) -
 
 def as_the_only_one(run: str) -> dict[str, Any]:
     """Trains on the same mesh in one process."""
-    devices_for(MESH, 1)
+    configure_cpu_devices(MESH, 1)
     jax.config.update("jax_num_cpu_devices", 4)
     return trained(config(MESH).build(), Path(run))
 

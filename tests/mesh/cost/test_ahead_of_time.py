@@ -93,15 +93,15 @@ def communicate(topology: str, slices: int, shape: dict[str, int]) -> dict[str, 
         (ROWS * mesh.devices.size, WIDTH), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(MESH_AXES))
     )
     compiled = compile_step("communicate", lambda: step.trace(rows), mesh, found)
-    assert compiled.program is not None and compiled.memory is not None
-    sent = collectives(compiled.program, mesh)
+    assert compiled.hlo is not None and compiled.memory is not None
+    sent = collectives(compiled.hlo, mesh)
     table = by_axis(sent, [0.0] * len(sent))
     return {
         "collectives": {
             axis: {kind: {name: row[name] for name in ("count", "bytes")} for kind, row in kinds.items()}
             for axis, kinds in table.items()
         },
-        "unknown_loops": compiled.program.unknown_loops(),
+        "unknown_loops": compiled.hlo.unknown_loops(),
         "devices": mesh.devices.size,
         "available": compiled.memory.available,
         "peak": compiled.memory.peak,

@@ -13,9 +13,8 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer, restore_params
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError, enable_compilation_cache
-from mesh.devices import devices_for
-from mesh.distributed import join
-from mesh.processes import Processes
+from mesh.devices import configure_cpu_devices
+from mesh.distributed import ProcessGroup, join
 from rl.experiment import RLExperiment
 from rl.messages import Group
 from rl.parameter_server.client import WeightAccess
@@ -111,7 +110,7 @@ def as_one_of_two(
     """
     enable_compilation_cache()  # as the runtime does
     cfg, second = config(), index == 1
-    devices_for(cfg.trainer.mesh, 2)
+    configure_cpu_devices(cfg.trainer.mesh, 2)
     join(address, index, 2, role="trainer")
     controller = Scripted(forget if second else None)
     trainer = make_trainer(Path(run), cfg, controller, reach(places))
@@ -129,7 +128,7 @@ def make_trainer(path: Path, cfg: RLExperiment.Config, controller: Scripted, wei
         controller=controller,
         weights=weights,
         initial=lambda abstract: restore_params(path.parent / "warm", abstract),
-        processes=Processes("trainer"),
+        processes=ProcessGroup("trainer"),
     )
 
 

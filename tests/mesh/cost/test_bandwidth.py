@@ -2,8 +2,8 @@
 
 import pytest
 
+from mesh.cost.bandwidth import group_bandwidth
 from mesh.cost.collectives import Collective
-from mesh.cost.links import link
 from mesh.cost.roofline import transfer_seconds
 from mesh.topology import parse_topology
 from tests.mesh.described import described_mesh
@@ -25,16 +25,16 @@ V5P, V6E = 90e9, 90e9  # one link, one direction
 )
 def test_rings_give_two_links_and_open_lines_one(topology, axes, of, links, longest):
     found = parse_topology(topology)
-    speed = link(described_mesh(found.shape, **axes), found, of, dcn=False)
-    assert speed.bandwidth == pytest.approx(links * V5P)
+    speed = group_bandwidth(described_mesh(found.shape, **axes), found, of, dcn=False)
+    assert speed.rate == pytest.approx(links * V5P)
     assert speed.longest == longest
 
 
 def test_between_slices_it_is_the_network():
     found = parse_topology("v5p:2x2x1", slices=2)
     mesh = described_mesh((2, 2, 1), slices=2, data=2, fsdp=4)
-    assert link(mesh, found, ("data",), dcn=True).bandwidth == 6.25e9
-    assert link(mesh, found, ("fsdp",), dcn=False).bandwidth == 2 * V5P
+    assert group_bandwidth(mesh, found, ("data",), dcn=True).rate == 6.25e9
+    assert group_bandwidth(mesh, found, ("fsdp",), dcn=False).rate == 2 * V5P
 
 
 def test_a_permutation_uses_one_link_and_an_all_to_all_passes_several():

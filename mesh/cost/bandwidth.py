@@ -1,4 +1,4 @@
-"""How fast the members of a group of devices can talk to each other, by where they lie in the torus."""
+"""How fast the members of a group of devices exchange data, from their places in the torus."""
 
 import math
 from collections.abc import Sequence
@@ -12,46 +12,46 @@ from mesh.topology import Topology
 _ON_CHIP = 6.0  # the two chiplets of tpu7x, as a multiple of one ICI link (cloud.google.com/tpu/docs/tpu7x)
 
 
-class Link(NamedTuple):
-    """What a device has for one collective.
+class Bandwidth(NamedTuple):
+    """What one device has for a collective of its group.
 
     Attributes:
-        bandwidth: bytes/s that it can receive, all directions together.
+        rate: bytes/s that it can receive, all directions together.
         longest: members in a row along one dimension.
     """
 
-    bandwidth: float
+    rate: float
     longest: int
 
 
-def link(mesh: Mesh, topology: Topology, axes: Sequence[str], *, dcn: bool) -> Link:
-    """The link of groups along `axes`.
+def group_bandwidth(mesh: Mesh, topology: Topology, axes: Sequence[str], *, dcn: bool) -> Bandwidth:
+    """Return the bandwidth of the groups along `axes`, or between slices (`dcn`).
 
     A dimension of the torus that a group fills from end to end, and that closes to a ring, gives both of its links;
     an open one gives one of them, which is what its ends have. Groups that are no box count as one open dimension.
     """
     generation = topology.generation
     if dcn:
-        return Link(generation.per_device(generation.dcn), 1)
+        return Bandwidth(generation.per_device(generation.dcn), 1)
     members = _group(mesh, axes)
     places = np.array([_place(device) for device in members])
     lengths = [len(set(places[:, dimension].tolist())) for dimension in range(places.shape[1])]
     chips = len({tuple(place) for place in places.tolist()})
     if chips == 1:
-        return Link(_ON_CHIP * generation.link, 1)
+        return Bandwidth(_ON_CHIP * generation.link, 1)
     shared = generation.devices if chips == len(members) else 1  # do both devices of a chip use its links?
     if math.prod(lengths) != chips:
-        return Link(generation.link / shared, max(lengths))
+        return Bandwidth(generation.link / shared, max(lengths))
     links = 0
     for dimension, length in enumerate(lengths):
         if length > 1:
-            whole = dimension < len(topology.shape) and length == topology.shape[dimension]
-            links += 2 if whole and length > 2 and length % generation.wrap == 0 else 1
-    return Link(links * generation.link / shared, max(lengths))
+            full = dimension < len(topology.shape) and length == topology.shape[dimension]
+            links += 2 if full and length > 2 and length % generation.wrap == 0 else 1
+    return Bandwidth(links * generation.link / shared, max(lengths))
 
 
 def _group(mesh: Mesh, axes: Sequence[str]) -> list[Any]:
-    """The members of the group that the first device belongs to."""
+    """Return the members of the group of the first device."""
     place = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
     members = list(np.asarray(mesh.devices[place], dtype=object).reshape(-1))
     first = getattr(members[0], "slice_index", None)

@@ -8,20 +8,19 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh import MeshError, UserError, make_mesh, shard_batch
-from mesh.batches import own_rows
-from mesh.distributed import join
-from mesh.processes import Processes, readable
+from mesh.batches import local_rows
+from mesh.distributed import ProcessGroup, join, to_host
 from tests.elsewhere import in_two_processes
 
 
 def test_one_process_agrees_with_itself():
-    alone = Processes("trainer")
+    alone = ProcessGroup("trainer")
     assert (alone.index, alone.count, alone.leader, alone.name) == (0, 1, True, "trainer")
     value = object()  # nothing is sent, so it need not be JSON
-    assert alone.share(value) is value
+    assert alone.broadcast(value) is value
     assert alone.any(True) and not alone.any(False)
-    alone.meet()
-    assert readable(jax.numpy.arange(3)).tolist() == [0, 1, 2]
+    alone.barrier()
+    assert to_host(jax.numpy.arange(3)).tolist() == [0, 1, 2]
 
 
 def test_two_processes_agree_and_share_one_mesh():
@@ -53,26 +52,26 @@ def agree(address: str, index: int) -> dict[str, Any]:
     jax.config.update("jax_num_cpu_devices", 2)
     join(address, index, 2, role="trainer")
     told: list[str] = []
-    ours = Processes("trainer", on_wait=lambda who, seconds: told.append(who), say_after=0.5)
+    ours = ProcessGroup("trainer", on_wait=lambda who, seconds: told.append(who), warn_after=0.5)
     found: dict[str, Any] = {"name": ours.name, "told": told}
     values = ["of", "the leader", index], None if index == 0 else 1, {"a": 1}
-    found["shared"] = [ours.share(value) for value in values]
+    found["shared"] = [ours.broadcast(value) for value in values]
     found["any"] = [ours.any(index == 0), ours.any(index == 1), ours.any(False)]
     for _ in range(20):
-        ours.share("again")
-        ours.meet()
+        ours.broadcast("again")
+        ours.barrier()
     if ours.leader:
         time.sleep(2.5)
-    ours.share("late")
-    found["second"] = Processes("trainer").share("of the second program" if index == 0 else "another")
-    found["keys"] = len(ours._client.key_value_dir_get(ours._program))
-    hasty = Processes("trainer", limit=0.5)
+    ours.broadcast("late")
+    found["second"] = ProcessGroup("trainer").broadcast("of the second program" if index == 0 else "another")
+    found["keys"] = len(ours._client.key_value_dir_get(ours._prefix))
+    hasty = ProcessGroup("trainer", limit=0.5)
     if not ours.leader:
         try:
-            hasty.share(None)
+            hasty.broadcast(None)
         except TimeoutError as error:
             found["late"] = str(error)
-    ours.meet()
+    ours.barrier()
     return found | on_devices()
 
 
@@ -92,7 +91,7 @@ def on_devices() -> dict[str, Any]:
         for name, array in put.items()
         for shard in array.addressable_shards
     )
-    found["readable"] = all(np.array_equal(readable(array), batch[name]) for name, array in put.items())
+    found["readable"] = all(np.array_equal(to_host(array), batch[name]) for name, array in put.items())
     found["no axes"] = error_of(make_mesh)
     own_parts(found)
     return found
@@ -112,7 +111,7 @@ def own_parts(found: dict[str, Any]) -> None:
     found["own"], same = {}, []
     for name, mesh in meshes.items():
         with jax.set_mesh(mesh):
-            own = own_rows(8)
+            own = local_rows(8)
             found["own"][name] = own.tolist()
             put, whole = shard_batch({k: x[own] for k, x in batch.items()}, rows=8), shard_batch(batch)
         for key, array in put.items():
