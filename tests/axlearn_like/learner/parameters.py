@@ -54,7 +54,7 @@ def train(cfg: Learner.Config, updates: int = 3, start: Any = None) -> tuple[Any
 
 
 def learner(optimizer: Any, lr: float = 0.1, **fields: Any) -> Learner.Config:
-    """Of one optimizer with a constant rate, without clipping."""
+    """A learner of one optimizer with a constant rate, without clipping."""
     return Learner.Config(optimizer=optimizer, schedule=Constant.Config(lr=lr), **{"clip_norm": None, **fields})
 
 
@@ -62,12 +62,26 @@ def close(a: Any, b: Any, rtol: float = 2e-5, atol: float = 2e-6) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
 
 
-def sharded_differences(text: str, mesh: dict[str, int]) -> dict[str, Any]:
-    """Of a config's learner on this mesh of eight devices from the same on one; and how its program communicates."""
+def sharded_differences(text: str, mesh: dict[str, int], updates: int = 3, same_from: int = 0) -> dict[str, Any]:
+    """Return how a learner on this mesh of eight devices differs from the same learner on one device.
+
+    Args:
+        text: the learner's config, as JSON.
+        mesh: the sizes of the mesh axes.
+        updates: how many updates both do.
+        same_from: after as many updates, the mesh goes on from the parameters and the state of the one device: for
+            state that is right but not unique, such as eigenvectors of eigenvalues that are equal.
+
+    Returns:
+        `apart`, the largest difference of a parameter at the end; `reached`, what the mesh had after `same_from`
+        updates, and `given`, what it went on from: the optimizer state of both as {path: nested lists}; `spread`, the
+        sharding of every array of state; `collectives`, how many the program of an update has, by kind.
+    """
     from axlearn_like.config import from_text
 
     cfg: Any = from_text(json.loads(text))
-    expected, _, _ = train(cfg)
+    given = train(cfg, same_from)[:2]
+    expected, _, _ = train(cfg, updates - same_from, given)
     built: Learner = cfg.build()
     with jax.set_mesh(make_mesh(mesh)):
 
@@ -76,15 +90,22 @@ def sharded_differences(text: str, mesh: dict[str, int]) -> dict[str, Any]:
 
         params = put(arrays(0))
         state = jax.jit(built.init)(params)
-        spread = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): str(tuple(leaf.sharding.spec))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-            if leaf.ndim > 1
-        }
+        spread = {path: str(tuple(leaf.sharding.spec)) for path, leaf in _named(state) if leaf.ndim > 1}
         update = jax.jit(built.update)
         program = update.lower(params, state, params).compile().as_text() or ""
-        for seed in (1, 2, 3):
-            params, state, _ = update(put(arrays(seed)), state, params)
+        for count in range(updates):
+            if count == same_from > 0:
+                reached = {path: leaf.tolist() for path, leaf in _named(state)}
+                params, state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), given, (params, state))
+            params, state, _ = update(put(arrays(1 + count)), state, params)
     apart = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), params, expected)
     kinds = {kind: program.count(f" {kind}(") for kind in ("all-gather", "all-to-all", "all-reduce")}
-    return {"apart": max(jax.tree.leaves(apart)), "spread": spread, "collectives": kinds}
+    found = {"apart": max(jax.tree.leaves(apart)), "spread": spread, "collectives": kinds}
+    if same_from:
+        found |= {"reached": reached, "given": {path: leaf.tolist() for path, leaf in _named(given[1])}}
+    return found
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]

@@ -1,4 +1,4 @@
-"""Schedules at their corners and one update before and after each."""
+"""The schedules at their corners and one update before and after each."""
 
 from typing import Any
 
