@@ -9,8 +9,8 @@ from axlearn_like.tokenizers.bytes import ByteTokenizer
 from experiments.registry import experiment
 from models.tiny import tiny
 from rl.experiment import RLExperiment
-from rl.messages import Problem
 from rl.objective.presets import grpo
+from rl.roles.messages import Problem
 from rl.rollout.engine import RolloutEngine
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer

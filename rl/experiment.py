@@ -27,16 +27,18 @@ from rl.parameter_server.client import WeightAccess
 from rl.parameter_server.pull.prefetcher import Follower
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import Shard
+from rl.roles.protocols import BatchSource, LeaseSource, ScoreSource
+from rl.roles.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler, plain
-from rl.rollout.worker import LeaseSource, RolloutWorker
-from rl.rollout.worker import Verifier as VerifierRole
+from rl.rollout.worker import RolloutWorker
 from rl.tasks.mixture import encode_prompt
-from rl.timeouts import Patience
-from rl.training.trainer import BatchSource, PolicyTrainer
+from rl.training.trainer import PolicyTrainer
 from rl.verification.service import Verifier
 
-LEASES_PER_LIFE = 1_000_000_000  # of a controller's process: its leases are never taken for those of its successor
+LEASES_PER_INCARNATION = (
+    1_000_000_000  # of a controller's process: its leases are never taken for those of its successor
+)
 
 
 class RLExperiment(Configurable):
@@ -68,17 +70,19 @@ class RLExperiment(Configurable):
         verifier: ConfigBase = REQUIRED  # Verifier, or InlineVerifier for trusted functions
         evaluation: Evaluation.Config | None = Evaluation.Config()
 
-        swap: Literal["go_on", "recompute"] = "go_on"  # of sequences under way, if controller.weights="in_flight"
+        swap: Literal["keep_cache", "recompute"] = (
+            "keep_cache"  # of sequences under way, if controller.weights="in_flight"
+        )
         mesh_rules: MeshRules = ()  # edits by the devices of the trainer (axlearn_like/config/mesh_rules.py)
         workers: int = 2  # rollout workers, where the runtime has processes; more may join
-        patience: Patience.Config = Patience.Config()  # where the runtime has processes
+        timeouts: Timeouts.Config = Timeouts.Config()  # where the runtime has processes
         kill_worker_after: float | None = None  # share of the updates after which one worker is killed -9
 
     def __init__(self, cfg: Config):
         if not 0 <= cfg.seed < 2**32:
             raise UserError(f"seed={cfg.seed}: expected 0 to {2**32 - 1}")
         self.cfg = cfg
-        cfg.patience.build()  # refuses what is no time
+        cfg.timeouts.build()  # refuses what is no time
         self.tokenizer: ByteTokenizer = cfg.tokenizer.build()
         self.engine_cfg = cfg.engine.clone(
             model=cfg.policy,
@@ -114,7 +118,7 @@ class RLExperiment(Configurable):
             samples=cfg.samples,
             groups_per_lease=cfg.groups_per_lease or cfg.groups,
             staleness=cfg.staleness,
-            patience=cfg.patience,
+            timeouts=cfg.timeouts,
         )
         self.trainer_cfg = cfg.trainer.clone(
             model=cfg.policy,
@@ -177,8 +181,10 @@ class RLExperiment(Configurable):
         events = read_rows(run.events_path)
         starts = sum(row["role"] == "controller" and row["event"] == "start" for row in events)
         sessions = sum(row["event"] == "phase_begin" and row["phase"] == "rl" for row in events)  # also in one process
-        lives = starts + max(sessions - 1, 0)
-        return self.controller_cfg.build(events=EventLog(run.events_path), first_lease=lives * LEASES_PER_LIFE)
+        incarnations = starts + max(sessions - 1, 0)
+        return self.controller_cfg.build(
+            events=EventLog(run.events_path), first_lease=incarnations * LEASES_PER_INCARNATION
+        )
 
     def make_parameter_server(
         self, *, index: int = 0, others: Sequence[Shard] = (), token: str | None = None
@@ -199,7 +205,7 @@ class RLExperiment(Configurable):
         run: RunDirectory,
         controller: LeaseSource,
         weights: WeightAccess,
-        verifier: VerifierRole,
+        verifier: ScoreSource,
         began: float | None = None,
     ) -> RolloutWorker:
         engine = self.make_engine()

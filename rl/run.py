@@ -125,7 +125,7 @@ class RLRun:
         if runtime == "ray":
             from rl.runtime.ray.runtime import run_ray
 
-            run_roles = partial(run_ray, say=self._say, hurried=lambda: stop.reason == "SIGTERM")
+            run_roles = partial(run_ray, say=self._say, preempted=lambda: stop.reason == "SIGTERM")
         else:
             from rl.runtime.inprocess import run_inprocess as run_roles
         self._say(f"reinforcement learning: {steps} updates of {self._cfg.groups * self._cfg.samples} rollouts")

@@ -34,7 +34,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Life:
+class Incarnation:
     """What one process of the trainer did: rows of the log, and the version that it began with (None: none yet)."""
 
     number: int
@@ -60,7 +60,7 @@ class Records:
         rows, torn = _rows(run.metrics_path)
         self.metrics, self.torn = [row for row in rows if row.get("phase") == "rl"], self.torn + torn
         self._config = _values(run.config_path)
-        self.lives = list(self._lives())
+        self.incarnations = list(self._incarnations())
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A value of the config by its path."""
@@ -77,19 +77,19 @@ class Records:
         times = [row["time"] for row in self.events]
         return any(after < before - _APART for before, after in pairwise(times))
 
-    def _lives(self) -> Iterator[Life]:
+    def _incarnations(self) -> Iterator[Incarnation]:
         current: list[Row] = []
         number = 0
         for row in self.events:
             begins = row["event"] == "start" and row["role"] == "trainer"
             begins |= row["event"] == "phase_begin" and row.get("phase") == "rl"  # all roles in one process
             if begins and any(r["event"] in ("push", "update") for r in current):
-                yield Life(number, tuple(current))
+                yield Incarnation(number, tuple(current))
                 current, number = [], number + 1
             if row["role"] == "trainer":
                 current.append(row)
         if current:
-            yield Life(number, tuple(current))
+            yield Incarnation(number, tuple(current))
 
 
 def check_run(path: str | Path, *, silence: float = SILENCE) -> list[Finding]:
@@ -109,28 +109,30 @@ def check_run(path: str | Path, *, silence: float = SILENCE) -> list[Finding]:
 
 
 def steps_in_order(records: Records) -> Finding:
-    """Each trainer's life makes the updates from the one it restored, in order; the metrics hold each update once."""
+    """Each incarnation of the trainer updates in order from the step it restored; metrics hold each update once."""
     broken, done = [], 0
-    for life in records.lives:
-        first, steps = life.first, life.steps
+    for one in records.incarnations:
+        first, steps = one.first, one.steps
         if first is None:
             if steps:
-                broken.append(f"trainer's life {life.number} updated before it published what it had restored")
+                broken.append(f"trainer incarnation {one.number} updated before it published what it had restored")
             continue
         if first > done:
-            broken.append(f"trainer's life {life.number} began at step {first}, but only {done} were done")
+            broken.append(f"trainer incarnation {one.number} began at step {first}, but only {done} were done")
         if steps != (expected := list(range(first, first + len(steps)))):
             wrong = next(s for s, e in zip(steps, expected, strict=True) if s != e)
-            broken.append(f"trainer's life {life.number}: step {wrong} out of order among {len(steps)} from {first}")
+            broken.append(
+                f"trainer incarnation {one.number}: step {wrong} out of order among {len(steps)} from {first}"
+            )
         done = max([done, *(step + 1 for step in steps)])
     written = [row["step"] for row in records.metrics]
     if written != list(range(1, len(written) + 1)):
         broken.append(f"metrics.jsonl does not hold the updates 1 to {len(written)} once each, in order")
-    if records.lives and (last := records.lives[-1]).first is not None:
+    if records.incarnations and (last := records.incarnations[-1]).first is not None:
         reached = (last.first or 0) + len(last.steps)
         if not reached - 1 <= len(written) <= reached:  # the row of the update in hand is written a moment later
             broken.append(f"metrics.jsonl holds {len(written)} updates, the trainer has made {reached}")
-    steps = sum(len(life.steps) for life in records.lives)
+    steps = sum(len(one.steps) for one in records.incarnations)
     unchecked = f"{records.torn} unreadable lines" if records.torn else ""
     return Finding("every update once and in order", steps + len(written), tuple(broken), unchecked)
 
@@ -139,15 +141,15 @@ def nothing_lost(records: Records) -> Finding:
     """A trainer that comes back begins no earlier than the last checkpoint."""
     every = records.setting("trainer.checkpoint.save_every", 100)
     broken, restarts, unchecked, done, saved = [], 0, "", 0, 0
-    for life in records.lives:
-        if life.number and life.first is not None:
+    for one in records.incarnations:
+        if one.number and one.first is not None:
             restarts += 1
-            if life.first < saved:
-                broken.append(f"trainer's life {life.number} began at step {life.first}; step {saved} was saved")
-        told = [row["step"] for row in life.rows if row["event"] == "saved"]
-        done = max([done, *(step + 1 for step in life.steps)])
+            if one.first < saved:
+                broken.append(f"trainer incarnation {one.number} began at step {one.first}; step {saved} was saved")
+        told = [row["step"] for row in one.rows if row["event"] == "saved"]
+        done = max([done, *(step + 1 for step in one.steps)])
         saved = max([saved, *told])
-        if not told and life.steps:
+        if not told and one.steps:
             unchecked = "the trainer logs no event `saved` (step): one save may have been under way at each death"
             saved = max(saved, (done // every - 1) * every)
     return Finding("nothing lost that a checkpoint holds", restarts, tuple(broken), unchecked if restarts else "")
@@ -156,7 +158,7 @@ def nothing_lost(records: Records) -> Finding:
 def whole_batches(records: Records) -> Finding:
     """The tokens of each batch are those of as many generated leases of its step as it has, none halved or doubled."""
     groups = records.setting("groups", 0)
-    parcels = groups // (records.setting("groups_per_lease") or groups or 1)
+    items = groups // (records.setting("groups_per_lease") or groups or 1)
     generated: dict[int, list[int]] = {}
     handed_back: Counter[int] = Counter()
     for row in records.events:
@@ -168,15 +170,15 @@ def whole_batches(records: Records) -> Finding:
     for row in records.metrics:
         step = row["step"] - 1
         leases = generated.get(step, [])
-        if "gen_tokens" not in row or len(leases) > max(parcels, _MOST_TRIED):
+        if "gen_tokens" not in row or len(leases) > max(items, _MOST_TRIED):
             skipped += 1
             continue
         checked += 1
-        sizes = range(parcels, parcels + handed_back[step] + 1)  # what was handed back is a part of its own
+        sizes = range(items, items + handed_back[step] + 1)  # what was handed back is a part of its own
         if not any(sum(chosen) == row["gen_tokens"] for size in sizes for chosen in combinations(leases, size)):
             broken.append(
                 f"step {step} consumed {row['gen_tokens']:g} tokens; its leases generated {leases}, "
-                f"of which {parcels} make a batch"
+                f"of which {items} make a batch"
             )
     unchecked = f"{skipped} updates: generated too often to tell by tokens" if skipped else ""
     return Finding("batches whole: as many leases as planned", checked, tuple(broken), unchecked)
@@ -313,7 +315,7 @@ def _gone(row: Row) -> str | None:
     """Whose end a row tells."""
     if row["event"] in ("died", "kill", "ended"):
         return row["target"]
-    return row["role"] if row["event"] == "leave" else None
+    return row["role"] if row["event"] == "shutdown" else None
 
 
 def _came_back(rows: Sequence[Row], target: str) -> Row | None:

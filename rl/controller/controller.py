@@ -16,10 +16,10 @@ import numpy as np
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.run.directory import EventLog
 from mesh import UserError
-from rl.controller.ledger import Ledger, Parcel
-from rl.messages import Group, Lease, Prompt, Rollout
+from rl.controller.ledger import Ledger, WorkItem
+from rl.roles.messages import Group, Lease, Prompt, Rollout
+from rl.roles.timeouts import Timeouts, Waits
 from rl.tasks.mixture import encode_prompt
-from rl.timeouts import Patience, Waits
 
 
 class Controller(Configurable):
@@ -41,7 +41,7 @@ class Controller(Configurable):
         staleness: int = 0  # updates
         weights: Literal["pinned", "newest", "in_flight"] = "pinned"
         lease_seconds: float = 120.0  # since its worker was last heard of
-        patience: Patience.Config = Patience.Config()
+        timeouts: Timeouts.Config = Timeouts.Config()
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class Controller(Configurable):
         self._tokenizer = cfg.tokenizer.build()
         self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
         self._version = self._first_version = -1
-        self._life = 0
+        self._incarnation = 0
         self._stopped = False
         self._events, self._clock = events, clock
         self._changed = threading.Condition()
         self._workers: set[str] = set()  # that have joined and not left
-        self._waits = Waits(cfg.patience.say_after, clock)
+        self._waits = Waits(cfg.timeouts.warn_after, clock)
 
     # ---- workers
 
@@ -86,15 +86,15 @@ class Controller(Configurable):
             self._waits.end(worker)
 
     def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
-        """The next parcel to generate; None if there is nothing to do within `timeout` seconds or the run is over."""
+        """Grant the next work item; None if there is none within `timeout` seconds, or the run is over."""
         cfg, end = self.cfg, self._clock() + timeout
         with self._changed:
             while not self._stopped:
                 self._expire()
-                parcel = self._ledger.lease(worker, self._leasable(), self._clock(), cfg.lease_seconds)
-                if parcel is not None:
+                item = self._ledger.lease(worker, self._leasable(), self._clock(), cfg.lease_seconds)
+                if item is not None:
                     self._waits.end(worker)
-                    return self._grant(parcel)
+                    return self._grant(item)
                 self._wait(worker, worker, self._next_work)
                 if (left := end - self._clock()) <= 0:
                     return None
@@ -110,18 +110,18 @@ class Controller(Configurable):
     def hand_back(self, lease: int, rollouts: tuple[Rollout, ...]) -> bool:
         """What a worker that must go has of a lease, for the next to go on from; False if the lease is void."""
         with self._changed:
-            parcel = self._ledger.hand_back(lease, rollouts)
-            if parcel is not None and self._events is not None:
+            item = self._ledger.hand_back(lease, rollouts)
+            if item is not None and self._events is not None:
                 self._events.append(
                     "controller",
                     "handed_back",
                     lease=lease,
-                    step=parcel.step,
-                    worker=parcel.worker,
+                    step=item.step,
+                    worker=item.worker,
                     tokens=sum(len(rollout.tokens) for rollout in rollouts),
                 )
             self._changed.notify_all()
-            return parcel is not None
+            return item is not None
 
     def generated(self, lease: int) -> bool:
         """The tokens of a lease exist; False tells the worker that its lease is void and the work can be dropped."""
@@ -151,7 +151,7 @@ class Controller(Configurable):
         with self._changed:
             self._ledger.skip_to(step)
             self._version, self._first_version = step, first_version
-            self._life = secrets.randbits(62)
+            self._incarnation = secrets.randbits(62)
             self._waits.clear()
             self._changed.notify_all()
 
@@ -159,7 +159,7 @@ class Controller(Configurable):
         """All groups of a step in the order of the plan, or None if they are not complete within `timeout` seconds.
 
         Raises:
-            UserError: the trainer has asked for this batch for `patience.batch` seconds; says what is missing.
+            UserError: the trainer has asked for this batch for `timeouts.batch` seconds; says what is missing.
         """
         end = self._clock() + timeout
         with self._changed:
@@ -207,9 +207,9 @@ class Controller(Configurable):
             self._stopped = True
             self._changed.notify_all()
 
-    def prompts(self, step: int, parcel: int) -> tuple[Prompt, ...]:
-        """The plan: prompts of one parcel of one step."""
-        first = step * self.cfg.groups + parcel * self.cfg.groups_per_lease
+    def prompts(self, step: int, item: int) -> tuple[Prompt, ...]:
+        """The plan: prompts of one work item of one step."""
+        first = step * self.cfg.groups + item * self.cfg.groups_per_lease
         problems = [self._tasks.train(first + i) for i in range(self.cfg.groups_per_lease)]
         return tuple(Prompt(p.id, p.family, encode_prompt(p.question, self._tokenizer)) for p in problems)
 
@@ -221,21 +221,21 @@ class Controller(Configurable):
         last = min(self.cfg.num_steps - 1, self._version + self.cfg.staleness)
         return range(self._ledger.consumed_steps, (last if self._begun else -1) + 1)
 
-    def _grant(self, parcel: Parcel) -> Lease:
-        pinned = max(parcel.step - self.cfg.staleness, self._first_version)
+    def _grant(self, item: WorkItem) -> Lease:
+        pinned = max(item.step - self.cfg.staleness, self._first_version)
         version = pinned if self.cfg.weights == "pinned" else self._version
-        oldest = version if self.cfg.weights == "pinned" else parcel.step - self.cfg.staleness
-        prompts = self.prompts(parcel.step, parcel.index)
+        oldest = version if self.cfg.weights == "pinned" else item.step - self.cfg.staleness
+        prompts = self.prompts(item.step, item.index)
         return Lease(
-            id=parcel.lease,
-            step=parcel.step,
+            id=item.lease,
+            step=item.step,
             prompts=prompts,
             samples=self.cfg.samples,
             version=version,
             seconds=self.cfg.lease_seconds,
             follow=self.cfg.weights == "in_flight",
-            partial=tuple(r for p in prompts for r in self._usable(parcel.partial, p, oldest, version)),
-            life=self._life,
+            partial=tuple(r for p in prompts for r in self._usable(item.partial, p, oldest, version)),
+            incarnation=self._incarnation,
         )
 
     def _usable(self, partial: tuple[Rollout, ...], prompt: Prompt, oldest: int, newest: int) -> list[Rollout]:
@@ -261,20 +261,20 @@ class Controller(Configurable):
         seconds = self._waits.begin(name)
         if self._waits.due(name) and self._events is not None:
             self._events.append("controller", "waiting", who=who, what=what(), seconds=round(seconds, 1))
-        if who == "trainer" and seconds > (limit := self.cfg.patience.batch):
-            raise UserError(f"trainer has waited {seconds:.0f} s (patience.batch={limit:g}) for {what()}")
+        if who == "trainer" and seconds > (limit := self.cfg.timeouts.batch):
+            raise UserError(f"trainer has waited {seconds:.0f} s (timeouts.batch={limit:g}) for {what()}")
 
     def _expire(self) -> None:
         self._report(self._ledger.expire(self._clock()), "expired")
 
-    def _report(self, taken: list[Parcel], reason: str) -> None:
+    def _report(self, taken: list[WorkItem], reason: str) -> None:
         if self._events is not None:
-            for parcel in taken:
+            for item in taken:
                 self._events.append(
                     "controller",
                     "lease_expired",
-                    lease=parcel.lease,
-                    step=parcel.step,
-                    worker=parcel.worker,
+                    lease=item.lease,
+                    step=item.step,
+                    worker=item.worker,
                     reason=reason,
                 )

@@ -6,10 +6,11 @@ from typing import Any
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from rl.evaluation.pass_at_k import ProblemResult, summarise
-from rl.messages import Problem, Prompt, Rollout, Score
+from rl.roles.messages import Problem, Prompt, Rollout, Score
+from rl.roles.protocols import ScoreSource
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
-from rl.rollout.worker import Verifier, check_whole
+from rl.rollout.worker import check_whole
 from rl.tasks.mixture import encode_prompt
 
 
@@ -33,7 +34,7 @@ class Evaluation(Configurable):
         engine: RolloutEngine,
         problems: Sequence[Problem],
         tokenizer: ByteTokenizer,
-        verifier: Verifier,
+        verifier: ScoreSource,
         seed: int,
         samples: int,
         stop: Callable[[], bool] = lambda: False,

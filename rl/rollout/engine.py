@@ -18,7 +18,7 @@ import jax
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import Params
 from mesh import UserError
-from rl.messages import Rollout
+from rl.roles.messages import Rollout
 from rl.rollout.kv_cache.manager import Memory
 from rl.rollout.lifecycle import Execution
 from rl.rollout.model_runner import Device, Placed
@@ -28,7 +28,7 @@ from rl.rollout.scheduler import Scheduler
 from rl.rollout.sequence import Sequence, Task
 from rl.rollout.validation import check_sizes, resolve
 
-Swap = Literal["go_on", "recompute", "drain"]
+Swap = Literal["keep_cache", "recompute", "drain"]
 
 
 class RolloutEngine(Configurable):
@@ -88,15 +88,17 @@ class RolloutEngine(Configurable):
         """
         return Placed(self._device.place(params), approximations)
 
-    def set_weights(self, params: Params | Placed, version: int, *, swap: Swap = "go_on", rewind: bool = False) -> None:
+    def set_weights(
+        self, params: Params | Placed, version: int, *, swap: Swap = "keep_cache", rewind: bool = False
+    ) -> None:
         """Put in a policy, between two dispatches.
 
         Args:
             params: what `place` has made of them, or arrays as the trainer has them.
             version: must not be lower than the one in place, unless `rewind`.
-            swap: what becomes of sequences under way. "go_on": the next token is drawn by the new policy, over keys and
-                values of the old (rollouts are tagged "mixed-cache"). "recompute": the same, but keys and values are
-                computed anew. "drain": they are finished first, and nothing new is begun until then.
+            swap: what becomes of sequences under way. "keep_cache": the new policy draws the next token over keys and
+                values of the old one (rollouts are tagged "mixed-cache"). "recompute": the same, but keys and values
+                are computed again. "drain": they are finished first, and nothing new is begun until then.
 
         Raises:
             UserError: other arrays than the model has, or a lower version. The policy in place stays. Or it is called

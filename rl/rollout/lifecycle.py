@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mesh import UserError
-from rl.messages import FinishReason
+from rl.roles.messages import FinishReason
 from rl.rollout.program import Fork, Generate, Join, Observe, Program, Step, Wait, complete
 from rl.rollout.request import Finished
 from rl.rollout.scheduler import Scheduler

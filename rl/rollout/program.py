@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rl.messages import Rollout
+from rl.roles.messages import Rollout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

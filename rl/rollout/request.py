@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rl.messages import Prompt, Rollout
+from rl.roles.messages import Prompt, Rollout
 from rl.rollout.program import Program, complete
 from rl.rollout.sampling import Sampler
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.messages import FinishReason, Rollout
+from rl.roles.messages import FinishReason, Rollout
 from rl.rollout.program import Generate, Join, Program, Step, Wait
 from rl.rollout.request import Finished, OnTokens, Request, StopRules
 from rl.rollout.sampling import Sampler

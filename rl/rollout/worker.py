@@ -7,46 +7,20 @@ back what it has, for another to go on from.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from axlearn_like.run.directory import EventLog
 from axlearn_like.run.spans import span
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh import UserError
-from rl.messages import Group, Lease, Rollout, Score
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.fetch import Moved
+from rl.roles.messages import Group, Lease, Rollout
+from rl.roles.protocols import LeaseSource, ScoreSource, WeightSource
 from rl.rollout.engine import RolloutEngine, Swap
-from rl.rollout.model_runner import Placed
 from rl.rollout.request import Request
 
 _PULL_ATTEMPTS = 5  # in a row that may fail before the run does
-
-
-class LeaseSource(Protocol):
-    """What a worker asks of the controller."""
-
-    def join(self, worker: str) -> None: ...
-    def lease(self, worker: str, timeout: float = 0.0) -> Lease | None: ...
-    def leave(self, worker: str) -> None: ...
-    def renew(self, lease: int) -> bool: ...
-    def hand_back(self, lease: int, rollouts: tuple[Rollout, ...]) -> bool: ...
-    def generated(self, lease: int) -> bool: ...
-    def submit(self, lease: int, groups: tuple[Group, ...]) -> bool: ...
-    def status(self) -> dict[str, Any]: ...
-
-
-class WeightSource(Protocol):
-    """What a worker asks of the parameter server: see `rl.parameter_server.pull.prefetcher.Follower`."""
-
-    def take(self, version: int, timeout: float = 0.0) -> tuple[Placed, Moved]: ...
-    def newer(self) -> tuple[int, Placed, Moved] | None: ...
-
-
-class Verifier(Protocol):
-    """What a worker asks of the verification service."""
-
-    def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]: ...
 
 
 class RolloutWorker:
@@ -60,10 +34,10 @@ class RolloutWorker:
         seed: int,
         controller: LeaseSource,
         weights: WeightSource,
-        verifier: Verifier,
+        verifier: ScoreSource,
         events: EventLog,
         pull_timeout: float = 60.0,
-        swap: Swap = "go_on",
+        swap: Swap = "keep_cache",
         began: float | None = None,
     ):
         """`swap`: what becomes of sequences under way when newer weights are taken up (see the engine).
@@ -78,7 +52,7 @@ class RolloutWorker:
         self._began = time.time() if began is None else began
         self._productive = False  # some rollouts were accepted
         self._stop: Callable[[], bool] = lambda: False
-        self._life = 0  # of the trainer that made the weights in place
+        self._incarnation = 0  # of the trainer that made the weights in place
         self._void = False  # what is in hand has gone to another
         self._whole: tuple[Lease, list[Rollout]] | None = None  # generated and not yet submitted
 
@@ -95,8 +69,10 @@ class RolloutWorker:
         """One lease; False if none was to be had, or it was handed back."""
         if self._stop() or (lease := self._controller.lease(self.name, timeout)) is None:
             return False
-        if lease.life != self._life:  # what is in place may be weights of a trainer that died before it saved them
-            self._engine.version, self._life = -1, lease.life
+        if (
+            lease.incarnation != self._incarnation
+        ):  # what is in place may be weights of a trainer that died before it saved them
+            self._engine.version, self._incarnation = -1, lease.incarnation
         if not self._load(lease.version):
             return True
         with self._span("generate", step=lease.step, lease=lease.id, version=lease.version) as span:

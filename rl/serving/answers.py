@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from rl.messages import Rollout
+from rl.roles.messages import Rollout
 from rl.serving.errors import ApiError
 from rl.serving.protocol import Generation
 from rl.serving.text import REPLACEMENT, TextStream

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mesh import did_you_mean
-from rl.messages import Rollout
+from rl.roles.messages import Rollout
 from rl.serving.answers import Answer, problem
 from rl.serving.context import Served
 from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Stream, Tokens

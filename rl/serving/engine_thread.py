@@ -17,7 +17,7 @@ import numpy as np
 
 from axlearn_like.layers.base import Params
 from mesh import UserError
-from rl.messages import Rollout
+from rl.roles.messages import Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.serving.errors import ApiError

@@ -13,7 +13,7 @@ from axlearn_like.layers.base import Params, split
 from axlearn_like.run.directory import RunDirectory
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.experiment import RLExperiment, warm_start_directory
-from rl.messages import Prompt
+from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopRules
 

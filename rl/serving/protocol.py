@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from rl.messages import Prompt
+from rl.roles.messages import Prompt
 from rl.rollout.request import Request
 from rl.serving.context import Served
 from rl.serving.errors import ApiError, bad_field

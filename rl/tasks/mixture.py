@@ -15,7 +15,7 @@ import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from rl.messages import Problem
+from rl.roles.messages import Problem
 from rl.tasks.family import TaskFamily
 
 __all__ = ["SupervisedSource", "TaskFamily", "TaskMixture", "encode_prompt", "is_heldout"]

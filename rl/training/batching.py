@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rl.messages import Group
 from rl.objective import Objective
+from rl.roles.messages import Group
 
 Batch = dict[str, np.ndarray]
 

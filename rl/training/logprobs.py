@@ -17,7 +17,7 @@ from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.deterministic import apart
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain
-from rl.messages import Group
+from rl.roles.messages import Group
 
 _MULTIPLE = 16  # rows have a multiple of so many tokens
 

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,28 +32,18 @@ from mesh import UserError, make_mesh, shard_batch, to_named_sharding
 from mesh.distributed import ProcessGroup, to_host
 from mesh.mesh import PlaceholderDevice
 from mesh.rules import batch_axes
-from rl.messages import Group
 from rl.objective import Objective
 from rl.parameter_server.client import WeightAccess
 from rl.parameter_server.push.coordinated import CommonPush
 from rl.parameter_server.push.publisher import Publisher
 from rl.parameter_server.push.snapshot import Snapshot
+from rl.roles.messages import Group
+from rl.roles.protocols import BatchSource
 from rl.training.batching import Batch, digest_of_groups, pack_groups
 from rl.training.logprobs import pack_rows
 from rl.training.program import make_policy_loss, make_score_rows, policy_logprobs
 
 _BATCH_AGAIN = 2.0  # seconds for a batch that another process has got already
-
-
-class BatchSource(Protocol):
-    """What the trainer asks of the controller."""
-
-    def begin(self, step: int, first_version: int) -> None: ...
-    def status(self) -> dict[str, Any]: ...
-    def next_batch(self, step: int, timeout: float = 0.0) -> list[Group] | None: ...
-    def consumed(self, step: int) -> None: ...
-    def published(self, version: int) -> None: ...
-    def missing(self, step: int) -> str: ...
 
 
 class PolicyTrainer(Configurable):

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from rl.messages import Score
+from rl.roles.messages import Score
 from rl.verification.scorers import Scorer
 
 

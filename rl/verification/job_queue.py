@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from rl.messages import Score
+from rl.roles.messages import Score
 from rl.verification.shared_buffer import STATUSES
 
 __all__ = ["Answer", "AnswerQueue", "Batch"]

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rl.messages import Score, ScoreStatus
+from rl.roles.messages import Score, ScoreStatus
 from rl.verification.job_queue import Answer, AnswerQueue
 from rl.verification.shared_buffer import PENDING, STATUSES
 from rl.verification.worker_process import WorkerProcess

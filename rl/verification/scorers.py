@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from rl.messages import Problem
+from rl.roles.messages import Problem
 from rl.tasks.mixture import TaskMixture
 
 __all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer"]

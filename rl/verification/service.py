@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from rl.messages import Score
+from rl.roles.messages import Score
 from rl.verification.pool import WorkerPool
 from rl.verification.scorers import Scorer
 

@@ -10,7 +10,7 @@ import tempfile
 
 import numpy as np
 
-from rl.messages import ScoreStatus
+from rl.roles.messages import ScoreStatus
 
 __all__ = ["PENDING", "STATUSES", "Board"]
 

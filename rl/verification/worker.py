@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Any
 
-from rl.messages import ScoreStatus
+from rl.roles.messages import ScoreStatus
 from rl.verification.scorers import Scorer
 from rl.verification.shared_buffer import Board
 

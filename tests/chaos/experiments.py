@@ -34,7 +34,7 @@ def flaky_behind() -> RLExperiment.Config:
     return flaky(staleness=1)
 
 
-def crew() -> RLExperiment.Config:
+def group() -> RLExperiment.Config:
     """With a trainer of two processes."""
     cfg = flaky()
     cfg.trainer.set(processes=2, mesh={"fsdp": 2})

@@ -56,7 +56,7 @@ def test_a_worker_that_is_stopped_for_longer_than_its_lease_is_overtaken_and_tur
 @pytest.mark.full
 def test_many_faults_with_a_trainer_of_two_processes(tmp_path) -> None:
     """Versions made again were the same to the bit: that is an invariant. (One process sums in another order.)"""
-    with WatchedRun(tmp_path / "run", "tests.chaos.experiments:crew") as run:
+    with WatchedRun(tmp_path / "run", "tests.chaos.experiments:group") as run:
         run_through(run, many(7, count=16, roles=(*ROLES, "trainer-1")), seed=7)
         assert run.count("update", "trainer") > run.step, "some were made again"
         assert [line for finding in check_run(run.run_dir) for line in finding.broken] == []

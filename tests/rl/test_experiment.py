@@ -64,7 +64,7 @@ def test_the_config_of_the_user_is_left_as_it_was():
     assert from_text(before) == cfg
 
 
-def test_leases_of_a_controllers_next_life_are_others(tmp_path: Path):
+def test_leases_of_a_controllers_next_incarnation_are_others(tmp_path: Path):
     cfg = tiny_experiment()
     experiment = cfg.build()
     with tiny_run(tmp_path / "r", cfg) as run:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from axlearn_like.layers.base import Params, split
 from mesh import make_mesh
-from rl.messages import Prompt
+from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from tools.bench.grpo_job import GrpoJob

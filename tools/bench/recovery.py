@@ -139,7 +139,7 @@ def summarise(found: Sequence[Recovery], events: Sequence[Mapping[str, Any]]) ->
 
 
 def double_consumed(events: Iterable[Mapping[str, Any]]) -> int:
-    """Updates of a step that the same trainer's life had made before."""
+    """Updates of a step that the same incarnation of the trainer had made before."""
     seen: set[int] = set()
     twice = 0
     for row in events:

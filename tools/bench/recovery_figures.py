@@ -33,15 +33,15 @@ class Recovery:
     regenerated: int = 0
 
 
-def recoveries(events: Sequence[Row], parcels: int) -> list[Recovery]:
+def recoveries(events: Sequence[Row], items: int) -> list[Recovery]:
     """All kills in the order of the log.
 
     Args:
         events: rows of `events.jsonl`; a kill among them says in `saved` what the newest checkpoint on disk was.
-        parcels: leases that a step is made of.
+        items: leases that a step is made of.
     """
     kills = [index for index, row in enumerate(events) if row["event"] == "kill"]
-    again = _regenerated(events, parcels)
+    again = _regenerated(events, items)
     ends = [*kills[1:], len(events)]
     return [_recovery(events, kill, end, sum(again[kill:end])) for kill, end in zip(kills, ends, strict=True)]
 
@@ -102,7 +102,7 @@ def _longest_gap(events: Sequence[Row], kill: int, back: int | None, end: int) -
     return round(max(b - a for a, b in zip(times, times[1:], strict=False)), 3)
 
 
-def _regenerated(events: Sequence[Row], parcels: int) -> list[int]:
+def _regenerated(events: Sequence[Row], items: int) -> list[int]:
     """For each row the tokens that it reports beyond what its step needs."""
     seen: dict[int, int] = {}
     again = []
@@ -110,7 +110,7 @@ def _regenerated(events: Sequence[Row], parcels: int) -> list[int]:
         tokens = 0
         if row["event"] == "generate" and "step" in row:
             seen[row["step"]] = seen.get(row["step"], 0) + 1
-            tokens = row["tokens"] if seen[row["step"]] > parcels else 0
+            tokens = row["tokens"] if seen[row["step"]] > items else 0
         again.append(tokens)
     return again
 

@@ -9,7 +9,7 @@ import click
 
 @click.command("worker")
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--name", help="What it is called in events and reports.  [default: guest-HOST-PID]")
+@click.option("--name", help="What it is called in events and reports.  [default: elastic-HOST-PID]")
 def command(run_dir: Path, name: str | None) -> None:
     """Join the run that `axl rl` drives in RUN_DIR as one more rollout worker.
 
@@ -17,7 +17,7 @@ def command(run_dir: Path, name: str | None) -> None:
     or SIGTERM hands back what it has in hand; it ends with the run.
     """
     from mesh.compilation import enable_compilation_cache
-    from rl.runtime.ray.elastic_workers import run_guest
+    from rl.runtime.ray.elastic_workers import run_elastic_worker
 
     enable_compilation_cache()
-    run_guest(run_dir, name, click.echo)
+    run_elastic_worker(run_dir, name, click.echo)

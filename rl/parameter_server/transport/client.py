@@ -22,7 +22,7 @@ from rl.parameter_server.transport.connection import (
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.handshake import enter
 from rl.parameter_server.transport.tls import Tls, reason_of
-from rl.timeouts import Waits
+from rl.roles.timeouts import Waits
 
 Fields = dict[str, Any]
 Into = Callable[[Fields, int], Sequence[Buffer]]

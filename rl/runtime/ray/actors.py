@@ -29,8 +29,8 @@ from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.rpc import RemoteHolder
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.transport.wire import Client, Endpoint
-from rl.runtime.ray.shutdown import Leaving
-from rl.timeouts import Patience, Waits
+from rl.roles.timeouts import Timeouts, Waits
+from rl.runtime.ray.shutdown import GracefulShutdown
 
 _AT_ONCE = 5.0  # seconds
 _MARGIN = 60.0  # seconds that a call may last beyond the time after which a silent role is killed
@@ -53,14 +53,14 @@ class RemoteRole:
     """A role that lives in an actor: its methods, called synchronously.
 
     A call that lasts is told as an event of the caller's. An actor that is being restarted is waited for, up to
-    `patience.restart` seconds; one that does not answer, until the driver has killed it; then the error names the role.
+    `timeouts.restart` seconds; one that does not answer, until the driver has killed it; then the error names the role.
     """
 
     def __init__(
         self,
         name: str,
         actor: Any,
-        patience: Patience.Config,
+        timeouts: Timeouts.Config,
         *,
         limit: float | None = None,
         caller: str = "driver",
@@ -68,8 +68,8 @@ class RemoteRole:
         over: Callable[[], bool] = lambda: False,
     ):
         """`limit`: seconds that a call may take beyond its own `timeout`. `over()`: nothing will come back."""
-        self._name, self._actor, self._patience = name, actor, patience
-        self._limit = patience.unresponsive + _MARGIN if limit is None else limit
+        self._name, self._actor, self._timeouts = name, actor, timeouts
+        self._limit = timeouts.unresponsive + _MARGIN if limit is None else limit
         self._caller, self._events, self._over = caller, events, over
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -78,12 +78,12 @@ class RemoteRole:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             wait = kwargs.get("timeout", 0.0)
-            return self._patiently(method, lambda: self._actor.call.remote(method, args, kwargs), wait)
+            return self._retrying(method, lambda: self._actor.call.remote(method, args, kwargs), wait)
 
         return call
 
-    def _patiently(self, method: str, start: Callable[[], Any], wait: float = 0.0) -> Any:
-        waits, give_up = Waits(self._patience.say_after + wait), None
+    def _retrying(self, method: str, start: Callable[[], Any], wait: float = 0.0) -> Any:
+        waits, give_up = Waits(self._timeouts.warn_after + wait), None
         waits.begin(method)
         while True:
             try:
@@ -91,13 +91,13 @@ class RemoteRole:
             except RayActorError as error:
                 if self._over():
                     raise RoleGone(f"{self._name} is gone: {error}") from error
-                give_up = give_up or time.monotonic() + self._patience.restart
+                give_up = give_up or time.monotonic() + self._timeouts.restart
                 if time.monotonic() > give_up:
                     raise UserError(
-                        f"{self._name} died and has not come back for {self._patience.restart:g} s "
-                        f"(patience.restart): {error}"
+                        f"{self._name} died and has not come back for {self._timeouts.restart:g} s "
+                        f"(timeouts.restart): {error}"
                     ) from error
-                self._tell(method, waits, "to start again")
+                self._report(method, waits, "to start again")
                 time.sleep(0.2)
 
     def _answer(self, reference: Any, method: str, waits: Waits, limit: float) -> Any:
@@ -105,10 +105,10 @@ class RemoteRole:
         while (left := give_up - time.monotonic()) > 0:
             if ray.wait([reference], timeout=min(1.0, left))[0]:
                 return result(reference)
-            self._tell(method, waits, f"to answer ({method})")
+            self._report(method, waits, f"to answer ({method})")
         raise UserError(f"{self._name}.{method} has not answered for {limit:.0f} s")
 
-    def _tell(self, method: str, waits: Waits, what: str) -> None:
+    def _report(self, method: str, waits: Waits, what: str) -> None:
         if self._events is not None and waits.due(method):
             seconds = round(waits.begin(method), 1)
             self._events.append(self._caller, "waiting", who=self._caller, what=f"{self._name} {what}", seconds=seconds)
@@ -119,7 +119,7 @@ class RemoteServer(RemoteRole):
 
     def locate(self) -> Endpoint:
         """Of the process that is alive now."""
-        return self._patiently("endpoint", self._actor.endpoint.remote)
+        return self._retrying("endpoint", self._actor.endpoint.remote)
 
 
 def server_names(cfg: RLExperiment.Config) -> list[str]:
@@ -132,7 +132,7 @@ def trainer_names(cfg: RLExperiment.Config) -> list[str]:
     return [process_name("trainer", index) for index in range(cfg.trainer.processes)]
 
 
-def peers_of(
+def connect_services(
     caller: str,
     actors: dict[str, Any],
     cfg: RLExperiment.Config,
@@ -140,10 +140,10 @@ def peers_of(
     over: Callable[[], bool] = lambda: False,
 ) -> tuple[Any, WeightAccess, Any]:
     """Controller, parameter server and verifier as `caller` sees them."""
-    patience, known = cfg.patience, {"caller": caller, "events": events, "over": over}
-    controller = RemoteRole("controller", actors["controller"], patience, **known)
+    timeouts, known = cfg.timeouts, {"caller": caller, "events": events, "over": over}
+    controller = RemoteRole("controller", actors["controller"], timeouts, **known)
     names = server_names(cfg)
-    servers = [RemoteServer(name, actors[name], patience, **known) for name in names]
+    servers = [RemoteServer(name, actors[name], timeouts, **known) for name in names]
 
     def on_wait(shard: int, what: str, seconds: float) -> None:
         events.append(caller, "waiting", who=caller, what=f"{names[shard]} {what}", seconds=round(seconds, 1))
@@ -153,10 +153,10 @@ def peers_of(
         cfg.parameter_server,
         locate,
         on_wait=on_wait,
-        say_after=patience.say_after,
+        say_after=timeouts.warn_after,
         known_as=ray.util.get_node_ip_address(),
     )
-    verifier = RemoteRole("verifier", actors["verifier"], patience, limit=patience.batch, **known)
+    verifier = RemoteRole("verifier", actors["verifier"], timeouts, limit=timeouts.batch, **known)
     return controller, weights, verifier
 
 
@@ -164,7 +164,7 @@ class RoleHost:
     """The actor's class. `kind` names the `make_` method of the experiment that builds the role.
 
     The role is built anew after a restart; at the latest by the first call, so that what is wrong with it is raised to
-    the caller as it is. SIGTERM has it put things in order and exit 0 (see leaving.py); Ray starts it again, where it
+    the caller as it is. SIGTERM has it put things in order and exit 0 (see shutdown.py); Ray starts it again, where it
     finds room.
     """
 
@@ -172,15 +172,15 @@ class RoleHost:
         self._kind, self._name, self._token, self._namespace = kind, name, token, namespace
         self._run = RunDirectory.attach(run_path)
         self._events = EventLog(self._run.events_path)
-        self._peers: dict[str, Any] = {}
+        self._services: dict[str, Any] = {}
         self._meeting = ""  # where the trainer's processes meet, if there are several
         self._building = threading.Lock()
         self._role: Any = None
         self._stopping = False
-        self._life = secrets.token_hex(8)  # of this process
-        self._leaving = Leaving(name, self._events, grace)
-        self._leaving.has_loop = False
-        if kind in ("parameter_server", "controller", "verifier"):  # which need no peers: be ready when one calls
+        self._incarnation = secrets.token_hex(8)  # of this process
+        self._shutdown = GracefulShutdown(name, self._events, grace)
+        self._shutdown.has_loop = False
+        if kind in ("parameter_server", "controller", "verifier"):  # which need no services: be ready when one calls
             threading.Thread(target=self._prepare, daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,24 +191,24 @@ class RoleHost:
         """Where the parameter server's bytes are served."""
         return self._built().listen(ray.util.get_node_ip_address())
 
-    def run_worker(self, peers: dict[str, Any]) -> dict[str, Any]:
-        """The rollout worker's loop, until the controller stops the run. `peers`: actors of the roles it calls."""
-        self._peers, self._leaving.has_loop = peers, True
+    def run_worker(self, services: dict[str, Any]) -> dict[str, Any]:
+        """The rollout worker's loop, until the controller stops the run. `services`: actors of the roles it calls."""
+        self._services, self._shutdown.has_loop = services, True
         worker = self._built()
-        self._leaving.abandon = worker.abandon
+        self._shutdown.abandon = worker.abandon
         with jax.set_mesh(make_mesh()):
-            worker.run(stop=lambda: self._leaving.requested)
+            worker.run(stop=lambda: self._shutdown.requested)
         return self._end_of_loop()
 
     def meeting_place(self) -> str:
         """An address on this host for processes that become one program."""
         return free_address(ray.util.get_node_ip_address())
 
-    def run_trainer(self, peers: dict[str, Any], meeting: str = "") -> dict[str, Any]:
+    def run_trainer(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
         """The trainer's loop; it has saved when it returns. `meeting`: of its processes, if there are several."""
-        self._peers, self._meeting, self._leaving.has_loop = peers, meeting, True
+        self._services, self._meeting, self._shutdown.has_loop = services, meeting, True
         trainer = self._built()
-        trainer.run(stop=lambda: self._stopping or self._leaving.requested)
+        trainer.run(stop=lambda: self._stopping or self._shutdown.requested)
         return self._end_of_loop(step=trainer.step)
 
     def stop(self) -> None:
@@ -216,16 +216,16 @@ class RoleHost:
         self._stopping = True
 
     @ray.method(concurrency_group="health")
-    def life(self) -> str:
+    def incarnation(self) -> str:
         """Another for every process of the actor; answered whatever else it does."""
-        return self._life
+        return self._incarnation
 
     def _end_of_loop(self, **fields: Any) -> dict[str, Any]:
         """What the driver is told: the process, and whether it is about to exit."""
-        left = self._leaving.requested
+        left = self._shutdown.requested
         if left:
-            self._leaving.done(**fields)
-        return {"life": self._life, "left": left, **fields}
+            self._shutdown.done(**fields)
+        return {"incarnation": self._incarnation, "shutdown": left, **fields}
 
     def _prepare(self) -> None:
         with contextlib.suppress(Exception):  # whoever calls is told
@@ -246,7 +246,7 @@ class RoleHost:
             return experiment.make_verifier()
         if self._kind == "controller":
             return experiment.make_controller(self._run)
-        controller, weights, verifier = peers_of(self._name, self._peers, experiment.cfg, self._events)
+        controller, weights, verifier = connect_services(self._name, self._services, experiment.cfg, self._events)
         if self._kind == "trainer":
             processes = self._joined(experiment.cfg)
             return experiment.make_trainer(self._run, controller, weights, processes)
@@ -255,18 +255,18 @@ class RoleHost:
 
     def _joined(self, cfg: RLExperiment.Config) -> ProcessGroup:
         """The trainer's processes, met if there are several; the devices of this one are set."""
-        names, patience = trainer_names(cfg), cfg.patience
+        names, timeouts = trainer_names(cfg), cfg.timeouts
         if cfg.trainer.mesh:
             configure_cpu_devices(cfg.trainer.mesh, len(names))  # as in the command, which has seen that the mesh fits
         if len(names) > 1:
-            beyond = patience.unresponsive + _MARGIN  # the driver ends before that who does not answer
+            beyond = timeouts.unresponsive + _MARGIN  # the driver ends before that who does not answer
             join(self._meeting, names.index(self._name), len(names), role="trainer", timeout=beyond, heartbeat=beyond)
 
         def on_wait(who: str, seconds: float) -> None:
             what = f"{who} to come to the same point"
             self._events.append(self._name, "waiting", who=self._name, what=what, seconds=round(seconds, 1))
 
-        return ProcessGroup("trainer", on_wait=on_wait, warn_after=patience.say_after, limit=2 * patience.batch)
+        return ProcessGroup("trainer", on_wait=on_wait, warn_after=timeouts.warn_after, limit=2 * timeouts.batch)
 
     def _build_server(self, experiment: RLExperiment) -> ParameterServer:
         names = server_names(experiment.cfg)

@@ -19,14 +19,14 @@ from axlearn_like.config import from_text
 from axlearn_like.run.directory import EventLog, RunDirectory
 from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
-from rl.runtime.ray.actors import RoleGone, peers_of, server_names
+from rl.runtime.ray.actors import RoleGone, connect_services, server_names
 from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.session import ray_session
-from rl.runtime.ray.shutdown import Leaving
+from rl.runtime.ray.shutdown import GracefulShutdown
 
 
-def invite(run: RunDirectory, namespace: str) -> None:
-    """Tell guests where the actors of this run are."""
+def advertise(run: RunDirectory, namespace: str) -> None:
+    """Tell workers where the actors of this run are."""
     address = ray.get_runtime_context().gcs_address
     path = _path(run)
     temporary = path.with_suffix(".tmp")
@@ -36,12 +36,12 @@ def invite(run: RunDirectory, namespace: str) -> None:
     os.replace(temporary, path)
 
 
-def uninvite(run: RunDirectory) -> None:
+def withdraw(run: RunDirectory) -> None:
     """The run is over, or pauses."""
     _path(run).unlink(missing_ok=True)
 
 
-def run_guest(run_dir: Path, name: str | None = None, say: Say = print) -> None:
+def run_elastic_worker(run_dir: Path, name: str | None = None, say: Say = print) -> None:
     """Work for the run that goes on in `run_dir`, until it is over, or until SIGTERM or Ctrl-C.
 
     Raises:
@@ -57,7 +57,7 @@ def run_guest(run_dir: Path, name: str | None = None, say: Say = print) -> None:
             f"no run with processes goes on in {run.path} (it has no {_path(run).name}); "
             "start or resume it with `axl rl`, and join then"
         ) from None
-    name = name or f"guest-{socket.gethostname()}-{os.getpid()}"
+    name = name or f"elastic-{socket.gethostname()}-{os.getpid()}"
     experiment = from_text(run.config_path.read_text()).build()
     with ray_session(where["address"]):
         _work(experiment, run, name, _actors(run, where, experiment.cfg), say)
@@ -65,23 +65,23 @@ def run_guest(run_dir: Path, name: str | None = None, say: Say = print) -> None:
 
 def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any], say: Say) -> None:
     events = EventLog(run.events_path)
-    leaving = Leaving(name, events, experiment.cfg.patience.grace, signals=(signal.SIGTERM, signal.SIGINT))
+    shutdown = GracefulShutdown(name, events, experiment.cfg.timeouts.grace, signals=(signal.SIGTERM, signal.SIGINT))
     over = lambda: not _path(run).exists()  # noqa: E731
-    controller, weights, verifier = peers_of(name, actors, experiment.cfg, events, over)
+    controller, weights, verifier = connect_services(name, actors, experiment.cfg, events, over)
     began = psutil.Process().create_time()
     try:
         worker = experiment.make_worker(name, run, controller, weights, verifier, began=began)
-        leaving.abandon = worker.abandon
+        shutdown.abandon = worker.abandon
         events.append(name, "start", pid=os.getpid(), host=socket.gethostname())
         say(f"{name} works for {run.path}; Ctrl-C or SIGTERM hands back what it has and leaves")
         with jax.set_mesh(make_mesh()):
-            worker.run(stop=lambda: leaving.requested)
+            worker.run(stop=lambda: shutdown.requested)
     except RoleGone:
         say("the run is over")  # in the middle of a call
     else:
-        say("left" if leaving.requested else "the run is over")
-    if leaving.requested:
-        leaving.done()
+        say("left" if shutdown.requested else "the run is over")
+    if shutdown.requested:
+        shutdown.done()
 
 
 def _actors(run: RunDirectory, where: dict[str, str], cfg: RLExperiment.Config) -> dict[str, Any]:
@@ -93,4 +93,4 @@ def _actors(run: RunDirectory, where: dict[str, str], cfg: RLExperiment.Config) 
 
 
 def _path(run: RunDirectory) -> Path:
-    return run.path / "fleet.json"
+    return run.path / "cluster.json"

@@ -15,7 +15,7 @@ from rl.experiment import RLExperiment
 Say = Callable[[str], None]
 
 
-class PlannedKill:
+class FaultInjection:
     """`kill_worker_after` of the experiment: the last worker, with -9."""
 
     def __init__(self, cfg: RLExperiment.Config, run: RunDirectory):

@@ -8,7 +8,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.jsonl import RowTail
 
 
-def end_leftovers(run: RunDirectory) -> None:
+def end_orphans(run: RunDirectory) -> None:
     """End what a driver that was killed has left: its actors would write into the same run.
 
     Actors end by themselves within seconds of the driver, Ray's agents within a minute; this is for the time before.

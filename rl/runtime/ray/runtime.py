@@ -8,13 +8,12 @@ import ray
 from axlearn_like.run.directory import EventLog, RunDirectory
 from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.runtime.ray.elastic_workers import uninvite
+from rl.runtime.ray.elastic_workers import withdraw
 from rl.runtime.ray.fault_injection import Say
-from rl.runtime.ray.orphans import end_leftovers
+from rl.runtime.ray.orphans import end_orphans
 from rl.runtime.ray.preflight import check_reachable
-from rl.runtime.ray.session import ray_session
-from rl.runtime.ray.session_watch import SessionLost, SessionWatch
-from rl.runtime.ray.supervisor import DEATHS, Fleet
+from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session
+from rl.runtime.ray.supervisor import DEATHS, Supervisor
 
 
 def run_ray(
@@ -24,11 +23,11 @@ def run_ray(
     on_step: Callable[[int], None],
     say: Say = print,
     *,
-    hurried: Callable[[], bool] = lambda: False,
+    preempted: Callable[[], bool] = lambda: False,
 ) -> int:
     """Update until the last step or until `stop()`; returns the steps completed.
 
-    Where `hurried()`, whoever asked for the end will not wait: it comes within `patience.grace`, saved or not.
+    Where `preempted()`, whoever asked for the end will not wait: it comes within `timeouts.grace`, saved or not.
 
     If Ray's own processes die, and they were ours, others are started, with all roles, which go on from the last
     checkpoint: as if the driver had died and been started again.
@@ -40,11 +39,11 @@ def run_ray(
     deaths, reached = 0, 0
     while True:
         if not os.environ.get("RAY_ADDRESS"):
-            end_leftovers(run)
+            end_orphans(run)
             log.append("driver", "session", pid=os.getpid(), group=os.getpgid(0))
         try:
             with ray_session() as own:
-                return _run_in_session(own, experiment, run, stop, on_step, say, hurried)
+                return _run_in_session(own, experiment, run, stop, on_step, say, preempted)
         except SessionLost as error:
             lost, step = error, error.step
         log.append("driver", "session_lost", error=str(lost), step=step)
@@ -66,15 +65,15 @@ def _run_in_session(
     stop: Callable[[], bool],
     on_step: Callable[[int], None],
     say: Say,
-    hurried: Callable[[], bool],
+    preempted: Callable[[], bool],
 ) -> int:
     """Raises SessionLost if this Ray, which is our own, has died, whatever that did to the calls under way."""
-    watch, fleet = SessionWatch(), None
+    watch, supervisor = SessionHealth(), None
     try:
         if not own:
             check_reachable(experiment.cfg.parameter_server.host, _addresses())
-        fleet = Fleet(experiment.cfg, run, say)
-        return fleet.run(stop, on_step, hurried, watch.check)
+        supervisor = Supervisor(experiment.cfg, run, say)
+        return supervisor.run(stop, on_step, preempted, watch.check)
     except Exception as error:
         if (lost := watch.loss()) is None:
             raise
@@ -84,14 +83,14 @@ def _run_in_session(
                 "this command's to start. See to the cluster, then run the same command again: it goes on from the "
                 "last checkpoint"
             ) from error
-        lost.step = 0 if fleet is None else fleet.step
+        lost.step = 0 if supervisor is None else supervisor.step
         raise lost from error
     finally:
         if watch.loss() is None:
-            if fleet is not None:
-                fleet.close()
+            if supervisor is not None:
+                supervisor.close()
         else:
-            uninvite(run)
+            withdraw(run)
             if own:
                 watch.end()
 

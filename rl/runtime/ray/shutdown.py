@@ -16,7 +16,7 @@ _LAST_WORDS = 3.0  # seconds for what is done when there is no more time
 _REPLY = 0.5  # seconds in which the caller gets the last answer
 
 
-class Leaving:
+class GracefulShutdown:
     """Whether this process was asked to leave, and its end. Made by the process's main thread.
 
     A loop reads `requested` and calls `done` when it has put everything in order. If it has not within `grace` seconds,
@@ -67,7 +67,7 @@ class Leaving:
 
     def _note(self, **fields: Any) -> None:
         with contextlib.suppress(DiskFull):
-            self._events.append(self._name, "leave", pid=os.getpid(), seconds=self._seconds(), **fields)
+            self._events.append(self._name, "shutdown", pid=os.getpid(), seconds=self._seconds(), **fields)
 
     def _end(self, after: float) -> None:
         self._later(after, lambda: os._exit(0))  # an ordinary exit would have Ray's threads wait for each other

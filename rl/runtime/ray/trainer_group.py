@@ -14,13 +14,13 @@ _ANSWER = 3.0  # seconds for a process that lives to say so
 What = Literal["loop", "restart", "meeting"]
 
 
-class Crew:
-    """What the driver knows of them. One process alone is a crew, too."""
+class TrainerGroup:
+    """What the driver knows of them. One process alone is a group, too."""
 
     def __init__(self, actors: dict[str, Any]):
         self._actors = actors
         self.names = list(actors)
-        self._ready: dict[str, str] = {}  # those that have come (back): their lives
+        self._ready: dict[str, str] = {}  # those that have come (back): their incarnations
         self._begun = False  # their loops, together
 
     @property
@@ -31,9 +31,9 @@ class Crew:
     def several(self) -> bool:
         return len(self.names) > 1
 
-    def came(self, name: str, life: str) -> bool:
+    def came(self, name: str, incarnation: str) -> bool:
         """A process has started; whether all have, and can meet."""
-        self._ready[name] = life
+        self._ready[name] = incarnation
         return len(self._ready) == len(self.names)
 
     def begin(self) -> None:
@@ -51,7 +51,7 @@ class Crew:
 
     def dead(self, name: str, error: Exception) -> list[str]:
         """Whose processes are dead, now that the loop of `name` has ended with this error."""
-        asked = {other: self._actors[other].life.remote() for other in self.names if other != name}
+        asked = {other: self._actors[other].incarnation.remote() for other in self.names if other != name}
         answers, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER) if asked else ([], [])
         gone = [other for other, reference in asked.items() if reference in answers and self._is_gone(other, reference)]
         return [*gone, name] if isinstance(error, RayActorError) else gone

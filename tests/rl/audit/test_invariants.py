@@ -87,7 +87,7 @@ def test_a_step_made_again_after_a_restart_is_no_harm(log: Log) -> None:
     assert log.broken() == {}
 
 
-def test_a_step_left_out_or_made_twice_by_one_life_is_found(log: Log) -> None:
+def test_a_step_left_out_or_made_twice_by_one_incarnation_is_found(log: Log) -> None:
     log.update(6)
     assert "step 6 out of order" in log.broken()[ORDER][0]
     log.metrics.pop()
@@ -99,7 +99,7 @@ def test_a_trainer_that_begins_before_its_checkpoint_is_found(log: Log) -> None:
     log.event("trainer", "saved", step=4)
     log.event("driver", "died", target="trainer")
     log.start("trainer", 13, version=2)
-    assert log.broken()[LOST] == ("trainer's life 2 began at step 2; step 4 was saved",)
+    assert log.broken()[LOST] == ("trainer incarnation 2 began at step 2; step 4 was saved",)
 
 
 def test_without_word_of_saves_the_config_gives_the_bound(log: Log) -> None:
@@ -107,7 +107,9 @@ def test_without_word_of_saves_the_config_gives_the_bound(log: Log) -> None:
         log.update(step)
     log.event("driver", "died", target="trainer")
     log.start("trainer", 13, version=2)
-    assert log.broken()[LOST] == ("trainer's life 2 began at step 2; step 6 was saved",)  # 8 may have been under way
+    assert log.broken()[LOST] == (
+        "trainer incarnation 2 began at step 2; step 6 was saved",
+    )  # 8 may have been under way
 
 
 def test_a_batch_of_one_lease_twice_is_found(log: Log) -> None:
@@ -118,7 +120,7 @@ def test_a_batch_of_one_lease_twice_is_found(log: Log) -> None:
 def test_what_was_handed_back_counts_with_what_another_drew_to_it(log: Log) -> None:
     log.event("worker-0", "generate", seconds=0.1, step=5, lease=90, version=5, tokens=3)
     log.event("controller", "handed_back", lease=90, step=5, worker="worker-0", tokens=3)
-    log.event("worker-0", "leave", pid=10)
+    log.event("worker-0", "shutdown", pid=10)
     log.start("worker-0", 30)
     log.event("worker-0", "generate", seconds=0.1, step=5, lease=91, version=5, tokens=1)
     log.event("worker-0", "generate", seconds=0.1, step=5, lease=92, version=5, tokens=4)
@@ -127,8 +129,8 @@ def test_what_was_handed_back_counts_with_what_another_drew_to_it(log: Log) -> N
     assert log.broken() == {}
 
 
-def test_a_guest_may_go_for_good(log: Log) -> None:
-    log.event("worker-7", "leave", pid=70)
+def test_an_elastic_worker_may_go_for_good(log: Log) -> None:
+    log.event("worker-7", "shutdown", pid=70)
     log.now += 1000
     log.start("worker-1", 20)
     assert log.broken() == {}

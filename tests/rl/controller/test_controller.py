@@ -16,9 +16,9 @@ from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh import UserError
 from rl.controller.controller import Controller
-from rl.messages import Group, Lease, Rollout
+from rl.roles.messages import Group, Lease, Rollout
+from rl.roles.timeouts import Timeouts
 from rl.tasks.mixture import encode_prompt
-from rl.timeouts import Patience
 from tests.rl.tiny import make_group, make_rollout, tiny_tasks
 
 STEPS = 7
@@ -187,7 +187,7 @@ def test_the_plan_is_the_mixture_in_order_and_nothing_else():
     assert len({prompt.id for prompt in prompts}) == len(prompts)
 
 
-def test_a_parcel_leased_again_has_equal_prompts_and_another_lease_id():
+def test_a_work_item_leased_again_has_equal_prompts_and_another_lease_id():
     clock = Clock()
     controller = make(clock)
     controller.begin(0, 0)
@@ -219,7 +219,7 @@ def test_a_lease_lasts_until_its_deadline_and_not_longer():
     clock.now += 0.1
     assert not controller.renew(lease.id)
     assert ids(granted(controller, "b")) == ids(lease)
-    assert controller.status()["turned_away"] == 0  # a question is no report
+    assert controller.status()["rejected"] == 0  # a question is no report
 
 
 def test_a_new_controller_with_a_later_first_lease_turns_away_the_reports_of_the_old_one():
@@ -281,7 +281,7 @@ def plain(rollouts: tuple[Rollout, ...]) -> list[Any]:
     return [(r.prompt_id, r.sample_id, list(r.tokens), list(r.versions), r.finish_reason) for r in rollouts]
 
 
-def test_what_is_handed_back_goes_with_the_next_lease_of_its_parcel_and_stays_if_that_is_lost(tmp_path: Path):
+def test_what_is_handed_back_goes_with_the_next_lease_of_its_work_item_and_stays_if_that_is_lost(tmp_path: Path):
     events = EventLog(tmp_path / "events.jsonl")
     controller = make(events=events)
     controller.begin(0, 0)
@@ -326,7 +326,7 @@ def test_tokens_handed_back_keep_the_age_bound(weights: str):
     again = granted(controller)
     assert (again.step, again.version) == (1, 0 if weights == "pinned" else 1)
     assert plain(again.partial) == plain(drawn(late, [3, 2]))  # tokens keep their version: their age at step 1 is 1
-    for version in (-1, 2):  # too old, and of a life of the trainer that is forgotten
+    for version in (-1, 2):  # too old, and of an incarnation of the trainer that is forgotten
         assert controller.hand_back(again.id, drawn(again, [3, 2], version))
         again = granted(controller)
         assert again.partial == ()
@@ -367,7 +367,7 @@ def test_who_works_is_known():
 
 def test_a_long_wait_is_told_with_what_is_missing_and_again_when_it_has_doubled(tmp_path: Path):
     clock, events = Clock(), EventLog(tmp_path / "events.jsonl")
-    controller = make(clock, events, patience=Patience.Config(say_after=10.0, batch=100.0), lease_seconds=1000.0)
+    controller = make(clock, events, timeouts=Timeouts.Config(warn_after=10.0, batch=100.0), lease_seconds=1000.0)
     controller.begin(0, 0)
     leases = drain(controller, "anna")
     for _ in range(50):
@@ -377,18 +377,20 @@ def test_a_long_wait_is_told_with_what_is_missing_and_again_when_it_has_doubled(
     assert [(row["who"], row["seconds"]) for row in rows] == [
         (who, seconds) for seconds in (10.0, 20.0, 40.0) for who in ("trainer", "bert")
     ]
-    wait = "parcel {} (leased by anna, 20 s since the lease)"
+    wait = "work item {} (leased by anna, 20 s since the lease)"
     assert rows[2]["what"] == f"batch 0: {wait.format(0)}, {wait.format(1)}"
     assert rows[3]["what"] == "a lease: all of version 0 are out, the next come with version 1"
     assert controller.submit(leases[0].id, scored(leases[0]))
     clock.now += 51.0
-    with pytest.raises(UserError, match=r"trainer has waited 101 s .patience.batch=100. for batch 0: parcel 1 .leased"):
+    with pytest.raises(
+        UserError, match=r"trainer has waited 101 s .timeouts.batch=100. for batch 0: work item 1 .leased"
+    ):
         controller.next_batch(0)
     assert controller.submit(leases[1].id, scored(leases[1]))
     assert controller.next_batch(0) is not None
     controller.consumed(0)
     controller.published(1)
-    assert controller.next_batch(1) is None  # another wait, with a patience of its own
+    assert controller.next_batch(1) is None  # another wait, with a timeouts of its own
 
 
 # ---- waiting
@@ -422,7 +424,7 @@ def test_a_waiting_trainer_gets_the_batch_when_the_last_group_arrives():
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(controller.next_batch(0, timeout=1e6)))
     thread.start()
-    assert controller.missing(0) == "parcel 0 (leased by w, 0 s since the lease)"
+    assert controller.missing(0) == "work item 0 (leased by w, 0 s since the lease)"
     controller.submit(first.id, scored(first))
     thread.join(20)
     assert [group.prompt.id for group in found[0]] == ids(first) + ids(second)

@@ -8,22 +8,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from rl.controller.ledger import Ledger, LedgerError
-from rl.messages import Group
+from rl.roles.messages import Group
 from tests.rl.tiny import make_group, make_prompt
 
-PARCELS = 3
+ITEMS = 3
 WINDOW = 2  # steps that may be leased ahead
 SECONDS = 10.0
 WORKERS = ("a", "b", "c")
 
 
 def work(step: int, index: int, lease: int) -> tuple[Group, ...]:
-    """What a worker hands in: says of which parcel it is, and under which lease it was made."""
-    return (make_group(make_prompt(step * PARCELS + index, length=1), [[lease]], [0.0]),)
+    """What a worker hands in: says of which work item it is, and under which lease it was made."""
+    return (make_group(make_prompt(step * ITEMS + index, length=1), [[lease]], [0.0]),)
 
 
-def parcel_of(group: Group) -> tuple[int, int]:
-    return divmod(group.prompt.id, PARCELS)
+def item_of(group: Group) -> tuple[int, int]:
+    return divmod(group.prompt.id, ITEMS)
 
 
 def lease_of(group: Group) -> int:
@@ -48,29 +48,29 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.ledger = Ledger(PARCELS)
+        self.ledger = Ledger(ITEMS)
         self.now = 0.0
         self.valid: dict[int, Granted] = {}
         self.ids: list[int] = []
-        self.done: dict[tuple[int, int], int] = {}  # parcel -> the lease under which it was verified
+        self.done: dict[tuple[int, int], int] = {}  # item -> the lease under which it was verified
         self.consumed: list[int] = []
-        self.expired = self.turned_away = 0
+        self.expired = self.rejected = 0
 
     @rule(target=leases, worker=st.sampled_from(WORKERS))
     def lease(self, worker: str) -> Granted | None:
         first = len(self.consumed)
         busy = {(g.step, g.index) for g in self.valid.values()} | self.done.keys()
-        free = [(s, i) for s in range(first, first + WINDOW) for i in range(PARCELS) if (s, i) not in busy]
-        parcel = self.ledger.lease(worker, range(first, first + WINDOW), self.now, SECONDS)
-        if parcel is None:
+        free = [(s, i) for s in range(first, first + WINDOW) for i in range(ITEMS) if (s, i) not in busy]
+        item = self.ledger.lease(worker, range(first, first + WINDOW), self.now, SECONDS)
+        if item is None:
             assert not free
             return None
-        assert (parcel.step, parcel.index) == free[0]  # the earliest that is free, and never one that is not
-        assert all(parcel.lease > earlier for earlier in self.ids)  # an id is never used again
-        assert (parcel.state, parcel.worker, parcel.deadline) == ("leased", worker, self.now + SECONDS)
-        self.ids.append(parcel.lease)
-        granted = Granted(parcel.lease, parcel.step, parcel.index, worker, parcel.deadline)
-        self.valid[parcel.lease] = granted
+        assert (item.step, item.index) == free[0]  # the earliest that is free, and never one that is not
+        assert all(item.lease > earlier for earlier in self.ids)  # an id is never used again
+        assert (item.state, item.worker, item.deadline) == ("leased", worker, self.now + SECONDS)
+        self.ids.append(item.lease)
+        granted = Granted(item.lease, item.step, item.index, worker, item.deadline)
+        self.valid[item.lease] = granted
         return granted
 
     @rule(lease=leases)
@@ -90,8 +90,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self.done[lease.step, lease.index] = lease.id
 
     @rule(lease=consumes(leases), worker=st.sampled_from(WORKERS))
-    def verified_as_another_parcels_work_never_happens(self, lease: Granted | None, worker: str):
-        """The lease alone decides where work goes: a void id stays void when its parcel is leased anew."""
+    def verified_as_another_items_work_never_happens(self, lease: Granted | None, worker: str):
+        """The lease alone decides where work goes: a void id stays void when its work item is leased anew."""
         if lease is not None and lease.id not in self.valid:
             self.lease(worker)
             self._expect(self.ledger.verified(lease.id, work(lease.step, lease.index, lease.id)), False)
@@ -108,7 +108,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(ahead=st.integers(-1, 1))
     def consume(self, ahead: int):
         step = len(self.consumed) + ahead
-        complete = all((step, i) in self.done for i in range(PARCELS))
+        complete = all((step, i) in self.done for i in range(ITEMS))
         if ahead or not complete:
             with pytest.raises(LedgerError, match=f"step {step} "):
                 self.ledger.consume(step)
@@ -129,9 +129,9 @@ class LedgerMachine(RuleBasedStateMachine):
         counts = self.ledger.counts()
         assert counts["leased"] + counts["generated"] == len(self.valid)
         assert counts["verified"] == len(self.done)
-        assert sum(counts[s] for s in ("pending", "leased", "generated", "verified")) % PARCELS == 0
+        assert sum(counts[s] for s in ("pending", "leased", "generated", "verified")) % ITEMS == 0
         assert counts["consumed_steps"] == len(self.consumed)
-        assert (counts["expired"], counts["turned_away"]) == (self.expired, self.turned_away)
+        assert (counts["expired"], counts["rejected"]) == (self.expired, self.rejected)
 
     def teardown(self):
         """From wherever chance left it, the work can be finished."""
@@ -145,20 +145,20 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _expect(self, answer: bool, expected: bool) -> None:
         assert answer == expected
-        self.turned_away += not expected
+        self.rejected += not expected
 
-    def _taken(self, parcels: list, gone) -> None:
+    def _taken(self, items: list, gone) -> None:
         lost = {g.id for g in self.valid.values() if gone(g)}
-        assert {p.lease for p in parcels} == lost
-        assert all(p.state in ("leased", "generated") for p in parcels)  # as they were
+        assert {p.lease for p in items} == lost
+        assert all(p.state in ("leased", "generated") for p in items)  # as they were
         self.valid = {i: g for i, g in self.valid.items() if i not in lost}
         self.expired += len(lost)
 
     def _consume(self) -> None:
         step = len(self.consumed)
         groups = self.ledger.batch(step)
-        assert [parcel_of(group) for group in groups] == [(step, i) for i in range(PARCELS)]  # whole, in order
-        assert [lease_of(group) for group in groups] == [self.done.pop((step, i)) for i in range(PARCELS)]
+        assert [item_of(group) for group in groups] == [(step, i) for i in range(ITEMS)]  # whole, in order
+        assert [lease_of(group) for group in groups] == [self.done.pop((step, i)) for i in range(ITEMS)]
         self.ledger.consume(step)
         self.consumed.append(step)
 
@@ -168,23 +168,25 @@ TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, d
 
 
 def test_a_batch_is_in_the_order_of_the_plan_whatever_the_order_of_arrival():
-    ledger = Ledger(PARCELS)
-    parcels = [ledger.lease("a", range(1), 0.0, SECONDS) for _ in range(PARCELS)]
-    leases = [(p.lease, p.index) for p in parcels if p is not None]
+    ledger = Ledger(ITEMS)
+    items = [ledger.lease("a", range(1), 0.0, SECONDS) for _ in range(ITEMS)]
+    leases = [(p.lease, p.index) for p in items if p is not None]
     for lease, index in reversed(leases):
         assert not ledger.complete(0)
         ledger.verified(lease, work(0, index, lease))
-    assert [parcel_of(group) for group in ledger.batch(0)] == [(0, 0), (0, 1), (0, 2)]
+    assert [item_of(group) for group in ledger.batch(0)] == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_what_is_missing_is_said_in_words():
-    ledger = Ledger(PARCELS)
+    ledger = Ledger(ITEMS)
     for worker in ("anna", "bert"):
         assert ledger.lease(worker, range(1), 0.0, SECONDS) is not None
     ledger.generated(1)
-    assert ledger.missing(0) == "parcel 0 (leased by anna), parcel 1 (generated by bert), parcel 2 (not leased)"
-    assert ledger.missing(0, now=31.4).startswith("parcel 0 (leased by anna, 31 s since the lease), ")
-    with pytest.raises(LedgerError, match="step 0 is not complete: parcel 0 .leased by anna"):
+    assert (
+        ledger.missing(0) == "work item 0 (leased by anna), work item 1 (generated by bert), work item 2 (not leased)"
+    )
+    assert ledger.missing(0, now=31.4).startswith("work item 0 (leased by anna, 31 s since the lease), ")
+    with pytest.raises(LedgerError, match="step 0 is not complete: work item 0 .leased by anna"):
         ledger.batch(0)
 
 
@@ -205,5 +207,5 @@ def test_a_consumed_step_cannot_be_leased_read_or_consumed_again():
 
 def test_lease_ids_start_where_they_are_told():
     ledger = Ledger(1, next_lease=1000)
-    parcel = ledger.lease("a", range(1), 0.0, SECONDS)
-    assert parcel is not None and parcel.lease == 1000
+    item = ledger.lease("a", range(1), 0.0, SECONDS)
+    assert item is not None and item.lease == 1000

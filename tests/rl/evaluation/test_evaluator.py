@@ -7,7 +7,7 @@ import pytest
 
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
-from rl.messages import Problem, Prompt, Score
+from rl.roles.messages import Problem, Prompt, Score
 from rl.rollout.engine import Request, RolloutEngine
 from rl.tasks.mixture import encode_prompt
 from rl.verification.inline import InlineVerifier

@@ -10,7 +10,7 @@ from flax import nnx
 
 from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.layers.contexts.paged import RowContext
-from rl.messages import Prompt, Rollout
+from rl.roles.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Finished, Request, StopRules
 from rl.rollout.sampling import Sampler

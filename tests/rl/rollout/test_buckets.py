@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rl.messages import Prompt
+from rl.roles.messages import Prompt
 from rl.rollout.buckets import Shapes
 from rl.rollout.program import Generate, complete
 from rl.rollout.request import Request, StopRules

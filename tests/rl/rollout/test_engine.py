@@ -10,7 +10,7 @@ import pytest
 
 from axlearn_like.config import set_path
 from mesh import UserError
-from rl.messages import Prompt, Rollout
+from rl.roles.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopRules
 from rl.rollout.sampling import Sampler

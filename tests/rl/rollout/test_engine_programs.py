@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.messages import Rollout
+from rl.roles.messages import Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.program import Branch, Fork, Generate, Join, Observe, Program, Step, Wait
 from rl.rollout.request import Finished, StopRules

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.messages import Rollout
+from rl.roles.messages import Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.program import Branch, Fork, Generate, Join, Observe, Wait, complete
 from rl.rollout.request import Finished, Request, StopRules
@@ -28,7 +28,7 @@ from tests.rl.rollout.small import (
 from tests.rl.tiny import make_prompt
 
 WEIGHTS = [params(seed) for seed in range(3)]
-SWAPS = ("go_on", "recompute", "drain")
+SWAPS = ("keep_cache", "recompute", "drain")
 
 
 class Soak:

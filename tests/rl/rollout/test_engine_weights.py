@@ -12,7 +12,7 @@ import pytest
 
 from axlearn_like.layers.base import Params
 from mesh import UserError
-from rl.messages import Rollout
+from rl.roles.messages import Rollout
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.program import Branch, Generate, Wait
 from rl.rollout.request import Request, StopRules
@@ -73,7 +73,7 @@ def pairs(rollouts: list[Rollout]) -> list[Any]:
 # ---- swaps
 
 
-@pytest.mark.parametrize("swap", ["go_on", "recompute"])
+@pytest.mark.parametrize("swap", ["keep_cache", "recompute"])
 def test_each_token_has_the_version_that_drew_it(engine: RolloutEngine, fresh: dict[int, list[Rollout]], swap: Swap):
     rollouts = swapped(engine, swap)
     assert engine.version == 2
@@ -82,7 +82,7 @@ def test_each_token_has_the_version_that_drew_it(engine: RolloutEngine, fresh: d
         np.testing.assert_array_equal(r.tokens[:8], old.tokens[:8])
         np.testing.assert_array_equal(r.logprobs[:8], old.logprobs[:8])
         assert r.tokens[8:].tolist() not in (old.tokens[8:].tolist(), new.tokens[8:].tolist())
-        assert r.tags == (("mixed-cache",) if swap == "go_on" else ())
+        assert r.tags == (("mixed-cache",) if swap == "keep_cache" else ())
 
 
 def test_recomputed_keys_and_values_are_those_of_the_new_weights(engine: RolloutEngine):
@@ -93,13 +93,13 @@ def test_recomputed_keys_and_values_are_those_of_the_new_weights(engine: Rollout
 
 def test_on_a_mixed_cache_they_are_not(engine: RolloutEngine):
     """So the test before this one can fail."""
-    rollouts = swapped(engine, "go_on")
+    rollouts = swapped(engine, "keep_cache")
     gaps = [np.abs(r.logprobs - s)[8:].max() for r, s in zip(rollouts, scores(NEW, pairs(rollouts)), strict=True)]
     assert min(gaps) > 1e-3
 
 
 def test_a_swap_before_anything_was_computed_leaves_no_trace(engine: RolloutEngine, fresh: dict[int, list[Rollout]]):
-    for swap in ("go_on", "recompute", "drain"):
+    for swap in ("keep_cache", "recompute", "drain"):
         engine.set_weights(OLD, 1, rewind=True)
         assert_same(swapped(engine, swap, turns=0), fresh[2])
 
@@ -147,7 +147,7 @@ def test_a_prefix_is_not_used_under_other_weights(engine: RolloutEngine, fresh: 
 
 
 def test_what_was_drawn_on_a_mixed_cache_is_not_kept(engine: RolloutEngine):
-    swapped(engine, "go_on")
+    swapped(engine, "keep_cache")
     assert engine.stats()["pages_kept"] == 0
     swapped_again = engine.generate(ASKED)
     engine.set_weights(NEW, 2)
@@ -192,7 +192,7 @@ def test_other_arrays_are_refused_by_path_and_the_policy_in_place_stays(
 ):
     numbers = [engine.submit(q) for q in ASKED]
     engine.step()
-    for swap in ("go_on", "recompute", "drain"):
+    for swap in ("keep_cache", "recompute", "drain"):
         with pytest.raises(UserError, match=message):
             engine.set_weights(change(NEW), 2, swap=swap)
     finished = drain(engine)
@@ -240,7 +240,7 @@ def test_logits_that_are_not_numbers_fail_their_requests_by_name(engine: Rollout
         assert [(r.finish_reason, len(r.tokens)) for r in finished[number].rollouts] == [("error", 0)] * 2
 
 
-@pytest.mark.parametrize("swap", ["go_on", "recompute", "drain"])
+@pytest.mark.parametrize("swap", ["keep_cache", "recompute", "drain"])
 @pytest.mark.parametrize("leave", ["fail", "abort", "swap"])
 def test_nothing_of_what_is_not_a_number_stays_in_any_page(
     engine: RolloutEngine, fresh: dict[int, list[Rollout]], leave: str, swap: Swap

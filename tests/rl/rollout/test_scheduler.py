@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rl.messages import Prompt
+from rl.roles.messages import Prompt
 from rl.rollout.kv_cache.manager import Memory, PageCopy
 from rl.rollout.program import complete
 from rl.rollout.request import Request, StopRules

@@ -15,10 +15,10 @@ from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
-from rl.messages import Group, Score
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.fetch import Moved
 from rl.parameter_server.pull.prefetcher import Follower
+from rl.roles.messages import Group, Score
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner import Placed
 from rl.rollout.request import Request
@@ -218,7 +218,7 @@ def test_when_there_is_no_more_time_whole_rollouts_are_handed_back_from_another_
     verifier.meanwhile = worker.abandon
     assert worker.run_once()
     (row,) = place.events("handed_back")
-    assert place.controller.status()["turned_away"] == 1  # its own report, which came too late
+    assert place.controller.status()["rejected"] == 1  # its own report, which came too late
     (span,) = place.events("generate")
     assert row["tokens"] == span["tokens"] > 0
     other = place.worker("other")
@@ -236,7 +236,7 @@ def test_a_worker_that_hears_that_its_lease_is_void_drops_the_work(tmp_path: Pat
     place.controller.begin(0, 0)
     worker = place.worker("slow", weights=Slow(place.follower(), lambda: place.controller.join("slow")))
     assert worker.run_once()
-    assert place.controller.status()["turned_away"] == 0 and place.events("score") == []
+    assert place.controller.status()["rejected"] == 0 and place.events("score") == []
     assert worker.run_once() and len(place.events("score")) == 1
     assert place.events("generate")[0]["tokens"] < place.events("generate")[1]["tokens"]
     while worker.run_once():
@@ -294,7 +294,7 @@ def test_a_lease_that_expired_during_generation_is_dropped_before_scoring(place:
     worker = place.worker("slow", weights=Slow(place.follower(), meanwhile))
     assert worker.run_once()
     assert (len(place.events("generate")), len(place.events("score"))) == (1, 0)
-    assert place.controller.status()["turned_away"] == 1
+    assert place.controller.status()["rejected"] == 1
     place.controller.release("faster", "worker died")
     while worker.run_once():
         pass
@@ -314,7 +314,7 @@ class Hesitant(InlineVerifier):
 
 
 def test_a_lease_that_expired_during_scoring_is_counted_once(place: Place, undisturbed: list[Group]):
-    """Both workers deliver the same parcel; the first report counts."""
+    """Both workers deliver the same work item; the first report counts."""
     other = place.worker("faster")
 
     def meanwhile() -> None:
@@ -326,7 +326,7 @@ def test_a_lease_that_expired_during_scoring_is_counted_once(place: Place, undis
     verifier.meanwhile = meanwhile
     assert place.worker("slow", verifier=verifier).run_once()
     status = place.controller.status()
-    assert (status["turned_away"], status["expired"], status["verified"]) == (1, 1, 4)
+    assert (status["rejected"], status["expired"], status["verified"]) == (1, 1, 4)
     assert same(place.batch(), undisturbed)
 
 
@@ -361,7 +361,7 @@ def test_run_joins_works_and_ends_with_the_run(place: Place, undisturbed: list[G
     assert [row["lease"] for row in place.events("lease_expired")] == [lost.id]
 
 
-@pytest.mark.parametrize("swap", ["go_on", "recompute"])
+@pytest.mark.parametrize("swap", ["keep_cache", "recompute"])
 def test_in_flight_newer_weights_are_taken_up_between_dispatches(
     tmp_path: Path, swap: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -387,7 +387,7 @@ def test_in_flight_newer_weights_are_taken_up_between_dispatches(
     assert batch is not None
     first, second = ([r for group in part for r in group.rollouts] for part in (batch[:2], batch[2:]))
     assert all(list(r.versions) == [0, 0, 0, 0, 1, 1] for r in first)
-    assert all(r.tags == (("mixed-cache",) if swap == "go_on" else ()) for r in first)
+    assert all(r.tags == (("mixed-cache",) if swap == "keep_cache" else ()) for r in first)
     assert all(np.all(r.versions == 1) and r.tags == () for r in second)
     swaps = [row for row in read_rows(run.events_path) if row["event"] == "swap"]
     assert [(row["version"], row.get("swap")) for row in swaps] == [(0, None), (1, swap)]

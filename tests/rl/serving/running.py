@@ -13,7 +13,7 @@ import openai
 
 from axlearn_like.layers.base import Params
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
-from rl.messages import Prompt
+from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.serving.prompts import prompt_id
 from rl.serving.protocol import FAMILY

@@ -10,7 +10,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rl.messages import Rollout
+from rl.roles.messages import Rollout
 from rl.rollout.request import Request, StopRules
 from rl.rollout.sampling import Sampler
 from rl.serving.errors import ApiError

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from rl.messages import Group, Score
 from rl.objective import Objective
 from rl.objective.aggregation import PromptMean, SequenceMean, TokenMean
+from rl.roles.messages import Group, Score
 from rl.training.batching import Batch, pack_groups
 from tests.rl.tiny import make_group, make_prompt, make_rollout
 

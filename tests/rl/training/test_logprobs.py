@@ -16,7 +16,7 @@ from axlearn_like.layers.moe.router import SigmoidRouter
 from axlearn_like.layers.wrappers.int8 import Int8Weights
 from axlearn_like.layers.wrappers.lora import LoRA
 from mesh import make_mesh
-from rl.messages import Group, Prompt
+from rl.roles.messages import Group, Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler

@@ -11,8 +11,8 @@ from axlearn_like.layers.decoder import Decoder
 from axlearn_like.training.step import init_state
 from mesh import UserError, make_mesh
 from models.moe import tiny_moe
-from rl.messages import Group
 from rl.objective.presets import dapo, grpo, rloo
+from rl.roles.messages import Group
 from rl.training.batching import pack_groups
 from rl.training.logprobs import pack_rows
 from rl.training.program import batch_shapes, make_policy_loss, make_score_rows, policy_program

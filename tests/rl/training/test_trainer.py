@@ -14,9 +14,9 @@ from axlearn_like.run.metrics import read_rows
 from mesh import UserError, make_mesh, shard_batch
 from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
-from rl.messages import Group, Lease
 from rl.objective.presets import grpo
 from rl.parameter_server.client import WeightAccess
+from rl.roles.messages import Group, Lease
 from rl.rollout.engine import Request
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker import RolloutWorker

@@ -16,9 +16,9 @@ from mesh import UserError, enable_compilation_cache
 from mesh.devices import configure_cpu_devices
 from mesh.distributed import ProcessGroup, join
 from rl.experiment import RLExperiment
-from rl.messages import Group
 from rl.parameter_server.client import WeightAccess
 from rl.parameter_server.server import ParameterServer
+from rl.roles.messages import Group
 from rl.run import RLRun
 from rl.training.batching import digest_of_groups
 from rl.training.trainer import PolicyTrainer

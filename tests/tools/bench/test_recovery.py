@@ -39,7 +39,7 @@ def test_a_killed_helper_is_counted_until_the_next_update_and_the_longest_gap_un
         update(20, 2),
         kill(30, "controller"),
     ]
-    first, second = recoveries(events, parcels=2)
+    first, second = recoveries(events, items=2)
     assert (first.update_s, first.back_s, first.gap_s, first.back_cpu_s) == (1.0, 7.0, 8.0, 2.5)
     assert (second.update_s, second.back_s, second.gap_s) == (None, None, None)
     assert seconds_by_role([first, second], "back_s") == {"verifier": {"median": 7.0, "worst": 7.0}}
@@ -53,9 +53,9 @@ def test_after_a_killed_trainer_only_its_successor_counts_and_what_it_makes_agai
         row(12, "trainer", "start", pid=2),
         *(event for step in (5, 6) for event in (generate(13, step), generate(13, step), update(14 + step, step))),
     ]
-    [recovery] = recoveries(events, parcels=2)
+    [recovery] = recoveries(events, items=2)
     assert (recovery.update_s, recovery.redone, recovery.lost, recovery.regenerated) == (12.0, 3, 0, 20)
-    [worse] = recoveries([{**e, "saved": 6} if e["event"] == "kill" else e for e in events], parcels=2)
+    [worse] = recoveries([{**e, "saved": 6} if e["event"] == "kill" else e for e in events], items=2)
     assert worse.lost == 1, "a checkpoint of 6 was on disk, and it began at 5"
 
 
@@ -67,11 +67,11 @@ def test_a_killed_command_is_back_with_its_next_session() -> None:
         row(9, "trainer", "start", pid=4),
         update(11, 0),
     ]
-    [recovery] = recoveries(events, parcels=1)
+    [recovery] = recoveries(events, items=1)
     assert (recovery.back_s, recovery.update_s, recovery.gap_s, recovery.redone) == (3.0, 9.0, 10.0, 1)
 
 
-def test_a_step_updated_twice_by_one_life_is_double_and_by_the_next_is_not() -> None:
+def test_a_step_updated_twice_by_one_incarnation_is_double_and_by_the_next_is_not() -> None:
     start = row(3, "trainer", "start", pid=2)
     assert bench.double_consumed([update(1, 0), update(2, 1), start, update(4, 1)]) == 0
     assert bench.double_consumed([update(1, 0), update(2, 1), update(4, 1)]) == 1

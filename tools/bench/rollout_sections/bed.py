@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.base import Params, split
-from rl.messages import Prompt
+from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.program import Program, complete
 from rl.rollout.request import Request, StopRules

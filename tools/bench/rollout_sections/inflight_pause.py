@@ -1,8 +1,8 @@
 """How long a change of weights keeps the rows from drawing.
 
-`set_weights(swap="go_on")` falls between two dispatches; nothing draws from its call to its return. Arrays are waited
-for inside it, so that the next dispatch cannot hide their placing; `turn_after_over_turn` shows that nothing else is
-hidden there: a turn after a change by a turn without one, medians.
+`set_weights(swap="keep_cache")` falls between two dispatches; nothing draws from its call to its return. Arrays are
+waited for inside it, so that the next dispatch cannot hide their placing; `turn_after_over_turn` shows that nothing
+else is hidden there: a turn after a change by a turn without one, medians.
 """
 
 import itertools
@@ -86,7 +86,7 @@ def _change(engine: RolloutEngine, params: Params, version: int) -> tuple[float,
     device.place = timed_place
     try:
         began = time.perf_counter()
-        engine.set_weights(params, version, swap="go_on")
+        engine.set_weights(params, version, swap="keep_cache")
         return time.perf_counter() - began, placing[0]
     finally:
         del device.place  # the method shows again

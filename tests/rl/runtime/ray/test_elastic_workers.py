@@ -12,7 +12,7 @@ import pytest
 from axlearn_like.config import to_text
 from axlearn_like.run.directory import RunDirectory
 from mesh import UserError
-from rl.runtime.ray.elastic_workers import run_guest
+from rl.runtime.ray.elastic_workers import run_elastic_worker
 from rl.runtime.ray.runtime import run_ray
 from tests.rl.runtime.ray.command import ROOT
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, run_here, slow
@@ -38,35 +38,35 @@ def join(path: Path, name: str) -> subprocess.Popen[str]:
 def test_a_run_without_workers_goes_on_as_soon_as_and_as_long_as_guests_work_for_it(tmp_path: Path) -> None:
     expected = run_here(tmp_path / "expected", tiny_experiment(num_steps=8, evaluation=None))
     path, cfg = tmp_path / "run", slow(num_steps=8, workers=0, groups_per_lease=1)
-    guests: list[subprocess.Popen[str]] = []
+    workers: list[subprocess.Popen[str]] = []
     modes: list[int] = []
     over = threading.Event()
 
     def look(step: int) -> None:
-        invitation = path / "fleet.json"
-        if not guests and invitation.exists():
+        invitation = path / "cluster.json"
+        if not workers and invitation.exists():
             modes.append(stat.S_IMODE(invitation.stat().st_mode))
-            guests.append(join(path, "early"))
-        if len(guests) == 1 and step >= 3 and guests[0].poll() is None and not over.is_set():
+            workers.append(join(path, "early"))
+        if len(workers) == 1 and step >= 3 and workers[0].poll() is None and not over.is_set():
             over.set()
-            guests[0].send_signal(signal.SIGTERM)
-        if len(guests) == 1 and over.is_set() and guests[0].poll() is not None:
-            guests.extend((join(path, "late"), join(path, "later")))
+            workers[0].send_signal(signal.SIGTERM)
+        if len(workers) == 1 and over.is_set() and workers[0].poll() is not None:
+            workers.extend((join(path, "late"), join(path, "later")))
 
     said: list[str] = []
     try:
         with RunDirectory.open(path, to_text(cfg)) as run:
             assert run_ray(cfg.build(), run, lambda: False, look, said.append) == 8
-        outputs = [guest.communicate(timeout=120)[0] for guest in guests]
+        outputs = [guest.communicate(timeout=120)[0] for guest in workers]
     finally:
-        for guest in guests:
+        for guest in workers:
             guest.kill()
-    assert [guest.returncode for guest in guests] == [0, 0, 0], outputs
+    assert [guest.returncode for guest in workers] == [0, 0, 0], outputs
     assert outputs[0].endswith("\nleft\n")
     assert "the run is over\n" in outputs[1] + outputs[2]
     assert_same_outcome(path, expected)
-    assert modes == [0o600] and not (path / "fleet.json").exists()
-    [leave] = events(path, "leave")
+    assert modes == [0o600] and not (path / "cluster.json").exists()
+    [leave] = events(path, "shutdown")
     assert leave["role"] == "early" and leave["seconds"] < 25
     [joined] = events(path, "productive", "early")
     assert any(line == f"early joined: its first rollouts came after {joined['join_s']:.1f} s" for line in said)
@@ -75,8 +75,8 @@ def test_a_run_without_workers_goes_on_as_soon_as_and_as_long_as_guests_work_for
 
 def test_where_no_run_goes_on_there_is_nothing_to_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="is not a run directory: it has no config.txt"):
-        run_guest(tmp_path)
+        run_elastic_worker(tmp_path)
     with tiny_run(tmp_path / "run", tiny_experiment()) as run:
         assert cli.main(["worker", str(run.path)]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"axl: error: no run with processes goes on in {run.path} (it has no fleet.json); ")
+    assert printed.err.startswith(f"axl: error: no run with processes goes on in {run.path} (it has no cluster.json); ")

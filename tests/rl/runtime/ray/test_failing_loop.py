@@ -61,5 +61,5 @@ def test_one_process_of_the_trainer_fails_and_all_are_started_again(
     if (line := run_with(failures, cfg, path, monkeypatch)) is None:
         return
     assert line.startswith("trainer-1 failed at update 0; starting all processes of the trainer again. RuntimeError(")
-    assert [(row["target"], row["because"]) for row in events(path, "ended")] == [("trainer", "trainer-1")]
+    assert [(row["target"], row["cause"]) for row in events(path, "ended")] == [("trainer", "trainer-1")]
     assert [line for finding in check_run(path) for line in finding.broken] == []

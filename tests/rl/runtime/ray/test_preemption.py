@@ -12,10 +12,10 @@ import pytest
 
 from axlearn_like.config import to_text
 from axlearn_like.run.directory import RunDirectory
+from rl.roles.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.ray.runtime import run_ray
 from rl.runtime.ray.session import ray_session
-from rl.timeouts import Patience
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, run_here, slow
 from tests.rl.tiny import tiny_experiment
 
@@ -102,7 +102,7 @@ def test_sigterm_is_no_crash(roles: list[str], tmp_path: Path, baseline) -> None
     said = run_with(scenario, num_steps=steps, workers=1, engine=STEPWISE)
     assert_same_outcome(tmp_path, baseline(steps))
     assert [scenario.lives(role) for role in roles] == [2] * len(roles)
-    leaves = {row["role"]: row for row in events(tmp_path, "leave")}
+    leaves = {row["role"]: row for row in events(tmp_path, "shutdown")}
     assert sorted(leaves) == sorted(roles)
     assert all(row["seconds"] < 25 and "abandoned" not in row for row in leaves.values())
     loops = [role for role in roles if role in ("worker-0", "trainer")]  # of which the driver speaks
@@ -146,7 +146,7 @@ def test_a_role_stopped_for_a_while_is_waited_for_by_name(role: str, tmp_path: P
         lambda: any(named(row) for row in scenario.seen("waiting", "driver") if "answer" in row["what"]),
         lambda: scenario.send(role, signal.SIGCONT),
     )
-    said = run_with(scenario, num_steps=6, patience=Patience.Config(say_after=3.0))
+    said = run_with(scenario, num_steps=6, timeouts=Timeouts.Config(warn_after=3.0))
     assert_same_outcome(tmp_path, baseline(6))
     assert scenario.lives(role) == 1 and said == []
     assert any(named(row) for row in events(tmp_path, "waiting") if row["who"] != "driver"), "its callers told it too"
@@ -161,8 +161,8 @@ def test_roles_stopped_for_good_are_killed_and_started_again(roles: list[str], t
         back = lambda number=number: all(scenario.lives(role) == 2 for role in roles[:number])  # noqa: E731
         ready = lambda number=number, back=back: back() and scenario.step >= 2 + 2 * number  # noqa: E731
         scenario.when(ready, lambda role=role: scenario.send(role, signal.SIGSTOP))
-    steps, patience = 4 + 2 * len(roles), Patience.Config(unresponsive=20.0, say_after=5.0)
-    said = run_with(scenario, num_steps=steps, workers=1, patience=patience)  # another worker could do without it
+    steps, timeouts = 4 + 2 * len(roles), Timeouts.Config(unresponsive=20.0, warn_after=5.0)
+    said = run_with(scenario, num_steps=steps, workers=1, timeouts=timeouts)  # another worker could do without it
     assert_same_outcome(tmp_path, baseline(steps))
     assert all(scenario.lives(role) >= 2 for role in roles)  # on a busy machine others may be slow to answer, too
     assert {row["target"] for row in events(tmp_path, "unresponsive")} >= set(roles)

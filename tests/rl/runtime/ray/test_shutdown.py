@@ -14,17 +14,17 @@ from tests.elsewhere import ROOT
 ROLE = """
 import sys, time
 from axlearn_like.run.directory import EventLog
-from rl.runtime.ray.shutdown import Leaving
+from rl.runtime.ray.shutdown import GracefulShutdown
 
 path, kind = sys.argv[1:]
 events = EventLog(path)
-leaving = Leaving("role", events, grace=0.2 if kind in ("late", "stuck") else 60.0)
-leaving.has_loop = kind != "no loop"
-leaving.abandon = lambda: events.append("role", "abandoned") if kind == "late" else time.sleep(1e6)
+shutdown = GracefulShutdown("role", events, grace=0.2 if kind in ("late", "stuck") else 60.0)
+shutdown.has_loop = kind != "no loop"
+shutdown.abandon = lambda: events.append("role", "abandoned") if kind == "late" else time.sleep(1e6)
 print("ready", flush=True)
-while not (leaving.requested and kind == "polite"):
+while not (shutdown.requested and kind == "polite"):
     time.sleep(0.01)
-leaving.done(step=7)
+shutdown.done(step=7)
 time.sleep(1e6)  # as Ray's own threads would
 """
 
@@ -47,17 +47,17 @@ def leave(tmp_path: Path, kind: str, signals: int = 1) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("signals", [1, 3])
 def test_a_loop_ends_by_itself_and_the_process_after_it(tmp_path: Path, signals: int) -> None:
-    assert leave(tmp_path, "polite", signals) == [{"role": "role", "event": "leave", "step": 7}]
+    assert leave(tmp_path, "polite", signals) == [{"role": "role", "event": "shutdown", "step": 7}]
 
 
 def test_without_a_loop_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
-    assert leave(tmp_path, "no loop") == [{"role": "role", "event": "leave"}]
+    assert leave(tmp_path, "no loop") == [{"role": "role", "event": "shutdown"}]
 
 
 def test_when_the_grace_is_over_what_can_be_is_handed_back_and_the_process_ends(tmp_path: Path) -> None:
-    left = {"role": "role", "event": "leave", "abandoned": True}
+    left = {"role": "role", "event": "shutdown", "abandoned": True}
     assert leave(tmp_path, "late") == [{"role": "role", "event": "abandoned"}, left]
 
 
 def test_last_words_that_hang_do_not_keep_the_process(tmp_path: Path) -> None:
-    assert leave(tmp_path, "stuck") == [{"role": "role", "event": "leave", "abandoned": True}]
+    assert leave(tmp_path, "stuck") == [{"role": "role", "event": "shutdown", "abandoned": True}]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rl.audit.invariants import check_run
+from rl.roles.timeouts import Timeouts
 from rl.runtime.ray.session import ray_session
-from rl.runtime.ray.trainer_group import Crew
-from rl.timeouts import Patience
+from rl.runtime.ray.trainer_group import TrainerGroup
 from rl.training.trainer import PolicyTrainer
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow
 from tests.rl.runtime.ray.test_preemption import Scenario, run_with
@@ -60,7 +60,7 @@ def test_one_of_two_processes_is_killed_and_both_start_again(tmp_path: Path) -> 
     [line] = run_with(scenario, num_steps=6, workers=1, trainer=two())
     assert line.startswith("trainer-1 (pid ") and line.endswith("; starting all processes of the trainer again")
     assert [row["target"] for row in events(tmp_path, "died")] == ["trainer-1"]
-    assert [(row["target"], row["because"]) for row in events(tmp_path, "ended")] == [("trainer", "trainer-1")]
+    assert [(row["target"], row["cause"]) for row in events(tmp_path, "ended")] == [("trainer", "trainer-1")]
     assert [scenario.lives(name) for name in BOTH] == [2, 2]
     assert {row["role"] for row in events(tmp_path, "push")} == set(BOTH)
     assert_sound(tmp_path)
@@ -82,9 +82,9 @@ def test_each_is_killed_and_asked_to_leave_and_the_result_is_that_of_an_undistur
     assert_sound(scenario.path)
     died = [row["target"] for row in events(scenario.path, "died")]
     assert died == ["trainer-1", "trainer"], "of those that were killed with them nothing is told"
-    ended = [(row["target"], row["because"]) for row in events(scenario.path, "ended")]
+    ended = [(row["target"], row["cause"]) for row in events(scenario.path, "ended")]
     assert ended == [("trainer", "trainer-1"), ("trainer-1", "trainer")] * 2
-    left = list(events(scenario.path, "leave"))
+    left = list(events(scenario.path, "shutdown"))
     assert [row["role"] for row in left] == ["trainer-1", "trainer"]
     assert all("abandoned" not in row and row["seconds"] < 25 for row in left)
     assert [line.split(" ")[0] for line in said] == ["trainer-1", "trainer", "trainer-1", "trainer"]
@@ -112,8 +112,8 @@ def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
         back = lambda number=number: all(scenario.lives(r) == 1 + roles[:number].count(r) for r in roles[:number])  # noqa: E731
         calm = lambda back=back: back() and scenario.step >= since[0] + 2  # noqa: E731
         scenario.when(calm, lambda role=role, signum=signum: strike(role, signum))
-    patience = Patience.Config(unresponsive=20.0, say_after=5.0)
-    said = run_with(scenario, num_steps=13, workers=1, trainer=two(), patience=patience)
+    timeouts = Timeouts.Config(unresponsive=20.0, warn_after=5.0)
+    said = run_with(scenario, num_steps=13, workers=1, trainer=two(), timeouts=timeouts)
     assert events(tmp_path, "heal")
     assert "trainer-1" in {row["target"] for row in events(tmp_path, "unresponsive")}
     assert any(line.startswith("trainer-1 has not answered for ") for line in said)
@@ -126,18 +126,18 @@ def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
 
 def test_they_begin_when_all_have_come_and_one_that_goes_before_has_to_come_again() -> None:
     actors: dict[str, Any] = dict.fromkeys(("trainer", "trainer-1", "trainer-2"))
-    crew = Crew(actors)
-    assert crew.leader == "trainer" and crew.several
-    assert not crew.came("trainer", "a") and not crew.came("trainer-2", "b")
-    assert crew.lost("trainer-2") and not crew.lost("trainer-2")
-    assert not crew.came("trainer-1", "c") and crew.came("trainer-2", "d")
-    crew.begin()
-    assert not crew.lost("trainer"), "the end of its loop tells"
-    assert crew.scatter() == {"trainer": "a", "trainer-1": "c", "trainer-2": "d"}
-    assert not crew.came("trainer", "e")
+    group = TrainerGroup(actors)
+    assert group.leader == "trainer" and group.several
+    assert not group.came("trainer", "a") and not group.came("trainer-2", "b")
+    assert group.lost("trainer-2") and not group.lost("trainer-2")
+    assert not group.came("trainer-1", "c") and group.came("trainer-2", "d")
+    group.begin()
+    assert not group.lost("trainer"), "the end of its loop tells"
+    assert group.scatter() == {"trainer": "a", "trainer-1": "c", "trainer-2": "d"}
+    assert not group.came("trainer", "e")
 
 
 def test_the_death_of_the_leader_is_that_of_the_others_too() -> None:
-    crew = Crew(dict.fromkeys(("trainer", "trainer-1", "trainer-2")))
-    assert crew.first(["trainer-2", "trainer"]) == ["trainer"]
-    assert crew.first(["trainer-2", "trainer-1"]) == ["trainer-2", "trainer-1"]
+    group = TrainerGroup(dict.fromkeys(("trainer", "trainer-1", "trainer-2")))
+    assert group.first(["trainer-2", "trainer"]) == ["trainer"]
+    assert group.first(["trainer-2", "trainer-1"]) == ["trainer-2", "trainer-1"]

@@ -3,7 +3,7 @@
 import pytest
 
 from mesh import UserError
-from rl.timeouts import Patience, Waits
+from rl.roles.timeouts import Timeouts, Waits
 
 
 class Clock:
@@ -41,7 +41,7 @@ def test_waits_do_not_touch_each_other():
     waits.end("never begun")
 
 
-@pytest.mark.parametrize("name", ["grace", "say_after", "unresponsive", "restart", "batch"])
+@pytest.mark.parametrize("name", ["grace", "warn_after", "unresponsive", "restart", "batch"])
 def test_what_is_no_time_is_refused_by_name(name: str):
-    with pytest.raises(UserError, match=f"patience.{name}=0.0; expected seconds, more than 0"):
-        Patience.Config(**{name: 0.0}).build()
+    with pytest.raises(UserError, match=f"timeouts.{name}=0.0; expected seconds, more than 0"):
+        Timeouts.Config(**{name: 0.0}).build()

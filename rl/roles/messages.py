@@ -85,8 +85,8 @@ class Lease:
         follow: newer weights are to be taken up while drawing.
         partial: rollouts of these prompts to go on from, handed back by a worker that had to go: of a prompt all
             samples or none. Those that ended by "stop" or "length" are whole.
-        life: another whenever the trainer has begun again; weights pulled before may have been made anew since, and
-            other bits may go by the same version.
+        incarnation: changes whenever the trainer starts again: weights pulled before may have been computed again,
+            and the same version may have other bits.
     """
 
     id: int
@@ -97,4 +97,4 @@ class Lease:
     seconds: float
     follow: bool = False
     partial: tuple[Rollout, ...] = ()
-    life: int = 0
+    incarnation: int = 0
