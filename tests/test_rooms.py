@@ -1,0 +1,123 @@
+"""The layout of the rooms: no file imports itself by way of others, and no folder grows beyond a glance.
+
+Imports are read from the source by `ast`: those inside functions and under TYPE_CHECKING count too.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.test_floors import FLOORS, ROOT, SOURCES, module_name
+
+LIMIT = 15
+
+# Still to be opened or split: remove an entry with that change, add none.
+KNOWN_CIRCLES: set[frozenset[str]] = {
+    frozenset(f"axlearn_like.training.{name}" for name in ("evaluators", "loop", "program", "trainer")),
+    frozenset(f"rl.rollout.{name}" for name in ("engine", "lifecycle", "model_runner", "validation")),
+    frozenset({"rl.parameter_server.client", "rl.parameter_server.server"}),
+    frozenset({"rl.training.program", "rl.training.trainer"}),
+    frozenset({"tools.commands.config", "tools.experiment"}),
+}
+KNOWN_LARGE = {"axlearn_like/layers", "axlearn_like/learner", "tools/bench"}
+
+
+def imported_names(source: str, module: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, origin, origin.name) of every imported name; the last may be a module or something of the origin."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, origin, f"{origin}.{alias.name}") for alias in node.names)
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """Return {module: {imported module: line}} for {path: source}; a package is its `__init__`.
+
+    `from package import module` is an import of the module alone: every import of anything in a package runs its
+    `__init__` first, so that this is no arrow.
+    """
+    modules = {module_name(path).removesuffix(".__init__"): path for path in sources}
+    graph: dict[str, dict[str, int]] = {module: {} for module in modules}
+    for module, path in modules.items():
+        for line, origin, name in imported_names(sources[path], module_name(path)):
+            target = name if name in modules else origin
+            if target in modules and target != module:
+                graph[module].setdefault(target, line)
+    return graph
+
+
+def circles(graph: Mapping[str, Mapping[str, int]]) -> set[frozenset[str]]:
+    """Return the sets of modules that reach each other."""
+
+    def reached(module: str) -> set[str]:
+        found, left = set(), list(graph[module])
+        while left:
+            if (name := left.pop()) not in found:
+                found.add(name)
+                left += graph[name]
+        return found
+
+    reach = {module: reached(module) for module in graph}
+    return {
+        frozenset(other for other in reach[module] if module in reach[other])
+        for module in graph
+        if module in reach[module]
+    }
+
+
+def described(circle: frozenset[str], graph: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the imports inside a circle, one a line."""
+    arrows = [(a, b, line) for a in sorted(circle) for b, line in sorted(graph[a].items()) if b in circle]
+    return "\n".join(f"  {a}:{line} imports {b}" for a, b, line in arrows)
+
+
+def entries(folder: Path) -> list[str]:
+    """Return the names of files and folders, without `__init__.py` and what Python writes."""
+    kept = [path for path in folder.iterdir() if path.name not in ("__init__.py", "__pycache__")]
+    # A folder whose files have moved away may still hold byte code.
+    return sorted(p.name for p in kept if any(q.is_file() and q.suffix != ".pyc" for q in (p, *p.rglob("*"))))
+
+
+def test_no_import_circle():
+    graph = import_graph({path: (ROOT / path).read_text() for path in SOURCES})
+    found = circles(graph)
+    new = "\n".join(f"circle:\n{described(circle, graph)}" for circle in found - KNOWN_CIRCLES)
+    opened = [sorted(circle) for circle in KNOWN_CIRCLES - found]
+    assert not new and not opened, f"{new}\nno longer circles as listed, to be removed from KNOWN_CIRCLES: {opened}"
+
+
+def test_no_folder_grows_beyond_a_glance():
+    packages = {path.parent for room in FLOORS for path in (ROOT / room).rglob("__init__.py")}
+    assert len(packages) > len(FLOORS)
+    sizes = {path.relative_to(ROOT).as_posix(): len(entries(path)) for path in packages}
+    large = {folder for folder, size in sizes.items() if size > LIMIT}
+    new = {folder: sizes[folder] for folder in large - KNOWN_LARGE}
+    split = sorted(KNOWN_LARGE - large)
+    assert not new and not split, f"over {LIMIT} entries: {new}; split, to be removed from KNOWN_LARGE: {split}"
+
+
+def test_a_circle_is_found():
+    sources = {
+        "rl/a.py": "def f():\n    from rl.b import x",
+        "rl/b.py": "if TYPE_CHECKING:\n    from rl import c",
+        "rl/c.py": "import rl.a\nimport rl.d",
+        "rl/d.py": "import jax",
+        "rl/p/__init__.py": "from rl.p.q import x",
+        "rl/p/q.py": "from rl.p import r",
+        "rl/p/r.py": "from . import y",
+    }
+    graph = import_graph(sources)
+    assert graph["rl.b"] == {"rl.c": 2} and graph["rl.p.q"] == {"rl.p.r": 1}
+    assert circles(graph) == {frozenset({"rl.a", "rl.b", "rl.c"}), frozenset({"rl.p", "rl.p.q", "rl.p.r"})}
+    assert "rl.a:2 imports rl.b" in described(frozenset({"rl.a", "rl.b", "rl.c"}), graph)
+    assert circles(import_graph({**sources, "rl/b.py": "", "rl/p/r.py": ""})) == set()
+
+
+def test_entries_are_counted(tmp_path: Path):
+    for name in ("__init__.py", "a.py", "room/b.py", "__pycache__/a.pyc", "gone/__pycache__/b.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert entries(tmp_path) == ["a.py", "room"]
