@@ -1,6 +1,6 @@
 """What the backward pass finds stored, and what it computes again: rematerialisation as data.
 
-Layers give names to the arrays that are worth a decision (`named`). A `Remat` is a mapping from such names to "save"
+Layers name the arrays that are worth a decision (`checkpoint_name`). A `Remat` is a mapping from such names to "save"
 (kept on the device) or "offload" (kept in the host's memory); everything without an entry is computed again. `PRESETS`
 are mappings that have names of their own.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+from jax import ad_checkpoint
 
 from mesh.errors import UserError, did_you_mean
 
@@ -41,18 +41,18 @@ PRESETS: dict[str, Remat | None] = {
 _SHARED = "shared"
 
 
-def shared(x: jax.Array) -> jax.Array:
+def always_saved(x: jax.Array) -> jax.Array:
     """x, which is the same for all layers: kept for the backward pass whatever a `Remat` says.
 
     A scan over layers stores it once; within every layer it would be computed again, several times over.
     """
-    return checkpoint_name(x, _SHARED)
+    return ad_checkpoint.checkpoint_name(x, _SHARED)
 
 
-def named(x: jax.Array, name: str) -> jax.Array:
+def checkpoint_name(x: jax.Array, name: str) -> jax.Array:
     """x, under a name that a `Remat` may mention."""
     assert name in NAMES, name
-    return checkpoint_name(x, name)
+    return ad_checkpoint.checkpoint_name(x, name)
 
 
 def find_remat(remat: str | Remat) -> Remat | None:

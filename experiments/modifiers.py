@@ -7,11 +7,11 @@ On the command line, `axl train demo_sft --apply low_rank`; a modifier of one's 
 from typing import Any
 
 from axlearn_like.config import ConfigBase, replace
+from axlearn_like.layers.attention.rope import NoPositions, Rope
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
-from axlearn_like.layers.rope import NoPositions, Rope
 from axlearn_like.layers.wrappers.int8 import Int8Weights
 from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.learner import Group, Learner

@@ -1,11 +1,11 @@
 """The dense decoder that Llama and Qwen share; the families differ only in the arguments."""
 
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
+from axlearn_like.layers.attention.rope import Llama3Scaling, Rope
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.embedding import Head
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
-from axlearn_like.layers.rope import Llama3Scaling, Rope
 
 
 def dense(

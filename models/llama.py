@@ -4,8 +4,8 @@
 
 from typing import Any
 
+from axlearn_like.layers.attention.rope import Llama3Scaling
 from axlearn_like.layers.decoder import Decoder
-from axlearn_like.layers.rope import Llama3Scaling
 from mesh.errors import UserError, did_you_mean
 from models.dense import dense
 

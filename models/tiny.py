@@ -1,6 +1,6 @@
 """Small decoders in the Qwen 3 shape for laptops, demos and tests."""
 
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm

@@ -17,6 +17,7 @@ from axlearn_like.learner import Learner
 from axlearn_like.run.directory import EventLog, RunDirectory
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from axlearn_like.training.trainer import Trainer, resolve_model
 from mesh import UserError, to_named_sharding
 from mesh.distributed import ProcessGroup
@@ -83,7 +84,7 @@ class RLExperiment(Configurable):
             raise UserError(f"seed={cfg.seed}: expected 0 to {2**32 - 1}")
         self.cfg = cfg
         cfg.timeouts.build()  # refuses what is no time
-        self.tokenizer: ByteTokenizer = cfg.tokenizer.build()
+        self.tokenizer: Tokenizer = cfg.tokenizer.build()
         self.engine_cfg = cfg.engine.clone(
             model=cfg.policy,
             stop_tokens=(self.tokenizer.eos,) if cfg.stop_at_eos else (),

@@ -7,19 +7,10 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input.source import InputError
+from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import did_you_mean
 
 Encoded = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]  # tokens [n], loss mask [n]
-
-
-class Tokenizer(Protocol):
-    """What a tokenizer must have. One that reads files should also have `digest: str`, a checksum of them."""
-
-    vocab_size: int
-    bos: int
-    eos: int
-
-    def encode(self, text: str) -> Sequence[int]: ...
 
 
 class Encoding(Protocol):

@@ -11,10 +11,11 @@ import numpy as np
 import xxhash
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, text_lines
-from axlearn_like.input.encoding import Document, Encoding, Tokenizer
+from axlearn_like.input.encoding import Document, Encoding
 from axlearn_like.input.source import InputError
 from axlearn_like.input.token_cache import Examples, TokenCache
 from axlearn_like.input.token_file import TokenFile
+from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import did_you_mean
 
 Record = tuple[Mapping[str, Any], str, float]  # fields, where it is, the part of the file that is read after it
@@ -24,7 +25,7 @@ class FileSource(Configurable):
     """The records of files as examples; a format says in `records` how to read one of them.
 
     Examples are in the order of the files' names and of the records in them. What the tokens of a file depend on is its
-    content and this config without `files` and `cache`.
+    content, the tokenizer's digest, and the other settings of this config but `files` and `cache`.
     """
 
     class Config(ConfigBase["FileSource"]):
@@ -45,9 +46,9 @@ class FileSource(Configurable):
                 *(
                     f"{at}: {text}"
                     for at, text in text_lines(cfg).items()
-                    if at.split(".")[0] not in ("files", "cache")
+                    if at.split(".")[0] not in ("files", "cache", "tokenizer")
                 ),
-                getattr(tokenizer, "digest", ""),
+                tokenizer.digest if tokenizer else "",
             ]
         )
         self._files = self._tokenised(TokenCache(cfg.cache), paths, recipe, vocab_size)

@@ -22,11 +22,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.typing import DTypeLike
 
-from axlearn_like.kernels.attention.interface import Rules
+from axlearn_like.kernels.attention.interface import ScoreRules
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 
-PLAIN = Rules()
+PLAIN = ScoreRules()
 LANES = 128  # the width of a TPU register: narrower heads are padded to it
 TOKENS_PER_BLOCK = 512  # of the cache, fetched and attended to at once
 ROW_BLOCK, CHUNK_BLOCK = 8, 64  # queries of a block: decoding, chunks
@@ -58,7 +58,7 @@ def paged_attention_tpu(
     page_table_rw: jax.Array,
     starts_r: jax.Array,
     counts_r: jax.Array,
-    rules: Rules = PLAIN,
+    rules: ScoreRules = PLAIN,
     sinks: bool = False,
     pages_per_block: int | None = None,
     queries_per_block: int | None = None,
@@ -128,7 +128,7 @@ def _on_one_device(
     starts_r: jax.Array,
     counts_r: jax.Array,
     *,
-    rules: Rules,
+    rules: ScoreRules,
     blocks: dict[str, int | None],
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -247,7 +247,7 @@ def _padded(head_dim: int) -> int:
     return -(-head_dim // LANES) * LANES
 
 
-def check_rules(rules: Rules, sinks: bool) -> None:
+def check_rules(rules: ScoreRules, sinks: bool) -> None:
     """What the kernel cannot do.
 
     Raises:
@@ -261,14 +261,14 @@ def check_rules(rules: Rules, sinks: bool) -> None:
 
 def _check_heads(kv_heads: int, dtype: jnp.dtype) -> None:
     """The attention kernel packs a token's heads into registers of 8 rows of 4 bytes, and wants powers of two."""
-    ways = math.prod(axis_sizes("heads").values())
-    if kv_heads % ways:
-        raise UserError(f"paged attention: {kv_heads} key/value heads do not divide over {ways} devices")
-    lines, rest = divmod(2 * kv_heads // ways * dtype.itemsize, 4)
+    shards = math.prod(axis_sizes("heads").values())
+    if kv_heads % shards:
+        raise UserError(f"paged attention: {kv_heads} key/value heads do not divide over {shards} devices")
+    lines, rest = divmod(2 * kv_heads // shards * dtype.itemsize, 4)
     if rest or not (lines in (1, 2, 4) or lines % 8 == 0):
         raise UserError(
-            f"paged attention: the TPU kernel cannot lay out {kv_heads // ways} key/value heads per device in {dtype}; "
-            "expected 1, 2, 4 or a multiple of 8 (bfloat16)"
+            f"paged attention: the TPU kernel cannot lay out {kv_heads // shards} key/value heads per device in "
+            f"{dtype}; expected 1, 2, 4 or a multiple of 8 (bfloat16)"
         )
 
 

@@ -28,7 +28,7 @@ class Aux:
     routing: Any = None
 
 
-def over_layers(stacked: Aux) -> Aux:
+def reduce_layers(stacked: Aux) -> Aux:
     """One Aux for a whole stack: losses are added, metrics averaged (or maximised), routing stays by layer."""
 
     def one(name: str, values: jax.Array) -> jax.Array:

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.layers.attention import Attention
-from axlearn_like.layers.aux import Aux, over_layers
+from axlearn_like.layers.attention.grouped_query import Attention
+from axlearn_like.layers.aux import Aux, reduce_layers
 from axlearn_like.layers.base import Layer, cast_late
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
-from axlearn_like.layers.pipeline import Pipeline, spread_layers
-from axlearn_like.remat import checkpoint, find_remat, named
+from axlearn_like.layers.pipeline import Pipeline, shard_layers
+from axlearn_like.remat import checkpoint, checkpoint_name, find_remat
 from mesh.errors import UserError
 from mesh.sharding import gather_length, shard_residual
 
@@ -43,7 +43,7 @@ class Block(Layer):
     def __call__(
         self, x_btd: jax.Array, context: Context, cache: Any, routing: Any = None
     ) -> tuple[jax.Array, Any, Aux]:
-        x_btd = named(x_btd, "block_input")
+        x_btd = checkpoint_name(x_btd, "block_input")
         mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
         x_btd = x_btd + mixed
         y_btd, aux = self.feed_forward(self.feed_forward_norm(x_btd), routing)
@@ -85,7 +85,7 @@ class Decoder(Layer):
         self.embedding = cfg.embedding.clone(**sizes).build(rngs=rngs)
         block = cfg.block.clone(dim=cfg.dim)
         keys = jax.random.split(rngs.params(), cfg.num_layers)
-        self.layers: Any = spread_layers(jax.vmap(lambda key: block.build(rngs=nnx.Rngs(key)))(keys), cfg.num_layers)
+        self.layers: Any = shard_layers(jax.vmap(lambda key: block.build(rngs=nnx.Rngs(key)))(keys), cfg.num_layers)
         self.norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         self.head = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
         self.num_layers, self.vocab_size = cfg.num_layers, cfg.vocab_size
@@ -138,7 +138,7 @@ class Decoder(Layer):
             return self._pipelined(apply, x, context, cache, routing)
         stack = (self.layers, jnp.arange(self.num_layers), routing)
         (x, cache), aux = jax.lax.scan(apply, (x, cache), stack, unroll=self.scan_unroll)
-        return Hidden(gather_length(self.norm(x)), cache, over_layers(aux))
+        return Hidden(gather_length(self.norm(x)), cache, reduce_layers(aux))
 
     def _pipelined(self, apply: Any, x: jax.Array, context: Context, cache: Any, routing: Any) -> Hidden:
         if cache is not None or routing is not None:

@@ -15,7 +15,7 @@ from mesh.rules import partition
 _LARGE = 4096  # entries from which on the sum over rows is that of large arrays
 
 
-def apart[T](x: T) -> T:
+def no_fuse[T](x: T) -> T:
     """x, on CPUs not fused with what uses it; elsewhere nothing."""
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
@@ -27,25 +27,25 @@ def row_sum(x: jax.Array) -> jax.Array:
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
     """Sum of x * x over the last axis, kept with size 1."""
-    return _filled(lambda rows: jnp.sum(rows * rows, axis=-1, keepdims=True), apart(x))
+    return _filled(lambda rows: jnp.sum(rows * rows, axis=-1, keepdims=True), no_fuse(x))
 
 
 def exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """exp(x - max) over the last axis, and the sum of that, kept with size 1: a softmax before its division."""
-    peak = apart(jnp.max(x, axis=-1, keepdims=True))
-    weights = apart(jnp.exp(x - peak))
+    peak = no_fuse(jnp.max(x, axis=-1, keepdims=True))
+    weights = no_fuse(jnp.exp(x - peak))
     return weights, row_sum(weights)
 
 
 def _filled(total: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """`total` of the rows of x, as a large array."""
     if x.size >= _LARGE:
-        return apart(total(x))
+        return no_fuse(total(x))
     width = x.shape[-1]
     rows = x.size // width
     flat = jnp.reshape(x, (rows, width), out_sharding=partition(None, None))
     filled = jnp.pad(flat, [(0, -(-_LARGE // width) - rows), (0, 0)])
-    sums = total(apart(filled))[:rows]
+    sums = total(no_fuse(filled))[:rows]
     like = None if jax.sharding.get_abstract_mesh().empty else PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
     sums = jnp.reshape(sums, (*x.shape[:-1], 1), out_sharding=partition(*[None] * x.ndim))
     return sums if like is None else jax.sharding.reshard(sums, like)

@@ -9,7 +9,7 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.linear import project
-from axlearn_like.remat import named
+from axlearn_like.remat import checkpoint_name
 from mesh.sharding import gather_length
 
 
@@ -30,7 +30,7 @@ class SwiGLU(Layer):
         """[b, t, d] -> [b, t, d]; there is nothing to route."""
         del routing
         whole_btd = gather_length(x_btd)
-        gate = named(project(whole_btd, self.gate_df[...], out_axis="hidden"), "gate")
-        up = named(project(whole_btd, self.up_df[...], out_axis="hidden"), "up")
+        gate = checkpoint_name(project(whole_btd, self.gate_df[...], out_axis="hidden"), "gate")
+        up = checkpoint_name(project(whole_btd, self.up_df[...], out_axis="hidden"), "up")
         y_btd = project(jax.nn.silu(gate) * up, self.down_fd[...], in_axis="hidden", like=x_btd)
-        return named(y_btd, "feed_forward_out"), Aux()
+        return checkpoint_name(y_btd, "feed_forward_out"), Aux()

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import length_axes
 
-WHOLE_SUM = 32768  # entries of a matrix over whose depth XLA's CPU matmul sums in one go, however few the rows
+UNSPLIT_SUM = 32768  # entries of a matrix over whose depth XLA's CPU matmul sums in one go, however few the rows
 
 
 def project(
@@ -63,14 +63,6 @@ def project(
     return jnp.reshape(y, (batch, length, *out), out_sharding=PartitionSpec(rows, after, outside, *whole))
 
 
-def batched_dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> jax.Array:
-    """Matrix product over the last two axes, accumulated in float32; `contract_last` transposes b."""
-    batch = tuple(range(a.ndim - 2))
-    b_axis = b.ndim - 1 if contract_last else b.ndim - 2
-    dims = (((a.ndim - 1,), (b_axis,)), (batch, batch))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-
-
 def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: str | None) -> jax.Array:
     """X [rows, in] x matrix [in, out], each row the same to the bit however many rows there are (on CPUs).
 
@@ -87,7 +79,7 @@ def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: 
 
     def few_rows(x: jax.Array, matrix: jax.Array) -> jax.Array:
         depth, width = matrix.shape
-        columns = WHOLE_SUM // depth // 64 * 64
+        columns = UNSPLIT_SUM // depth // 64 * 64
         if whole and width % 64 == 0 and columns > 0 and width <= 16 * columns:
             return jnp.concatenate([dot(x, matrix[:, i : i + columns]) for i in range(0, width, columns)], axis=1)
         return dot(jnp.pad(x, [(0, enough - x.shape[0]), (0, 0)]), matrix)[: x.shape[0]]

@@ -6,7 +6,7 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Layer, param
-from axlearn_like.layers.deterministic import apart, sum_of_squares
+from axlearn_like.layers.deterministic import no_fuse, sum_of_squares
 
 
 class RMSNorm(Layer):
@@ -24,5 +24,5 @@ class RMSNorm(Layer):
         x32 = x.astype(jnp.float32)
         rms = jnp.sqrt(sum_of_squares(x32) / x.shape[-1] + self.eps)
         # Apart from it this stays a division. As rsqrt, XLA's CPU code rounds vectors and remainders differently.
-        normed = x32 * (1.0 / apart(rms))
+        normed = x32 * (1.0 / no_fuse(rms))
         return (normed * self.scale[...]).astype(x.dtype)

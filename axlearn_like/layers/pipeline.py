@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.layers.aux import Aux, over_layers
+from axlearn_like.layers.aux import Aux, reduce_layers
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import merge_rows, split_rows
@@ -62,11 +62,11 @@ class Pipeline(Configurable):
             UserError: the rows do not divide into microbatches.
         """
         count, last = self.microbatches, self.stages - 1
-        ways = math.prod(axis_sizes("batch").values())
-        if x.shape[0] % (count * ways):
+        shards = math.prod(axis_sizes("batch").values())
+        if x.shape[0] % (count * shards):
             raise UserError(
                 f"Pipeline: a batch of {x.shape[0]} rows does not divide into {count} microbatches "
-                f"(Pipeline.Config.microbatches), each spread over {ways} devices"
+                f"(Pipeline.Config.microbatches), each spread over {shards} devices"
             )
         parts = split_rows(x, count), jax.tree.map(lambda leaf: split_rows(leaf, count), context)
 
@@ -86,10 +86,10 @@ class Pipeline(Configurable):
         rows, length, width = jax.typeof(x).sharding.spec
         over = (AXIS, *_names(length)) if x.shape[1] % ((last + 1) * _size(length)) == 0 else length
         y = jnp.einsum("smbtd,s->mbtd", y, chosen, out_sharding=PartitionSpec(None, rows, over, width))
-        return merge_rows(y), over_layers(aux)
+        return merge_rows(y), reduce_layers(aux)
 
 
-def spread_layers(layers: Any, count: int) -> Any:
+def shard_layers(layers: Any, count: int) -> Any:
     """A stack [layers, ...] newly made, cut by the pipeline axis.
 
     Raises:

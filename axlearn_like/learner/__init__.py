@@ -1,15 +1,16 @@
 """How gradients change parameters: optimizers, schedules, groups, clipping, averages and where their state is kept."""
 
-from axlearn_like.learner.adafactor import Adafactor
 from axlearn_like.learner.clipping import ClipByBlockRMS, ClipByValue
-from axlearn_like.learner.ema import Average
+from axlearn_like.learner.ema import EMA
 from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.groups import Group
 from axlearn_like.learner.learner import Learner
-from axlearn_like.learner.matrixwise import Matrixwise
-from axlearn_like.learner.muon import Muon
 from axlearn_like.learner.mup import MuP
-from axlearn_like.learner.optimizers import SGD, AdamW, Lion, Optax, decay_mask
+from axlearn_like.learner.optimizers.adafactor import Adafactor
+from axlearn_like.learner.optimizers.elementwise import SGD, AdamW, Lion, Optax, decay_mask
+from axlearn_like.learner.optimizers.matrixwise import Matrixwise
+from axlearn_like.learner.optimizers.muon import Muon
+from axlearn_like.learner.optimizers.soap import scale_by_soap
 from axlearn_like.learner.param_labels import Matrices
 from axlearn_like.learner.schedules import (
     Constant,
@@ -21,21 +22,20 @@ from axlearn_like.learner.schedules import (
     WarmupLinear,
     WarmupStableDecay,
 )
-from axlearn_like.learner.soap import scale_by_soap
 from axlearn_like.learner.spikes import SkipSpikes
-from axlearn_like.learner.state_storage import BFloat16, HostMemory
+from axlearn_like.learner.state_storage import BFloat16State, HostOffload
 
 __all__ = [
     "SGD",
     "Adafactor",
     "AdamW",
-    "Average",
-    "BFloat16",
+    "EMA",
+    "BFloat16State",
     "ClipByBlockRMS",
     "ClipByValue",
     "Constant",
     "Group",
-    "HostMemory",
+    "HostOffload",
     "InverseSqrt",
     "Join",
     "Learner",

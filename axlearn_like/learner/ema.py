@@ -9,14 +9,14 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.learner.errors import check
 
 
-class Average(Configurable):
+class EMA(Configurable):
     """average <- decay * average + (1 - decay) * parameters after every applied update, from 0, in float32.
 
     It is read debiased, divided by 1 - decay**updates: parameters that were put in place after the state was made (from
     another model's files) leave no trace of the first ones.
     """
 
-    class Config(ConfigBase["Average"]):
+    class Config(ConfigBase["EMA"]):
         decay: float = 0.999
 
     def __init__(self, cfg: Config):

@@ -8,12 +8,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.layers.deterministic import apart
-from axlearn_like.learner.ema import Average
+from axlearn_like.layers.deterministic import no_fuse
+from axlearn_like.learner.ema import EMA
 from axlearn_like.learner.errors import LearnerError, check, where
 from axlearn_like.learner.expert_bias import with_balancing, without_loads
 from axlearn_like.learner.groups import Group, Groups
-from axlearn_like.learner.optimizers import AdamW
+from axlearn_like.learner.optimizers.elementwise import AdamW
 from axlearn_like.learner.schedules import Constant, Schedule
 from axlearn_like.learner.spikes import SkipSpikes
 from mesh.devices import platform
@@ -33,9 +33,9 @@ class Learner(Configurable):
         groups: tuple[Group.Config, ...] = ()  # parameters with rules of their own; the first that fits counts
         scaling: ConfigBase | None = None  # of learning rates by parameter (MuP)
         skip_spikes: SkipSpikes.Config | None = None
-        average: Average.Config | None = None  # of the parameters, for evaluation
+        ema: EMA.Config | None = None  # of the parameters, for evaluation
         balance_rate: float = 0.001  # step of the biases that balance experts, where there are any
-        storage: tuple[ConfigBase, ...] = ()  # of the optimizer's state and the average (BFloat16, HostMemory)
+        state_storage: tuple[ConfigBase, ...] = ()  # BFloat16State, HostOffload: of moments and EMA
 
     def __init__(self, cfg: Config):
         check(cfg, "clip_norm", cfg.clip_norm is None or cfg.clip_norm > 0, "> 0 or None")
@@ -51,20 +51,20 @@ class Learner(Configurable):
         scaling = [] if cfg.scaling is None else [cfg.scaling.build().transformation()]
         self._transformation = optax.chain(*clip, direction, *scaling)
         self._spikes: SkipSpikes | None = cfg.skip_spikes and cfg.skip_spikes.build()
-        self._average: Average | None = cfg.average and cfg.average.build()
-        self._storage = [storage.build() for storage in cfg.storage]
+        self._ema: EMA | None = cfg.ema and cfg.ema.build()
+        self._storage = [storage.build() for storage in cfg.state_storage]
 
     def init(self, params: Any) -> dict[str, Any]:
         """Optimizer state: `applied` and `skipped` int32 counts, and optax's own state.
 
-        With them in the config, also `spikes` (see `SkipSpikes`) and `average` (like the parameters that are trained).
+        With them in the config, also `spikes` (see `SkipSpikes`) and `ema` (like the parameters that are trained).
 
         Raises:
             LearnerError: a group or a storage fits nothing.
         """
         large = {"optax": self._transformation.init(params)}
-        if self._average:
-            large["average"] = self._average.init(self._trained(params))
+        if self._ema:
+            large["ema"] = self._ema.init(self._trained(params))
         applied = jnp.zeros((), jnp.int32)
         state = {"applied": applied, "skipped": jnp.zeros((), jnp.int32), **self._stored(large, applied)}
         return {**state, "spikes": self._spikes.init()} if self._spikes else state
@@ -126,26 +126,26 @@ class Learner(Configurable):
         """Parameters and optimizer state after the update, if it is good, and the norm of what was added."""
         direction, new_optax = self._transformation.update(grads, large["optax"], params)
         # Stored once: the norm and the sum would each compute it from arrays that are then copied for the second.
-        direction = apart(direction)
+        direction = no_fuse(direction)
         # Select, never multiply by zero: 0 * nan is nan.
         updates = jax.tree.map(lambda d, p: jnp.where(good, -lr * d, 0.0).astype(p.dtype), direction, params)
         updates = with_balancing(updates, loads, self._balance_rate, good)
         kept = {"optax": jax.tree.map(lambda new, old: jnp.where(good, new, old), new_optax, large["optax"])}
         new_params = optax.apply_updates(params, updates)
-        if self._average:
-            kept["average"] = self._average.update(large["average"], self._trained(new_params), good)
+        if self._ema:
+            kept["ema"] = self._ema.update(large["ema"], self._trained(new_params), good)
         return new_params, kept, optax.tree.norm(updates).astype(jnp.float32)
 
-    def averaged(self, params: Any, opt_state: dict[str, Any]) -> Any:
+    def ema_params(self, params: Any, opt_state: dict[str, Any]) -> Any:
         """The average of the parameters, those that are frozen as they are; like `params`, to evaluate or to keep.
 
         Raises:
             LearnerError: the learner keeps none.
         """
-        if self._average is None:
-            raise LearnerError(f"{self._where}.average: expected Average.Config(), to evaluate an average; got None")
+        if self._ema is None:
+            raise LearnerError(f"{self._where}.ema: expected EMA.Config(), to evaluate an average; got None")
         large = self._loaded(opt_state)
-        read = self._average.read(large["average"], self._trained(params), opt_state["applied"])
+        read = self._ema.read(large["ema"], self._trained(params), opt_state["applied"])
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
         return jax.tree.map(lambda a, p: p if masked(a) else a, read, params, is_leaf=masked)
 
@@ -154,7 +154,7 @@ class Learner(Configurable):
 
         Abstract evaluation does not tell them. Whoever makes, restores or compiles for a state needs them.
         """
-        large = {name: opt_state[name] for name in ("optax", "average") if name in opt_state}
+        large = {name: opt_state[name] for name in ("optax", "ema") if name in opt_state}
         for storage in self._storage:
             large = storage.placed(large)
         return {**opt_state, **large}
@@ -183,7 +183,7 @@ class Learner(Configurable):
         return large
 
     def _loaded(self, opt_state: dict[str, Any]) -> dict[str, Any]:
-        large = {name: opt_state[name] for name in ("optax", "average") if name in opt_state}
+        large = {name: opt_state[name] for name in ("optax", "ema") if name in opt_state}
         for storage in reversed(self._storage):
             large = storage.load(large)
         return large

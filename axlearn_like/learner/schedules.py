@@ -8,10 +8,32 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.learner.decay_shapes import DecayShape, linear
 from axlearn_like.learner.errors import LearnerError, check, where
 
 Schedule = Callable[[jax.Array], jax.Array]
+# From the fraction of the decay that is over (0 to 1) to the fraction of the learning rate that is left (1 to 0).
+type DecayShape = Callable[[jax.Array], jax.Array]
+
+
+def linear(fraction: jax.Array) -> jax.Array:
+    """1 - x."""
+    return 1.0 - fraction
+
+
+def cosine(fraction: jax.Array) -> jax.Array:
+    """Half a cosine."""
+    return 0.5 * (1.0 + jnp.cos(jnp.pi * fraction))
+
+
+def one_minus_sqrt(fraction: jax.Array) -> jax.Array:
+    """1 - sqrt(x): falls at once and then slowly (arXiv 2405.18392, equation 2)."""
+    return 1.0 - jnp.sqrt(fraction)
+
+
+def exponential(fraction: jax.Array) -> jax.Array:
+    """Ten half-lives, moved to end at 0: (2**-10x - 2**-10) / (1 - 2**-10)."""
+    last = 2.0**-10
+    return (jnp.exp2(-10.0 * fraction) - last) / (1.0 - last)
 
 
 class _OfOptax(Configurable):
@@ -90,7 +112,7 @@ class WarmupStableDecay(Configurable):
     """Linear from 0 to `peak_lr`, constant, and over the last `decay_steps` down to `end_lr`.
 
     The schedule of MiniCPM (Hu et al. 2024, arXiv 2404.06395). A run is prolonged by starting again from a checkpoint
-    of the constant part. `shape` is how it falls, a function of `decay_shapes` or one like them; Haegele et al. 2024
+    of the constant part. `shape` is how it falls, a `DecayShape`; Haegele et al. 2024
     (arXiv 2405.18392) found `one_minus_sqrt` best.
     """
 

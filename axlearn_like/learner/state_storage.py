@@ -14,7 +14,7 @@ from mesh.errors import did_you_mean
 HOST = "pinned_host"
 
 
-class BFloat16(Configurable):
+class BFloat16State(Configurable):
     """float32 arrays whose path fits `match`, as bfloat16; the update itself is computed in float32.
 
     Rounded stochastically: up with the probability of what is cut off, so that the mean over many updates is right.
@@ -23,7 +23,7 @@ class BFloat16(Configurable):
     that bfloat16 can hold stays itself, so a skipped update changes nothing.
     """
 
-    class Config(ConfigBase["BFloat16"]):
+    class Config(ConfigBase["BFloat16State"]):
         match: str = "optax/*"  # e.g. "*/mu/*": first moments only
         stochastic: bool = True
         seed: int = 0
@@ -59,14 +59,14 @@ class BFloat16(Configurable):
         return abstract
 
 
-class HostMemory(Configurable):
+class HostOffload(Configurable):
     """Arrays whose path fits `match` in the memory of the hosts, whence they come to the devices for each update.
 
     This trades time (twice the bytes over the link at every update) for memory of the devices. The CPU backend has such
     a memory too, and the same program runs there.
     """
 
-    class Config(ConfigBase["HostMemory"]):
+    class Config(ConfigBase["HostOffload"]):
         match: str = "*"
 
     def __init__(self, cfg: Config):

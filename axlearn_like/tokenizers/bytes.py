@@ -1,22 +1,21 @@
-"""A tokenizer of bytes: every text is its UTF-8 bytes, plus three special ids."""
+"""A tokenizer of bytes: a text is its UTF-8 bytes; three special ids follow."""
 
 from collections.abc import Iterable
 
-from axlearn_like.config import ConfigBase, Configurable
+import xxhash
 
-__all__ = ["ByteTokenizer"]
+from axlearn_like.config import ConfigBase, Configurable, to_text
+from axlearn_like.tokenizers.protocol import TokenizerError
 
 
 class ByteTokenizer(Configurable):
     """Ids 0..255 are bytes, 256 is `bos`, 257 is `eos`, 258 is `pad`; the rest is unused.
 
-    It needs no file and loses nothing: `decode(encode(text)) == text` for every text that has a
-    UTF-8 form.
+    It needs no file and loses nothing: `decode(encode(text)) == text` for every text that has a UTF-8 form.
     """
 
     class Config(ConfigBase["ByteTokenizer"]):
-        vocab_size: int = 264
-        """Rows of the embedding: at least 259; 264 is the next multiple of 8."""
+        vocab_size: int = 264  # rows of the embedding: at least 259; 264 is the next multiple of 8
 
     bos = 256
     eos = 257
@@ -24,26 +23,27 @@ class ByteTokenizer(Configurable):
 
     def __init__(self, cfg: Config):
         if cfg.vocab_size <= self.pad:
-            raise ValueError(
-                f"ByteTokenizer.Config.vocab_size={cfg.vocab_size}: {self.pad + 1} ids are "
-                "the least (256 bytes, bos, eos, pad)"
+            raise TokenizerError(
+                f"{type(self).__name__}.Config.vocab_size={cfg.vocab_size}: expected at least {self.pad + 1} "
+                "(256 bytes, bos, eos, pad)"
             )
         self.vocab_size = cfg.vocab_size
+        self.digest = xxhash.xxh3_128_hexdigest(to_text(cfg).encode())
 
     def encode(self, text: str) -> list[int]:
-        """The UTF-8 bytes of `text`, without special ids."""
+        """Return the UTF-8 bytes of `text`, without special ids."""
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`: special and unused ids are dropped, broken UTF-8 becomes U+FFFD.
+        """Return the text of `ids`: special and unused ids are dropped, broken UTF-8 becomes U+FFFD.
 
         Raises:
-            ValueError: an id lies outside 0..vocab_size-1.
+            TokenizerError: an id is outside 0..vocab_size-1.
         """
         kept = bytearray()
         for i in ids:
             if not 0 <= i < self.vocab_size:
-                raise ValueError(f"token id {i} is outside this tokenizer's 0..{self.vocab_size - 1}")
+                raise TokenizerError(f"token id {i} is outside this tokenizer's 0..{self.vocab_size - 1}")
             if i < 256:
                 kept.append(i)
         return kept.decode("utf-8", errors="replace")

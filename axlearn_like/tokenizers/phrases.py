@@ -1,8 +1,8 @@
 """A small trained tokenizer: bytes, and one token for each phrase that recurs in the training texts.
 
-Task families ask the same question with other numbers. Reading "State the final answer to the following arithmetic
-problem: " as one token instead of sixty makes every stage of a small run several times cheaper, and leaves digits and
-letters, which the answer depends on, as single bytes.
+A family of tasks asks the same question with different numbers. Encoding "State the final answer to the following
+arithmetic problem: " as one token instead of sixty makes every stage of a small run several times cheaper, and keeps
+digits and letters, which the answer depends on, as single bytes.
 """
 
 import re
@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import TokenizerError
 
 
 class PhraseTokenizer(ByteTokenizer):
-    """Ids 0 to 258 as `ByteTokenizer`; 259 + i is `phrases[i]`. At each place the longest phrase wins."""
+    """Ids 0..258 are those of `ByteTokenizer`, 259 + i is `phrases[i]`; the longest phrase that matches is taken."""
 
     class Config(ByteTokenizer.Config):
         phrases: tuple[str, ...] = ()
@@ -23,19 +24,19 @@ class PhraseTokenizer(ByteTokenizer):
         super().__init__(cfg)
         first = self.pad + 1
         if first + len(cfg.phrases) > cfg.vocab_size:
-            raise ValueError(
+            raise TokenizerError(
                 f"PhraseTokenizer.Config: {len(cfg.phrases)} phrases need a vocab_size of at least "
                 f"{first + len(cfg.phrases)}, got {cfg.vocab_size}"
             )
         if len(set(cfg.phrases)) < len(cfg.phrases) or "" in cfg.phrases:
-            raise ValueError("PhraseTokenizer.Config.phrases must be distinct and not empty")
+            raise TokenizerError("PhraseTokenizer.Config.phrases must be distinct and not empty")
         self._ids = {phrase: first + i for i, phrase in enumerate(cfg.phrases)}
         self._texts = {i: phrase.encode() for phrase, i in self._ids.items()}
         longest_first = sorted(cfg.phrases, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if cfg.phrases else None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of phrases where they occur, of bytes elsewhere."""
+        """Return ids of phrases where they occur, and of bytes elsewhere."""
         if self._split is None:
             return super().encode(text)
         ids: list[int] = []
@@ -44,7 +45,7 @@ class PhraseTokenizer(ByteTokenizer):
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; special and unused ids are dropped."""
+        """Return the text of `ids`; special and unused ids are dropped."""
         expanded: list[int] = []
         for i in ids:
             expanded += self._texts.get(i, (i,))
@@ -52,10 +53,10 @@ class PhraseTokenizer(ByteTokenizer):
 
 
 def learn_phrases(texts: Sequence[str], max_phrases: int, min_share: float = 0.05) -> tuple[str, ...]:
-    """The runs of whole words that save most tokens, greedily, each in at least `min_share` of the texts.
+    """Return the runs of whole words that save most tokens, chosen greedily, each in at least `min_share` of the texts.
 
-    A run ends with the blank behind it, if there is one, so that what follows starts at a token of its own. Runs with
-    digits are left alone: "(7.0 + " may recur, but a model computes with digits it sees one by one.
+    A run includes the blank after it, if there is one, so that the next word starts a new token. Runs with digits are
+    not taken: "(7.0 + " may recur, but a model computes better with digits that are separate tokens.
     """
     pieces: list[list[str]] = [[text] for text in texts]
     found: list[str] = []
@@ -77,7 +78,7 @@ def learn_phrases(texts: Sequence[str], max_phrases: int, min_share: float = 0.0
 
 
 def _runs(text: str) -> set[str]:
-    """Every run of whole words of a text that is at least three characters long and holds no digit."""
+    """Return every run of whole words of a text that has three or more characters and no digit."""
     words = re.findall(r"\S+\s*", text)
     runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     return {run for run in runs if len(run) >= 3 and not re.search(r"\d", run)}

@@ -10,13 +10,12 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.kernels.attention.context_parallel.zigzag import spread
+from axlearn_like.kernels.attention.context_parallel.zigzag import reorder
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
-from axlearn_like.layers.chunked_head import shared_head
-from axlearn_like.layers.chunking import in_chunks
+from axlearn_like.layers.chunked_head import fused_linear_loss, map_chunks
 from axlearn_like.layers.contexts.packed import PackedContext
-from axlearn_like.layers.deterministic import apart, exponentials
+from axlearn_like.layers.deterministic import exponentials, no_fuse
 from mesh.errors import UserError
 from mesh.sharding import shard_like, token_axes
 
@@ -75,7 +74,7 @@ def chosen_tokens(logits_btv: jax.Array, targets_bt: jax.Array) -> Chosen:
     is_target = targets_bt[..., None] == jnp.arange(logits.shape[-1], dtype=targets_bt.dtype)
     logit = jnp.max(jnp.where(is_target, logits, -jnp.inf), axis=-1)
     _, total = exponentials(logits)
-    return Chosen(logit, apart(jnp.max(logits, axis=-1)), total[..., 0])
+    return Chosen(logit, no_fuse(jnp.max(logits, axis=-1)), total[..., 0])
 
 
 class SupervisedLoss(Configurable):
@@ -99,7 +98,7 @@ class SupervisedLoss(Configurable):
         target tokens and 0 elsewhere, so that the sum over any split into microbatches is the mean over the global
         batch. A layer's own loss, a mean over the tokens of a slice, counts by the slice's share of that weight.
         """
-        batch, layout = spread(batch)
+        batch, layout = reorder(batch)
         context = PackedContext(batch["positions"], batch["segment_ids"], layout)
         hidden = model.hidden(batch["tokens"], context)
 
@@ -116,8 +115,8 @@ class SupervisedLoss(Configurable):
             return supervised_loss(logits, {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss)
 
         if axes := token_axes(x):
-            return shared_head(one, self._cfg.chunks, axes, params, x, targets, weights)
-        chunks = in_chunks(partial(one, params), self._cfg.chunks, x, targets, weights)
+            return fused_linear_loss(one, self._cfg.chunks, axes, params, x, targets, weights)
+        chunks = map_chunks(partial(one, params), self._cfg.chunks, x, targets, weights)
         return jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), chunks)
 
 

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.config import ConfigBase, errors_at, walk_configs
 from axlearn_like.input import InputError, SupervisedInput
+from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import split
-from axlearn_like.layers.rope import Rope
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import LossFn, SupervisedLoss, make_supervised_loss
 from axlearn_like.training.step import State, Step, init_state, make_train_step
@@ -99,12 +99,12 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
         InputError: naming the field.
     """
     axes = batch_axes()
-    ways = math.prod(mesh.shape[axis] for axis in axes)
-    if cfg.batch_size % (ways * microbatches):
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    if cfg.batch_size % (shards * microbatches):
         raise InputError(
             f"Trainer.Config.input.batch_size is {cfg.batch_size}; expected a multiple of "
-            f"{ways * microbatches}: {microbatches} microbatches, each spread over "
-            f"{ways} parts of the mesh ({' x '.join(axes)})"
+            f"{shards * microbatches}: {microbatches} microbatches, each spread over "
+            f"{shards} parts of the mesh ({' x '.join(axes)})"
         )
 
 

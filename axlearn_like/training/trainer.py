@@ -84,9 +84,9 @@ class Trainer(Configurable):
         self._learner: Learner = cfg.learner.build()
         self._all = ProcessGroup("trainer")
         for index, evaluator in enumerate(cfg.evaluators):
-            if getattr(evaluator, "averaged", False) and cfg.learner.average is None:
+            if getattr(evaluator, "averaged", False) and cfg.learner.ema is None:
                 place = f"Trainer.evaluators.{index}.averaged"
-                raise LearnerError(f"{place}: expected Trainer.learner.average to be set, it is None")
+                raise LearnerError(f"{place}: expected Trainer.learner.ema to be set, it is None")
         check_rows(cfg.input, self._mesh, cfg.microbatches)
         check_length(cfg.model, cfg.input.seq_len, "Trainer.Config.input.seq_len")
 
@@ -192,7 +192,7 @@ class Trainer(Configurable):
             clock=clock,
             tiers=tiers,
             evaluators=[evaluator.build(graphdef=program.graphdef) for evaluator in cfg.evaluators],
-            averaged=jax.jit(self._learner.averaged),
+            averaged=jax.jit(self._learner.ema_params),
             profiler=profiler,
             check=cfg.bit_check.build(mesh=self._mesh) if cfg.bit_check else None,
             beat=beat,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.evaluation.pass_at_k import ProblemResult, summarise
 from rl.roles.messages import Problem, Prompt, Rollout, Score
 from rl.roles.protocols import ScoreSource
@@ -33,7 +33,7 @@ class Evaluation(Configurable):
         self,
         engine: RolloutEngine,
         problems: Sequence[Problem],
-        tokenizer: ByteTokenizer,
+        tokenizer: Tokenizer,
         verifier: ScoreSource,
         seed: int,
         samples: int,

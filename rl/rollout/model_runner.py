@@ -17,9 +17,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.layers.attention import MERGEABLE
+from axlearn_like.layers.attention.grouped_query import MERGEABLE
 from axlearn_like.layers.base import Params, bind, split
-from axlearn_like.layers.contexts.paged import RUBBISH, make_pool
+from axlearn_like.layers.contexts.paged import NULL_PAGE, make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from mesh import UserError, make_mesh, to_named_sharding
@@ -208,7 +208,7 @@ class Device:
         """Copy pages, in order; all reads of a batch come before its writes."""
         for first in range(0, len(copies), _COPIES):
             part = list(copies[first : first + _COPIES])
-            part += [(RUBBISH, RUBBISH)] * (bucket(len(part), halvings(_COPIES, 4)) - len(part))
+            part += [(NULL_PAGE, NULL_PAGE)] * (bucket(len(part), halvings(_COPIES, 4)) - len(part))
             sources, targets = np.array(part, np.int32).T
             with jax.set_mesh(self._mesh):
                 self._pool = self._run_copy(self._pool, sources, targets)
@@ -216,7 +216,7 @@ class Device:
     def blank(self, pages: Items[int]) -> None:
         """Fill pages with zeros."""
         for first in range(0, len(pages), _COPIES):
-            targets = np.full(_COPIES, RUBBISH, np.int32)
+            targets = np.full(_COPIES, NULL_PAGE, np.int32)
             part = pages[first : first + _COPIES]
             targets[: len(part)] = part
             with jax.set_mesh(self._mesh):
@@ -243,7 +243,7 @@ class Device:
             tokens=np.zeros((rows, chunk), np.int32),
             starts=np.zeros(rows, np.int32),
             counts=np.zeros(rows, np.int32),
-            page_table=np.full((rows, width // self._cfg.page_size), RUBBISH, np.int32),
+            page_table=np.full((rows, width // self._cfg.page_size), NULL_PAGE, np.int32),
         )
 
     def decode(self, sequences: Items[Sequence], *, waiting: bool) -> dict[str, jax.Array]:
@@ -287,7 +287,7 @@ class Device:
             remaining=columns[3],
             identity=np.zeros((size, 4), np.uint32),
             stop=np.full((size, max(4, 1 << max(0, stops - 1).bit_length())), -1, np.int32),
-            page_table=np.full((size, self.shapes.widest // self._cfg.page_size), RUBBISH, np.int32),
+            page_table=np.full((size, self.shapes.widest // self._cfg.page_size), NULL_PAGE, np.int32),
             rules=pack_rules(configs, self.vocab),
             bias=pack_bias(configs, self.vocab),
             seen=_seen(sequences, size, self.vocab),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.layers.deterministic import apart
+from axlearn_like.layers.deterministic import no_fuse
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import UserError
 
@@ -201,13 +201,13 @@ def draw(keys_r: jax.Array, logits_rv: jax.Array) -> tuple[jax.Array, Chosen]:
     """
     # What comes next is compiled alike for all distributions. Fused with what made the logits, the log-probability
     # would be rounded in other places, and differ in its last bit between the two paths above.
-    logits_rv = apart(logits_rv)
+    logits_rv = no_fuse(logits_rv)
     noise = jax.random.gumbel
     for _ in range(keys_r.ndim):
         noise = jax.vmap(noise, in_axes=(0, None))
     # As `jax.random.categorical` does it, but apart: XLA's CPU code takes the logarithms of the noise one by one where
     # it fuses them into the search for the largest, four times as slow.
-    scores = apart(noise(keys_r, logits_rv.shape[-1:]) + logits_rv)
+    scores = no_fuse(noise(keys_r, logits_rv.shape[-1:]) + logits_rv)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     tokens = jnp.min(jnp.where(scores == largest, index, index[-1]), axis=-1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from axlearn_like.run.directory import EventLog
 from axlearn_like.run.spans import span
-from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.fetch import Moved
@@ -30,7 +30,7 @@ class RolloutWorker:
         self,
         name: str,
         engine: RolloutEngine,
-        tokenizer: ByteTokenizer,
+        tokenizer: Tokenizer,
         seed: int,
         controller: LeaseSource,
         weights: WeightSource,

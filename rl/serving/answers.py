@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.roles.messages import Rollout
 from rl.serving.errors import ApiError
 from rl.serving.protocol import Generation
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 class Answer:
     """Writes the answer to one generation, choice by choice."""
 
-    def __init__(self, generation: Generation, tokenizer: ByteTokenizer, model: str, version: int):
+    def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, version: int):
         """`version` of the weights, at the beginning."""
         self._generation, self._tokenizer = generation, tokenizer
         count = len(generation.requests) * generation.samples
@@ -88,7 +88,7 @@ class Answer:
 class _Choice:
     """One completion as it grows."""
 
-    def __init__(self, index: int, generation: Generation, tokenizer: ByteTokenizer):
+    def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer):
         self.index, self.count = index, 0
         self._generation, self._tokenizer = generation, tokenizer
         self._text = TextStream(tokenizer.decode, generation.stops)

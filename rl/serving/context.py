@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.rollout.sampling import Sampler
 from rl.serving.chat_template import ChatTemplate
 
@@ -22,7 +22,7 @@ class Served:
     """
 
     model: str
-    tokenizer: ByteTokenizer
+    tokenizer: Tokenizer
     template: ChatTemplate
     max_prompt: int
     max_new: int

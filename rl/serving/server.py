@@ -8,7 +8,7 @@ from collections.abc import Callable
 import uvicorn
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
 from rl.serving.app import App
@@ -49,7 +49,7 @@ class Server(Configurable):
         cfg: Config,
         *,
         engine: RolloutEngine,
-        tokenizer: ByteTokenizer,
+        tokenizer: Tokenizer,
         model: str,
         api_key: str | None = None,
     ):

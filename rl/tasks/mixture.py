@@ -15,6 +15,7 @@ import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.roles.messages import Problem
 from rl.tasks.family import TaskFamily
 
@@ -34,7 +35,7 @@ def is_heldout(question: str, heldout_every: int) -> bool:
     return int.from_bytes(digest, "big") % heldout_every == 0
 
 
-def encode_prompt(question: str, tokenizer: ByteTokenizer) -> np.ndarray:
+def encode_prompt(question: str, tokenizer: Tokenizer) -> np.ndarray:
     """`bos`, the question as reasoning-gym wrote it, a newline: int32. For SFT and RL alike."""
     return np.asarray([tokenizer.bos, *tokenizer.encode(question + _SEPARATOR)], dtype=np.int32)
 
@@ -181,7 +182,7 @@ class SupervisedSource(Configurable):
         num_examples: int = REQUIRED
         start: int = 0
         """Index of the first training problem."""
-        tokenizer: ByteTokenizer.Config = ByteTokenizer.Config()
+        tokenizer: ConfigBase = ByteTokenizer.Config()
 
     def __init__(self, cfg: Config):
         self._mixture = cfg.mixture.build()

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.layers.chunking import in_chunks, merge_length
+from axlearn_like.layers.chunked_head import map_chunks, merge_length
 from axlearn_like.layers.contexts.paged import RowContext
-from axlearn_like.layers.deterministic import apart
+from axlearn_like.layers.deterministic import no_fuse
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain
 from rl.roles.messages import Group
@@ -58,9 +58,9 @@ def score_rows(model: Any, tokens: jax.Array, targets: jax.Array, temperature: j
     hidden = model.hidden(tokens, RowContext(positions)).x
     chunks = math.gcd(chunks, tokens.shape[1])
     if chunks == 1:
-        return chosen_tokens(apart(model.logits(hidden) / temperature), targets)
+        return chosen_tokens(no_fuse(model.logits(hidden) / temperature), targets)
 
     def one(x: jax.Array, targets: jax.Array) -> Chosen:
-        return chosen_tokens(apart(model.logits(x) / temperature), targets)
+        return chosen_tokens(no_fuse(model.logits(x) / temperature), targets)
 
-    return jax.tree.map(merge_length, in_chunks(one, chunks, hidden, targets))
+    return jax.tree.map(merge_length, map_chunks(one, chunks, hidden, targets))

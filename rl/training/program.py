@@ -12,9 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
-from axlearn_like.layers.chunking import in_chunks, merge_length
+from axlearn_like.layers.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.layers.contexts.packed import GroupContext
-from axlearn_like.layers.own_tokens import with_own_tokens
 from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
 from axlearn_like.training.program import check_length, describe_state
 from axlearn_like.training.step import State, Step, make_train_step
@@ -123,12 +122,12 @@ def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: flo
         return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
     def in_parts(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.tree.map(merge_length, in_chunks(partial(of_tokens, output), chunks, x, targets))
+        return jax.tree.map(merge_length, map_chunks(partial(of_tokens, output), chunks, x, targets))
 
     if chunks == 1:
         chosen, entropy = of_tokens(model.output, answers, targets)
     else:
-        chosen, entropy = with_own_tokens(model.output, in_parts, answers, shard_like(targets, answers))
+        chosen, entropy = per_device_head(model.output, in_parts, answers, shard_like(targets, answers))
     return Scored(chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape), hidden.aux)
 
 

@@ -103,7 +103,7 @@ def train_step(case: Case) -> dict[str, Any]:
     cfg = small_decoder(num_layers=2, head=Head.Config(), pipeline=Pipeline.Config(microbatches=4))
     cfg.embedding.init_std = 0.5
     if case.ring:
-        set_path(cfg, "block.attention.sequence", Ring.Config())
+        set_path(cfg, "block.attention.context_parallel", Ring.Config())
     if case.experts:  # with a loss that is a mean over the rows: load balance is of each microbatch of a pipeline
         router = SoftmaxRouter.Config(top_k=2, load_balance=0.0, z_loss=0.01)
         mixture = MoE.Config(num_experts=8, router=router, experts=Experts.Config(hidden=24))

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
-from axlearn_like.kernels.attention.dispatch import Mixing, attend
-from axlearn_like.kernels.attention.interface import Rules
+from axlearn_like.kernels.attention.dispatch import AttentionParams, attend
+from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.contexts.packed import PackedContext
-from axlearn_like.remat import NAMES, PRESETS, checkpoint, find_remat, named
+from axlearn_like.remat import NAMES, PRESETS, checkpoint, checkpoint_name, find_remat
 from mesh import UserError
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
@@ -71,11 +71,13 @@ def test_no_value_and_no_gradient_changes(remat):
 def test_attention_by_a_kernel_is_run_again_only_where_its_results_are_not_kept(remat, kernels):
     """A forward pass, one for the gradient of queries, one for those of keys and values; nothing is run here."""
     kernel = Splash.Config(interpret=True, fused_backward=False).build()
-    mixing = Mixing(Rules(), kernel, AllGather.Config().build())
+    attention = AttentionParams(ScoreRules(), kernel, AllGather.Config().build())
 
     def loss(x):
-        q, k, v = (named(y, name) for y, name in zip(jnp.split(x, 3, axis=2), ("query", "key", "value"), strict=True))
-        return jnp.sum(attend(q[..., None, :], k, v, mixing, segment_ids=jnp.ones((1, 128), jnp.int32)))
+        q, k, v = (
+            checkpoint_name(y, name) for y, name in zip(jnp.split(x, 3, axis=2), ("query", "key", "value"), strict=True)
+        )
+        return jnp.sum(attend(q[..., None, :], k, v, attention, segment_ids=jnp.ones((1, 128), jnp.int32)))
 
     x = jax.ShapeDtypeStruct((1, 128, 3, 128), jnp.float32)
     traced = jax.make_jaxpr(jax.grad(lambda x: checkpoint(loss, find_remat(remat))(x * 2)))(x)

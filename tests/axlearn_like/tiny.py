@@ -13,7 +13,7 @@ import numpy as np
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input import SupervisedInput
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.learner import AdamW, Learner, WarmupCosine

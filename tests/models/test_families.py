@@ -4,10 +4,10 @@ import jax
 import pytest
 from flax import nnx
 
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
+from axlearn_like.layers.attention.rope import Llama3Scaling, Rope
 from axlearn_like.layers.base import split
 from axlearn_like.layers.decoder import Block, Decoder
-from axlearn_like.layers.rope import Llama3Scaling, Rope
 from mesh.errors import UserError
 from models.llama import LLAMA, llama
 from models.qwen import QWEN, qwen

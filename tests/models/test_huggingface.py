@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axlearn_like.layers.attention.rope import Llama3Scaling
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
-from axlearn_like.layers.rope import Llama3Scaling
 from models.dense import dense
 from models.huggingface import ConversionError, from_huggingface, to_huggingface
 from models.moe import mixture

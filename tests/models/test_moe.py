@@ -5,12 +5,12 @@ import pytest
 from flax import nnx
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
+from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
-from axlearn_like.layers.rope import Rope
 from mesh import UserError
 from models.moe import MOE, deepseek_v3_feed_forward, moe, tiny_moe
 from models.tiny import tiny

@@ -14,7 +14,7 @@ from flax import nnx
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import to_text
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU

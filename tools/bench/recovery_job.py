@@ -5,7 +5,7 @@ the benchmark ends it by SIGTERM when the kills are done.
 """
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.learner import AdamW, Constant, Learner

@@ -19,13 +19,13 @@ from flax import nnx
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input import SupervisedInput
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
+from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.embedding import Head
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
-from axlearn_like.layers.rope import Rope
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.trainer import Trainer

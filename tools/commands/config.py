@@ -123,11 +123,11 @@ def _kernels(experiment: str, sets: tuple[str, ...], platform: str, length: int,
     """Print which attention kernel each model of EXPERIMENT gets on a platform, and why not another."""
     check_name(experiment)
     with config_errors(building=True):
-        lines = list(kernels(load(experiment, sets), platform=platform, length=length, ways=sequence))
+        lines = list(kernels(load(experiment, sets), platform=platform, length=length, cp_size=sequence))
     _print_lines(lines or [f"{experiment} has no decoder"], None)
 
 
-def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, ways: int) -> Iterator[str]:
+def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, cp_size: int) -> Iterator[str]:
     """A line for each decoder in a config: its path, the attention kernel it gets, and why not another."""
     import jax
     from flax import nnx
@@ -138,7 +138,9 @@ def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, ways: int) -> I
     for path, node in walk_configs(cfg):
         if isinstance(node, Decoder.Config):
             model = jax.eval_shape(lambda node=node: node.build(rngs=nnx.Rngs(0)))
-            choice = explain(model.layers.attention, platform=platform, dtype=model.dtype, length=length, ways=ways)
+            choice = explain(
+                model.layers.attention, platform=platform, dtype=model.dtype, length=length, cp_size=cp_size
+            )
             yield f"{path or 'experiment'}.block.attention: {choice}"
 
 

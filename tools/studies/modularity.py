@@ -24,11 +24,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import ConfigBase, diff, from_text, replace, to_text, walk_configs
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
+from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.decoder import Decoder
-from axlearn_like.layers.mla import LatentAttention
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.parameter_names import path_name
 from axlearn_like.training.trainer import Trainer

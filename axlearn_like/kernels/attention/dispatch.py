@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.context_parallel import all_gather, ring, zigzag
 from axlearn_like.kernels.attention.cudnn import Cudnn
-from axlearn_like.kernels.attention.interface import Call, Kernel, Layout, Rules
-from axlearn_like.kernels.attention.shared_prefix import Tree
+from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, Layout, ScoreRules
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix
 from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.attention.xla import Xla
-from axlearn_like.remat import named
+from axlearn_like.remat import checkpoint_name
 from mesh.devices import platform
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
@@ -48,24 +48,24 @@ class FirstSupported(Kernel):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixing:
+class AttentionParams:
     """What an attention layer tells a context of how to mix values.
 
     Attributes:
-        rules: see `Rules`.
+        rules: see `ScoreRules`.
         kernel: one, or `FirstSupported`.
-        sequence: `AllGather` or `Ring`, for meshes that cut the length.
+        context_parallel: `AllGather` or `Ring`, for meshes that cut the length.
         sinks: float32 [k, q], or None.
     """
 
-    rules: Rules
+    rules: ScoreRules
     kernel: Kernel
-    sequence: Any
+    context_parallel: Any
     sinks: jax.Array | None = None
 
 
-def choose(kernel: Kernel, call: Call) -> Choice:
-    """The kernel for a call.
+def choose(kernel: Kernel, signature: AttentionSignature) -> Choice:
+    """The kernel for a signature.
 
     Raises:
         UserError: none can do it; it says why, kernel by kernel.
@@ -73,7 +73,7 @@ def choose(kernel: Kernel, call: Call) -> Choice:
     candidates = kernel.kernels if isinstance(kernel, FirstSupported) else (kernel,)
     refused = {}
     for one in candidates:
-        why = one.supported(call)
+        why = one.supported(signature)
         if why is None:
             return Choice(one, refused)
         refused[type(one).__name__] = why
@@ -82,46 +82,47 @@ def choose(kernel: Kernel, call: Call) -> Choice:
 
 
 @functools.lru_cache(maxsize=256)
-def _chosen(kernel: Kernel, call: Call) -> Kernel:
-    """`choose`, told once for each call."""
-    choice = choose(kernel, call)
+def _chosen(kernel: Kernel, signature: AttentionSignature) -> Kernel:
+    """`choose`, told once for each signature."""
+    choice = choose(kernel, signature)
     _log.info(
         "attention of %d tokens, heads %d x %d of %d, %s: %s",
-        *(call.length, call.kv_heads, call.per_kv, call.head_dim, call.platform, choice),
+        *(signature.length, signature.kv_heads, signature.per_kv, signature.head_dim, signature.platform, choice),
     )
     return choice.kernel
 
 
-def explain(attention: Any, *, platform: str, dtype: Any, length: int, ways: int = 1) -> Choice:
+def explain(attention: Any, *, platform: str, dtype: Any, length: int, cp_size: int = 1) -> Choice:
     """Which kernel an attention layer gets for packed rows, and why not another.
 
     Args:
-        attention: a layer with `query_shape` (k, q, h), `value_dim`, `rules`, `kernel`, `sequence` and `sinks_kq`.
+        attention: a layer with `query_shape` (k, q, h), `value_dim`, `rules`, `kernel`, `context_parallel` and
+            `sinks_kq`.
         platform: "tpu", "gpu" or "cpu".
         dtype: of activations.
         length: tokens of a row.
-        ways: devices over which rows are cut.
+        cp_size: devices over which rows are cut.
 
     Raises:
         UserError: no kernel can do it.
     """
     kv_heads, per_kv, head_dim = attention.query_shape
-    call = Call(
+    signature = AttentionSignature(
         *(platform, np.dtype(dtype), length, kv_heads, per_kv, head_dim, attention.value_dim, attention.rules),
         sinks=attention.sinks_kq is not None,
-        ways=ways,
-        layout="zigzag" if ways > 1 else "straight",
-        ring=ways > 1 and attention.sequence.ring,
+        cp_size=cp_size,
+        layout="zigzag" if cp_size > 1 else "straight",
+        ring=cp_size > 1 and attention.context_parallel.ring,
     )
-    zigzag.order(length, ways, call.layout)
-    return choose(attention.kernel, call)
+    zigzag.order(length, cp_size, signature.layout)
+    return choose(attention.kernel, signature)
 
 
 def attend(
     q_btkqh: jax.Array,
     k_btkh: jax.Array,
     v_btkh: jax.Array,
-    mixing: Mixing,
+    attention: AttentionParams,
     *,
     segment_ids: jax.Array,
     layout: Layout = "straight",
@@ -132,47 +133,56 @@ def attend(
         q_btkqh: queries.
         k_btkh: keys.
         v_btkh: values; their width may be another.
-        mixing: how.
+        attention: how.
         segment_ids: int32 [b, t]; tokens see those of their own segment only, in the order in which they stand.
         layout: in which order rows lie on the devices of the mesh's sequence axis, if there are several.
 
     Raises:
         UserError: no kernel can do it, or rows cannot be cut over the mesh.
     """
-    ways = axis_sizes("length").get("sequence", 1)
-    call = _described(q_btkqh, v_btkh, mixing)
-    call = dataclasses.replace(
-        call, ways=ways, layout=layout if ways > 1 else "straight", ring=ways > 1 and mixing.sequence.ring
+    cp_size = axis_sizes("length").get("sequence", 1)
+    signature = _described(q_btkqh, v_btkh, attention)
+    signature = dataclasses.replace(
+        signature,
+        cp_size=cp_size,
+        layout=layout if cp_size > 1 else "straight",
+        ring=cp_size > 1 and attention.context_parallel.ring,
     )
-    return _run(_chosen(mixing.kernel, call), call, mixing, q_btkqh, k_btkh, v_btkh, segment_ids)
+    return _run(_chosen(attention.kernel, signature), signature, attention, q_btkqh, k_btkh, v_btkh, segment_ids)
 
 
-def attend_tree(
-    q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, mixing: Mixing, *, tree: Tree, live_bt: jax.Array
+def attend_shared_prefix(
+    q_btkqh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    attention: AttentionParams,
+    *,
+    shared_prefix: SharedPrefix,
+    live_bt: jax.Array,
 ) -> jax.Array | None:
     """Attention of rows that hold a prompt and its answers, as `attend`; None where the kernel taken has none of it.
 
     Args:
-        q_btkqh: queries, t being `tree.length`.
+        q_btkqh: queries, t being `shared_prefix.length`.
         k_btkh: keys.
         v_btkh: values.
-        mixing: how.
-        tree: what a token sees by its place.
+        attention: how.
+        shared_prefix: what a token sees by its place.
         live_bt: bool [b, t]; what is False is padding, seen by other padding only.
 
     Raises:
         UserError: no kernel can do it.
     """
-    call = dataclasses.replace(_described(q_btkqh, v_btkh, mixing), tree=tree)
-    kernel = _chosen(mixing.kernel, call)
-    if not kernel.trees:
+    signature = dataclasses.replace(_described(q_btkqh, v_btkh, attention), shared_prefix=shared_prefix)
+    kernel = _chosen(attention.kernel, signature)
+    if not kernel.shared_prefixes:
         return None
-    return _run(kernel, call, mixing, q_btkqh, k_btkh, v_btkh, live_bt.astype(jnp.int32))
+    return _run(kernel, signature, attention, q_btkqh, k_btkh, v_btkh, live_bt.astype(jnp.int32))
 
 
-def _described(q_btkqh: jax.Array, v_btkh: jax.Array, mixing: Mixing) -> Call:
+def _described(q_btkqh: jax.Array, v_btkh: jax.Array, attention: AttentionParams) -> AttentionSignature:
     """Of rows in one piece."""
-    return Call(
+    return AttentionSignature(
         platform=platform(),
         dtype=np.dtype(q_btkqh.dtype),
         length=q_btkqh.shape[1],
@@ -180,32 +190,38 @@ def _described(q_btkqh: jax.Array, v_btkh: jax.Array, mixing: Mixing) -> Call:
         per_kv=q_btkqh.shape[3],
         head_dim=q_btkqh.shape[4],
         value_dim=v_btkh.shape[-1],
-        rules=mixing.rules,
-        sinks=mixing.sinks is not None,
+        rules=attention.rules,
+        sinks=attention.sinks is not None,
     )
 
 
 def _run(
-    kernel: Kernel, call: Call, mixing: Mixing, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
+    kernel: Kernel,
+    signature: AttentionSignature,
+    attention: AttentionParams,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
 ) -> jax.Array:
-    places = zigzag.order(call.length, call.ways, call.layout)
-    if call.ways == 1 and (kernel.explicit or jax.sharding.get_abstract_mesh().empty):
+    places = zigzag.order(signature.length, signature.cp_size, signature.layout)
+    if signature.cp_size == 1 and (kernel.explicit or jax.sharding.get_abstract_mesh().empty):
         mixed = kernel.attend(
-            *(q, k, v, call),
+            *(q, k, v, signature),
             segments=(segments, segments),
             places_t=jnp.asarray(places),
-            sinks_kq=mixing.sinks,
-            tables=kernel.tables(call),
+            sinks_kq=attention.sinks,
+            tables=kernel.tables(signature),
         )
     else:
-        mixed = _on_each_device(kernel, call, mixing, q, k, v, segments, places)
-    return mixed if kernel.named and not call.ring else named(mixed, "context")
+        mixed = _on_each_device(kernel, signature, attention, q, k, v, segments, places)
+    return mixed if kernel.names_residuals and not signature.ring else checkpoint_name(mixed, "context")
 
 
 def _on_each_device(
     kernel: Kernel,
-    call: Call,
-    mixing: Mixing,
+    signature: AttentionSignature,
+    attention: AttentionParams,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -213,15 +229,15 @@ def _on_each_device(
     places: np.ndarray,
 ) -> jax.Array:
     """Every device works on its rows, its heads and its part of the length."""
-    body = functools.partial(ring.on_one_device if call.ring else all_gather.on_one_device, kernel, call)
+    body = functools.partial(ring.on_one_device if signature.ring else all_gather.on_one_device, kernel, signature)
     heads = ("batch", "length", "heads", None)
     axes = ((*heads, None), heads, heads, ("batch", "length"), ("length",))
     args = [constrain(x, *names) for x, names in zip((q, k, v, segments, jnp.asarray(places)), axes, strict=True)]
     specs: list[Any] = [partition(*names) for names in axes]
-    sinks = None if mixing.sinks is None else constrain(mixing.sinks, "heads", None)
+    sinks = None if attention.sinks is None else constrain(attention.sinks, "heads", None)
     length = partition("length")
     cut = length[0] if length else None
-    tables = None if call.ring else jax.tree.map(jnp.asarray, kernel.tables(call))
+    tables = None if signature.ring else jax.tree.map(jnp.asarray, kernel.tables(signature))
     table_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 2), cut, *(None,) * (x.ndim > 1)), tables)
     rest = [sinks, jax.tree.map(jax.sharding.reshard, tables, table_specs)]
     mesh = jax.sharding.get_abstract_mesh()

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.kernels.attention.shared_prefix import Tree
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix
 from mesh.errors import UserError
 
 MASKED = -1e30  # finite, so that a fully masked (padding) row gives garbage instead of NaN
@@ -20,7 +20,7 @@ Layout = Literal["straight", "zigzag"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class ScoreRules:
     """Which keys a query sees by their places in the row, and what is done to scores. Static.
 
     Attributes:
@@ -48,7 +48,7 @@ class Rules:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class AttentionSignature:
     """The static facts by which a kernel is chosen. Sizes are global, not of one device.
 
     Attributes:
@@ -59,12 +59,12 @@ class Call:
         per_kv: query heads of each.
         head_dim: of queries and keys.
         value_dim: of values.
-        rules: see `Rules`.
+        rules: see `ScoreRules`.
         sinks: whether heads have a learned score that takes weight and gives no value.
-        ways: devices over which the length is cut.
+        cp_size: devices over which the length is cut.
         layout: how (see zigzag.py).
         ring: whether keys go round these devices, instead of being gathered.
-        tree: of rows that hold a prompt and its answers; None: every token sees those before it.
+        shared_prefix: of rows that hold a prompt and its answers; None: every token sees those before it.
     """
 
     platform: str
@@ -74,15 +74,15 @@ class Call:
     per_kv: int
     head_dim: int
     value_dim: int
-    rules: Rules
+    rules: ScoreRules
     sinks: bool = False
-    ways: int = 1
+    cp_size: int = 1
     layout: Layout = "straight"
     ring: bool = False
-    tree: Tree | None = None
+    shared_prefix: SharedPrefix | None = None
 
 
-class Sharing(Configurable):
+class ContextParallelism(Configurable):
     """What devices do that share a row. All of a class are equal: a jitted function is not traced again for another."""
 
     ring: bool  # whether keys go around instead of being gathered
@@ -110,8 +110,10 @@ class Kernel(Configurable):
     explicit = False  # whether it also works on arrays that are spread over a mesh by batch and heads
     # Whether it gives what its backward pass needs of the forward pass the name `context` (see layers/remat.py): only
     # then need not it be run again where that is kept.
-    named = False
-    trees = False  # whether `attend` does a call with a tree; else `GroupContext` mixes by XLA's products
+    names_residuals = False
+    shared_prefixes = (
+        False  # whether `attend` does a signature with a shared_prefix; else `GroupContext` mixes by XLA's products
+    )
 
     def __init__(self, cfg: Any):
         self.cfg = cfg
@@ -122,15 +124,15 @@ class Kernel(Configurable):
     def __hash__(self) -> int:
         return hash((type(self), repr(self.cfg)))
 
-    def supported(self, call: Call) -> str | None:
+    def supported(self, signature: AttentionSignature) -> str | None:
         """Why it cannot do that, or None if it can."""
         raise NotImplementedError
 
-    def tables(self, call: Call) -> Any:
+    def tables(self, signature: AttentionSignature) -> Any:
         """Arrays that `attend` needs of each device's queries: the last but one axis, or the only one, is cut as they
         are. None if there are none.
         """
-        del call
+        del signature
         return None
 
     def attend(
@@ -138,7 +140,7 @@ class Kernel(Configurable):
         q_btkqh: jax.Array,
         k_bskh: jax.Array,
         v_bskh: jax.Array,
-        call: Call,
+        signature: AttentionSignature,
         *,
         segments: tuple[jax.Array, jax.Array],
         places_t: Any,
@@ -151,7 +153,7 @@ class Kernel(Configurable):
             q_btkqh: queries.
             k_bskh: keys.
             v_bskh: values.
-            call: what was asked in `supported`.
+            signature: what was asked in `supported`.
             segments: int32 [b, t] and [b, s]; only equals see each other.
             places_t: int32, the place of each query in its row.
             sinks_kq: scores of the sinks, or None.
@@ -159,6 +161,6 @@ class Kernel(Configurable):
         """
         raise NotImplementedError
 
-    def blocks(self, call: Call) -> Any:
+    def blocks(self, signature: AttentionSignature) -> Any:
         """What a ring needs of a kernel (see `ring.Blocks`)."""
         raise NotImplementedError

@@ -1,7 +1,8 @@
 """Rows that hold a prompt once and several answers to it: what each token sees, for kernels that skip blocks of keys.
 
-A *trunk* comes first, then the *branches* one after another. A token sees the trunk as far as it has come, and its own
-branch. Blocks of 1,024 keys in other branches are skipped, so 16 answers of 16,384 tokens cost 16 times one of them.
+The prefix comes first, then the completions one after another. A token sees the prefix up to its own position, and its
+own completion. Blocks of 1,024 keys in other completions are skipped, so 16 completions of 16,384 tokens cost 16 times
+one of them.
 """
 
 import dataclasses
@@ -9,76 +10,76 @@ from typing import Any
 
 import numpy as np
 
-_PLACE_BITS = 20  # of a query's code; the branch has the bits above
+_PLACE_BITS = 20  # of a query's code; the completion has the bits above
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
+class SharedPrefix:
     """The sizes of such a row.
 
     Attributes:
-        trunk: tokens of it, padding included.
-        branches: how many.
-        size: tokens of each, padding included.
+        prefix: tokens of it, padding included.
+        completions: how many.
+        completion_size: tokens of each, padding included.
     """
 
-    trunk: int
-    branches: int
-    size: int
+    prefix: int
+    completions: int
+    completion_size: int
 
     @property
     def length(self) -> int:
-        return self.trunk + self.branches * self.size
+        return self.prefix + self.completions * self.completion_size
 
     def too_large(self) -> str | None:
         """Why queries cannot be told apart by an int32 each, or None if they can."""
-        if self.length >= 1 << _PLACE_BITS or self.branches >= 1 << (31 - _PLACE_BITS):
-            return f"{self.length} tokens in {self.branches} branches are more than a row may have"
+        if self.length >= 1 << _PLACE_BITS or self.completions >= 1 << (31 - _PLACE_BITS):
+            return f"{self.length} tokens in {self.completions} completions are more than a row may have"
         return None
 
     def codes(self, length: int) -> np.ndarray:
-        """int32 [length]: each query's place and branch; places behind the last branch are of one more."""
+        """int32 [length]: each query's place and completion; places behind the last completion are of one more."""
         places = np.arange(length, dtype=np.int32)
-        return places | np.maximum(places - self.trunk, 0) // self.size << _PLACE_BITS
+        return places | np.maximum(places - self.prefix, 0) // self.completion_size << _PLACE_BITS
 
     def visible(self, codes: Any, keys: Any) -> Any:
         """bool, whether queries of these codes see the keys at these places; of numpy or jax, broadcast."""
         place, start = self._interval(codes)
-        return (keys <= place) & ((keys < self.trunk) | (keys >= start))
+        return (keys <= place) & ((keys < self.prefix) | (keys >= start))
 
     def _interval(self, codes: Any) -> tuple[Any, Any]:
-        """A query's place, and where its branch begins."""
-        return codes & ((1 << _PLACE_BITS) - 1), (codes >> _PLACE_BITS) * self.size + self.trunk
+        """A query's place, and where its completion begins."""
+        return codes & ((1 << _PLACE_BITS) - 1), (codes >> _PLACE_BITS) * self.completion_size + self.prefix
 
     def whole(self, codes: np.ndarray, first: int, last: int) -> bool | None:
         """Whether all of these queries see all keys from `first` to `last` (True) or none (False); None: unknown."""
         place, start = self._interval(codes)
-        trunk = np.minimum(self.trunk - 1, place)  # the last key there that is seen
-        some = (first <= trunk) | (np.maximum(first, start) <= np.minimum(last, place))
+        prefix = np.minimum(self.prefix - 1, place)  # the last key there that is seen
+        some = (first <= prefix) | (np.maximum(first, start) <= np.minimum(last, place))
         if not some.any():
             return False
-        every = (last <= trunk) | ((first >= start) & (last <= place))
+        every = (last <= prefix) | ((first >= start) & (last <= place))
         return True if every.all() else None
 
 
-def tree_mask(tree: Tree, length: int) -> Any:
+def shared_prefix_mask(shared_prefix: SharedPrefix, length: int) -> Any:
     """A mask of the splash kernel, [length, length], computed in the kernel.
 
     Blocks that are all alike are told without computing them: a row of 70,000 tokens has 5,000,000,000 pairs.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    class TreeMask(masks._ComputableMask):
+    class SharedPrefixMask(masks._ComputableMask):
         def __init__(self) -> None:
-            super().__init__((length, length), tree.visible)
-            self.q_sequence = tree.codes(length)
+            super().__init__((length, length), shared_prefix.visible)
+            self.q_sequence = shared_prefix.codes(length)
 
         def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
             queries, keys = self.q_sequence[idx[0]], idx[1]
-            alike = tree.whole(queries, keys.start, keys.stop - 1)
+            alike = shared_prefix.whole(queries, keys.start, keys.stop - 1)
             if alike is not None:  # the kernel's tables ask for any() and all() of it
                 return np.full((1, 1), alike)
-            return tree.visible(queries[:, None], np.arange(keys.start, keys.stop, dtype=np.int32)[None])
+            return shared_prefix.visible(queries[:, None], np.arange(keys.start, keys.stop, dtype=np.int32)[None])
 
         def __eq__(self, other: object) -> bool:
             return self is other
@@ -86,4 +87,4 @@ def tree_mask(tree: Tree, length: int) -> Any:
         def __hash__(self) -> int:
             return id(self)
 
-    return TreeMask()
+    return SharedPrefixMask()

@@ -13,8 +13,8 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.context_parallel import zigzag
-from axlearn_like.kernels.attention.interface import Call, Kernel
-from axlearn_like.kernels.attention.shared_prefix import Tree, tree_mask
+from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, shared_prefix_mask
 from mesh.cost.expected import visits
 from mesh.errors import UserError
 
@@ -33,7 +33,7 @@ class Splash(Kernel):
         fused_backward: bool | None = None  # dq with dk and dv in one pass; None: for rows shorter than 16,384
         interpret: bool = False  # simulate a TPU, which is slow: for tests
 
-    trees = named = True
+    shared_prefixes = names_residuals = True
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
@@ -45,50 +45,58 @@ class Splash(Kernel):
                 f"Splash.block_kv={cfg.block_kv} is not a multiple of block_kv_compute={cfg.block_kv_compute}"
             )
 
-    def supported(self, call: Call) -> str | None:
-        if call.platform != "tpu" and not self.cfg.interpret:
-            return f"for TPUs, not for {call.platform}"
-        if call.dtype not in (jnp.bfloat16, jnp.float32):
-            return f"expects bfloat16 or float32, not {call.dtype}"
-        parts = LANES * call.ways * (2 if call.layout == "zigzag" else 1)
-        if call.ways > 1 and call.length % parts:
-            return f"rows of {call.length} tokens over {call.ways} devices are not in blocks of {LANES}"
-        if call.ring and call.rules.window is not None:
+    def supported(self, signature: AttentionSignature) -> str | None:
+        if signature.platform != "tpu" and not self.cfg.interpret:
+            return f"for TPUs, not for {signature.platform}"
+        if signature.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"expects bfloat16 or float32, not {signature.dtype}"
+        parts = LANES * signature.cp_size * (2 if signature.layout == "zigzag" else 1)
+        if signature.cp_size > 1 and signature.length % parts:
+            return f"rows of {signature.length} tokens over {signature.cp_size} devices are not in blocks of {LANES}"
+        if signature.ring and signature.rules.window is not None:
             return "cannot have a window in a ring"
-        if call.ring and not call.rules.causal:
+        if signature.ring and not signature.rules.causal:
             return "rings are causal"
-        return None if call.tree is None else self._tree_supported(call, call.tree)
+        return (
+            None
+            if signature.shared_prefix is None
+            else self._shared_prefix_supported(signature, signature.shared_prefix)
+        )
 
-    def _tree_supported(self, call: Call, tree: Tree) -> str | None:
-        if tree.size < LANES:
-            return f"answers of {tree.size} tokens do not fill a block of {LANES}"
-        if call.rules.window is not None or not call.rules.causal:
+    def _shared_prefix_supported(self, signature: AttentionSignature, shared_prefix: SharedPrefix) -> str | None:
+        if shared_prefix.completion_size < LANES:
+            return f"answers of {shared_prefix.completion_size} tokens do not fill a block of {LANES}"
+        if signature.rules.window is not None or not signature.rules.causal:
             return "is causal and has no window in rows of a prompt and its answers"
-        return tree.too_large()
+        return shared_prefix.too_large()
 
-    def tables(self, call: Call) -> "Tables":
-        length = self.padded(call)
-        if call.tree is not None:
-            return _make_tree_tables(call.tree, length, self.sizes((length, length)))
-        places = zigzag.order(length, call.ways, call.layout)
-        mask = ("causal", call.rules.window) if call.rules.causal else ("full", None)
-        return self.tables_of(mask, (length, length), places, call.ways)
+    def tables(self, signature: AttentionSignature) -> "Tables":
+        length = self.padded(signature)
+        if signature.shared_prefix is not None:
+            return _make_shared_prefix_tables(signature.shared_prefix, length, self.sizes((length, length)))
+        places = zigzag.order(length, signature.cp_size, signature.layout)
+        mask = ("causal", signature.rules.window) if signature.rules.causal else ("full", None)
+        return self.tables_of(mask, (length, length), places, signature.cp_size)
 
-    def _visited(self, call: Call) -> int:
+    def _visited(self, signature: AttentionSignature) -> int:
         """Pairs of blocks of a head for which a device computes something, each way."""
-        return int(np.count_nonzero(self.tables(call).arrays[0].block_mask)) // call.ways
+        return int(np.count_nonzero(self.tables(signature).arrays[0].block_mask)) // signature.cp_size
 
-    def padded(self, call: Call) -> int:
+    def padded(self, signature: AttentionSignature) -> int:
         """The length with padding: of rows of answers whole blocks, since their sizes may be anything."""
-        block = LANES if call.tree is None else min(self.cfg.block_kv, padded(call.tree.size))
-        return call.length + -call.length % block
+        block = (
+            LANES
+            if signature.shared_prefix is None
+            else min(self.cfg.block_kv, padded(signature.shared_prefix.completion_size))
+        )
+        return signature.length + -signature.length % block
 
     def attend(
         self,
         q_btkqh: jax.Array,
         k_bskh: jax.Array,
         v_bskh: jax.Array,
-        call: Call,
+        signature: AttentionSignature,
         *,
         segments: tuple[jax.Array, jax.Array],
         places_t: Any,
@@ -97,25 +105,25 @@ class Splash(Kernel):
     ) -> jax.Array:
         del places_t  # in the tables
         batch, length, _, _, width = q_btkqh.shape
-        more = self.padded(call) - call.length if call.ways == 1 else 0  # else it divides
-        q = _filled(_queries_by_head(_scaled(q_btkqh, call.rules.scale_of(width))), 2, more)
+        more = self.padded(signature) - signature.length if signature.cp_size == 1 else 0  # else it divides
+        q = _filled(_queries_by_head(_scaled(q_btkqh, signature.rules.scale_of(width))), 2, more)
         k, v = (_filled(x.transpose(0, 2, 1, 3), 2, more) for x in (k_bskh, v_bskh))
-        kernel = self.bound(call, tables, (q.shape[2], k.shape[2]), save_residuals=False)
+        kernel = self.bound(signature, tables, (q.shape[2], k.shape[2]), save_residuals=False)
         sinks = None if sinks_kq is None else sinks_kq.reshape(-1).astype(jnp.float32)
         ids = tuple(_filled(x, 1, more, _NO_SEGMENT) for x in segments)
-        with visits(q.shape[0] * q.shape[1] * self._visited(call)):
+        with visits(q.shape[0] * q.shape[1] * self._visited(signature)):
             mixed = jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, _segment_ids(*ids), sinks))(q, k, v, *ids)
         mixed = mixed[:, :, :length].transpose(0, 2, 1, 3)
         return mixed.reshape(batch, length, k_bskh.shape[2], -1, v_bskh.shape[-1])
 
-    def blocks(self, call: Call) -> "SplashBlocks":
-        return SplashBlocks(self, call)
+    def blocks(self, signature: AttentionSignature) -> "SplashBlocks":
+        return SplashBlocks(self, signature)
 
-    def tables_of(self, mask: tuple[str, int | None], shape: tuple[int, int], places: Any, ways: int) -> "Tables":
-        return _make_tables(mask, shape, np.asarray(places, np.int32).tobytes(), ways, self.sizes(shape, ways))
+    def tables_of(self, mask: tuple[str, int | None], shape: tuple[int, int], places: Any, cp_size: int) -> "Tables":
+        return _make_tables(mask, shape, np.asarray(places, np.int32).tobytes(), cp_size, self.sizes(shape, cp_size))
 
-    def sizes(self, shape: tuple[int, int], ways: int = 1) -> "Sizes":
-        queries, keys = shape[0] // ways, shape[1]
+    def sizes(self, shape: tuple[int, int], cp_size: int = 1) -> "Sizes":
+        queries, keys = shape[0] // cp_size, shape[1]
         kv = fitting(self.cfg.block_kv, keys)
         fused = self.cfg.fused_backward
         return Sizes(
@@ -125,15 +133,17 @@ class Splash(Kernel):
             fused=keys < UNFUSED_FROM if fused is None else fused,
         )
 
-    def bound(self, call: Call, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool) -> Any:
+    def bound(
+        self, signature: AttentionSignature, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool
+    ) -> Any:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
         return splash.SplashAttentionKernel(
-            *tables.arrays, **self.arguments(call, tables, shape, save_residuals=save_residuals)
+            *tables.arrays, **self.arguments(signature, tables, shape, save_residuals=save_residuals)
         )
 
     def arguments(
-        self, call: Call, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool
+        self, signature: AttentionSignature, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool
     ) -> dict[str, Any]:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -153,8 +163,8 @@ class Splash(Kernel):
             "is_mqa": False,
             "save_residuals": save_residuals,
             "mask_value": splash.DEFAULT_MASK_VALUE,
-            "attn_logits_soft_cap": call.rules.soft_cap,
-            "residual_checkpoint_name": None if save_residuals else "context",  # see `Kernel.named`
+            "attn_logits_soft_cap": signature.rules.soft_cap,
+            "residual_checkpoint_name": None if save_residuals else "context",  # see `Kernel.names_residuals`
             "mask_function": tables.function,
             "interpret": self.cfg.interpret,
         }
@@ -186,7 +196,7 @@ class Tables:
 
 @functools.lru_cache(maxsize=64)
 def _make_tables(
-    mask: tuple[str, int | None], shape: tuple[int, int], places: bytes, ways: int, sizes: Sizes
+    mask: tuple[str, int | None], shape: tuple[int, int], places: bytes, cp_size: int, sizes: Sizes
 ) -> Tables:
     """Made by numpy, block by block; all heads share them."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -197,20 +207,20 @@ def _make_tables(
     else:
         one = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
         one.q_sequence = np.frombuffer(places, np.int32)
-    return _tables_of_mask(one, ways, sizes)
+    return _tables_of_mask(one, cp_size, sizes)
 
 
 @functools.lru_cache(maxsize=64)
-def _make_tree_tables(tree: Tree, length: int, sizes: Sizes) -> Tables:
-    return _tables_of_mask(tree_mask(tree, length), 1, sizes)
+def _make_shared_prefix_tables(shared_prefix: SharedPrefix, length: int, sizes: Sizes) -> Tables:
+    return _tables_of_mask(shared_prefix_mask(shared_prefix, length), 1, sizes)
 
 
-def _tables_of_mask(one: Any, ways: int, sizes: Sizes) -> Tables:
+def _tables_of_mask(one: Any, cp_size: int, sizes: Sizes) -> Tables:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 
     of_heads, blocks = masks.MultiHeadMask([one]), (sizes.q, sizes.kv)
-    shards = {"head_shards": 1, "q_seq_shards": ways}
+    shards = {"head_shards": 1, "q_seq_shards": cp_size}
     forward, function = info.process_mask(of_heads, blocks, **shards)
     dkv, _ = info.process_mask_dkv(of_heads, blocks, **shards, shrink_grid=not sizes.fused)
     return Tables((forward, None if sizes.fused else forward, dkv), function)
@@ -219,8 +229,8 @@ def _tables_of_mask(one: Any, ways: int, sizes: Sizes) -> Tables:
 class SplashBlocks:
     """A block of keys for some queries, and back (see `ring.Blocks`), by the same kernels."""
 
-    def __init__(self, kernel: Splash, call: Call):
-        self._kernel, self._call = kernel, call
+    def __init__(self, kernel: Splash, signature: AttentionSignature):
+        self._kernel, self._call = kernel, signature
 
     def forward(
         self, q_bkqth: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, segments: Any, places: Any, case: str

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention.interface import MASKED, Call, Kernel, Rules
-from axlearn_like.layers.linear import batched_dot
+from axlearn_like.kernels.attention.interface import MASKED, AttentionSignature, Kernel, ScoreRules
 from mesh.rules import partition
 
 
@@ -19,8 +18,8 @@ class Xla(Kernel):
 
     explicit = True
 
-    def supported(self, call: Call) -> str | None:
-        del call
+    def supported(self, signature: AttentionSignature) -> str | None:
+        del signature
         return None
 
     def attend(
@@ -28,7 +27,7 @@ class Xla(Kernel):
         q_btkqh: jax.Array,
         k_bskh: jax.Array,
         v_bskh: jax.Array,
-        call: Call,
+        signature: AttentionSignature,
         *,
         segments: tuple[jax.Array, jax.Array],
         places_t: Any,
@@ -37,15 +36,15 @@ class Xla(Kernel):
     ) -> jax.Array:
         del tables
         same = segments[0][:, :, None] == segments[1][:, None, :]
-        visible = visible_by_place(call.rules, places_t, jnp.arange(k_bskh.shape[1]))
+        visible = position_mask(signature.rules, places_t, jnp.arange(k_bskh.shape[1]))
         mask = same if visible is None else same & visible
-        return mix(q_btkqh, k_bskh, v_bskh, mask, call.rules, sinks_kq)
+        return mix(q_btkqh, k_bskh, v_bskh, mask, signature.rules, sinks_kq)
 
-    def blocks(self, call: Call) -> "XlaBlocks":
-        return XlaBlocks(call.rules)
+    def blocks(self, signature: AttentionSignature) -> "XlaBlocks":
+        return XlaBlocks(signature.rules)
 
 
-def visible_by_place(rules: Rules, queries_t: Any, keys_s: Any) -> jax.Array | None:
+def position_mask(rules: ScoreRules, queries_t: Any, keys_s: Any) -> jax.Array | None:
     """Bool [t, s], or None where every key is visible."""
     if not rules.causal:
         return None
@@ -53,7 +52,7 @@ def visible_by_place(rules: Rules, queries_t: Any, keys_s: Any) -> jax.Array | N
     return behind >= 0 if rules.window is None else (behind >= 0) & (behind < rules.window)
 
 
-def capped(scores: jax.Array, rules: Rules) -> jax.Array:
+def capped(scores: jax.Array, rules: ScoreRules) -> jax.Array:
     return scores if rules.soft_cap is None else rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
 
 
@@ -66,7 +65,7 @@ def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
 
 
 def mix(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask_bts: jax.Array, rules: Rules, sinks_kq: jax.Array | None = None
+    q: jax.Array, k: jax.Array, v: jax.Array, mask_bts: jax.Array, rules: ScoreRules, sinks_kq: jax.Array | None = None
 ) -> jax.Array:
     """Plain attention, [b, t, k, q, h]. Query heads join the length, so each product is one batched matmul."""
     batch, length, heads, per_head, width = q.shape
@@ -80,6 +79,14 @@ def mix(
     return _reshape(mixed, batch, heads, per_head, length, v.shape[-1]).transpose(0, 3, 1, 2, 4)
 
 
+def batched_dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> jax.Array:
+    """Matrix product over the last two axes, accumulated in float32; `contract_last` transposes b."""
+    batch = tuple(range(a.ndim - 2))
+    b_axis = b.ndim - 1 if contract_last else b.ndim - 2
+    dims = (((a.ndim - 1,), (b_axis,)), (batch, batch))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
 def _reshape(x: jax.Array, *shape: int) -> jax.Array:
     """Batch and heads stay in front and spread as they were: a plain reshape forgets that where their size is 1."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -91,7 +98,7 @@ def _reshape(x: jax.Array, *shape: int) -> jax.Array:
 class XlaBlocks:
     """A block of keys for some queries, and back (see `ring.Blocks`); arrays have heads in front of the length."""
 
-    def __init__(self, rules: Rules):
+    def __init__(self, rules: ScoreRules):
         self._rules = rules
 
     def forward(
@@ -133,7 +140,7 @@ class XlaBlocks:
     def _scores(self, q: jax.Array, k: jax.Array, segments: Any, places: Any) -> jax.Array:
         scores = _dot("bkqth,bksh->bkqts", q, k) * self._rules.scale_of(q.shape[-1])
         mask = segments[0][:, :, None] == segments[1][:, None, :]
-        if (visible := visible_by_place(self._rules, *places)) is not None:
+        if (visible := position_mask(self._rules, *places)) is not None:
             mask = mask & visible
         return jnp.where(mask[:, None, None], capped(scores, self._rules), MASKED)
 

@@ -24,12 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.kernels.attention.dispatch import Mixing, attend, platform
+from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform
 from axlearn_like.kernels.attention.interface import MASKED
-from axlearn_like.kernels.attention.xla import capped
-from axlearn_like.layers.contexts.packed import whole_rows_only
-from axlearn_like.layers.deterministic import apart, exponentials
-from axlearn_like.layers.linear import WHOLE_SUM, batched_dot
+from axlearn_like.kernels.attention.xla import batched_dot, capped
+from axlearn_like.layers.contexts.packed import require_complete_rows
+from axlearn_like.layers.deterministic import exponentials, no_fuse
+from axlearn_like.layers.linear import UNSPLIT_SUM
 from mesh.errors import UserError
 from mesh.rules import constrain, partition
 
@@ -37,7 +37,7 @@ Pool = Any  # dict of arrays k, v (see `make_pool`), or the TPU kernel's array
 Window = dict[str, jax.Array]  # k [r, k, h, s], v [r, k, s, h]
 
 KEY_BLOCK = 64  # windows are multiples of this many keys, so that XLA's CPU reductions run over whole vectors
-RUBBISH = 0  # the page that takes what padding writes; no sequence owns it
+NULL_PAGE = 0  # the page that takes what padding writes; no sequence owns it
 
 
 def make_pool(*, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: Any) -> Pool:
@@ -80,7 +80,7 @@ class PagedContext:
         k_rckh: jax.Array,
         v_rckh: jax.Array,
         cache: tuple[Pool, jax.Array],
-        mixing: Mixing,
+        attention: AttentionParams,
     ) -> tuple[jax.Array, tuple[Pool, jax.Array]]:
         pool, layer = cache
         table = self.page_table + layer * self.pages
@@ -92,14 +92,14 @@ class PagedContext:
                 page_table_rw=table,
                 starts_r=self.starts,
                 counts_r=self.counts,
-                rules=mixing.rules,
-                sinks=mixing.sinks is not None,
+                rules=attention.rules,
+                sinks=attention.sinks is not None,
             )
             return mixed, (pool, layer)
         live = jnp.arange(self.chunk) < self.counts[:, None]
         pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, live)
         window = read_window(pool, table, self.starts + self.counts)
-        return attend_window(q_rckqh, window, self.positions, mixing), (pool, layer)
+        return attend_window(q_rckqh, window, self.positions, attention), (pool, layer)
 
 
 @jax.tree_util.register_dataclass
@@ -116,15 +116,15 @@ class RowContext:
     positions: jax.Array
 
     def attend(
-        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: None, mixing: Mixing
+        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: None, attention: AttentionParams
     ) -> tuple[jax.Array, None]:
-        whole_rows_only(self)
+        require_complete_rows(self)
         if platform() == "tpu":
-            return attend(q_rckqh, k_rckh, v_rckh, mixing, segment_ids=jnp.zeros_like(self.positions)), cache
+            return attend(q_rckqh, k_rckh, v_rckh, attention, segment_ids=jnp.zeros_like(self.positions)), cache
         padding = -k_rckh.shape[1] % KEY_BLOCK
         k = jnp.pad(k_rckh.transpose(0, 2, 3, 1), [(0, 0)] * 3 + [(0, padding)])
         v = jnp.pad(v_rckh.transpose(0, 2, 1, 3), [(0, 0)] * 2 + [(0, padding), (0, 0)])
-        return attend_window(q_rckqh, {"k": k, "v": v}, self.positions, mixing), cache
+        return attend_window(q_rckqh, {"k": k, "v": v}, self.positions, attention), cache
 
 
 def write_tokens(
@@ -133,7 +133,7 @@ def write_tokens(
     """Put the keys and values of live tokens into their pages; in place where the pool is donated."""
     page_size = pool["k"].shape[-1]
     page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
-    page = jnp.where(live, page, RUBBISH)
+    page = jnp.where(live, page, NULL_PAGE)
     slot = positions % page_size
     k, v = (constrain(x.astype(pool["k"].dtype), None, None, "heads", None) for x in (k_rckh, v_rckh))
     return {"k": pool["k"].at[page, :, :, slot].set(k), "v": pool["v"].at[page, :, slot].set(v)}
@@ -163,7 +163,7 @@ def key_blocks(size: int, head_dim: int) -> list[slice]:
     They begin at fixed positions, whatever the window, so that sums over keys are taken in one order; small ones first,
     so that short rows need read little; none so wide that XLA's CPU matmul cuts a sum over it (see `linear._matmul`).
     """
-    widest = max(1, WHOLE_SUM // max(head_dim, KEY_BLOCK) // KEY_BLOCK) * KEY_BLOCK
+    widest = max(1, UNSPLIT_SUM // max(head_dim, KEY_BLOCK) // KEY_BLOCK) * KEY_BLOCK
     ends = [0, KEY_BLOCK]
     while ends[-1] < size:
         power = 1 << (ends[-1].bit_length() - 1)
@@ -171,11 +171,11 @@ def key_blocks(size: int, head_dim: int) -> list[slice]:
     return [slice(start, min(end, size)) for start, end in itertools.pairwise(ends)]
 
 
-def attend_window(q_rckqh: jax.Array, window: Window, positions: jax.Array, mixing: Mixing) -> jax.Array:
+def attend_window(q_rckqh: jax.Array, window: Window, positions: jax.Array, attention: AttentionParams) -> jax.Array:
     """Attention of each row's queries over its window, keys up to their own position; [r, c, k, q, h]."""
     blocks = key_blocks(window["v"].shape[2], q_rckqh.shape[-1])
     keys, values = [window["k"][..., block] for block in blocks], [window["v"][:, :, block] for block in blocks]
-    return attend_blocks(q_rckqh, keys, values, positions, mixing)
+    return attend_blocks(q_rckqh, keys, values, positions, attention)
 
 
 def attend_blocks(
@@ -183,7 +183,7 @@ def attend_blocks(
     keys: Sequence[jax.Array],
     values: Sequence[jax.Array],
     positions: jax.Array,
-    mixing: Mixing,
+    attention: AttentionParams,
 ) -> jax.Array:
     """Attention of each row's queries over blocks of keys, up to the query's own position; [r, c, k, q, h].
 
@@ -194,12 +194,12 @@ def attend_blocks(
         keys: by block (see `key_blocks`), [r, k, h, s], or cut up further: [r, k, s / 64, h, 64].
         values: by block, [r, k, s, h].
         positions: int32 [r, c], of the queries.
-        mixing: how; the kernel named there is not for windows.
+        attention: how; the kernel named there is not for windows.
 
     Raises:
         UserError: a query would see keys behind itself, which are not there yet.
     """
-    rules = mixing.rules
+    rules = attention.rules
     if not rules.causal:
         raise UserError("Attention.causal=False cannot be had with a cache; expected causal attention")
     rows, length, heads, per_head, width = q_rckqh.shape
@@ -215,10 +215,10 @@ def attend_blocks(
         visible &= places > last[..., None] - rules.window
     scores = jnp.where(visible[:, None], capped(scores, rules), MASKED)
     weights, total = exponentials(scores)
-    if mixing.sinks is not None:  # one more key, whose value is zero
-        sinks = mixing.sinks.astype(jnp.float32)[:, None] + jnp.zeros((length, 1))
+    if attention.sinks is not None:  # one more key, whose value is zero
+        sinks = attention.sinks.astype(jnp.float32)[:, None] + jnp.zeros((length, 1))
         sinks = jnp.reshape(sinks, (heads, -1), out_sharding=partition("heads", None))
-        total += jnp.exp(sinks[:, :, None] - apart(jnp.max(scores, axis=-1, keepdims=True)))
+        total += jnp.exp(sinks[:, :, None] - no_fuse(jnp.max(scores, axis=-1, keepdims=True)))
     weights = weights.astype(values[0].dtype)
     parts = [weights[..., block] for block in key_blocks(scores.shape[-1], width)]
     mixed = sum(_weighted_sum(part, constrain(v, *spread)) for part, v in zip(parts, values, strict=True)) / total

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.kernels.attention.dispatch import Mixing
+from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.layers.contexts.paged import KEY_BLOCK, Pool, attend_blocks, key_blocks, read_window
 from mesh.rules import constrain, partition
 
@@ -127,15 +127,15 @@ class WindowContext:
         return self.lengths[:, None]
 
     def attend(
-        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: Cache, mixing: Mixing
+        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: Cache, attention: AttentionParams
     ) -> tuple[jax.Array, Cache]:
         k, v = (constrain(x[:, 0], None, "heads", None) for x in (k_rckh, v_rckh))
         mixed, windows, first = [], [], 0
         for group, cells in enumerate(cache.windows):
             rows = slice(first, first := first + cells[0].v.shape[0])
             cells = _put(cells, k[rows], v[rows], self.lengths[rows])
-            ways = [partial(_attend_cells, count, mixing) for count in range(1, len(cells) + 1)]
-            mixed.append(jax.lax.switch(self.needed[group] - 1, ways, q_rckqh[rows], cells, self.positions[rows]))
+            variants = [partial(_attend_cells, count, attention) for count in range(1, len(cells) + 1)]
+            mixed.append(jax.lax.switch(self.needed[group] - 1, variants, q_rckqh[rows], cells, self.positions[rows]))
             windows.append(cells)
         write = jax.lax.dynamic_update_index_in_dim
         cache = Cache(tuple(windows), write(cache.k, k, self.step, 0), write(cache.v, v, self.step, 0))
@@ -143,11 +143,11 @@ class WindowContext:
 
 
 def _attend_cells(
-    count: int, mixing: Mixing, q_rckqh: jax.Array, cells: Sequence[Cell], positions: jax.Array
+    count: int, attention: AttentionParams, q_rckqh: jax.Array, cells: Sequence[Cell], positions: jax.Array
 ) -> jax.Array:
     """Over the first `count` cells."""
     cells = cells[:count]
-    return attend_blocks(q_rckqh, [cell.blocks for cell in cells], [cell.v for cell in cells], positions, mixing)
+    return attend_blocks(q_rckqh, [cell.blocks for cell in cells], [cell.v for cell in cells], positions, attention)
 
 
 def _put(cells: Sequence[Cell], k_rkh: jax.Array, v_rkh: jax.Array, positions: jax.Array) -> tuple[Cell, ...]:

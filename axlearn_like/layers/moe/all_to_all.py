@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from mesh.manual import vary, varying
 
 
-class Plan(NamedTuple):
+class SendPlan(NamedTuple):
     """Who sends how many rows to whom.
 
     Attributes:
@@ -28,31 +28,31 @@ class Plan(NamedTuple):
     received: jax.Array
 
 
-def make_plan(sizes: jax.Array, capacity: int, axis: str) -> Plan:
+def plan_sends(sizes: jax.Array, capacity: int, axis: str) -> SendPlan:
     """The plan for rows sorted by destination, of which sizes[i] go to device i; int32 [devices]."""
     sent = jnp.minimum(sizes, capacity)
-    return Plan(jnp.cumsum(sizes) - sizes, sent, jax.lax.all_to_all(sent, axis, 0, 0, tiled=True))
+    return SendPlan(jnp.cumsum(sizes) - sizes, sent, jax.lax.all_to_all(sent, axis, 0, 0, tiled=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def to_experts(x: jax.Array, plan: Plan, capacity: int, axis: str) -> jax.Array:
+def to_experts(x: jax.Array, plan: SendPlan, capacity: int, axis: str) -> jax.Array:
     """[rows, dim] -> [devices * capacity, dim]; places without a row are zero, rows beyond the capacity stay behind."""
     return jax.lax.platform_dependent(
         x,
         plan,
-        tpu=functools.partial(_ragged_there, capacity=capacity, axis=axis),
-        default=functools.partial(padded_there, capacity=capacity, axis=axis),
+        tpu=functools.partial(_ragged_dispatch, capacity=capacity, axis=axis),
+        default=functools.partial(padded_dispatch, capacity=capacity, axis=axis),
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def from_experts(y: jax.Array, plan: Plan, rows: int, axis: str) -> jax.Array:
+def from_experts(y: jax.Array, plan: SendPlan, rows: int, axis: str) -> jax.Array:
     """The inverse, [devices * capacity, dim] -> [rows, dim]; zeros for rows that stayed behind."""
     return jax.lax.platform_dependent(
         y,
         plan,
-        tpu=functools.partial(_ragged_back, rows=rows, axis=axis),
-        default=functools.partial(padded_back, rows=rows, axis=axis),
+        tpu=functools.partial(_ragged_combine, rows=rows, axis=axis),
+        default=functools.partial(padded_combine, rows=rows, axis=axis),
     )
 
 
@@ -72,29 +72,29 @@ class Slices(NamedTuple):
     recv_sizes: jax.Array
 
 
-def slices_there(plan: Plan, capacity: int, axis: str) -> Slices:
+def dispatch_slices(plan: SendPlan, capacity: int, axis: str) -> Slices:
     """Of the way to the experts: into this device's block of every receiver."""
     mine = jnp.full_like(plan.sent, jax.lax.axis_index(axis) * capacity)
     return Slices(plan.starts, plan.sent, mine, plan.received)
 
 
-def slices_back(plan: Plan, capacity: int, axis: str) -> Slices:
+def combine_slices(plan: SendPlan, capacity: int, axis: str) -> Slices:
     """Of the way back: out of each sender's block, to where its rows were."""
     blocks = vary(jnp.arange(len(plan.sent), dtype=jnp.int32) * capacity, varying(plan.sent))
     return Slices(blocks, plan.received, jax.lax.all_to_all(plan.starts, axis, 0, 0, tiled=True), plan.sent)
 
 
-def _ragged_there(x: jax.Array, plan: Plan, *, capacity: int, axis: str) -> jax.Array:
+def _ragged_dispatch(x: jax.Array, plan: SendPlan, *, capacity: int, axis: str) -> jax.Array:
     out = vary(jnp.zeros_like(x, shape=(len(plan.sent) * capacity, x.shape[1])), varying(x))
-    return jax.lax.ragged_all_to_all(x, out, *slices_there(plan, capacity, axis), axis_name=axis)
+    return jax.lax.ragged_all_to_all(x, out, *dispatch_slices(plan, capacity, axis), axis_name=axis)
 
 
-def _ragged_back(y: jax.Array, plan: Plan, *, rows: int, axis: str) -> jax.Array:
+def _ragged_combine(y: jax.Array, plan: SendPlan, *, rows: int, axis: str) -> jax.Array:
     out = vary(jnp.zeros_like(y, shape=(rows, y.shape[1])), varying(y))
-    return jax.lax.ragged_all_to_all(y, out, *slices_back(plan, len(y) // len(plan.sent), axis), axis_name=axis)
+    return jax.lax.ragged_all_to_all(y, out, *combine_slices(plan, len(y) // len(plan.sent), axis), axis_name=axis)
 
 
-def padded_there(x: jax.Array, plan: Plan, *, capacity: int, axis: str) -> jax.Array:
+def padded_dispatch(x: jax.Array, plan: SendPlan, *, capacity: int, axis: str) -> jax.Array:
     """`to_experts` by an all-to-all of whole blocks."""
     place = jnp.arange(capacity, dtype=jnp.int32)
     row = jnp.minimum(plan.starts[:, None] + place, len(x) - 1)
@@ -102,7 +102,7 @@ def padded_there(x: jax.Array, plan: Plan, *, capacity: int, axis: str) -> jax.A
     return jax.lax.all_to_all(blocks, axis, 0, 0, tiled=True).reshape(-1, x.shape[1])
 
 
-def padded_back(y: jax.Array, plan: Plan, *, rows: int, axis: str) -> jax.Array:
+def padded_combine(y: jax.Array, plan: SendPlan, *, rows: int, axis: str) -> jax.Array:
     """`from_experts` by an all-to-all of whole blocks."""
     devices = len(plan.sent)
     capacity = len(y) // devices
@@ -114,23 +114,23 @@ def padded_back(y: jax.Array, plan: Plan, *, rows: int, axis: str) -> jax.Array:
     return jnp.where((place < plan.sent[device])[:, None], found, 0)
 
 
-def _there_forward(x: jax.Array, plan: Plan, capacity: int, axis: str) -> tuple[jax.Array, Any]:
+def _dispatch_forward(x: jax.Array, plan: SendPlan, capacity: int, axis: str) -> tuple[jax.Array, Any]:
     return to_experts(x, plan, capacity, axis), (plan, x[:, :0])  # of x only the number of rows
 
 
-def _there_backward(capacity: int, axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
+def _dispatch_backward(capacity: int, axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
     plan, like = kept
     return from_experts(g, plan, len(like), axis), None
 
 
-def _back_forward(y: jax.Array, plan: Plan, rows: int, axis: str) -> tuple[jax.Array, Any]:
+def _combine_forward(y: jax.Array, plan: SendPlan, rows: int, axis: str) -> tuple[jax.Array, Any]:
     return from_experts(y, plan, rows, axis), (plan, y[:, :0])
 
 
-def _back_backward(rows: int, axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
+def _combine_backward(rows: int, axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
     plan, like = kept
     return to_experts(g, plan, len(like) // len(plan.sent), axis), None
 
 
-to_experts.defvjp(_there_forward, _there_backward)
-from_experts.defvjp(_back_forward, _back_backward)
+to_experts.defvjp(_dispatch_forward, _dispatch_backward)
+from_experts.defvjp(_combine_forward, _combine_backward)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.layers.deterministic import apart
+from axlearn_like.layers.deterministic import no_fuse
 
 
 class Order(NamedTuple):
@@ -43,18 +43,18 @@ def permute(x: jax.Array, order: Order) -> jax.Array:
 
 
 @jax.custom_vjp
-def permute_back(x: jax.Array, order: Order) -> jax.Array:
+def unpermute(x: jax.Array, order: Order) -> jax.Array:
     """Sorted rows where they were."""
     return x[order.target]
 
 
 @jax.custom_vjp
-def spread(x: jax.Array, order: Order) -> jax.Array:
+def repeat_sorted(x: jax.Array, order: Order) -> jax.Array:
     """Tokens [tokens, dim], each as often as it has experts, sorted: [tokens * top_k, dim]."""
     return x[order.source // (len(order.source) // len(x))]
 
 
-def gather_sum(y: jax.Array, order: Order, weights: jax.Array) -> jax.Array:
+def combine(y: jax.Array, order: Order, weights: jax.Array) -> jax.Array:
     """The weighted sum over its experts for each token, from what the experts made of it.
 
     Args:
@@ -66,8 +66,8 @@ def gather_sum(y: jax.Array, order: Order, weights: jax.Array) -> jax.Array:
         [tokens, dim] of the type of y. Summed in float32, one expert after the other: the same to the bit in any batch.
     """
     tokens, top_k = weights.shape
-    each = permute_back(y, order).reshape(tokens, top_k, -1)
-    products = apart(each.astype(jnp.float32) * weights[..., None])
+    each = unpermute(y, order).reshape(tokens, top_k, -1)
+    products = no_fuse(each.astype(jnp.float32) * weights[..., None])
     total = products[:, 0]
     for k in range(1, top_k):
         total = total + products[:, k]
@@ -82,24 +82,24 @@ def _permute_backward(order: Order, g: jax.Array) -> tuple[jax.Array, None]:
     return g[order.target], None
 
 
-def _permute_back_forward(x: jax.Array, order: Order) -> tuple[jax.Array, Order]:
-    return permute_back(x, order), order
+def _unpermute_forward(x: jax.Array, order: Order) -> tuple[jax.Array, Order]:
+    return unpermute(x, order), order
 
 
-def _permute_back_backward(order: Order, g: jax.Array) -> tuple[jax.Array, None]:
+def _unpermute_backward(order: Order, g: jax.Array) -> tuple[jax.Array, None]:
     return g[order.source], None
 
 
-def _spread_forward(x: jax.Array, order: Order) -> tuple[jax.Array, tuple[Order, jax.Array]]:
-    return spread(x, order), (order, x[:, :0])  # of x only the number of rows and the type
+def _repeat_sorted_forward(x: jax.Array, order: Order) -> tuple[jax.Array, tuple[Order, jax.Array]]:
+    return repeat_sorted(x, order), (order, x[:, :0])  # of x only the number of rows and the type
 
 
-def _spread_backward(kept: tuple[Order, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+def _repeat_sorted_backward(kept: tuple[Order, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
     order, like = kept
     each = g[order.target].reshape(len(like), -1, g.shape[-1])
     return jnp.sum(each, axis=1, dtype=jnp.float32).astype(like.dtype), None
 
 
 permute.defvjp(_permute_forward, _permute_backward)
-permute_back.defvjp(_permute_back_forward, _permute_back_backward)
-spread.defvjp(_spread_forward, _spread_backward)
+unpermute.defvjp(_unpermute_forward, _unpermute_backward)
+repeat_sorted.defvjp(_repeat_sorted_forward, _repeat_sorted_backward)

@@ -15,9 +15,9 @@ from jax.sharding import AxisType, PartitionSpec
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.grouped_matmul import RaggedDot
 from axlearn_like.layers.base import Layer, fan_in_init, param
-from axlearn_like.layers.deterministic import apart
+from axlearn_like.layers.deterministic import no_fuse
 from axlearn_like.layers.moe import all_to_all
-from axlearn_like.layers.moe.dispatch import counts, gather_sum, order_by, permute, permute_back, spread
+from axlearn_like.layers.moe.dispatch import combine, counts, order_by, permute, repeat_sorted, unpermute
 from mesh.cost.expected import filled
 from mesh.errors import UserError
 from mesh.manual import vary, varying
@@ -109,14 +109,14 @@ class Experts(Layer):
         (batch, length, dim), top_k = x.shape, experts.shape[-1]
         chosen = experts.reshape(-1)
         order = order_by(chosen)
-        rows = spread(x.reshape(-1, dim), order)
+        rows = repeat_sorted(x.reshape(-1, dim), order)
         sizes = counts(chosen, self._num_experts)
         devices = _expert_axis_size()
         if devices == 1:
             y, dropped = self._network(rows, sizes, matrices), jnp.sum(weights * 0)
         else:
             y, dropped = self._exchanged(rows, sizes, matrices, devices, top_k)
-        y = gather_sum(y, order, weights.reshape(-1, top_k))
+        y = combine(y, order, weights.reshape(-1, top_k))
         return y.reshape(batch, length, dim), dropped
 
     def _exchanged(
@@ -126,7 +126,7 @@ class Experts(Layer):
         axis, mine = "expert", self._num_experts // devices
         by_device = sizes.reshape(devices, mine)
         capacity = self._capacity(len(rows), devices, mine, top_k)
-        plan = all_to_all.make_plan(jnp.sum(by_device, axis=1), capacity, axis)
+        plan = all_to_all.plan_sends(jnp.sum(by_device, axis=1), capacity, axis)
         # How many rows come from each device for each expert here, were none dropped: these are the last of a sender.
         ends = jnp.cumsum(jax.lax.all_to_all(by_device, axis, 0, 0, tiled=True), axis=1)
         place = jnp.arange(capacity, dtype=jnp.int32)
@@ -136,7 +136,7 @@ class Experts(Layer):
         received = permute(all_to_all.to_experts(rows, plan, capacity, axis), order)
         with filled(max(1, round(devices * capacity / len(rows)))):  # if all experts are chosen equally often
             y = self._network(received, counts(expert, mine), matrices)
-        y = all_to_all.from_experts(permute_back(y, order), plan, len(rows), axis)
+        y = all_to_all.from_experts(unpermute(y, order), plan, len(rows), axis)
         return y, (len(rows) - jnp.sum(plan.sent)).astype(jnp.float32) / len(rows)
 
     def _capacity(self, rows: int, devices: int, mine: int, top_k: int) -> int:
@@ -152,7 +152,7 @@ class Experts(Layer):
         live = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
         gate, up = self._product(x, matrices.gate, sizes), self._product(x, matrices.up, sizes)
         # What a product says of rows without a group is not defined, and must not reach a gradient either.
-        hidden = apart(jnp.where(live, jax.nn.silu(gate) * up, 0))
+        hidden = no_fuse(jnp.where(live, jax.nn.silu(gate) * up, 0))
         return jnp.where(live, self._product(hidden, matrices.down, sizes), 0)
 
 

@@ -7,21 +7,21 @@ import jax
 import jax.numpy as jnp
 
 
-def load(experts_btk: jax.Array, num_experts: int) -> jax.Array:
+def expert_load(experts_btk: jax.Array, num_experts: int) -> jax.Array:
     """The fraction of the choices that fell on each expert, float32 [num_experts]; sums to 1."""
     return jnp.mean(_per_row(experts_btk, num_experts), axis=0)
 
 
-def load_balance(probs_bte: jax.Array, experts_btk: jax.Array) -> jax.Array:
+def load_balance_loss(probs_bte: jax.Array, experts_btk: jax.Array) -> jax.Array:
     """num_experts * sum_e load_e * mean probability of e: 1 when balanced (Switch, arXiv 2101.03961, equation 4).
 
     The gradient goes through the probabilities; over the whole batch, as in GShard (arXiv 2006.16668, algorithm 1).
     """
     mean = jnp.mean(probs_bte, axis=(0, 1))
-    return probs_bte.shape[-1] * jnp.sum(load(experts_btk, probs_bte.shape[-1]) * mean)
+    return probs_bte.shape[-1] * jnp.sum(expert_load(experts_btk, probs_bte.shape[-1]) * mean)
 
 
-def sequence_balance(probs_bte: jax.Array, experts_btk: jax.Array) -> jax.Array:
+def sequence_balance_loss(probs_bte: jax.Array, experts_btk: jax.Array) -> jax.Array:
     """The same for each row of the batch by itself, averaged (DeepSeek-V3, arXiv 2412.19437, equations 17-20)."""
     num_experts = probs_bte.shape[-1]
     mean = jnp.mean(probs_bte, axis=1)
@@ -38,7 +38,7 @@ def balance_bias(bias_e: jax.Array, experts_btk: jax.Array) -> jax.Array:
 
     It is summed over microbatches, devices and layers as gradients are; `axlearn_like.learner.expert_bias` applies it.
     """
-    excess = bias_e.shape[-1] * load(experts_btk, bias_e.shape[-1]) - 1.0
+    excess = bias_e.shape[-1] * expert_load(experts_btk, bias_e.shape[-1]) - 1.0
     return jnp.sum(jax.lax.stop_gradient(excess) * (bias_e - jax.lax.stop_gradient(bias_e)))
 
 
@@ -46,7 +46,7 @@ def router_metrics(probs_bte: jax.Array, experts_btk: jax.Array) -> dict[str, ja
     """`expert_load_max`: the busiest expert's load over the mean load; `router_entropy`: in nats, mean over tokens."""
     probs = jax.lax.stop_gradient(probs_bte)
     terms = jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0)
-    busiest = probs.shape[-1] * jnp.max(load(experts_btk, probs.shape[-1]))
+    busiest = probs.shape[-1] * jnp.max(expert_load(experts_btk, probs.shape[-1]))
     return {"expert_load_max": busiest, "router_entropy": -jnp.mean(jnp.sum(terms, axis=-1))}
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Layer, fan_in_init, param
-from axlearn_like.layers.deterministic import apart, exponentials, row_sum
+from axlearn_like.layers.deterministic import exponentials, no_fuse, row_sum
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.moe import load_balance
 from mesh.errors import UserError
@@ -52,13 +52,13 @@ class SoftmaxRouter(Layer):
         """Routes [b, t, d]; `routing`, int32 [b, t, k], are experts to be taken again, -1: chosen anew."""
         logits = _logits(x_btd, self.weight_de[...])
         weights, total = exponentials(logits)
-        probs = apart(weights / total)
+        probs = no_fuse(weights / total)
         experts = _replayed(_top(probs, self.top_k), routing)
         chosen = _pick(probs, experts)
         if self.renormalise:
             chosen = chosen / row_sum(chosen)
         losses = {
-            "load_balance": lambda: load_balance.load_balance(probs, experts),
+            "load_balance": lambda: load_balance.load_balance_loss(probs, experts),
             "router_z": lambda: load_balance.z_loss(logits),
         }
         return Routed(experts, chosen, _weighted(losses, self.weights), load_balance.router_metrics(probs, experts))
@@ -103,14 +103,14 @@ class SigmoidRouter(Layer):
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> Routed:
         """As `SoftmaxRouter`."""
         logits, bias = _logits(x_btd, self.weight_de[...]), self.balance_bias_e[...]
-        scores = apart(jax.nn.sigmoid(logits))
+        scores = no_fuse(jax.nn.sigmoid(logits))
         experts = _replayed(_top(self._seen(scores + bias), self.top_k), routing)
         chosen = _pick(scores, experts)
         if self.renormalise:
             chosen = chosen / (row_sum(chosen) + 1e-20)
         probs = scores / (row_sum(scores) + 1e-20)
         losses = {
-            "sequence_balance": lambda: load_balance.sequence_balance(probs, experts),
+            "sequence_balance": lambda: load_balance.sequence_balance_loss(probs, experts),
             "router_z": lambda: load_balance.z_loss(logits),
         }
         weighted = {**_weighted(losses, self.weights), "balance_bias": load_balance.balance_bias(bias, experts)}
@@ -137,7 +137,7 @@ def _check(cfg: Any) -> None:
 def _logits(x_btd: jax.Array, weight_de: jax.Array) -> jax.Array:
     # TPUs multiply float32 in one pass of bfloat16 unless told otherwise; a choice must not depend on that.
     with jax.default_matmul_precision("float32"):
-        return apart(project(x_btd.astype(jnp.float32), weight_de))
+        return no_fuse(project(x_btd.astype(jnp.float32), weight_de))
 
 
 def _top(scores: jax.Array, top_k: int) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.kernels.attention.interface import Rules
+from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
 from mesh import UserError, make_mesh
 from tests.elsewhere import elsewhere
@@ -27,7 +27,7 @@ class Case:
     per_kv: int = 3
     head_dim: int = 128
     dtype: str = "float32"
-    rules: Rules = Rules()
+    rules: ScoreRules = ScoreRules()
 
     def __post_init__(self):
         rng = np.random.default_rng(0)
@@ -94,7 +94,7 @@ CASES = {
     "decoding": Case([0, 5, 7, 16, 3, 1], [1, 1, 1, 1, 0, 1], 1),
     "chunks": Case([0, 3, 8, 4, 11], [9, 9, 4, 0, 2], 9),  # whole pages, parts, an idle row
     "narrow heads": Case([2, 0], [1, 1], 1, kv_heads=1, per_kv=2, head_dim=64),
-    "window, cap, scale": Case([0, 5, 7], [4, 1, 4], 4, rules=Rules(window=3, soft_cap=2.0, scale=0.1)),
+    "window, cap, scale": Case([0, 5, 7], [4, 1, 4], 4, rules=ScoreRules(window=3, soft_cap=2.0, scale=0.1)),
     "bfloat16": Case([6, 0, 2], [5, 1, 0], 5, dtype="bfloat16"),
 }
 

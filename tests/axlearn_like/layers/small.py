@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU

@@ -41,14 +41,14 @@ def expected() -> tuple[float, np.ndarray, np.ndarray]:
 
 
 def sharded() -> dict[str, dict[str, Any]]:
-    """What `shared_head` makes of the inputs on eight devices, case by case."""
+    """What `fused_linear_loss` makes of the inputs on eight devices, case by case."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from axlearn_like.layers.chunked_head import shared_head
+    from axlearn_like.layers.chunked_head import fused_linear_loss
     from axlearn_like.layers.linear import project
     from axlearn_like.training.losses import supervised_loss
     from mesh import make_mesh
@@ -67,7 +67,9 @@ def sharded() -> dict[str, dict[str, Any]]:
             axes = token_axes(given["x"])
 
             def loss(params: Any, x: Any) -> Any:
-                total, metrics = shared_head(of_tokens, chunks, axes, params, x, given["targets"], given["weights"])
+                total, metrics = fused_linear_loss(
+                    of_tokens, chunks, axes, params, x, given["targets"], given["weights"]
+                )
                 return 3 * total, metrics
 
             step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).trace(params, given["x"])

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from axlearn_like.layers.base import split
-from axlearn_like.layers.chunking import merge_length, split_length
+from axlearn_like.layers.chunked_head import merge_length, split_length
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.pipeline import Pipeline
 from mesh import UserError, make_mesh

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.learner import (
+    EMA,
     SGD,
     AdamW,
-    Average,
     ClipByBlockRMS,
     ClipByValue,
     Group,
@@ -56,11 +56,11 @@ def test_spikes_are_skipped_until_they_are_usual():
 
 
 def test_the_average_is_debiased_and_skips_what_is_skipped():
-    cfg = learner(PLAIN, average=Average.Config(decay=0.7), groups=(Group.Config(match="embedding/*", frozen=True),))
+    cfg = learner(PLAIN, ema=EMA.Config(decay=0.7), groups=(Group.Config(match="embedding/*", frozen=True),))
     built: Learner = cfg.build()
     params = jax.tree.map(jnp.asarray, arrays(0))
     state, update = built.init(params), jax.jit(built.update)
-    jax.tree.map(np.testing.assert_array_equal, built.averaged(params, state), params)
+    jax.tree.map(np.testing.assert_array_equal, built.ema_params(params, state), params)
     path: list[Any] = []
     for seed in (1, 2, 3):
         params, state, _ = update(jax.tree.map(jnp.asarray, arrays(seed)), state, params)
@@ -69,10 +69,10 @@ def test_the_average_is_debiased_and_skips_what_is_skipped():
     params, state, _ = update(nans, state, params)
     weights = np.array([0.49, 0.7, 1.0]) / 2.19
     expected = jax.tree.map(lambda *p: sum(w * x for w, x in zip(weights, p, strict=True)), *path)
-    close(built.averaged(params, state), expected)
-    assert "embedding" not in str(jax.tree_util.tree_leaves_with_path(state["average"]))
-    with pytest.raises(LearnerError, match=r"Learner.average: expected Average.Config\(\)"):
-        learner(PLAIN).build().averaged(params, state)
+    close(built.ema_params(params, state), expected)
+    assert "embedding" not in str(jax.tree_util.tree_leaves_with_path(state["ema"]))
+    with pytest.raises(LearnerError, match=r"Learner.ema: expected EMA.Config\(\)"):
+        learner(PLAIN).build().ema_params(params, state)
 
 
 def test_the_state_of_a_plain_learner_has_the_paths_that_checkpoints_have():
@@ -87,7 +87,7 @@ def test_the_state_of_a_plain_learner_has_the_paths_that_checkpoints_have():
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"clip": ClipByValue.Config(limit=0.0)}, "Learner.clip.limit: expected above 0"),
         ({"skip_spikes": SkipSpikes.Config(factor=1.0)}, "factor: expected above 1"),
-        ({"average": Average.Config(decay=1.0)}, "decay: expected above 0 and below 1"),
+        ({"ema": EMA.Config(decay=1.0)}, "decay: expected above 0 and below 1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any], message: str):

@@ -15,7 +15,7 @@ from axlearn_like.learner import (
     WarmupCosine,
     WarmupLinear,
     WarmupStableDecay,
-    decay_shapes,
+    schedules,
 )
 
 
@@ -38,10 +38,10 @@ def test_schedules_pass_through_their_corners():
 @pytest.mark.parametrize(
     ("shape", "middle"),
     [
-        (decay_shapes.linear, 0.5),
-        (decay_shapes.cosine, 0.5),
-        (decay_shapes.one_minus_sqrt, 1 - 0.5**0.5),
-        (decay_shapes.exponential, (2**-5 - 2**-10) / (1 - 2**-10)),
+        (schedules.linear, 0.5),
+        (schedules.cosine, 0.5),
+        (schedules.one_minus_sqrt, 1 - 0.5**0.5),
+        (schedules.exponential, (2**-5 - 2**-10) / (1 - 2**-10)),
     ],
 )
 def test_warmup_stable_decay(shape: Any, middle: float):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.learner import AdamW, Average, BFloat16, HostMemory, Learner, LearnerError, Lion
+from axlearn_like.learner import EMA, AdamW, BFloat16State, HostOffload, Learner, LearnerError, Lion
 from axlearn_like.learner.state_storage import _round
 from axlearn_like.training.step import init_state, make_train_step
 from mesh import make_mesh, to_named_sharding
@@ -30,8 +30,8 @@ def test_a_slow_second_moment_still_rises():
     optimizer = AdamW.Config(b2=0.999)
 
     def moment(stochastic: bool) -> float:
-        storage = (BFloat16.Config(match="*/nu/*", stochastic=stochastic),)
-        built: Learner = learner(optimizer, storage=storage).build()
+        storage = (BFloat16State.Config(match="*/nu/*", stochastic=stochastic),)
+        built: Learner = learner(optimizer, state_storage=storage).build()
         params = {"w": jnp.zeros((64, 64))}
         state, update = built.init(params), jax.jit(built.update)
         for _ in range(400):
@@ -45,7 +45,7 @@ def test_a_slow_second_moment_still_rises():
 
 
 def test_updates_follow_float32_and_skipped_ones_change_nothing():
-    cfg = learner(AdamW.Config(), storage=(BFloat16.Config(),))
+    cfg = learner(AdamW.Config(), state_storage=(BFloat16State.Config(),))
     params, state, _ = train(cfg)
     expected, _, _ = train(learner(AdamW.Config()))
     close(params, expected, rtol=0.0, atol=0.02)  # of updates of 0.3 in all
@@ -58,14 +58,14 @@ def test_updates_follow_float32_and_skipped_ones_change_nothing():
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
-    built: Learner = learner(Lion.Config(), storage=(BFloat16.Config(match="*/nu/*"),)).build()
-    with pytest.raises(LearnerError, match=r"Learner.storage.0.match: '\*/nu/\*' matches no array of the state"):
+    built: Learner = learner(Lion.Config(), state_storage=(BFloat16State.Config(match="*/nu/*"),)).build()
+    with pytest.raises(LearnerError, match=r"Learner.state_storage.0.match: '\*/nu/\*' matches no array of the state"):
         built.init(jax.tree.map(jnp.asarray, arrays(0)))
 
 
 def on_host(directory: str) -> list[Any]:
     """Kinds of memory, differences from a state on the devices, and restored state, on eight devices."""
-    cfg = learner(AdamW.Config(), average=Average.Config(), storage=(HostMemory.Config(),))
+    cfg = learner(AdamW.Config(), ema=EMA.Config(), state_storage=(HostOffload.Config(),))
     expected, _, _ = train(learner(AdamW.Config()))
     built: Learner = cfg.build()
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
-from axlearn_like.layers.mla import LatentAttention
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter

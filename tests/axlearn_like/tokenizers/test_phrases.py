@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.phrases import PhraseTokenizer, learn_phrases
+from axlearn_like.tokenizers.protocol import Tokenizer
 
 PHRASES = ("What is ", "What is the sum of ", "?\n")
 
@@ -50,3 +52,16 @@ def test_learned_phrases_are_the_boilerplate():
 def test_rare_phrases_are_not_learned():
     texts = ["common words here"] * 50 + ["something else entirely"]
     assert learn_phrases(texts, max_phrases=5) == ("common words here",)
+
+
+def test_the_digest_follows_everything_that_ids_depend_on():
+    configs = [
+        ByteTokenizer.Config(),
+        ByteTokenizer.Config(vocab_size=300),
+        PhraseTokenizer.Config(),
+        PhraseTokenizer.Config(phrases=PHRASES),
+        PhraseTokenizer.Config(phrases=PHRASES[::-1]),
+    ]
+    tokenizers: list[Tokenizer] = [cfg.build() for cfg in configs]
+    assert len({tokenizer.digest for tokenizer in tokenizers}) == len(configs)
+    assert [tokenizer.digest for tokenizer in tokenizers] == [cfg.clone().build().digest for cfg in configs]

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU

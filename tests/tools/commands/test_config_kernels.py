@@ -16,7 +16,7 @@ def test_the_choice_is_told_with_its_reasons(capsys):
     assert told(capsys, "--platform", "cpu") == f"model.block.attention: Xla ({reasons})"
     assert "not Cudnn: expects bfloat16 or float16, not float32" in told(capsys, "--platform", "gpu")
     window = ("--set", "model.block.attention.window=8", "--sequence", "4")
-    ring = ("--set", "model.block.attention.sequence=axlearn_like.kernels.attention.context_parallel.ring:Ring")
+    ring = ("--set", "model.block.attention.context_parallel=axlearn_like.kernels.attention.context_parallel.ring:Ring")
     assert told(capsys, *window) == "model.block.attention: Splash"
     assert "Xla (not Splash: cannot have a window in a ring" in told(capsys, *window, *ring)
 

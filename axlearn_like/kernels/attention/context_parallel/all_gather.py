@@ -6,10 +6,10 @@ import jax
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.context_parallel import zigzag
-from axlearn_like.kernels.attention.interface import SEQUENCE, Call, Kernel, Sharing
+from axlearn_like.kernels.attention.interface import SEQUENCE, AttentionSignature, ContextParallelism, Kernel
 
 
-class AllGather(Sharing):
+class AllGather(ContextParallelism):
     """Every device gathers the keys and values of the whole rows and mixes them for its own queries.
 
     Takes memory for all keys and values of one layer, and sends them before the first product; works with every kernel.
@@ -23,7 +23,7 @@ class AllGather(Sharing):
 
 def on_one_device(
     kernel: Kernel,
-    call: Call,
+    signature: AttentionSignature,
     q_btkqh: jax.Array,
     k_btkh: jax.Array,
     v_btkh: jax.Array,
@@ -35,12 +35,12 @@ def on_one_device(
     """One device's queries, and the keys of whole rows."""
 
     def whole(x: jax.Array) -> jax.Array:
-        if call.ways == 1:
+        if signature.cp_size == 1:
             return x
-        return zigzag.straighten(jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True), call.ways, call.layout)
+        return zigzag.restore(jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True), signature.cp_size, signature.layout)
 
     return kernel.attend(
-        *(q_btkqh, whole(k_btkh), whole(v_btkh), call),
+        *(q_btkqh, whole(k_btkh), whole(v_btkh), signature),
         segments=(segments_bt, whole(segments_bt)),
         places_t=places_t,
         sinks_kq=sinks_kq,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention.interface import SEQUENCE, Call, Kernel, Sharing
+from axlearn_like.kernels.attention.interface import SEQUENCE, AttentionSignature, ContextParallelism, Kernel
 
 DIAGONAL, WHOLE = "diagonal", "whole"  # of a block: causal within itself; or all of it is visible, but for segments
 
@@ -47,7 +47,7 @@ class Blocks(Protocol):
         ...
 
 
-class Ring(Sharing):
+class Ring(ContextParallelism):
     """Least memory, and sending hides behind products; needs a kernel that returns logarithmic sums."""
 
     class Config(ConfigBase["Ring"]):
@@ -58,7 +58,7 @@ class Ring(Sharing):
 
 def on_one_device(
     kernel: Kernel,
-    call: Call,
+    signature: AttentionSignature,
     q_btkqh: jax.Array,
     k_btkh: jax.Array,
     v_btkh: jax.Array,
@@ -69,7 +69,7 @@ def on_one_device(
 ) -> jax.Array:
     """One device's queries, and the keys of all devices of the ring in turn; [b, t, k, q, h]."""
     del tables
-    ring = _Ring(call, kernel.blocks(call))
+    ring = _Ring(signature, kernel.blocks(signature))
     mixed = _attend(
         ring,
         q_btkqh.transpose(0, 2, 3, 1, 4),
@@ -83,12 +83,12 @@ def on_one_device(
 class _Ring:
     """The walk around the ring; `mine` and `theirs` are (segments [b, t], places [t])."""
 
-    def __init__(self, call: Call, blocks: Blocks):
-        self.call, self.blocks = call, blocks
+    def __init__(self, signature: AttentionSignature, blocks: Blocks):
+        self.signature, self.blocks = signature, blocks
 
     def next[T](self, tree: T) -> T:
-        ways = self.call.ways
-        return jax.lax.ppermute(tree, SEQUENCE, [(i, (i + 1) % ways) for i in range(ways)])
+        cp_size = self.signature.cp_size
+        return jax.lax.ppermute(tree, SEQUENCE, [(i, (i + 1) % cp_size) for i in range(cp_size)])
 
     def forward(self, q: jax.Array, kv: Any, mine: Any) -> tuple[jax.Array, jax.Array]:
         def block(queries: slice, keys: slice, kv: Any, theirs: Any, case: str) -> tuple[jax.Array, jax.Array]:
@@ -108,7 +108,7 @@ class _Ring:
 
         coming = self.next((kv, mine))
         state = (*coming, block(ALL, ALL, kv, mine, DIAGONAL))
-        (_, _, found), _ = jax.lax.scan(hop, state, jnp.arange(1, self.call.ways))
+        (_, _, found), _ = jax.lax.scan(hop, state, jnp.arange(1, self.signature.cp_size))
         return found
 
     def backward(self, q: jax.Array, kv: Any, mine: Any, out: Any, lse: Any, d_out: Any) -> tuple[jax.Array, Any]:
@@ -129,7 +129,7 @@ class _Ring:
 
         coming = self.next((kv, mine))
         state = (*coming, tuple(block(ALL, ALL, kv, mine, DIAGONAL)))
-        (_, _, (dq, *d_kv)), _ = jax.lax.scan(hop, state, jnp.arange(1, self.call.ways))
+        (_, _, (dq, *d_kv)), _ = jax.lax.scan(hop, state, jnp.arange(1, self.signature.cp_size))
         return dq, tuple(self.next(d_kv))  # home
 
     def _one_of(self, number: jax.Array, more: Any, found: Any, kv: Any, theirs: Any) -> Any:
@@ -138,8 +138,8 @@ class _Ring:
         Cut in zigzag: if its device comes before, all queries see its first half and none its second; if behind, the
         second half of the queries sees all of it. Cut straight: all of it, or nothing.
         """
-        half = self.call.length // self.call.ways // 2
-        straight = self.call.layout == "straight"
+        half = self.signature.length // self.signature.cp_size // 2
+        straight = self.signature.layout == "straight"
 
         def earlier() -> Any:
             return more(found, ALL, ALL if straight else slice(half), kv, theirs)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from axlearn_like.kernels.attention.dispatch import Mixing, attend
-from axlearn_like.kernels.attention.interface import Rules
+from axlearn_like.kernels.attention.dispatch import AttentionParams, attend
+from axlearn_like.kernels.attention.interface import ScoreRules
 from mesh import make_mesh
 from mesh.rules import partition
 
@@ -18,7 +18,7 @@ def gradient_program(
 ) -> dict[str, int]:
     """The gradient of attention, compiled: temporary bytes of a device, kernel calls, and collectives."""
     mesh = make_mesh(shape, devices)
-    mixing = Mixing(Rules(), kernel.build(), sequence.build())
+    attention = AttentionParams(ScoreRules(), kernel.build(), sequence.build())
     rows = ("batch", "length", "heads")
     with jax.set_mesh(mesh):
 
@@ -28,7 +28,7 @@ def gradient_program(
 
         def loss(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
             layout = "zigzag" if shape else "straight"
-            mixed = attend(q, k, v, mixing, segment_ids=segments, layout=layout)
+            mixed = attend(q, k, v, attention, segment_ids=segments, layout=layout)
             return jnp.sum(mixed.astype(jnp.float32) ** 2)
 
         keys = array(jnp.bfloat16, 1, length, 8, 128)

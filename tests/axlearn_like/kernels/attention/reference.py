@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from axlearn_like.kernels.attention.interface import Rules
+from axlearn_like.kernels.attention.interface import ScoreRules
 
 
 class Inputs(NamedTuple):
@@ -34,7 +34,7 @@ def inputs(*, batch: int, length: int, heads: tuple[int, int], width: int, value
     )
 
 
-def attention(x: Inputs, rules: Rules, *, sinks: bool = False) -> np.ndarray:
+def attention(x: Inputs, rules: ScoreRules, *, sinks: bool = False) -> np.ndarray:
     """float64 [b, t, k, q, h]."""
     q, k, v = (np.asarray(a, np.float64) for a in (x.q, x.k, x.v))
     out = np.zeros((*q.shape[:-1], v.shape[-1]))
@@ -51,13 +51,13 @@ def attention(x: Inputs, rules: Rules, *, sinks: bool = False) -> np.ndarray:
     return out
 
 
-def _sees(rules: Rules, query: int, key: int) -> bool:
+def _sees(rules: ScoreRules, query: int, key: int) -> bool:
     if not rules.causal:
         return True
     return query - key >= 0 and (rules.window is None or query - key < rules.window)
 
 
-def gradients(x: Inputs, rules: Rules, weights: np.ndarray, *, sinks: bool = False, count: int = 6) -> list[Any]:
+def gradients(x: Inputs, rules: ScoreRules, weights: np.ndarray, *, sinks: bool = False, count: int = 6) -> list[Any]:
     """Derivatives of sum(attention * weights) by some entries of q, k, v (and sinks), as (array, index, value)."""
     rng, found, step = np.random.default_rng(1), [], 1e-5
     for name in ("q", "k", "v", *(["sinks"] if sinks else [])):

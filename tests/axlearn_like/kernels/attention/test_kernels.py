@@ -11,28 +11,28 @@ import pytest
 
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.cudnn import Cudnn, dot_product
-from axlearn_like.kernels.attention.dispatch import FirstSupported, Mixing, attend, choose
-from axlearn_like.kernels.attention.interface import Call, Kernel, Rules
+from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported, attend, choose
+from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, ScoreRules
 from axlearn_like.kernels.attention.splash import Splash, fitting
 from axlearn_like.kernels.attention.xla import Xla
 from mesh import UserError
 from tests.axlearn_like.kernels.attention import reference
 
-RULES: dict[str, tuple[Rules, bool]] = {
-    "causal": (Rules(), False),
-    "window": (Rules(window=5), False),
-    "cap, scale": (Rules(soft_cap=1.5, scale=0.7), False),
-    "window, cap, sinks": (Rules(window=7, soft_cap=2.0), True),
-    "both ways": (Rules(causal=False), True),
+RULES: dict[str, tuple[ScoreRules, bool]] = {
+    "causal": (ScoreRules(), False),
+    "window": (ScoreRules(window=5), False),
+    "cap, scale": (ScoreRules(soft_cap=1.5, scale=0.7), False),
+    "window, cap, sinks": (ScoreRules(window=7, soft_cap=2.0), True),
+    "both cp_size": (ScoreRules(causal=False), True),
 }
 FIRST = FirstSupported.Config()
-CALL = Call("tpu", np.dtype(jnp.bfloat16), 4096, 8, 4, 128, 128, Rules())
+CALL = AttentionSignature("tpu", np.dtype(jnp.bfloat16), 4096, 8, 4, 128, 128, ScoreRules())
 
 
-def value_and_grad(kernel: Kernel, rules: Rules, sinks: bool, x: reference.Inputs, weights: np.ndarray) -> Any:
+def value_and_grad(kernel: Kernel, rules: ScoreRules, sinks: bool, x: reference.Inputs, weights: np.ndarray) -> Any:
     def mixed(q: Any, k: Any, v: Any, s: Any) -> jax.Array:
-        mixing = Mixing(rules, kernel, AllGather.Config().build(), s if sinks else None)
-        return attend(q, k, v, mixing, segment_ids=jnp.asarray(x.segments))
+        attention = AttentionParams(rules, kernel, AllGather.Config().build(), s if sinks else None)
+        return attend(q, k, v, attention, segment_ids=jnp.asarray(x.segments))
 
     def loss(*args: Any) -> tuple[jax.Array, jax.Array]:
         out = mixed(*args)
@@ -42,7 +42,7 @@ def value_and_grad(kernel: Kernel, rules: Rules, sinks: bool, x: reference.Input
     return np.asarray(out), dict(zip(("q", "k", "v", "sinks"), grads, strict=True))
 
 
-def check(kernel: Kernel, rules: Rules, sinks: bool, x: reference.Inputs, count: int = 4) -> None:
+def check(kernel: Kernel, rules: ScoreRules, sinks: bool, x: reference.Inputs, count: int = 4) -> None:
     expected = reference.attention(x, rules, sinks=sinks)
     weights = np.random.default_rng(3).normal(size=expected.shape).astype(np.float32)
     out, grads = value_and_grad(kernel, rules, sinks, x, weights)
@@ -62,19 +62,19 @@ def test_splash_is_the_equation(kind, fused):
     """By the interpreter. 150 tokens: two blocks of 128, the second filled up."""
     x = reference.inputs(batch=1, length=150, heads=(1, 2), width=64, value_width=32)
     rules, sinks = RULES[kind]
-    rules = Rules(window=rules.window and 40, soft_cap=rules.soft_cap)
+    rules = ScoreRules(window=rules.window and 40, soft_cap=rules.soft_cap)
     kernel = Splash.Config(block_q=128, block_kv=128, block_kv_compute=128, fused_backward=fused, interpret=True)
     check(kernel.build(), rules, sinks, x, count=2)
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "both ways"])
+@pytest.mark.parametrize("kind", ["causal", "window", "both cp_size"])
 def test_what_cudnn_is_asked_is_the_equation(kind):
     """By the other implementation of the same function of JAX."""
     x, rules = reference.inputs(batch=2, length=12, heads=(2, 3), width=8), RULES[kind][0]
-    call = Call("gpu", np.dtype(jnp.float32), 12, 2, 3, 8, 8, rules)
+    signature = AttentionSignature("gpu", np.dtype(jnp.float32), 12, 2, 3, 8, 8, rules)
     segments = jnp.asarray(x.segments)
     q, k, v = (jnp.asarray(a) for a in (x.q, x.k, x.v))
-    found = dot_product(q, k, v, call, (segments, segments), jnp.arange(12), "xla")
+    found = dot_product(q, k, v, signature, (segments, segments), jnp.arange(12), "xla")
     np.testing.assert_allclose(found, reference.attention(x, rules), atol=2e-5)
 
 
@@ -87,8 +87,11 @@ def test_the_first_kernel_that_can_is_chosen_and_the_others_say_why_not():
     assert isinstance(on("cpu").kernel, Xla)
     assert str(on("cpu")) == "Xla (not Splash: for TPUs, not for cpu; not Cudnn: for NVIDIA GPUs, not for cpu)"
     assert on("gpu", sinks=True).refused["Cudnn"] == "has no sinks"
-    assert on("gpu", rules=Rules(soft_cap=3.0)).refused["Cudnn"] == "has no soft cap"
-    assert on("tpu", ring=True, ways=4, rules=Rules(window=9)).refused["Splash"] == "cannot have a window in a ring"
+    assert on("gpu", rules=ScoreRules(soft_cap=3.0)).refused["Cudnn"] == "has no soft cap"
+    assert (
+        on("tpu", ring=True, cp_size=4, rules=ScoreRules(window=9)).refused["Splash"]
+        == "cannot have a window in a ring"
+    )
     assert isinstance(on("tpu", Xla.Config()).kernel, Xla)
     with pytest.raises(UserError, match=r"no kernel can do this attention \(Splash: for TPUs, not for cpu\)"):
         on("cpu", Splash.Config())
@@ -112,8 +115,8 @@ def test_the_backward_pass_is_not_fused_for_long_rows(length, fused):
 
 def test_rules_that_contradict_are_refused():
     with pytest.raises(UserError, match="Attention.window=0; expected 1 or more"):
-        Rules(window=0)
+        ScoreRules(window=0)
     with pytest.raises(UserError, match="looks back only"):
-        Rules(window=4, causal=False)
+        ScoreRules(window=4, causal=False)
     with pytest.raises(UserError, match="Attention.soft_cap=0"):
-        Rules(soft_cap=0.0)
+        ScoreRules(soft_cap=0.0)

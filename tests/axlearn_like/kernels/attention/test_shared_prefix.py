@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
-from axlearn_like.kernels.attention.dispatch import FirstSupported, Mixing, choose
-from axlearn_like.kernels.attention.interface import Call, Kernel, Rules
-from axlearn_like.kernels.attention.shared_prefix import Tree, tree_mask
+from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported, choose
+from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, ScoreRules
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, shared_prefix_mask
 from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.attention.xla import Xla
 from axlearn_like.layers.contexts.packed import GroupContext
@@ -18,29 +18,31 @@ from mesh import UserError
 from mesh.cost.arithmetic import products
 
 
-def sees(tree: Tree, query: int, key: int) -> bool:
+def sees(rows: SharedPrefix, query: int, key: int) -> bool:
     """By the words of the definition."""
 
-    def branch(place: int) -> int:
-        return -1 if place < tree.trunk else (place - tree.trunk) // tree.size
+    def completion(place: int) -> int:
+        return -1 if place < rows.prefix else (place - rows.prefix) // rows.completion_size
 
-    return key <= query and (key < tree.trunk or branch(key) == branch(query))
+    return key <= query and (key < rows.prefix or completion(key) == completion(query))
 
 
-@pytest.mark.parametrize("tree", [Tree(5, 3, 4), Tree(8, 2, 8), Tree(0, 3, 5), Tree(3, 1, 6)])
-def test_visible_is_the_definition(tree):
-    length = tree.length + 3
-    mask = np.asarray(tree.visible(tree.codes(length)[:, None], np.arange(length)[None]))[: tree.length]
-    expected = [[sees(tree, q, k) for k in range(length)] for q in range(tree.length)]
+@pytest.mark.parametrize(
+    "rows", [SharedPrefix(5, 3, 4), SharedPrefix(8, 2, 8), SharedPrefix(0, 3, 5), SharedPrefix(3, 1, 6)]
+)
+def test_visible_is_the_definition(rows):
+    length = rows.length + 3
+    mask = np.asarray(rows.visible(rows.codes(length)[:, None], np.arange(length)[None]))[: rows.length]
+    expected = [[sees(rows, q, k) for k in range(length)] for q in range(rows.length)]
     np.testing.assert_array_equal(mask, expected)
 
 
-@pytest.mark.parametrize("tree", [Tree(8, 3, 8), Tree(7, 3, 9), Tree(16, 4, 4)])
+@pytest.mark.parametrize("rows", [SharedPrefix(8, 3, 8), SharedPrefix(7, 3, 9), SharedPrefix(16, 4, 4)])
 @pytest.mark.parametrize("blocks", [(4, 4), (8, 4), (2, 8)])
-def test_blocks_told_without_computing_them_are_as_computed(tree, blocks):
-    length = -(-tree.length // 8) * 8
-    mask, q, kv = tree_mask(tree, length), *blocks
-    whole = np.asarray(tree.visible(tree.codes(length)[:, None], np.arange(length)[None]))
+def test_blocks_told_without_computing_them_are_as_computed(rows, blocks):
+    length = -(-rows.length // 8) * 8
+    mask, q, kv = shared_prefix_mask(rows, length), *blocks
+    whole = np.asarray(rows.visible(rows.codes(length)[:, None], np.arange(length)[None]))
     told = 0
     for i in range(0, length, q):
         for j in range(0, length, kv):
@@ -48,28 +50,30 @@ def test_blocks_told_without_computing_them_are_as_computed(tree, blocks):
             part = whole[i : i + q, j : j + kv]
             assert (block.any(), block.all()) == (part.any(), part.all())
             told += block.shape == (1, 1)
-    assert told > length // q  # most blocks of other branches, and all of the trunk that is seen
+    assert told > length // q  # most blocks of other completions, and all of the prefix that is seen
 
 
-def test_blocks_of_other_branches_are_not_visited():
-    tree = Tree(256, 4, 256)
+def test_blocks_of_other_completions_are_not_visited():
+    rows = SharedPrefix(256, 4, 256)
     kernel = Splash.Config(block_q=128, block_kv=128, block_kv_compute=128, fused_backward=False).build()
-    call = Call("tpu", np.dtype(jnp.bfloat16), tree.length, 1, 1, 128, 128, Rules(), tree=tree)
-    forward, dq, dkv = kernel.tables(call).arrays
-    visited = 3 + 4 * (4 + 3)  # of the trunk its causal half, of a branch the trunk and its causal half
+    signature = AttentionSignature(
+        "tpu", np.dtype(jnp.bfloat16), rows.length, 1, 1, 128, 128, ScoreRules(), shared_prefix=rows
+    )
+    forward, dq, dkv = kernel.tables(signature).arrays
+    visited = 3 + 4 * (4 + 3)  # of the prefix its causal half, of a completion the prefix and its causal half
     assert [int(np.count_nonzero(table.block_mask)) for table in (forward, dq, dkv)] == [visited] * 3
     assert forward.block_mask.shape[2] == 4  # blocks of keys that a block of queries is led to at most
 
 
 def test_the_flops_counted_are_those_of_the_blocks_that_are_visited():
-    tree, width = Tree(256, 4, 256), 128
+    rows, width = SharedPrefix(256, 4, 256), 128
     blocks = Splash.Config(block_q=128, block_kv=128, block_kv_compute=128, fused_backward=False, interpret=True)
-    context = GroupContext(jnp.full((1,), 256, jnp.int32), tree.trunk, tree.branches, tree.size)
-    mixing = Mixing(Rules(), blocks.build(), AllGather.Config().build())
-    x = jax.ShapeDtypeStruct((1, tree.length, 2, width), jnp.float32)
+    context = GroupContext(jnp.full((1,), 256, jnp.int32), rows.prefix, rows.completions, rows.completion_size)
+    attention = AttentionParams(ScoreRules(), blocks.build(), AllGather.Config().build())
+    x = jax.ShapeDtypeStruct((1, rows.length, 2, width), jnp.float32)
 
     def loss(q: Any, k: Any, v: Any) -> jax.Array:
-        return jnp.sum(context.attend(q[..., None, :], k, v, None, mixing)[0])
+        return jnp.sum(context.attend(q[..., None, :], k, v, None, attention)[0])
 
     traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x)
     products_of_a_pair = 2 + 3 + 4  # forward, dq, dk and dv
@@ -83,14 +87,14 @@ def arrays() -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def mixed(kernel: Kernel, x: dict[str, np.ndarray], rules: Rules) -> Any:
-    """Mixed values of live tokens, and their gradients. A trunk of 130 tokens, in one row 7 of them live."""
+def mixed(kernel: Kernel, x: dict[str, np.ndarray], rules: ScoreRules) -> Any:
+    """Mixed values of live tokens, and their gradients. A prefix of 130 tokens, in one row 7 of them live."""
     context = GroupContext(jnp.asarray([130, 7], jnp.int32), 130, 2, 150)
     live = np.ones(x["q"].shape[:2], bool)
     live[1, 7:130] = False
 
     def loss(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
-        out, _ = context.attend(q, k, v, None, Mixing(rules, kernel, AllGather.Config().build()))
+        out, _ = context.attend(q, k, v, None, AttentionParams(rules, kernel, AllGather.Config().build()))
         out = jnp.where(live[..., None, None, None], out, 0)
         return jnp.sum(out * x["w"]), out
 
@@ -100,7 +104,7 @@ def mixed(kernel: Kernel, x: dict[str, np.ndarray], rules: Rules) -> Any:
 @pytest.mark.parametrize("fused, cap", [(False, None), (True, 2.0)])
 def test_the_kernel_is_what_xla_makes_of_a_group(arrays, fused, cap):
     blocks = Splash.Config(block_q=256, block_kv=128, block_kv_compute=128, fused_backward=fused, interpret=True)
-    rules = Rules(soft_cap=cap)
+    rules = ScoreRules(soft_cap=cap)
     (_, expected), slopes = mixed(Xla.Config().build(), arrays, rules)
     (_, out), grads = mixed(blocks.build(), arrays, rules)
     np.testing.assert_allclose(out, expected, atol=2e-5)
@@ -109,12 +113,12 @@ def test_the_kernel_is_what_xla_makes_of_a_group(arrays, fused, cap):
 
 
 def test_what_the_kernel_cannot_do_falls_to_the_next():
-    def call(tree: Tree, rules: Rules = Rules()) -> Call:  # noqa: B008
-        return Call("tpu", np.dtype(jnp.bfloat16), tree.length, 8, 4, 128, 128, rules, tree=tree)
+    def signature(rows: SharedPrefix, rules: ScoreRules = ScoreRules()) -> AttentionSignature:  # noqa: B008
+        return AttentionSignature("tpu", np.dtype(jnp.bfloat16), rows.length, 8, 4, 128, 128, rules, shared_prefix=rows)
 
     first = FirstSupported.Config().build()
-    assert isinstance(choose(first, call(Tree(4096, 4, 16384))).kernel, Splash)
-    assert isinstance(choose(first, call(Tree(33, 16, 14))).kernel, Xla)
-    assert isinstance(choose(first, call(Tree(4096, 4, 4096), Rules(window=512))).kernel, Xla)
+    assert isinstance(choose(first, signature(SharedPrefix(4096, 4, 16384))).kernel, Splash)
+    assert isinstance(choose(first, signature(SharedPrefix(33, 16, 14))).kernel, Xla)
+    assert isinstance(choose(first, signature(SharedPrefix(4096, 4, 4096), ScoreRules(window=512))).kernel, Xla)
     with pytest.raises(UserError, match="answers of 14 tokens do not fill a block"):
-        choose(Splash.Config().build(), call(Tree(33, 16, 14)))
+        choose(Splash.Config().build(), signature(SharedPrefix(33, 16, 14)))

@@ -10,7 +10,7 @@ from axlearn_like.layers.contexts.packed import GroupContext, PackedContext
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
 PROMPTS = [[3, 5, 7, 11, 2], [4, 1], [9, 9, 8, 7, 6, 5]]
-BRANCHES, SIZE, TRUNK = 3, 4, 7
+COMPLETIONS, SIZE, PREFIX = 3, 4, 7
 GRAPHDEF, PARAMS = initialise(small_decoder())
 
 
@@ -20,47 +20,49 @@ def logits_of(tokens, context):
 
 
 @pytest.fixture(scope="module")
-def branches():
-    return np.random.default_rng(0).integers(0, 40, (len(PROMPTS), BRANCHES, SIZE)).astype(np.int32)
+def completions():
+    return np.random.default_rng(0).integers(0, 40, (len(PROMPTS), COMPLETIONS, SIZE)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
-def expected(branches) -> np.ndarray:
-    """Logits [group, branch, step, vocab] from a plain forward pass over each whole sequence: the reference."""
+def expected(completions) -> np.ndarray:
+    """Logits [group, completion, step, vocab] from a plain forward pass over each whole sequence: the reference."""
     length = max(map(len, PROMPTS)) + SIZE - 1
-    rows = np.zeros((len(PROMPTS) * BRANCHES, length), np.int32)
-    for row, (prompt, branch) in enumerate((p, b) for p, group in zip(PROMPTS, branches, strict=True) for b in group):
-        rows[row, : len(prompt) + SIZE - 1] = [*prompt, *branch[:-1]]
+    rows = np.zeros((len(PROMPTS) * COMPLETIONS, length), np.int32)
+    for row, (prompt, completion) in enumerate(
+        (p, b) for p, group in zip(PROMPTS, completions, strict=True) for b in group
+    ):
+        rows[row, : len(prompt) + SIZE - 1] = [*prompt, *completion[:-1]]
     # What follows a row is padding behind its end: causal attention does not see it.
     positions = np.broadcast_to(np.arange(length), rows.shape)
     logits = np.asarray(logits_of(rows, PackedContext(jnp.asarray(positions), jnp.ones(rows.shape, jnp.int32))))
-    logits = logits.reshape(len(PROMPTS), BRANCHES, length, -1)
+    logits = logits.reshape(len(PROMPTS), COMPLETIONS, length, -1)
     return np.stack([group[:, len(p) - 1 : len(p) + SIZE - 1] for p, group in zip(PROMPTS, logits, strict=True)])
 
 
-def trunks():
-    trunk = np.zeros((len(PROMPTS), TRUNK), np.int32)
+def prefixes():
+    prefix = np.zeros((len(PROMPTS), PREFIX), np.int32)
     for row, prompt in enumerate(PROMPTS):
-        trunk[row, : len(prompt) - 1] = prompt[:-1]
+        prefix[row, : len(prompt) - 1] = prompt[:-1]
     lengths = np.asarray([len(p) - 1 for p in PROMPTS], np.int32)
     last = np.asarray([p[-1] for p in PROMPTS], np.int32)
-    return jnp.asarray(trunk), jnp.asarray(lengths), last
+    return jnp.asarray(prefix), jnp.asarray(lengths), last
 
 
-def branch_inputs(last, branches):
-    first = np.repeat(last[:, None, None], BRANCHES, axis=1)
-    return np.concatenate([first, branches[:, :, :-1]], axis=2)
+def completion_inputs(last, completions):
+    first = np.repeat(last[:, None, None], COMPLETIONS, axis=1)
+    return np.concatenate([first, completions[:, :, :-1]], axis=2)
 
 
-def group_logits(trunk, lengths, last, branches) -> np.ndarray:
-    """[group, branch, step, vocab] from one pass over trunk and branches."""
-    inputs = branch_inputs(last, branches).reshape(len(PROMPTS), -1)
-    logits = logits_of(jnp.concatenate([trunk, inputs], axis=1), GroupContext(lengths, TRUNK, BRANCHES, SIZE))
-    return np.asarray(logits)[:, TRUNK:].reshape(len(PROMPTS), BRANCHES, SIZE, -1)
+def group_logits(prefix, lengths, last, completions) -> np.ndarray:
+    """[group, completion, step, vocab] from one pass over prefix and completions."""
+    inputs = completion_inputs(last, completions).reshape(len(PROMPTS), -1)
+    logits = logits_of(jnp.concatenate([prefix, inputs], axis=1), GroupContext(lengths, PREFIX, COMPLETIONS, SIZE))
+    return np.asarray(logits)[:, PREFIX:].reshape(len(PROMPTS), COMPLETIONS, SIZE, -1)
 
 
-def test_group_equals_unshared_forward(branches, expected):
-    np.testing.assert_allclose(group_logits(*trunks(), branches), expected, atol=2e-5)
+def test_group_equals_unshared_forward(completions, expected):
+    np.testing.assert_allclose(group_logits(*prefixes(), completions), expected, atol=2e-5)
 
 
 def test_packed_segments_do_not_see_each_other():
@@ -74,8 +76,8 @@ def test_packed_segments_do_not_see_each_other():
     np.testing.assert_allclose(together[4:7], second[:3], atol=2e-5)
 
 
-def test_padding_of_the_trunk_changes_nothing(branches):
-    trunk, lengths, last = trunks()
-    other = jnp.where(jnp.arange(TRUNK) < lengths[:, None], trunk, 39)
-    outs = [group_logits(t, lengths, last, branches) for t in (trunk, other)]
+def test_padding_of_the_prefix_changes_nothing(completions):
+    prefix, lengths, last = prefixes()
+    other = jnp.where(jnp.arange(PREFIX) < lengths[:, None], prefix, 39)
+    outs = [group_logits(t, lengths, last, completions) for t in (prefix, other)]
     np.testing.assert_array_equal(outs[0], outs[1])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
-from axlearn_like.kernels.attention.dispatch import Mixing
-from axlearn_like.kernels.attention.interface import Rules
+from axlearn_like.kernels.attention.dispatch import AttentionParams
+from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.xla import Xla
 from axlearn_like.layers.contexts.packed import GroupContext, PackedContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
@@ -19,7 +19,7 @@ from axlearn_like.layers.contexts.window import Cache, WindowContext, cells_need
 from mesh import UserError, make_mesh
 from tests.axlearn_like.kernels.attention import reference
 
-RULES = Rules(window=6, soft_cap=1.5, scale=0.6)
+RULES = ScoreRules(window=6, soft_cap=1.5, scale=0.6)
 ROWS, LENGTH, HEADS, WIDTH, PAGE = 2, 70, (2, 2), 8, 16
 WHOLE = reference.inputs(batch=ROWS, length=LENGTH, heads=HEADS, width=WIDTH)._replace(
     segments=np.ones((ROWS, LENGTH), np.int32)
@@ -33,14 +33,14 @@ def expected() -> np.ndarray:
     return reference.attention(WHOLE, RULES, sinks=True)
 
 
-def mixing(**changes: Any) -> Mixing:
+def attention(**changes: Any) -> AttentionParams:
     rules = dataclasses.replace(RULES, **changes)
-    return Mixing(rules, Xla.Config().build(), AllGather.Config().build(), jnp.asarray(WHOLE.sinks))
+    return AttentionParams(rules, Xla.Config().build(), AllGather.Config().build(), jnp.asarray(WHOLE.sinks))
 
 
 def mixed(context: Any, x: Any, cache: Any = None, **changes: Any) -> tuple[Any, Any]:
     q, k, v = x[:3]
-    return context.attend(q, k, v, cache, mixing(**changes))
+    return context.attend(q, k, v, cache, attention(**changes))
 
 
 def positions() -> jax.Array:
@@ -83,14 +83,14 @@ def test_decoding_in_windows(expected):
     np.testing.assert_allclose(found[:, 0], expected[:, -1], atol=2e-5)
 
 
-def test_groups_of_branches():
-    lengths, trunk, branches, size = [5, 9], 9, 2, 7
-    x = reference.inputs(batch=2, length=trunk + branches * size, heads=HEADS, width=WIDTH)
-    context = GroupContext(jnp.asarray(lengths), trunk, branches, size)
+def test_groups_of_completions():
+    lengths, prefix, completions, size = [5, 9], 9, 2, 7
+    x = reference.inputs(batch=2, length=prefix + completions * size, heads=HEADS, width=WIDTH)
+    context = GroupContext(jnp.asarray(lengths), prefix, completions, size)
     found, _ = mixed(context, x)
     for group, length in enumerate(lengths):
-        for branch in range(branches):
-            own = slice(trunk + branch * size, trunk + (branch + 1) * size)
+        for completion in range(completions):
+            own = slice(prefix + completion * size, prefix + (completion + 1) * size)
             q, k, v = (np.concatenate([a[group, :length], a[group, own]])[None] for a in x[:3])
             one = reference.Inputs(q, k, v, np.ones((1, length + size), np.int32), WHOLE.sinks)
             expected = reference.attention(one, RULES, sinks=True)[0]

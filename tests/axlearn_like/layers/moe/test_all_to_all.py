@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.layers.moe.all_to_all import Slices, make_plan, padded_back, padded_there, slices_back, slices_there
+from axlearn_like.layers.moe.all_to_all import (
+    Slices,
+    combine_slices,
+    dispatch_slices,
+    padded_combine,
+    padded_dispatch,
+    plan_sends,
+)
 
 DEVICES, ROWS, DIM = 3, 10, 2
 SIZES = np.array([[4, 0, 6], [10, 0, 0], [1, 5, 4]], np.int32)
@@ -33,10 +40,10 @@ def ragged_all_to_all(operands: np.ndarray, length: int, slices: Slices) -> np.n
 @pytest.mark.parametrize("capacity", [ROWS, 5])
 def test_rows_arrive_in_their_senders_block_and_come_back(capacity):
     def there_and_back(x: jax.Array, sizes: jax.Array) -> Any:
-        plan = make_plan(sizes, capacity, "expert")
-        there = padded_there(x, plan, capacity=capacity, axis="expert")
-        back = padded_back(there, plan, rows=ROWS, axis="expert")
-        return there, back, slices_there(plan, capacity, "expert"), slices_back(plan, capacity, "expert")
+        plan = plan_sends(sizes, capacity, "expert")
+        there = padded_dispatch(x, plan, capacity=capacity, axis="expert")
+        back = padded_combine(there, plan, rows=ROWS, axis="expert")
+        return there, back, dispatch_slices(plan, capacity, "expert"), combine_slices(plan, capacity, "expert")
 
     there, back, slices, returning = everywhere(there_and_back, X, SIZES)
     expected, home = np.zeros((DEVICES, DEVICES, capacity, DIM)), np.zeros_like(X)
@@ -58,9 +65,9 @@ def test_each_way_is_the_gradient_of_the_other():
     """For any values, <there(x), w> = <x, back(w)>."""
 
     def products(x: jax.Array, sizes: jax.Array, w: jax.Array) -> Any:
-        plan = make_plan(sizes, 5, "expert")
-        there = padded_there(x, plan, capacity=5, axis="expert")
-        return jnp.sum(there * w), jnp.sum(x * padded_back(w, plan, rows=ROWS, axis="expert"))
+        plan = plan_sends(sizes, 5, "expert")
+        there = padded_dispatch(x, plan, capacity=5, axis="expert")
+        return jnp.sum(there * w), jnp.sum(x * padded_combine(w, plan, rows=ROWS, axis="expert"))
 
     weights = np.random.default_rng(0).normal(size=(DEVICES, DEVICES * 5, DIM)).astype(np.float32)
     one, other = everywhere(products, X, SIZES, weights)

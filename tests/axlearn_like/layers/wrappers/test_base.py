@@ -3,7 +3,7 @@
 import pytest
 
 from axlearn_like.config import from_text, get_path, replace, set_path, to_text
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from axlearn_like.checkpoint.convert_lora import WrapPlain
-from axlearn_like.layers.attention import Attention
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.moe.experts import Experts

@@ -9,8 +9,8 @@ import numpy as np
 from axlearn_like.kernels.attention.context_parallel import zigzag
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.context_parallel.ring import Ring
-from axlearn_like.kernels.attention.dispatch import FirstSupported, Mixing, attend
-from axlearn_like.kernels.attention.interface import Rules
+from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported, attend
+from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.splash import Splash
 from mesh import make_mesh
 from mesh.rules import constrain
@@ -22,29 +22,31 @@ MESHES = {
     "data 2 x sequence 2 x tensor 2": {"data": 2, "sequence": 2, "tensor": 2},
 }
 RULES = {
-    "causal": (Rules(), False),
-    "window, cap, sinks": (Rules(window=9, soft_cap=2.0), True),
+    "causal": (ScoreRules(), False),
+    "window, cap, sinks": (ScoreRules(window=9, soft_cap=2.0), True),
 }
 
 
 def value_and_grad(
-    x: reference.Inputs, rules: Rules, sinks: bool, kernel: Any, sequence: Any = None, order: str = ""
+    x: reference.Inputs, rules: ScoreRules, sinks: bool, kernel: Any, sequence: Any = None, order: str = ""
 ) -> Any:
     """Mixed values and gradients, rows straight again, under the mesh in force."""
-    ways = jax.sharding.get_abstract_mesh().shape.get("sequence", 1)
-    places = zigzag.order(x.q.shape[1], ways) if order == "zigzag" else np.arange(x.q.shape[1])
+    cp_size = jax.sharding.get_abstract_mesh().shape.get("sequence", 1)
+    places = zigzag.order(x.q.shape[1], cp_size) if order == "zigzag" else np.arange(x.q.shape[1])
     back = np.argsort(places)
     if order == "zigzag":
-        np.testing.assert_array_equal(back, zigzag.inverse(x.q.shape[1], ways))
+        np.testing.assert_array_equal(back, zigzag.inverse(x.q.shape[1], cp_size))
     weights = np.random.default_rng(3).normal(size=(*x.q.shape[:-1], x.v.shape[-1])).astype(np.float32)
 
     def loss(q: Any, k: Any, v: Any, s: Any) -> Any:
-        mixing = Mixing(rules, kernel.build(), (sequence or AllGather.Config()).build(), s if sinks else None)
+        attention = AttentionParams(
+            rules, kernel.build(), (sequence or AllGather.Config()).build(), s if sinks else None
+        )
         layout: Any = order or "straight"
         segments = constrain(jnp.asarray(x.segments[:, places]), "batch", "length")
         if order == "zigzag":
             q, k, v = (a[:, places] for a in (q, k, v))
-        out = attend(q, k, v, mixing, segment_ids=segments, layout=layout)
+        out = attend(q, k, v, attention, segment_ids=segments, layout=layout)
         out = constrain(out, "batch", None, "heads", None, None)
         out = out[:, back] if order == "zigzag" else out
         return jnp.sum(out * weights), out
@@ -77,7 +79,7 @@ def splash() -> dict[str, float]:
     """The TPU kernel by the interpreter, on two devices that share rows of 512 tokens."""
     kernel = Splash.Config(block_q=128, block_kv=128, block_kv_compute=128, interpret=True)
     x = reference.inputs(batch=1, length=512, heads=(1, 2), width=32)
-    found, rules = {}, Rules(soft_cap=3.0)
+    found, rules = {}, ScoreRules(soft_cap=3.0)
     expected = value_and_grad(x, rules, True, FirstSupported.Config())
     for sequence in (AllGather.Config(), Ring.Config()):
         with jax.set_mesh(make_mesh({"sequence": 2}, jax.devices()[:2])):

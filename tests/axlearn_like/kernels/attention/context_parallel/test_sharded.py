@@ -19,14 +19,14 @@ def test_eight_devices_give_what_one_gives():
 
 def test_zigzag_gives_each_device_an_early_and_a_late_chunk():
     assert zigzag.order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    for length, ways in ((24, 2), (32, 4), (6, 3)):
-        order = zigzag.order(length, ways)
-        np.testing.assert_array_equal(order[zigzag.inverse(length, ways)], np.arange(length))
-        pairs = (order.reshape(ways, -1) + 1).sum(axis=1)  # keys that the queries of each device see
+    for length, cp_size in ((24, 2), (32, 4), (6, 3)):
+        order = zigzag.order(length, cp_size)
+        np.testing.assert_array_equal(order[zigzag.inverse(length, cp_size)], np.arange(length))
+        pairs = (order.reshape(cp_size, -1) + 1).sum(axis=1)  # keys that the queries of each device see
         assert len(set(pairs.tolist())) == 1
         rows = np.arange(2 * length).reshape(2, length)
-        moved = zigzag.permute({"tokens": rows, "step": np.int32(3)}, ways)
-        np.testing.assert_array_equal(zigzag.straighten(moved["tokens"], ways, "zigzag"), rows)
+        moved = zigzag.permute({"tokens": rows, "step": np.int32(3)}, cp_size)
+        np.testing.assert_array_equal(zigzag.restore(moved["tokens"], cp_size, "zigzag"), rows)
         assert moved["step"] == 3
 
 

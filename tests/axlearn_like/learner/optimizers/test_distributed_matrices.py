@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from axlearn_like.config import config_for, to_text
-from axlearn_like.learner import Adafactor, Average, ClipByBlockRMS, Group, Matrixwise, Muon, scale_by_soap
+from axlearn_like.learner import EMA, Adafactor, ClipByBlockRMS, Group, Matrixwise, Muon, scale_by_soap
 from tests.axlearn_like.learner.parameters import DEVICES, learner, sharded_differences
 from tests.elsewhere import elsewhere
 
@@ -42,7 +42,7 @@ def test_eight_devices_update_as_one_does():
         Muon.Config(),
         clip_norm=1.0,
         clip=ClipByBlockRMS.Config(limit=0.01),
-        average=Average.Config(),
+        ema=EMA.Config(),
         groups=(
             Group.Config(match="*moe*", optimizer=Adafactor.Config(min_size=4)),
             Group.Config(match="*out_kqhd", optimizer=matrixwise),
@@ -60,7 +60,7 @@ def test_eight_devices_update_as_one_does():
         soap["spread"][f"{first}/mu"]
     }
     spread = three_axes["spread"]
-    assert spread["average/layers/attention/q_dkqh"] == "(None, 'fsdp', 'tensor', None, None)"
+    assert spread["ema/layers/attention/q_dkqh"] == "(None, 'fsdp', 'tensor', None, None)"
     assert spread[f"optax/2/inner_states/rest/inner_state/{MATRICES}/mu/layers/attention/q_dkqh"] == (
         "(None, 'fsdp', 'tensor', None, None)"
     )

@@ -14,14 +14,14 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
-from axlearn_like.kernels.attention.dispatch import FirstSupported, Mixing
-from axlearn_like.kernels.attention.interface import Rules
+from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported
+from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
-from axlearn_like.layers.rope import Rope
-from axlearn_like.remat import named
+from axlearn_like.remat import checkpoint_name
 from mesh.errors import UserError
 from mesh.rules import axis_sizes
 from mesh.sharding import gather_length
@@ -48,7 +48,7 @@ class Attention(Layer):
         scale: float | None = None  # of scores; None: head_dim ** -0.5
         sinks: bool = False  # a learned score for each head, which takes weight and gives nothing; gpt-oss
         kernel: ConfigBase = FirstSupported.Config()
-        sequence: ConfigBase = AllGather.Config()  # or Ring: what devices do that share a row (mesh axis sequence)
+        context_parallel: ConfigBase = AllGather.Config()  # or Ring: over the mesh axis `sequence`
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         kv_heads = cfg.num_kv_heads or cfg.num_heads
@@ -56,7 +56,7 @@ class Attention(Layer):
             raise UserError(f"Attention: num_heads={cfg.num_heads} is not a multiple of num_kv_heads={kv_heads}")
         if cfg.head_dim is None and cfg.dim % cfg.num_heads:
             raise UserError(f"Attention: dim={cfg.dim} is not a multiple of num_heads={cfg.num_heads}")
-        check_spread("Attention: num_kv_heads", kv_heads)
+        check_heads_divide("Attention: num_kv_heads", kv_heads)
         head_dim = cfg.head_dim or cfg.dim // cfg.num_heads
         self.cache_shape = (kv_heads, head_dim)  # of one token's keys, and of its values
         per_kv = cfg.num_heads // kv_heads
@@ -86,8 +86,8 @@ class Attention(Layer):
         self.v_bias_kh = bias((kv_heads, head_dim))
         self.q_norm, self.k_norm = head_norm(), head_norm()
         self.rope = cfg.rope.clone(head_dim=head_dim).build(rngs=rngs)
-        self.rules = Rules(causal=cfg.causal, window=cfg.window, soft_cap=cfg.soft_cap, scale=cfg.scale)
-        self.kernel, self.sequence = cfg.kernel.build(), cfg.sequence.build()
+        self.rules = ScoreRules(causal=cfg.causal, window=cfg.window, soft_cap=cfg.soft_cap, scale=cfg.scale)
+        self.kernel, self.context_parallel = cfg.kernel.build(), cfg.context_parallel.build()
         self.sinks_kq = param(rngs, (kv_heads, per_kv), ("heads", None), zeros) if cfg.sinks else None
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
@@ -104,14 +104,16 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         turn = self.rope.turn(context.positions)
-        q, k, v = named(turn(q), "query"), named(turn(k), "key"), named(v, "value")
-        mixing = Mixing(self.rules, self.kernel, self.sequence, None if self.sinks_kq is None else self.sinks_kq[...])
-        mixed, cache = context.attend(q, k, v, cache, mixing)
+        q, k, v = checkpoint_name(turn(q), "query"), checkpoint_name(turn(k), "key"), checkpoint_name(v, "value")
+        attention = AttentionParams(
+            self.rules, self.kernel, self.context_parallel, None if self.sinks_kq is None else self.sinks_kq[...]
+        )
+        mixed, cache = context.attend(q, k, v, cache, attention)
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
-        return named(out, "attention_out"), cache
+        return checkpoint_name(out, "attention_out"), cache
 
 
-def check_spread(name: str, heads: int) -> None:
+def check_heads_divide(name: str, heads: int) -> None:
     """A key/value head is never cut, nor separated from its query heads.
 
     Raises:

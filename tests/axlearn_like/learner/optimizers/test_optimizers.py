@@ -10,7 +10,7 @@ import pytest
 
 from axlearn_like.config import config_for
 from axlearn_like.learner import SGD, Adafactor, Learner, LearnerError, Lion, Matrices, Matrixwise, Muon, Optax
-from axlearn_like.learner.newton_schulz import orthogonalize
+from axlearn_like.learner.optimizers.muon import orthogonalize
 from tests.axlearn_like.learner.parameters import arrays, close, learner, train
 
 

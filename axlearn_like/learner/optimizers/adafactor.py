@@ -9,7 +9,7 @@ import optax
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.learner.errors import check
-from axlearn_like.learner.optimizers import check_betas, decay_mask
+from axlearn_like.learner.optimizers.elementwise import check_betas, decay_mask
 from axlearn_like.learner.param_labels import Matrices, path_name
 
 

@@ -9,8 +9,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.learner.distributed_matrices import Plan, is_spread, make_plan
-from axlearn_like.learner.optimizers import AdamW, built_direction, decay_mask
+from axlearn_like.learner.optimizers.distributed_matrices import Plan, is_spread, make_plan
+from axlearn_like.learner.optimizers.elementwise import AdamW, built_direction, decay_mask
 from axlearn_like.learner.param_labels import Matrices, MatrixAxes, matrix_labels, path_name
 
 

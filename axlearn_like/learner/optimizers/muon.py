@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.learner.distributed_matrices import on_matrices
 from axlearn_like.learner.errors import check
-from axlearn_like.learner.newton_schulz import JORDAN, orthogonalize
-from axlearn_like.learner.optimizers import AdamW, check_betas, decay_mask
+from axlearn_like.learner.optimizers.distributed_matrices import on_matrices
+from axlearn_like.learner.optimizers.elementwise import AdamW, check_betas, decay_mask
 from axlearn_like.learner.param_labels import Matrices, MatrixAxes, matrix_labels, path_name
+
+Coefficients = tuple[float, float, float]
+
+# The quintic of Jordan et al. 2024 (Muon): steep at zero, singular values end up between 0.7 and 1.2.
+JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
 class MuonState(NamedTuple):
@@ -89,3 +93,46 @@ class Muon(Configurable):
         if self._cfg.update_rms is None:
             return max(1.0, outputs / inputs) ** 0.5
         return self._cfg.update_rms * max(inputs, outputs) ** 0.5
+
+
+def orthogonalize(
+    x: jax.Array, over: tuple[str, ...] = (), steps: int = 5, coefficients: Coefficients = JORDAN, eps: float = 1e-8
+) -> jax.Array:
+    """Newton-Schulz: X <- aX + (bA + cA^2)X with A = X X^T, from X / |X|.
+
+    Args:
+        x: [..., rows, columns], best with rows <= columns. The products have its type.
+        over: inside `jax.shard_map`, the mesh axes by which the columns are cut: `x` is one device's part. The rows of
+            A^2 are then shared out to the devices too, if they divide.
+        steps: iterations.
+        coefficients: a, b, c.
+        eps: added to the norm.
+
+    Returns:
+        Like `x`: U V^T of its singular value decomposition, roughly (see `JORDAN`); the same for every stack entry
+        alone.
+    """
+    a, b, c = coefficients
+    x32 = x.astype(jnp.float32)
+    norm = jnp.sqrt(_sum(jnp.sum(x32 * x32, axis=(-2, -1), keepdims=True), over))
+    x = (x32 / (norm + eps)).astype(x.dtype)
+
+    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        gram = _sum(x @ jnp.swapaxes(x, -1, -2), over)
+        return a * x + _polynomial(gram, over, b, c) @ x, None
+
+    return jax.lax.scan(step, x, length=steps)[0]
+
+
+def _polynomial(gram: jax.Array, over: tuple[str, ...], b: float, c: float) -> jax.Array:
+    """B A + c A^2, each device making some of the rows."""
+    shards = math.prod(jax.lax.axis_size(name) for name in over)
+    if shards == 1 or gram.shape[-2] % shards:
+        return b * gram + c * (gram @ gram)
+    size = gram.shape[-2] // shards
+    rows = jax.lax.dynamic_slice_in_dim(gram, jax.lax.axis_index(over) * size, size, gram.ndim - 2)
+    return jax.lax.all_gather(b * rows + c * (rows @ gram), over, axis=gram.ndim - 2, tiled=True)
+
+
+def _sum(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(x, over) if over else x

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from axlearn_like.layers.rope import Llama3Scaling, Rope, rotate
+from axlearn_like.layers.attention.rope import Llama3Scaling, Rope, rotate
 from tests.axlearn_like.layers import reference
 
 RNG = np.random.default_rng(0)

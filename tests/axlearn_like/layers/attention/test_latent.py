@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axlearn_like.layers.attention.latent import LatentAttention
+from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
-from axlearn_like.layers.mla import LatentAttention
 from axlearn_like.layers.norm import RMSNorm
-from axlearn_like.layers.rope import Rope
 from mesh import UserError, make_mesh
 from tests.axlearn_like.layers import reference
 from tests.axlearn_like.layers.small import initialise

@@ -2,7 +2,7 @@
 
 An optimizer makes the direction only, as an optax transformation: the learner multiplies it by minus the learning rate.
 So decoupled weight decay is multiplied by the learning rate too. State has the type and the sharding of the parameters;
-see storage.py for less of it.
+see state_storage.py for less of it.
 """
 
 import jax

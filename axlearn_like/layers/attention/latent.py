@@ -17,15 +17,15 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
-from axlearn_like.kernels.attention.dispatch import FirstSupported, Mixing
-from axlearn_like.kernels.attention.interface import Rules
-from axlearn_like.layers.attention import check_spread
+from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported
+from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.layers.attention.grouped_query import check_heads_divide
+from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
-from axlearn_like.layers.rope import Rope
-from axlearn_like.remat import named
+from axlearn_like.remat import checkpoint_name
 from mesh.errors import UserError
 from mesh.sharding import gather_length
 
@@ -48,7 +48,7 @@ class LatentAttention(Layer):
         window: int | None = None  # tokens that a query sees, its own included; None: all before it
         scale: float | None = None  # of scores; None: (nope_dim + rope_dim) ** -0.5
         kernel: ConfigBase = FirstSupported.Config()
-        sequence: ConfigBase = AllGather.Config()
+        context_parallel: ConfigBase = AllGather.Config()
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         heads, width = cfg.num_heads, cfg.nope_dim + cfg.rope_dim
@@ -59,7 +59,7 @@ class LatentAttention(Layer):
                 f"LatentAttention: value_dim={cfg.value_dim} is more than nope_dim + rope_dim={width}; a cache has one "
                 "width for both"
             )
-        check_spread("LatentAttention: num_heads", heads)
+        check_heads_divide("LatentAttention: num_heads", heads)
         self.cache_shape = (heads, width)  # values are filled up
         self.query_shape, self.value_dim = (heads, 1, width), cfg.value_dim
         self._nope_dim, self._kv_rank, self.sinks_kq = cfg.nope_dim, cfg.kv_rank, None
@@ -84,22 +84,22 @@ class LatentAttention(Layer):
         out_init = fan_in_init(heads * cfg.value_dim)
         self.out_kqhd = param(rngs, (heads, 1, cfg.value_dim, cfg.dim), (*into_heads, "embed"), out_init)
         self.rope = cfg.rope.clone(head_dim=cfg.rope_dim).build(rngs=rngs)
-        self.rules = Rules(window=cfg.window, scale=cfg.scale)
-        self.kernel, self.sequence = cfg.kernel.build(), cfg.sequence.build()
+        self.rules = ScoreRules(window=cfg.window, scale=cfg.scale)
+        self.kernel, self.context_parallel = cfg.kernel.build(), cfg.context_parallel.build()
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
         turn = self.rope.turn(context.positions)
         whole_btd = gather_length(x_btd)
-        q = named(self._queries(whole_btd, turn), "query")
+        q = checkpoint_name(self._queries(whole_btd, turn), "query")
         k, v = self._keys_and_values(whole_btd, turn)
-        k, v = named(k, "key"), named(v, "value")
+        k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
         if cache is not None:
             v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - self.value_dim)])
-        mixed, cache = context.attend(q, k, v, cache, Mixing(self.rules, self.kernel, self.sequence))
+        mixed, cache = context.attend(q, k, v, cache, AttentionParams(self.rules, self.kernel, self.context_parallel))
         mixed = mixed[..., : self.value_dim]
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
-        return named(out, "attention_out"), cache
+        return checkpoint_name(out, "attention_out"), cache
 
     def _queries(self, x_btd: jax.Array, turn: Turn) -> jax.Array:
         nope = self._nope_dim

@@ -14,7 +14,7 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import Layer
-from axlearn_like.remat import shared
+from axlearn_like.remat import always_saved
 
 
 class Llama3Scaling(Configurable):
@@ -64,7 +64,7 @@ class Rope(Layer):
 
     def turn(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
         """The function that rotates queries and keys [batch, length, heads..., head_dim]."""
-        cos, sin = map(shared, self(positions_bt))
+        cos, sin = map(always_saved, self(positions_bt))
         return lambda x: rotate(x, cos, sin)
 
 

@@ -1,0 +1,1 @@
+"""Optimizers: update directions as optax transformations."""
