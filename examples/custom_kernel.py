@@ -1,0 +1,54 @@
+"""An attention kernel of your own (docs/how-to/add-a-kernel.md).
+
+axl train examples/custom_kernel.py:one_head_at_a_time --set num_steps=20
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.config import ConfigBase, replace
+from axlearn_like.kernels.attention.dispatch import FirstSupported
+from axlearn_like.kernels.attention.interface import Call, Kernel
+from axlearn_like.kernels.attention.xla import Xla, visible_by_place
+from axlearn_like.training.trainer import Trainer
+from experiments.reasoning_gym import demo_sft
+
+
+class OneHeadAtATime(Kernel):
+    """Plain softmax attention, a loop over key/value heads: the scores of one head are in memory at a time."""
+
+    class Config(ConfigBase["OneHeadAtATime"]):
+        pass
+
+    explicit = True  # it also works on arrays that are sharded over batch and heads
+
+    def supported(self, call: Call) -> str | None:
+        """Return why this call cannot be served, or None if it can; the next kernel is tried then."""
+        return "has sinks or a soft cap" if call.sinks or call.rules.soft_cap else None
+
+    def attend(
+        self, q_btkqh: Any, k_bskh: Any, v_bskh: Any, call: Call, *, segments: Any, places_t: Any, **rest: Any
+    ) -> jax.Array:
+        """Return mixed values [b, t, k, q, h]."""
+        del rest
+        mask_bts = (
+            segments[0][:, :, None] == segments[1][:, None, :]
+        )  # rows are packed: documents do not see each other
+        visible_ts = visible_by_place(call.rules, places_t, jnp.arange(k_bskh.shape[1]))  # causal, window
+        mask_bts = mask_bts if visible_ts is None else mask_bts & visible_ts
+        mixed = []
+        for head in range(call.kv_heads):
+            scores = jnp.einsum("btqh,bsh->bqts", q_btkqh[:, :, head], k_bskh[:, :, head])
+            scores = jnp.where(mask_bts[:, None], scores * call.rules.scale_of(call.head_dim), -1e30)
+            mixed.append(jnp.einsum("bqts,bsh->btqh", jax.nn.softmax(scores, axis=-1), v_bskh[:, :, head]))
+        return jnp.stack(mixed, axis=2)
+
+
+def one_head_at_a_time(*, seed: int = 0) -> Trainer.Config:
+    """Supervised demo with this kernel wherever it can be used, and XLA's elsewhere."""
+    cfg = demo_sft(seed=seed)
+    kernels = (OneHeadAtATime.Config(), Xla.Config())
+    replace(cfg, FirstSupported.Config, lambda old: old.set(kernels=kernels))
+    return cfg

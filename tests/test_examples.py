@@ -1,0 +1,66 @@
+"""Every file in examples/ runs: each experiment for a step or two, at the size that a test can afford."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axlearn_like.config import from_text, to_text
+from experiments import registry
+from rl.experiment import RLExperiment
+from rl.run import RLRun
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def config(name: str, function: str) -> Any:
+    """Return an example's config, found as the command line finds it."""
+    return registry.get(f"{EXAMPLES / name}.py:{function}")
+
+
+def one_update(cfg: RLExperiment.Config, run_dir: Path) -> dict[str, object]:
+    """Run one RL update of four rollouts from random weights, without evaluation."""
+    cfg.set(warm_start=None, evaluation=None, num_steps=1, groups=2, samples=2, groups_per_lease=2)
+    report = RLRun(cfg.build()).run(run_dir, runtime="inprocess")
+    assert report is not None
+    return report
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("custom_layer", "squared_relu"), pytest.param("custom_kernel", "one_head_at_a_time", marks=pytest.mark.full)],
+)
+def test_a_supervised_example_trains(name: str, function: str, tmp_path: Path) -> None:
+    cfg = config(name, function)
+    cfg.set(num_steps=2, evaluators=(), stop_when=None)
+    assert cfg.build().run(tmp_path / "run")["finished"]
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("first_experiment", "mine"),
+        pytest.param("custom_objective", "smooth_grpo", marks=pytest.mark.full),
+        pytest.param("custom_verifier", "short_answers", marks=pytest.mark.full),
+    ],
+)
+def test_an_rl_example_updates(name: str, function: str, tmp_path: Path) -> None:
+    one_update(config(name, function), tmp_path / "run")
+
+
+@pytest.mark.full
+def test_the_notebook_runs_cell_by_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "notebook.py"))
+    assert "'step': 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["custom_kernel:one_head_at_a_time", "custom_objective:smooth_grpo"])
+def test_an_example_round_trips_through_text(name: str) -> None:
+    cfg = config(*name.split(":"))
+    assert to_text(from_text(to_text(cfg))) == to_text(cfg)
+
+
+def test_every_example_is_tested() -> None:
+    tested = {"custom_layer", "custom_kernel", "first_experiment", "custom_objective", "custom_verifier", "notebook"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
