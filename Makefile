@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 NAME ?=
 ARGS ?=
-PATHS := axlearn_like rl models mesh experiments tools tests
+PATHS := axlearn_like rl models mesh experiments tools tests examples docs
 SOURCES := pyproject.toml constraints.txt tools/install.sh tools/find_python.sh tools/have_compiler.sh
 
 # The venv must not inherit packages of another environment.
@@ -15,7 +15,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-full lint types format clean
+.PHONY: help install demo test test-full lint types docs format clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -28,6 +28,10 @@ $(VENV)/.installed: $(SOURCES)
 $(VENV)/.installed-dev: $(SOURCES)
 	@sh tools/install.sh $(VENV) rl-pure,dev
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: $(SOURCES)
+	@sh tools/install.sh $(VENV) rl-pure,dev,docs
+	@touch $(VENV)/.installed $(VENV)/.installed-dev $@
 
 install: $(VENV)/.installed-dev ## make .venv with everything for development
 
@@ -46,6 +50,9 @@ lint: $(VENV)/.installed-dev ## ruff: rules and layout
 
 types: $(VENV)/.installed-dev ## pyright
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+docs: $(VENV)/.installed-docs ## the site in build/site, strictly: no broken link, every page reachable
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: $(VENV)/.installed-dev ## format, sort imports, fix what ruff can fix
 	@$(BIN)/ruff check --fix $(PATHS)

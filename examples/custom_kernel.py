@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, replace
 from axlearn_like.kernels.attention.dispatch import FirstSupported
-from axlearn_like.kernels.attention.interface import Call, Kernel
-from axlearn_like.kernels.attention.xla import Xla, visible_by_place
+from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel
+from axlearn_like.kernels.attention.xla import Xla, position_mask
 from axlearn_like.training.trainer import Trainer
 from experiments.reasoning_gym import demo_sft
 
@@ -24,24 +24,32 @@ class OneHeadAtATime(Kernel):
 
     explicit = True  # it also works on arrays that are sharded over batch and heads
 
-    def supported(self, call: Call) -> str | None:
-        """Return why this call cannot be served, or None if it can; the next kernel is tried then."""
-        return "has sinks or a soft cap" if call.sinks or call.rules.soft_cap else None
+    def supported(self, signature: AttentionSignature) -> str | None:
+        """Return why this attention cannot be computed, or None if it can; the next kernel is tried then."""
+        return "has sinks or a soft cap" if signature.sinks or signature.rules.soft_cap else None
 
     def attend(
-        self, q_btkqh: Any, k_bskh: Any, v_bskh: Any, call: Call, *, segments: Any, places_t: Any, **rest: Any
+        self,
+        q_btkqh: Any,
+        k_bskh: Any,
+        v_bskh: Any,
+        signature: AttentionSignature,
+        *,
+        segments: Any,
+        places_t: Any,
+        **rest: Any,
     ) -> jax.Array:
         """Return mixed values [b, t, k, q, h]."""
         del rest
         mask_bts = (
             segments[0][:, :, None] == segments[1][:, None, :]
         )  # rows are packed: documents do not see each other
-        visible_ts = visible_by_place(call.rules, places_t, jnp.arange(k_bskh.shape[1]))  # causal, window
+        visible_ts = position_mask(signature.rules, places_t, jnp.arange(k_bskh.shape[1]))  # causal, window
         mask_bts = mask_bts if visible_ts is None else mask_bts & visible_ts
         mixed = []
-        for head in range(call.kv_heads):
+        for head in range(signature.kv_heads):
             scores = jnp.einsum("btqh,bsh->bqts", q_btkqh[:, :, head], k_bskh[:, :, head])
-            scores = jnp.where(mask_bts[:, None], scores * call.rules.scale_of(call.head_dim), -1e30)
+            scores = jnp.where(mask_bts[:, None], scores * signature.rules.scale_of(signature.head_dim), -1e30)
             mixed.append(jnp.einsum("bqts,bsh->btqh", jax.nn.softmax(scores, axis=-1), v_bskh[:, :, head]))
         return jnp.stack(mixed, axis=2)
 

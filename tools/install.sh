@@ -54,8 +54,8 @@ esac
 # among them (see docs/reference/aot.md). It exists for this platform only, and takes 0.6 GB.
 case ",$extras," in
 *,dev,*)
-    if [ "$(uname -s) $(uname -m)" = "Linux x86_64" ]; then
-        compiler=$(sed -n 's/^libtpu==//p' "$root/constraints.txt")
+    compiler=$(sed -n 's/^libtpu==//p' "$root/constraints.txt")
+    if [ -n "$compiler" ] && [ "$(uname -s) $(uname -m)" = "Linux x86_64" ]; then
         if ! [ -f "$venv/libtpu/libtpu-$compiler.dist-info/RECORD" ]; then
             rm -rf "$venv/libtpu"
             pip_install --no-deps --target "$venv/libtpu" "libtpu==$compiler"

@@ -1,0 +1,102 @@
+"""The code in README, tutorials and how-tos runs.
+
+In a page's fences, `python title="mine.py"` is saved as that file, other `python` is executed in order, and each line
+`$ axl ...` of a `console` fence must succeed in the folder with the saved files. `sh` fences are for reading only.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
+# What trains instead of reading a config; only with --full.
+SLOW = ("rl", "train")
+
+
+class Fence(NamedTuple):
+    """A fenced code block."""
+
+    language: str
+    title: str
+    text: str
+
+
+def fences(page: Path) -> list[Fence]:
+    """Return the fenced blocks of a page, with included files in place."""
+    found = re.findall(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', page.read_text(), re.MULTILINE | re.DOTALL)
+    include = re.compile(r'^--8<-- "([^"]+)"\n', re.MULTILINE)
+    return [
+        Fence(language, title, include.sub(lambda m: (ROOT / m.group(1)).read_text(), text))
+        for language, title, text in found
+    ]
+
+
+def save_files(page: Path, folder: Path) -> None:
+    """Write the titled blocks of a page into a folder."""
+    for fence in fences(page):
+        if fence.title:
+            (folder / fence.title).write_text(fence.text)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the `axl` commands of a page's console fences, without `axl`."""
+    lines = [line for fence in fences(page) if fence.language == "console" for line in fence.text.splitlines()]
+    return [shlex.split(line.removeprefix("$ axl ")) for line in lines if line.startswith("$ axl ")]
+
+
+def names(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+CASES = [
+    pytest.param(
+        page, command, id=f"{page.stem}: {shlex.join(command)}", marks=[pytest.mark.full] * (command[0] in SLOW)
+    )
+    for page in PAGES
+    for command in commands(page)
+]
+
+
+@pytest.mark.parametrize(("page", "command"), CASES)
+def test_a_command_of_a_page_succeeds(page: Path, command: list[str], tmp_path: Path) -> None:
+    save_files(page, tmp_path)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.cli", *command], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_python_of_a_page_runs(page: Path) -> None:
+    """Included examples are left to test_examples.py."""
+    examples = {path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    namespace: dict[str, object] = {}
+    for fence in fences(page):
+        if fence.language == "python" and fence.text not in examples and not fence.title:
+            exec(compile(fence.text, str(page), "exec"), namespace)
+
+
+def test_the_first_experiment_is_the_same_everywhere() -> None:
+    example = (ROOT / "examples" / "first_experiment.py").read_text()
+    titled = [f.text for page in PAGES for f in fences(page) if f.title == "mine.py"]
+    assert len(titled) == 2
+    body = example.split('"""', 2)[2]
+    assert all(text.split('"""', 2)[2] == body for text in titled)
+
+
+def test_every_console_line_is_a_command_that_runs() -> None:
+    """A console fence has nothing but `$ axl` lines, so that none is passed over."""
+    for page in PAGES:
+        for fence in fences(page):
+            if fence.language == "console":
+                assert all(line.startswith("$ axl ") for line in fence.text.splitlines()), page

@@ -1,0 +1,19 @@
+#!/bin/sh
+# Rewrites constraints.txt for one end of the supported range of jax: constraints_for.sh pinned|oldest|newest
+#
+# oldest: the lower bounds of jax and flax in pyproject.toml; newest: neither is pinned, so pip takes the newest in range.
+set -eu
+file=$(cd "$(dirname "$0")/.." && pwd)/constraints.txt
+project=$(dirname "$file")/pyproject.toml
+lower() { sed -n "s/^ *\"$1>=\([0-9.]*\).*/\1/p" "$project" | head -n 1; }
+
+case "${1:-}" in
+pinned) exit 0 ;;
+oldest | newest) ;;
+*) echo "usage: constraints_for.sh pinned|oldest|newest" >&2 && exit 2 ;;
+esac
+kept=$(grep -vE '^(jax|jaxlib|flax|libtpu)==' "$file")
+printf '%s\n' "$kept" >"$file"
+if [ "$1" = oldest ]; then
+    printf 'jax==%s\njaxlib==%s\nflax==%s\n' "$(lower jax)" "$(lower jax)" "$(lower flax)" >>"$file"
+fi
