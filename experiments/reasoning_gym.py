@@ -8,7 +8,7 @@ from axlearn_like.input import FirstFit, SupervisedInput
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.training.evaluators import LossEvaluator
-from axlearn_like.training.trainer import StopWhen, Trainer
+from axlearn_like.training.trainer import EarlyStopping, Trainer
 from experiments.registry import experiment
 from models.tiny import tiny
 from rl.evaluation.evaluator import Evaluation
@@ -98,7 +98,7 @@ def demo_sft(*, seed: int = 0, steps: int = 700) -> Trainer.Config:
         mesh={"data": -1},
         num_steps=steps,
         evaluators=(LossEvaluator.Config(input=unseen),),
-        stop_when=StopWhen.Config(metric="accuracy", at_least=0.89),
+        early_stopping=EarlyStopping.Config(metric="accuracy", at_least=0.89),
         seed=seed,
     )
 

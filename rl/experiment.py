@@ -14,7 +14,8 @@ from axlearn_like.checkpoint.checkpointer import restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules
 from axlearn_like.layers.base import Params, split
 from axlearn_like.learner import Learner
-from axlearn_like.run.directory import EventLog, RunDirectory
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer

@@ -19,10 +19,11 @@ import jax
 from axlearn_like.checkpoint.checkpointer import Checkpointer, restore_params, verify_latest
 from axlearn_like.config import to_text
 from axlearn_like.layers.base import Params
-from axlearn_like.run.directory import EventLog, RunDirectory
-from axlearn_like.run.disk import DiskFull, telling_full_disk
-from axlearn_like.run.jsonl import RowTail
-from axlearn_like.run.metrics import Progress
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.disk import DiskFull, raising_disk_full
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.jsonl import JsonlTail
+from axlearn_like.run.progress import Progress
 from axlearn_like.run.signals import Stop, graceful_stop
 from axlearn_like.training.program import check_length
 from axlearn_like.training.trainer import Trainer
@@ -112,7 +113,7 @@ class RLRun:
             return True  # a later phase has begun
         with RunDirectory.open(warm_start_directory(run), to_text(cfg)) as inner:
             with _phase(events, "sft"):
-                early = "" if cfg.stop_when is None else ", or fewer if it learns faster"
+                early = "" if cfg.early_stopping is None else ", or fewer if it learns faster"
                 self._say(f"supervised fine-tuning: {cfg.num_steps} steps{early}")
                 last = Trainer(cfg).run(inner)
             return last["finished"]
@@ -213,7 +214,7 @@ def _phase(events: EventLog, phase: str) -> Iterator[None]:
 def _full_disk(run: RunDirectory) -> Iterator[None]:
     """Says from where the run goes on when there is room again."""
     try:
-        with telling_full_disk(run.path):
+        with raising_disk_full(run.path):
             yield
     except DiskFull as error:
         step = _latest_step(run.checkpoints / "rl")
@@ -234,7 +235,7 @@ class _Shown:
     """Step and recent reward on the terminal, each time the step has advanced."""
 
     def __init__(self, progress: Progress, run: RunDirectory):
-        self._progress, self._rows = progress, RowTail(run.metrics_path)
+        self._progress, self._rows = progress, JsonlTail(run.metrics_path)
         self._recent: deque[float] = deque(maxlen=10)
         self._step = 0
 

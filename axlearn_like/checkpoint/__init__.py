@@ -1,0 +1,1 @@
+"""Checkpoints: asynchronous, verified by checksum, in tiers (newest, best, remote), converted by name."""

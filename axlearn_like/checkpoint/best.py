@@ -1,4 +1,8 @@
-"""Keeps the checkpoints that an evaluator found best, besides the newest ones."""
+"""The best checkpoints by a metric, kept besides the newest ones.
+
+Compared with `BestN` of orbax.checkpoint 0.12: that needs the metric at the save, also of steps that are not evaluated,
+and keeps the best among the newest in one directory, without an index of values; ours have a path of their own.
+"""
 
 import json
 import os
@@ -13,10 +17,9 @@ from mesh.errors import UserError, did_you_mean
 
 
 class KeepBest(Configurable):
-    """Holds on to checkpoints in `checkpoints/best/`, by hard links: no second copy is written.
+    """The best of the checkpoints whose metric is known, in `checkpoints/best/`: hard links, no second copy.
 
-    Of the steps that are both evaluated and saved. `best.json` there tells the values; `restore_params(".../best")`
-    takes the newest of them.
+    `best.json` there lists the values; `restore_params(".../best")` takes the newest of them.
     """
 
     class Config(ConfigBase["KeepBest"]):
@@ -32,21 +35,21 @@ class KeepBest(Configurable):
         self._index = self._directory / "best.json"
 
     def values(self) -> dict[int, float]:
-        """Step -> value of those kept, the best first."""
+        """Return step -> value of the kept checkpoints, the best first."""
         if not self._index.exists():
             return {}
         steps = json.loads(self._index.read_text())["steps"]
         return self._sorted({int(step): value for step, value in steps.items()})
 
     def value(self, scalars: Mapping[str, Any]) -> float:
-        """The metric among an evaluation's. UserError: it is not there."""
+        """Return the metric among these scalars. UserError: it is not there."""
         if self._cfg.metric not in scalars:
             near = did_you_mean(self._cfg.metric, scalars)
             raise UserError(f"keep_best.metric={self._cfg.metric!r}: no evaluator gives it{near}")
         return float(scalars[self._cfg.metric])
 
     def offer(self, step: int, value: float) -> bool:
-        """Keeps the finished checkpoint of `step` if it is among the best, and lets go of the worst."""
+        """Keep the finished checkpoint of `step` if it is among the best, and drop the worst."""
         kept = dict(list(self._sorted({**self.values(), step: value}).items())[: self._cfg.keep])
         if step not in kept or value != value:
             return False
@@ -60,6 +63,6 @@ class KeepBest(Configurable):
         return True
 
     def _sorted(self, values: dict[int, float]) -> dict[int, float]:
-        """Of equal values the earlier step is the better."""
+        """Sort, best first; among equal values the earlier step is the better."""
         sign = 1 if self._cfg.order == "lowest" else -1
         return dict(sorted(values.items(), key=lambda item: (item[1] != item[1], sign * item[1], item[0])))

@@ -1,9 +1,11 @@
-"""Parameters of one run's checkpoint in the layout and dtype that another run wants, by conversions that are named.
+"""Parameters of one run's checkpoint in the layout and dtype of another run, by named conversions.
 
-A conversion says what the checkpoint must hold for what is wanted, and how the one is made of the other. Arrays are
-read straight onto the devices, spread as they will be, and converted there.
+A conversion says which arrays the checkpoint must hold for the wanted ones, and computes the one from the other. Arrays
+are read straight onto the devices, in their final sharding, and converted there.
 """
 
+import math
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,6 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axlearn_like.checkpoint.checkpointer import check_params, restore_params
 from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.layers.base import fan_in_init
+from axlearn_like.layers.parameter_names import matrix_axes, path_name
 
 Tree = Mapping[str, Any]
 
@@ -23,11 +27,11 @@ class Conversion(Protocol):
     """One step from what was saved to what is wanted; built by `config.build()`."""
 
     def saved(self, wanted: Tree) -> Tree:
-        """What must be there to make `wanted` of it: `jax.ShapeDtypeStruct`s with shardings, both."""
+        """Return the arrays from which `wanted` is made; both are `jax.ShapeDtypeStruct`s with shardings."""
         ...
 
     def convert(self, params: Tree, wanted: Tree) -> Tree:
-        """Makes it; traced."""
+        """Return the wanted arrays; traced."""
         ...
 
 
@@ -42,9 +46,11 @@ class Cast(Configurable):
         self._saved, self._wanted = jnp.dtype(cfg.saved), jnp.dtype(cfg.wanted)
 
     def saved(self, wanted: Tree) -> Tree:
+        """Return `wanted` in the saved dtype."""
         return jax.tree.map(lambda x: _like(x, dtype=self._saved) if x.dtype == self._wanted else x, wanted)
 
     def convert(self, params: Tree, wanted: Tree) -> Tree:
+        """Cast."""
         return jax.tree.map(lambda x, to: x.astype(to.dtype), params, wanted)
 
 
@@ -58,11 +64,13 @@ class StackLayers(Configurable):
         self._key = cfg.key
 
     def saved(self, wanted: Tree) -> Tree:
+        """Return `wanted` with a list of layers."""
         stack = _part(wanted, self._key)
         one = jax.tree.map(lambda x: _like(x, shape=x.shape[1:], drop=1), stack)
         return {**wanted, self._key: {str(index): one for index in range(_depth(stack))}}
 
     def convert(self, params: Tree, wanted: Tree) -> Tree:
+        """Stack the layers."""
         layers = params[self._key]
         ordered = [layers[str(index)] for index in range(len(layers))]
         return {**params, self._key: jax.tree.map(lambda *parts: jnp.stack(parts), *ordered)}
@@ -78,25 +86,68 @@ class UnstackLayers(Configurable):
         self._key = cfg.key
 
     def saved(self, wanted: Tree) -> Tree:
+        """Return `wanted` with a stack of layers."""
         layers = _part(wanted, self._key)
         if not all(str(name).isdigit() for name in layers):
-            raise CheckpointError(f"UnstackLayers: {self._key!r} of this model is no list of layers")
+            raise CheckpointError(f"UnstackLayers: {self._key!r} of this model is not a list of layers")
         stack = jax.tree.map(lambda x: _like(x, shape=(len(layers), *x.shape), add=1), next(iter(layers.values())))
         return {**wanted, self._key: stack}
 
     def convert(self, params: Tree, wanted: Tree) -> Tree:
+        """Take the stack apart."""
         stack = params[self._key]
         layers = {name: jax.tree.map(lambda x, i=int(name): x[i], stack) for name in wanted[self._key]}
         return {**params, self._key: layers}
 
 
+class WrapPlain(Configurable):
+    """A plain model was saved, wrapped layers (LoRA, int8) are wanted: parameters go into the inner layers.
+
+    Factors of LoRA are initialised as `LoRA` does (`a` random, `b` zero), so the first loss is that of the checkpoint.
+    """
+
+    class Config(ConfigBase["WrapPlain"]):
+        seed: int = 0  # of the factors
+
+    def __init__(self, cfg: Config):
+        self._seed = cfg.seed
+
+    def saved(self, wanted: Tree) -> Tree:
+        """Return `wanted` without wrappers."""
+        return _plain(wanted)
+
+    def convert(self, params: Tree, wanted: Tree) -> Tree:
+        """Wrap; `wanted` says where wrappers are, and the shapes of factors."""
+        return self._wrapped(params, wanted, ())
+
+    def _wrapped(self, plain: Any, wanted: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(wanted, Mapping):
+            return plain
+        if "inner" in wanted:
+            made = {"inner": self._wrapped(plain, wanted["inner"], path)}
+            factors = {name: part for name, part in wanted.items() if name != "inner"}
+            new = jax.tree_util.tree_map_with_path(lambda below, leaf: self._factor((*path, *below), leaf), factors)
+            return {**made, **new}
+        keys = {name: (*path, jax.tree_util.DictKey(name)) for name in wanted}
+        return {name: self._wrapped(plain[name], part, keys[name]) for name, part in wanted.items()}
+
+    def _factor(self, path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path_name(path)
+        axes = matrix_axes(name, like.ndim)
+        assert axes is not None, f"not a factor of LoRA: {name}"
+        if "_b_" in name.rpartition("/")[2]:
+            return jnp.zeros(like.shape, like.dtype)
+        key = jax.random.fold_in(jax.random.key(self._seed), zlib.crc32(name.encode()))
+        return fan_in_init(math.prod(like.shape[axis] for axis in axes.inputs))(key, like.shape, like.dtype)
+
+
 def restore_converted(path: str | Path, abstract_params: Tree, conversions: Sequence[Conversion]) -> Any:
-    """The parameters of any run's checkpoint, after `conversions` in this order.
+    """Read the parameters of any run's checkpoint and apply `conversions` in this order.
 
     Args:
         path: as for `restore_params`.
-        abstract_params: what is wanted: `jax.ShapeDtypeStruct`s with shardings.
-        conversions: from what was saved to what is wanted.
+        abstract_params: the wanted arrays: `jax.ShapeDtypeStruct`s with shardings.
+        conversions: from the saved arrays to the wanted ones.
 
     Raises:
         CheckpointError: nothing there, damaged, or not what the conversions start from: names the first array.
@@ -116,7 +167,7 @@ def restore_converted(path: str | Path, abstract_params: Tree, conversions: Sequ
 
 
 def _stages(abstract_params: Tree, conversions: Sequence[Conversion]) -> list[Tree]:
-    """What was saved, what each conversion makes of it, and what is wanted."""
+    """Return the saved arrays, the result of each conversion, and last the wanted arrays."""
     stages = [abstract_params]
     for conversion in reversed(conversions):
         stages.insert(0, conversion.saved(stages[0]))
@@ -124,7 +175,7 @@ def _stages(abstract_params: Tree, conversions: Sequence[Conversion]) -> list[Tr
 
 
 class StartFrom(Configurable):
-    """Where a new run takes its first parameters from; the optimizer starts afresh."""
+    """Source of a new run's first parameters; the optimizer state is new."""
 
     class Config(ConfigBase["StartFrom"]):
         path: str = REQUIRED  # a run directory, its checkpoints, its checkpoints/best, or one step
@@ -135,17 +186,17 @@ class StartFrom(Configurable):
         self._conversions: list[Conversion] = [conversion.build() for conversion in cfg.conversions]
 
     def check(self, abstract_params: Any) -> None:
-        """Refuse what `params` would, as far as can be known without reading an array (CheckpointError)."""
+        """Refuse what `params` would refuse, as far as can be known without reading an array (CheckpointError)."""
         check_params(self._path, _stages(abstract_params, self._conversions)[0])
 
     def params(self, abstract_params: Any) -> Any:
-        """Them, in the shapes, dtypes and shardings of `abstract_params`. CheckpointError: see restore_converted."""
+        """Return them in the shapes, dtypes and shardings of `abstract_params`. Raises as `restore_converted`."""
         return restore_converted(self._path, abstract_params, self._conversions)
 
 
 def _part(tree: Tree, key: str) -> Any:
     if key not in tree:
-        raise CheckpointError(f"layers are to be converted, but this model has no {key!r}; it has {', '.join(tree)}")
+        raise CheckpointError(f"cannot convert layers: this model has no {key!r}; it has {', '.join(tree)}")
     return tree[key]
 
 
@@ -154,9 +205,15 @@ def _depth(stack: Any) -> int:
 
 
 def _like(x: Any, *, shape: Any = None, dtype: Any = None, drop: int = 0, add: int = 0) -> jax.ShapeDtypeStruct:
-    """`x` with another shape or dtype, spread the same way; axes are dropped from or added to the front."""
+    """Return `x` with another shape or dtype, sharded the same way; axes are dropped from or added to the front."""
     sharding = x.sharding
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(*[None] * add, *sharding.spec[drop:])
         sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     return jax.ShapeDtypeStruct(x.shape if shape is None else shape, dtype or x.dtype, sharding=sharding)
+
+
+def _plain(tree: Any) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    return _plain(tree["inner"]) if "inner" in tree else {name: _plain(part) for name, part in tree.items()}

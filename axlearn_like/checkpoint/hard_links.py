@@ -1,4 +1,4 @@
-"""A second name for a directory of finished files, so that whoever deletes the first does not take the content."""
+"""A second name for a directory of finished files: the content outlives the deletion of the first."""
 
 import os
 import shutil
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Makes `target` hold the files of `source`, by hard links, or copies where the file system has none.
+    """Make `target` hold the files of `source`, by hard links, or copies where the file system has none.
 
-    Atomic: `target` is there whole or not at all. Nothing is done if it is there.
+    Atomic: `target` exists completely or not at all. Nothing is done if it exists.
     """
     if target.exists():
         return

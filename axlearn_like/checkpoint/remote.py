@@ -2,7 +2,8 @@
 
 Local saves are fast and may be frequent; the machine's disk may be gone tomorrow. A remote checkpoint is a directory
 named by its step, with the files as they are and an object `COMPLETE`, written last, that lists their sizes and
-digests: without it there is no checkpoint.
+digests: without it there is no checkpoint. Compared with a `CheckpointManager` of orbax.checkpoint 0.12 on gs://: that
+is one tier whose saves go to the bucket; it keeps no digests of files and does not notice another run's config.
 """
 
 import json
@@ -18,7 +19,7 @@ import xxhash
 from axlearn_like.checkpoint.hard_links import link_tree
 from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 from axlearn_like.run.object_store import open_store
 
 _COMPLETE, _CONFIG = "COMPLETE", "config.txt"
@@ -26,7 +27,7 @@ _ATTEMPTS, _PAUSE = 3, 2.0  # a bucket's own retries come first
 
 
 class RemoteTier(Configurable):
-    """Copies every n-th step's checkpoint away, and brings the newest back where there is no local one as new."""
+    """Copies of every n-th step's checkpoint elsewhere; the newest is fetched where no local one is as new."""
 
     class Config(ConfigBase["RemoteTier"]):
         url: str = REQUIRED  # a directory, file://, gs://bucket/path or s3://bucket/path; one for each run
@@ -35,7 +36,7 @@ class RemoteTier(Configurable):
         timeout: float = 600.0  # seconds for one file
 
     def __init__(self, cfg: Config, *, directory: Path, config: str, events: EventLog):
-        """`directory` holds the local checkpoints of the run with this `config`. UserError: a URL that cannot be."""
+        """`directory` holds the local checkpoints of the run with this `config`. UserError: an impossible URL."""
         if cfg.copy_every < 1 or cfg.keep < 1:
             raise ValueError(
                 f"RemoteTier.Config: expected copy_every >= 1 and keep >= 1, got {cfg.copy_every} and {cfg.keep}"
@@ -50,17 +51,17 @@ class RemoteTier(Configurable):
         self._thread.start()
 
     def due(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is to be copied."""
+        """Return True if the checkpoint of `step` is to be copied."""
         return step % self._cfg.copy_every == 0
 
     def steps(self) -> list[int]:
-        """Complete remote checkpoints, oldest first."""
+        """Return the steps of complete remote checkpoints, oldest first."""
         keys = [key.decode(errors="replace") for key in self._do("list", "", self._store.list())]
         complete = [key.removesuffix(f"/{_COMPLETE}") for key in keys if key.endswith(f"/{_COMPLETE}")]
         return sorted(int(step) for step in complete if step.isdigit())
 
     def fetch_newer(self, local: int | None) -> int | None:
-        """Brings the newest remote checkpoint in if it is newer than the newest local one, and tells its step.
+        """Fetch the newest remote checkpoint if it is newer than the newest local one, and return its step.
 
         Raises:
             CheckpointError: it cannot be read, is not what was written, or is of another run.
@@ -88,17 +89,17 @@ class RemoteTier(Configurable):
         return newest
 
     def copy(self, step: int) -> None:
-        """Starts copying a finished local checkpoint. It may be deleted locally in the meantime."""
+        """Start copying a finished local checkpoint, which may be deleted locally before the copy is complete."""
         link_tree(self._directory / str(step), self._staged / str(step))
         self._queue.put(step)
 
     def check(self) -> None:
-        """Raises CheckpointError if a copy has failed."""
+        """Raise CheckpointError if a copy has failed."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Waits for the copies under way. CheckpointError: one has failed."""
+        """Wait for the copies under way. CheckpointError: one has failed."""
         self._queue.put(None)
         self._thread.join()
         self.check()

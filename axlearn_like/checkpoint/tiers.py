@@ -1,4 +1,4 @@
-"""All tiers of a run's checkpoints as one: the newest on the local disk, the best, and copies elsewhere."""
+"""All tiers of a run's checkpoints as one: the newest on the local disk, the best, and remote copies."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.remote import RemoteTier
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 
 
 class CheckpointTiers:
-    """A `Checkpointer`, and what is done with its checkpoints once they are on disk.
+    """A `Checkpointer`, and the tiers that take its checkpoints once they are on disk.
 
-    A failure anywhere, in the background too, is raised by the next `check`.
+    A failure of any tier, in the background too, is raised by the next `check`.
     """
 
     def __init__(self, checkpointer: Checkpointer, best: KeepBest | None, remote: RemoteTier | None, events: EventLog):
@@ -21,20 +21,21 @@ class CheckpointTiers:
         self._saved: int | None = None  # the last step that `save` was called with
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint of any tier; a remote one is brought in first."""
+        """Return the step of the newest complete checkpoint of any tier; a remote one is fetched first."""
         latest = self._local.latest_step()
         if self._remote is None:
             return latest
         fetched = self._remote.fetch_newer(latest)
         if fetched is None and latest is not None and self._remote.due(latest):
-            self._remote.copy(latest)  # if it is there already nothing is done
+            self._remote.copy(latest)  # nothing is done if it is there already
         return latest if fetched is None else fetched
 
     def restore(self, abstract: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(state, extras) of `step`; see Checkpointer.restore."""
+        """Return (state, extras) of `step`; see Checkpointer.restore."""
         return self._local.restore(abstract, step)
 
     def should_save(self, step: int) -> bool:
+        """Return True if a local checkpoint is due after `step`."""
         return self._local.should_save(step)
 
     def save(
@@ -53,7 +54,7 @@ class CheckpointTiers:
         self.check()
 
     def check(self) -> None:
-        """Raises what went wrong, and sees to what is finished. Free of cost while nothing is being written."""
+        """Raise what went wrong, and pass on what is finished. Free of cost while nothing is being written."""
         self._local.check()
         if self._remote is not None:
             self._remote.check()
@@ -61,12 +62,12 @@ class CheckpointTiers:
             self._finish()
 
     def wait(self) -> None:
-        """Blocks until all local checkpoints are on disk, and the best are kept."""
+        """Wait until all local checkpoints are on disk, and the best are kept."""
         self._local.wait()
         self._finish()
 
     def close(self) -> None:
-        """Blocks until everything is written and copied."""
+        """Wait until everything is written and copied."""
         try:
             self._local.close()
             self._finish()

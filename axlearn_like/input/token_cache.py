@@ -19,7 +19,7 @@ import xxhash
 from axlearn_like.input.encoding import Encoded
 from axlearn_like.input.source import InputError
 from axlearn_like.input.token_file import Damaged, TokenFile, TokenWriter
-from axlearn_like.run.disk import telling_full_disk
+from axlearn_like.run.disk import raising_disk_full
 
 _FORMAT = 1
 _SETTLED_NS = 2_000_000_000  # A file changed more recently may change again within one tick of its clock.
@@ -62,7 +62,7 @@ class TokenCache:
             if not mine:
                 return False
             if self.find(path, key) is None:
-                with telling_full_disk(self._root):
+                with raising_disk_full(self._root):
                     self._make(path, key, vocab_size, examples())
             return True
 

@@ -1,1 +1,1 @@
-"""What keeps a long run honest: goodput, watchdog, profiler, recompilation, bit check, metrics and their writers."""
+"""Operations of a long run: goodput, watchdog, profiler, recompilation guard, SDC check, metrics and their writers."""

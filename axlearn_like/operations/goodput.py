@@ -1,8 +1,8 @@
-"""Where the time of a run went, by cause, over all its restarts.
+"""Goodput: the time of a run by cause, over all its restarts.
 
-The trainer's clock is always charged to one cause and tells the event log now and then; `account` adds the log up.
-Goodput is the share of the time since the run first began that went into steps that count: a step done twice, because
-a process died after its last checkpoint, counts once.
+The trainer's clock is always charged to one cause and is written to the event log now and then; `account` adds the log
+up. Goodput is the share of the time since the run first began that went into steps that count: a step done twice,
+because a process died after its last checkpoint, counts once.
 """
 
 import os
@@ -15,17 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from axlearn_like.run.directory import EventLog
 from axlearn_like.run.disk import DiskFull
+from axlearn_like.run.events import EventLog
 
-# Cause -> what it says in tables, in their order.
+# Cause -> its description in tables, in their order.
 CAUSES = {
     "step": "steps that count",
     "input": "waiting for input",
     "compile": "compilation",
     "checkpoint": "waiting for checkpoints",
     "evaluation": "evaluation",
-    "check": "comparing bits",
+    "sdc_check": "SDC check",
     "startup": "start-up, restoring",
     "lost": "steps done again after a restart",
     "down": "no process",
@@ -34,24 +34,24 @@ CAUSES = {
 
 
 class CauseClock:
-    """Charges every moment to one cause; cheap enough for every step (no system call but reading the time)."""
+    """Clock that charges every moment to one cause; cheap enough for every step (it only reads the time)."""
 
     def __init__(self, events: EventLog, *, began: float | None = None, every: float = 10.0):
-        """Begins in the cause "startup".
+        """Start in the cause "startup".
 
         Args:
-            events: where a row `spent` is written every so many seconds.
-            began: unix time since when it is charged; None: now.
-            every: seconds between rows: so much of a killed process may go untold.
+            events: receive a row `spent` every so many seconds.
+            began: unix time from which on time is charged; None: now.
+            every: seconds between rows: as much of a killed process may be missing from the log.
         """
         now = time.time()
         self.began = now if began is None else began
         self.cause = "startup"  # set it to charge the moments since the last change to something else
         self.totals: dict[str, float] = defaultdict(float)
         self._events, self._every = events, every
-        self._told: dict[str, float] = {}
-        self._step = self._told_step = 0
-        self._since = self._told_at = time.monotonic() - (now - self.began)
+        self._logged: dict[str, float] = {}
+        self._step = self._logged_step = 0
+        self._since = self._logged_at = time.monotonic() - (now - self.began)
 
     def __enter__(self) -> "CauseClock":
         return self
@@ -61,23 +61,23 @@ class CauseClock:
     ) -> None:
         if error is not None:
             with suppress(DiskFull):
-                self.tell()
+                self.flush()
 
     def start(self, step: int) -> None:
-        """The start is over; `step` are completed. The event log has been told of the start."""
+        """End the cause "startup"; `step` updates are completed. The event log has the row `train_begin` already."""
         self.to("idle")
-        self._step = self._told_step = step
-        self.tell()
+        self._step = self._logged_step = step
+        self.flush()
 
     def to(self, cause: str) -> None:
-        """From now on it is `cause`."""
+        """Charge the time from now on to `cause`."""
         now = time.monotonic()
         self.totals[self.cause] += now - self._since
         self._since, self.cause = now, cause
 
     @contextmanager
     def spending(self, cause: str) -> Iterator[None]:
-        """Charges the block to `cause`, then goes back to what it was."""
+        """Charge the block to `cause`, then return to the cause before."""
         before = self.cause
         self.to(cause)
         try:
@@ -86,55 +86,54 @@ class CauseClock:
             self.to(before)
 
     def completed(self, step: int) -> None:
-        """Tells that `step` is done, and the event log if it is time."""
+        """Record that `step` is completed; write to the event log if a row is due."""
         self._step = step
-        if self._since - self._told_at >= self._every:
-            self.tell()
+        if self._since - self._logged_at >= self._every:
+            self.flush()
 
-    def tell(self) -> None:
-        """Writes what was spent since the last row."""
+    def flush(self) -> None:
+        """Write the time spent since the last row."""
         self.to(self.cause)
-        spent = {cause: seconds - self._told.get(cause, 0.0) for cause, seconds in self.totals.items()}
+        spent = {cause: seconds - self._logged.get(cause, 0.0) for cause, seconds in self.totals.items()}
         causes = {cause: round(seconds, 4) for cause, seconds in spent.items() if seconds > 0}
-        row = {"since": self._told_step, "step": self._step, "seconds": round(sum(spent.values()), 4)}
+        row = {"since": self._logged_step, "step": self._step, "seconds": round(sum(spent.values()), 4)}
         self._events.append("trainer", "spent", **row, causes=causes)
-        self._told, self._told_step, self._told_at = dict(self.totals), self._step, self._since
+        self._logged, self._logged_step, self._logged_at = dict(self.totals), self._step, self._since
 
 
 @dataclass(frozen=True)
 class Account:
-    """Seconds by cause, and how many processes the run took so far."""
+    """Seconds of a run by cause, and the number of its processes so far."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     sessions: int = 0
 
     @property
     def total(self) -> float:
+        """Seconds of all causes."""
         return sum(self.seconds.values())
 
     def shares(self, more: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Fractions of the whole by cause, those of 0 left out; `more` seconds are added first."""
+        """Return the fractions of the whole by cause, without those that are 0; `more` seconds are added first."""
         seconds = {cause: self.seconds.get(cause, 0.0) + (more or {}).get(cause, 0.0) for cause in CAUSES}
         total = sum(seconds.values())
         return {cause: spent / total for cause, spent in seconds.items() if spent > 0}
 
 
 def account(events: Iterable[Mapping[str, Any]]) -> Account:
-    """Adds up the rows `start` (with `began`), `spent` and `stop` of the role "trainer", in the order of the log.
+    """Add up the rows `train_begin`, `spent` and `train_end` of an event log, in its order.
 
     The time from the last row of a process to the beginning of the next is "down", except after a run that was done.
-    What a killed process did after its last row `spent` is in it, too: nobody told of it.
+    It includes what a killed process did after its last row `spent`, of which there is no record.
     """
     seconds: dict[str, float] = defaultdict(float)
     sessions, last, done = 0, None, False
     spans: list[tuple[int, int, float]] = []  # of steps: from, to, seconds
     for row in events:
-        if row.get("role") != "trainer" or row.get("event") not in ("start", "spent", "stop"):
+        if row.get("role") != "trainer" or row.get("event") not in ("train_begin", "spent", "train_end"):
             continue
         now = float(row["time"])
-        if row["event"] == "start":
-            if "began" not in row:
-                continue  # of a trainer that keeps no account
+        if row["event"] == "train_begin":
             began = float(row["began"])
             if last is not None and not done:
                 seconds["down"] += max(0.0, began - last)
@@ -151,7 +150,7 @@ def account(events: Iterable[Mapping[str, Any]]) -> Account:
 
 
 def _give_up(spans: list[tuple[int, int, float]], step: int, seconds: dict[str, float]) -> list[tuple[int, int, float]]:
-    """Moves what was spent on steps beyond `step` to "lost"; a row over several steps is divided evenly."""
+    """Move what was spent on steps beyond `step` to "lost"; a row over several steps is divided evenly."""
     kept = []
     for first, end, spent in spans:
         if end > step:
@@ -164,8 +163,8 @@ def _give_up(spans: list[tuple[int, int, float]], step: int, seconds: dict[str, 
     return kept
 
 
-def lines(found: Account) -> list[str]:
-    """The account as a table for the terminal; empty if nothing was accounted for."""
+def account_lines(found: Account) -> list[str]:
+    """Return the account as lines of a table for the terminal; none for an empty account."""
     if not found.total:
         return []
     shares = found.shares()
@@ -175,7 +174,7 @@ def lines(found: Account) -> list[str]:
 
 
 def process_began() -> float:
-    """Unix time at which this process was started; now, where /proc does not tell."""
+    """Return the unix time at which this process was started; now, where there is no /proc."""
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])

@@ -1,4 +1,4 @@
-"""A window of steps recorded by the JAX profiler: planned in the config, or asked for while the run goes on."""
+"""A window of steps recorded by the JAX profiler: planned in the config, or requested while the run goes on."""
 
 import signal
 import sys
@@ -12,16 +12,16 @@ from typing import Any
 import jax
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 
 _LOOK_EVERY = 1.0  # seconds between looks for the file
 _NOTHING = nullcontext()
 
 
 class Profiler(Configurable):
-    """Writes traces to `profiles/` of a run directory; open them with xprof or TensorBoard.
+    """Recorder of traces in `profiles/` of a run directory; open them with xprof or TensorBoard.
 
-    On request: SIGUSR1 to the process, or a file `profile.now` in the run directory, which is taken away.
+    On request: SIGUSR1 to the process, or a file `profile.now` in the run directory, which is removed.
     """
 
     class Config(ConfigBase["Profiler"]):
@@ -53,9 +53,9 @@ class Profiler(Configurable):
         self._stop(None)
 
     def window(self, step: int, pending: Any) -> AbstractContextManager[Any]:
-        """To be entered around update number `step`; `pending` are results of the one before, or None."""
+        """Return the context of update number `step`; `pending` are results of the update before, or None."""
         if self._trace is None:
-            if step != self._cfg.start_step and not self._asked():
+            if step != self._cfg.start_step and not self._requested():
                 return _NOTHING
             self._start(step, pending)
         elif step >= self._first + self._cfg.steps:
@@ -63,7 +63,7 @@ class Profiler(Configurable):
             return _NOTHING
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
-    def _asked(self) -> bool:
+    def _requested(self) -> bool:
         if self._signalled:
             return True
         now = time.monotonic()
@@ -79,7 +79,7 @@ class Profiler(Configurable):
         path = self._folder / f"step-{step}"
         try:
             jax.profiler.start_trace(str(path))
-        except RuntimeError as error:  # somebody else's trace is under way
+        except RuntimeError as error:  # another trace is under way
             print(f"no profile of step {step}: {error}", file=sys.stderr, flush=True)
             return
         self._trace, self._first = path, step

@@ -1,8 +1,8 @@
-"""A train step is compiled once: a call that would compile it again is an error that names what changed.
+"""Recompilation guard: a call that would compile the train step again is an error that names what changed.
 
-`jax.jit` compiles again without a word when a shape, a dtype or a sharding differs, which on a large model costs
-minutes at every occurrence. Here the compiled program itself is called: it refuses other arguments before any
-work is done, at no cost to the calls that fit.
+`jax.jit` silently compiles again when a shape, a dtype or a sharding differs, which on a large model costs minutes at
+every occurrence. Here the compiled program itself is called: it refuses other arguments before any work is done, at no
+cost to the calls that fit.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class RecompilationError(UserError):
 
 
 class Leaf(NamedTuple):
-    """What a program is compiled for, of one array."""
+    """Properties of an array that a program is compiled for."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -32,17 +32,17 @@ class Leaf(NamedTuple):
 Signature = dict[str, Leaf]  # path, such as "batch/tokens" -> leaf
 
 
-class StepProgram:
-    """Calls `step(state, batch)` as one compiled program, or as many as there are shapes that the run allows."""
+class CompiledStep:
+    """`step(state, batch)` as one compiled program, or as many as the run allows."""
 
     def __init__(self, step: Any, *, allowed: int = 1, around: Around = lambda: contextlib.nullcontext({})):
-        """Nothing is compiled yet.
+        """Take the step; it is compiled by the first call.
 
         Args:
             step: a jitted function of (state, batch).
-            allowed: programs, one for each signature of the arguments.
-            around: entered while a program is compiled; the dict that it yields receives what the program needs of
-                the memory of a device, in bytes: `arguments`, `outputs`, `temporaries`, `aliased`.
+            allowed: number of programs, one for each signature of the arguments.
+            around: context entered while a program is compiled; the dict that it yields receives the program's memory
+                on a device, in bytes: `arguments`, `outputs`, `temporaries`, `aliased`.
         """
         self._step, self._allowed, self._around = step, allowed, around
         self._programs: list[tuple[Signature, Any]] = []
@@ -50,11 +50,11 @@ class StepProgram:
 
     @property
     def compiled(self) -> int:
-        """Programs compiled so far."""
+        """Number of programs compiled so far."""
         return len(self._programs)
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        """The step's result. RecompilationError: it would have to be compiled once too often."""
+        """Return the step's result. RecompilationError: it would have to be compiled once too often."""
         if self._current is None:
             return self._compile(state, batch, signature(state, batch))
         try:
@@ -65,7 +65,7 @@ class StepProgram:
                 return self._compile(state, batch, now)
             fits = next(program for known, program in self._programs if not differences(known, now))
             if fits is self._current:
-                raise  # not for its arguments' sake
+                raise  # the arguments are not the reason
             self._current = fits
             return fits(state, batch)
 
@@ -75,26 +75,26 @@ class StepProgram:
             shown = "\n".join(f"  {change}" for change in changes[:8])
             more = f"\n  ... and {len(changes) - 8} more" if len(changes) > 8 else ""
             raise RecompilationError(
-                f"the train step is compiled for other arguments and would be compiled again (programs={self._allowed}"
-                f" allowed); what changed:\n{shown}{more}\nMake all batches alike, or raise Trainer.Config.programs to "
-                "the number of different shapes"
+                "the train step is compiled for other arguments and would be compiled again "
+                f"(max_compilations={self._allowed}); what changed:\n{shown}{more}\nMake all batches alike, or raise "
+                "the trainer's max_compilations to the number of different shapes"
             )
-        with self._around() as told:
+        with self._around() as memory:
             program = self._step.lower(state, batch).compile()
-            told.update(_memory(program))
+            memory.update(_memory(program))
         self._programs.append((now, program))
         self._current = program
         return program(state, batch)
 
 
 def signature(state: Any, batch: Any) -> Signature:
-    """Path -> what a program depends on. Also of donated arrays, whose content is gone."""
+    """Return path -> properties of every array; donated arrays, whose content is gone, have them too."""
     leaves = jax.tree_util.tree_leaves_with_path({"state": state, "batch": batch})
     return {jax.tree_util.keystr(path, simple=True, separator="/"): _leaf(x) for path, x in leaves}
 
 
 def differences(before: Signature, after: Signature) -> list[str]:
-    """One line for each array that a program for `before` would not take; weak types only where there is more."""
+    """Return a line for each array that a program for `before` would refuse; weak types only beside others."""
     lines = [f"{name}: no such array before" for name in after if name not in before]
     lines += [f"{name}: missing" for name in before if name not in after]
     weak = []
@@ -109,7 +109,7 @@ def differences(before: Signature, after: Signature) -> list[str]:
             if getattr(old, field) != getattr(new, field)
         ]
         if not _same_sharding(old, new):
-            parts.append(f"sharding {_told(old.sharding, new.sharding)} -> {_told(new.sharding, old.sharding)}")
+            parts.append(f"sharding {_shown(old.sharding, new.sharding)} -> {_shown(new.sharding, old.sharding)}")
         lines.append(f"{name}: {', '.join(parts)}")
     return sorted(lines) + (sorted(weak) if lines else [])
 
@@ -125,14 +125,14 @@ def _same_sharding(old: Leaf, new: Leaf) -> bool:
     return len(old.shape) == len(new.shape) and old.sharding.is_equivalent_to(new.sharding, len(old.shape))
 
 
-def _told(sharding: Any, other: Any) -> str:
-    """The partition if that is what differs, else all there is."""
+def _shown(sharding: Any, other: Any) -> str:
+    """Return the partition if that is what differs, else the whole sharding."""
     mine, others = getattr(sharding, "spec", None), getattr(other, "spec", None)
     return str(sharding) if mine is None or mine == others else str(mine)
 
 
 def _memory(program: Any) -> dict[str, int]:
-    """Bytes of one device, as the compiler tells them; empty where it does not."""
+    """Return the bytes of one device that the compiler reports; empty where it reports none."""
     found = program.memory_analysis()
     names = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
     if found is None:

@@ -20,7 +20,7 @@ Digests = dict[Any, np.ndarray]  # device of this process -> uint32[arrays]
 
 
 class CorruptionError(UserError):
-    """The same computation gave different bits; `found` lists (array, devices)."""
+    """Two runs of the same computation gave different bits; `found` lists (array, devices)."""
 
     def __init__(self, step: int, found: list[tuple[str, list[str]]]):
         shown = "\n".join(f"  {name} on {', '.join(devices)}" for name, devices in found[:8])
@@ -34,27 +34,27 @@ class CorruptionError(UserError):
         self.step, self.found = step, found
 
 
-class BitCheck(Configurable):
-    """Repeats every n-th step with the very program that trains, so that checked and unchecked runs are the same.
+class SDCCheck(Configurable):
+    """Repetition of every n-th step with the very program that trains: checked and unchecked runs are the same.
 
-    While it does, the state is held twice.
+    During a check the state is held twice.
     """
 
-    class Config(ConfigBase["BitCheck"]):
+    class Config(ConfigBase["SDCCheck"]):
         every: int = 1000  # steps
 
     def __init__(self, cfg: Config, *, mesh: Mesh):
         if cfg.every < 1:
-            raise ValueError(f"BitCheck.Config: expected every >= 1, got {cfg.every}")
+            raise ValueError(f"SDCCheck.Config: expected every >= 1, got {cfg.every}")
         self._every, self._mesh = cfg.every, mesh
         self._programs: dict[Any, Any] = {}  # by the partitions of the arrays
 
     def due(self, step: int) -> bool:
-        """Whether update number `step` is to be checked."""
+        """Return True if update number `step` is to be checked."""
         return step % self._every == 0
 
     def run(self, step_fn: Callable[[Any, Any], Any], step: int, state: Any, batch: Any) -> Any:
-        """What `step_fn(state, batch)` returns, computed twice. CorruptionError: not the same.
+        """Compute `step_fn(state, batch)` twice and return the result. CorruptionError: the bits differ.
 
         `step_fn` may donate the state. Waits for both results.
         """
@@ -69,7 +69,7 @@ class BitCheck(Configurable):
         return result
 
     def _digests(self, tree: Any) -> Digests:
-        """A checksum of each array's part on each device: computed there, 4 bytes for each read."""
+        """Return a checksum of each array's part on each device: computed there, 4 bytes are read of each."""
         leaves = [_on_device(x) for x in jax.tree.leaves(tree)]
         specs = tuple(_spec(x.sharding) for x in leaves)
         if specs not in self._programs:
@@ -99,12 +99,12 @@ def _differing(tree: Any, before: Digests, after: Digests) -> list[tuple[str, li
 
 
 def _spec(sharding: Any) -> PartitionSpec:
-    """How an array is spread over the mesh; one that is on a single device is there as a whole."""
+    """Return the partition of an array over the mesh; an array on a single device is complete there."""
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def _on_device(x: jax.Array) -> jax.Array:
-    """What is kept in the host's memory, brought to its devices."""
+    """Return the array in its devices' memory; it may be offloaded to the host's."""
     kind = next(iter(x.sharding.device_set)).default_memory().kind
     if x.sharding.memory_kind in (None, kind):
         return x

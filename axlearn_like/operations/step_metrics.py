@@ -1,15 +1,22 @@
-"""What a metrics row tells of the run itself: speed, utilisation, memory, goodput."""
+"""Metrics of steps on their way to disk, screen and other writers, and those of the run: speed, memory, goodput."""
 
 import resource
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from axlearn_like.operations.goodput import Account, CauseClock
+from axlearn_like.operations.writers import Writer
+from axlearn_like.run.metrics import MetricsWriter
+from axlearn_like.run.progress import Progress
 
 
-class LiveFigures:
-    """Computed for rows that are written only: nothing here costs a step anything."""
+class StepMetrics:
+    """Speed, utilisation, memory and goodput; computed for rows that are written only, so steps pay nothing."""
 
     def __init__(
         self,
@@ -20,33 +27,33 @@ class LiveFigures:
         flops: float | None = None,
         peak: float | None = None,
     ):
-        """Starts counting now.
+        """Start counting now.
 
         Args:
             clock: of this process.
-            past: what the event log tells up to now, this process included.
-            devices: those of the mesh.
-            flops: of one step, model FLOPs (see axlearn_like/operations/flops.py), if known.
+            past: account of the event log up to now, this process included.
+            devices: of the mesh.
+            flops: model FLOPs of one step (see axlearn_like/operations/flops.py), if known.
             peak: FLOP/s of one device, if known.
         """
         self._clock, self._past, self._devices = clock, past, devices
         self._flops, self._peak = flops, peak
-        self._told = dict(clock.totals)  # is in `past`
+        self._accounted = dict(clock.totals)  # included in `past`
         self._input = 0.0
 
     def row(self, seconds: float, tokens: float, steps: int) -> dict[str, float]:
-        """The figures of a row.
+        """Return the metrics of a row.
 
         Args:
-            seconds: of wall time per step since the last row.
+            seconds: wall time per step since the last row.
             tokens: learned since the last row.
             steps: since the last row.
 
         Returns:
-            `step_seconds`, `tokens_per_second`, `input_seconds` (of a step: waiting for input while the devices had
+            `step_seconds`, `tokens_per_second`, `input_seconds` (per step: waiting for input while the devices had
             nothing to do), `goodput` and `time/CAUSE` (fractions of the run's whole time, see goodput.py),
-            `host_memory_bytes` (peak of this process); if the devices tell, `device_memory_bytes` (the fullest one of
-            this process, peak); if known, `mfu`.
+            `host_memory_bytes` (peak of this process); where the devices report it, `device_memory_bytes` (peak of the
+            fullest one of this process); where known, `mfu`.
         """
         totals = self._clock.totals
         waited, self._input = totals["input"] - self._input, totals["input"]
@@ -56,7 +63,8 @@ class LiveFigures:
             "input_seconds": round(waited / steps, 6),
             "host_memory_bytes": _host_peak(),
         }
-        shares = self._past.shares({cause: spent - self._told.get(cause, 0.0) for cause, spent in totals.items()})
+        since = {cause: spent - self._accounted.get(cause, 0.0) for cause, spent in totals.items()}
+        shares = self._past.shares(since)
         figures["goodput"] = round(shares.pop("step", 0.0), 4)
         figures |= {f"time/{cause}": round(share, 4) for cause, share in shares.items()}
         if (memory := _device_peak(self._devices)) is not None:
@@ -66,8 +74,70 @@ class LiveFigures:
         return figures
 
 
+class StepLog:
+    """Writer of metrics rows, one step late: reading metrics at once would make the devices wait."""
+
+    def __init__(
+        self,
+        writer: MetricsWriter,
+        others: Sequence[Writer],
+        progress: Progress | None,
+        run_metrics: StepMetrics,
+        start: int,
+        rows: MutableSequence[dict[str, Any]],
+    ):
+        """Start after step `start`. `rows`: those of earlier processes of this run; further ones are appended."""
+        self._writer, self._others, self._progress = writer, others, progress
+        self._run_metrics, self.rows = run_metrics, rows
+        self._pending: tuple[int, dict[str, Any], bool] | None = None
+        self._now = self._written = (start, time.monotonic())
+        self._tokens = 0.0
+
+    @property
+    def pending(self) -> dict[str, Any] | None:
+        """The metrics of the last step, perhaps still being computed."""
+        return self._pending and self._pending[1]
+
+    @property
+    def devices_idle(self) -> bool:
+        """True if nothing that was dispatched is still being computed."""
+        return self._pending is None or self._pending[1]["loss"].is_ready()
+
+    def add(self, step: int, metrics: Mapping[str, jax.Array | float], *, wanted: bool) -> None:
+        """Hold the metrics of `step`; write those of the step before."""
+        self.flush()
+        self._pending = (step, dict(metrics), wanted)
+        self._now = (step, time.monotonic())
+
+    def extend(self, step: int, scalars: dict[str, float]) -> None:
+        """Add an evaluator's scalars to the row of `step`, which is then written in any case."""
+        assert self._pending is not None and self._pending[0] == step
+        self._pending = (step, {**self._pending[1], **scalars}, True)
+
+    def flush(self) -> None:
+        """Read the pending metrics, which waits for the devices, and write the row if it is wanted."""
+        if self._pending is None:
+            return
+        (step, metrics, wanted), self._pending = self._pending, None
+        values = jax.device_get(metrics)
+        tokens = float(np.asarray(values["tokens"]))
+        self._tokens += tokens
+        if wanted:
+            # The loop's period since the last row: with metrics read one step late, the step time.
+            (now_step, now), (last_step, last) = self._now, self._written
+            steps, self._written = now_step - last_step, self._now
+            measured = self._run_metrics.row((now - last) / steps, self._tokens, steps)
+            self._tokens = 0.0
+            row = self._writer.write(step, {**values, **measured})
+            self.rows.append(row)
+            for other in self._others:
+                other.write(row)
+        if self._progress:
+            self._progress.update(step, loss=float(values["loss"]), tokens=tokens)
+
+
 def _host_peak() -> int:
-    """Bytes; Linux counts in KiB, macOS in bytes."""
+    """Return the peak memory of this process in bytes; Linux counts in KiB, macOS in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -1,4 +1,4 @@
-"""What MFU is computed from: model FLOPs of a training step, and what the devices could do."""
+"""Model FLOPs of a training step and peak FLOP/s of devices, of which MFU is the quotient."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,10 @@ _GPUS = {"h100-pcie": 756e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "
 
 
 def step_flops(model: ConfigBase, rows: int, length: int) -> float | None:
-    """Model FLOPs, forward and backward, of a step on `rows` rows of `length` tokens; None for a model that
-    axlearn_like/operations/flops.py cannot count.
+    """Return the model FLOPs, forward and backward, of a step on `rows` rows of `length` tokens; None if unknown.
 
-    Causal: half of the pairs of a query and a key. What is recomputed does not count; rows count as whole, although
-    tokens do not look across the borders of packed examples.
+    Causal: half of the pairs of a query and a key. Recomputation does not count; rows count as whole, although tokens
+    do not attend across the borders of packed examples.
     """
     from axlearn_like.operations.flops import causal_pairs, decoder_flops, window_of
 
@@ -28,7 +27,7 @@ def step_flops(model: ConfigBase, rows: int, length: int) -> float | None:
 
 
 def peak_flops(devices: Sequence[Any]) -> float | None:
-    """bfloat16 FLOP/s of one device, where it is known; a CPU's is not."""
+    """Return the bfloat16 FLOP/s of one device; None where it is not known, as for CPUs."""
     from mesh.topology import generation_of
 
     if (generation := generation_of(devices[0])) is not None:

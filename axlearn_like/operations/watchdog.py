@@ -1,4 +1,4 @@
-"""A thread that notices when a run no longer moves, writes down where it hangs, and may end it.
+"""Watchdog thread: notices when a run makes no progress, writes down where it hangs, and may end it.
 
 A collective whose partner is gone, a bucket that does not answer, a data source in a deadlock: none of these raises.
 """
@@ -14,15 +14,15 @@ from pathlib import Path
 from types import TracebackType
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: worth trying again
 
 
 class Watchdog(Configurable):
-    """Watches over a block: `with watchdog: ... watchdog.beat(step)`.
+    """Watch over a block: `with watchdog: ... watchdog.beat(step)`.
 
-    It needs Python's lock for a moment: a library that hangs while it holds that lock is not seen.
+    It needs Python's global lock for a moment: a library that hangs while it holds that lock is not noticed.
     """
 
     class Config(ConfigBase["Watchdog"]):
@@ -31,7 +31,7 @@ class Watchdog(Configurable):
         starting: float = 3600.0  # seconds allowed instead of `dump_after` while the run starts or a step is compiled
 
     def __init__(self, cfg: Config, *, run_dir: Path, events: EventLog, doing: Callable[[], str]):
-        """`doing` tells what the time is being charged to (see goodput.py)."""
+        """`doing` returns the cause that the time is being charged to (see goodput.py)."""
         if cfg.dump_after <= 0 or cfg.starting <= 0 or (cfg.exit_after is not None and cfg.exit_after <= 0):
             raise ValueError(
                 "Watchdog.Config: expected positive seconds, got "
@@ -44,7 +44,7 @@ class Watchdog(Configurable):
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int) -> None:
-        """Something was completed. Costs next to nothing: the thread takes the time."""
+        """Report that something was completed. Costs next to nothing: the thread takes the time."""
         self._step = step
         self._beats += 1
 
@@ -67,7 +67,7 @@ class Watchdog(Configurable):
             woke, starting = now, self._doing() in ("startup", "compile")
             if (self._beats, starting) != seen or stopped:
                 if dumped:
-                    self._write("resumed", f"it goes on: step {self._step} after all")
+                    self._write("resumed", f"the run makes progress again: step {self._step}")
                 seen, since, dumped = (self._beats, starting), now, 0.0
                 continue
             limit = self._cfg.starting if starting else self._cfg.dump_after
@@ -79,18 +79,18 @@ class Watchdog(Configurable):
                 os._exit(EXIT_CODE)
 
     def _dump(self, silent: float) -> None:
-        told = f"nothing completed for {silent:.0f} s after step {self._step}, during {self._doing()}"
-        self._write("stacks", f"{told}; stacks of all threads are in {self.path}")
+        message = f"nothing completed for {silent:.0f} s after step {self._step}, during {self._doing()}"
+        self._write("stacks", f"{message}; stacks of all threads are in {self.path}")
         with suppress(OSError), open(self.path, "a") as file:
-            file.write(f"{time.strftime('%F %T')}: {told}\n")
+            file.write(f"{time.strftime('%F %T')}: {message}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.write("\n")
         with suppress(OSError):
-            faulthandler.dump_traceback(2, all_threads=True)  # of the process: a notebook's stderr is no file
+            faulthandler.dump_traceback(2, all_threads=True)  # the process's own: a notebook's stderr is no file
 
     def _write(self, what: str, message: str) -> None:
-        """To the event log and the terminal, neither of which may stop what has to be done."""
+        """Write to the event log and the terminal; a failure of either does not stop the watchdog."""
         with suppress(Exception):
             self._events.append("trainer", "watchdog", what=what, step=self._step, during=self._doing())
         with suppress(Exception):

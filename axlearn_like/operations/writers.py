@@ -1,4 +1,4 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard and Weights & Biases, when a config names them."""
+"""Writers of metrics besides `metrics.jsonl`: TensorBoard and Weights & Biases, when a config names them."""
 
 import time
 import uuid
@@ -12,13 +12,15 @@ from mesh.errors import UserError
 
 
 class Writer(Protocol):
-    """Takes rows of metrics; built by `config.build(run_dir=..., resume_step=...)`."""
+    """Receiver of metrics rows; built by `config.build(run_dir=..., resume_step=...)`."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One row as it stands in metrics.jsonl: `phase`, `step`, `time` and scalars."""
+        """Write one row as it stands in metrics.jsonl: `phase`, `step`, `time` and scalars."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is buffered."""
+        ...
 
 
 class TensorBoard(Configurable):
@@ -28,24 +30,26 @@ class TensorBoard(Configurable):
         pass
 
     def __init__(self, cfg: Config, *, run_dir: Path, resume_step: int):
-        """Rows beyond `resume_step` that an earlier process wrote are marked as replaced."""
+        """Open the event files; rows beyond `resume_step` that an earlier process wrote are marked as replaced."""
         del cfg
         library = _imported("tensorboardX", "tensorboard", "TensorBoard")
         folder = run_dir / "tensorboard"
         purge = {"purge_step": resume_step + 1} if folder.exists() else {}
-        # Its files are named by the second: a process restarted at once would write over its predecessor's.
+        # Its files are named by the second: a process restarted at once would overwrite its predecessor's.
         self._writer = library.SummaryWriter(str(folder), filename_suffix=f".{time.time_ns()}", **purge)
 
     def write(self, row: Mapping[str, Any]) -> None:
+        """Write the scalars as PHASE/NAME."""
         for name, value in _scalars(row).items():
             self._writer.add_scalar(f"{row['phase']}/{name}", value, row["step"], walltime=row["time"])
 
     def close(self) -> None:
+        """Close the event files."""
         self._writer.close()
 
 
 class WeightsAndBiases(Configurable):
-    """A run of a project at wandb.ai, or whatever WANDB_MODE and WANDB_BASE_URL say; resumed with the run."""
+    """A run of a project at wandb.ai, or as WANDB_MODE and WANDB_BASE_URL say; resumed with the run."""
 
     class Config(ConfigBase["WeightsAndBiases"]):
         project: str = REQUIRED
@@ -70,9 +74,11 @@ class WeightsAndBiases(Configurable):
         )
 
     def write(self, row: Mapping[str, Any]) -> None:
+        """Log the scalars as PHASE/NAME."""
         self._run.log({f"{row['phase']}/{name}": value for name, value in _scalars(row).items()}, step=row["step"])
 
     def close(self) -> None:
+        """Finish the run there."""
         self._run.finish()
 
 

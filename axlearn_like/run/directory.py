@@ -1,19 +1,16 @@
-"""A run's directory: whose it is, what is in it, and the event log that its processes share."""
+"""A run's directory: its files, and the lock of the run that owns it."""
 
 import contextlib
 import difflib
-import errno
 import fcntl
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from axlearn_like.run.disk import telling_full_disk
 from mesh.errors import UserError
 
 
@@ -29,10 +26,10 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config_text: str, *, force: bool = False) -> "RunDirectory":
-        """Creates the directory, or opens it again to resume.
+        """Create the directory, or open it again to resume.
 
         Args:
-            path: where.
+            path: of the directory.
             config_text: the run's whole config. It is written at the first opening and must be the
                 same at later ones.
             force: accept (and record) another config than the one recorded.
@@ -57,40 +54,46 @@ class RunDirectory:
 
     @classmethod
     def attach(cls, path: str | os.PathLike[str]) -> "RunDirectory":
-        """The directory of a run that another process holds open: no lock, nothing created."""
+        """Return the directory of a run that another process holds open: no lock, nothing created."""
         return cls(Path(path).absolute())
 
     @property
     def config_path(self) -> Path:
+        """The config as text."""
         return self.path / "config.txt"
 
     @property
     def resolved_config_path(self) -> Path:
-        """The config with the values that parents handed down at build; for people to read."""
+        """The config with the values that parents set at build; for people to read."""
         return self.path / "config_resolved.txt"
 
     @property
     def metrics_path(self) -> Path:
+        """Rows of metrics.py."""
         return self.path / "metrics.jsonl"
 
     @property
     def events_path(self) -> Path:
+        """Rows of events.py."""
         return self.path / "events.jsonl"
 
     @property
     def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def rollouts(self) -> Path:
+        """Folder of samples for people to read."""
         return self.path / "rollouts"
 
     @property
     def lock_path(self) -> Path:
+        """The lock, with the process that holds it."""
         return self.path / "run.lock"
 
     def close(self) -> None:
-        """Lets go of the lock; the next `open` may come from any process."""
+        """Release the lock; the next `open` may come from any process."""
         if self.lock_path.exists():
             with self._lock_file() as file:
                 if _read_owner(file) == _this_process():
@@ -167,49 +170,16 @@ class RunDirectory:
             raise RunDirectoryError(f"cannot lock run directory {self.path}: {error}") from error
 
 
-class EventLog:
-    """Appends rows `{"time", "role", "event", ...}` to a file that several processes may share.
-
-    Each row is one write to a file opened for appending, which the operating system does not
-    interleave. Behind a row that a full disk has torn comes a new line.
-    """
-
-    def __init__(self, path: str | Path, *, silent: bool = False):
-        """`silent`: nothing is written; for a process whose events another one tells."""
-        self.path, self._silent = Path(path), silent
-
-    def append(self, role: str, event: str, **fields: Any) -> None:
-        """Records that `role` had `event` now; a span says how long it took in `seconds`. DiskFull: there is no
-        room.
-        """
-        if self._silent:
-            return
-        row = {"time": round(time.time(), 3), "role": role, "event": event, **fields}
-        with telling_full_disk(self.path):
-            self._append(json.dumps(row).encode() + b"\n")
-
-    def _append(self, line: bytes) -> None:
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line
-            if os.write(descriptor, line) != len(line):
-                raise OSError(errno.ENOSPC, "torn")
-        finally:
-            os.close(descriptor)
-
-
 def _this_process() -> dict[str, Any]:
     pid = os.getpid()
     return {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid)}
 
 
 def _start_time(pid: int) -> str | None:
-    """When the process began: tells it from a later process that got the same number.
+    """Return when the process began, which distinguishes it from a later process of the same number.
 
     A restarted container nearly always gets the same process number again. None where there is no
-    /proc; "ended" for a process that is over and only waits for its parent to notice.
+    /proc; "ended" for a process that has ended and only waits for its parent to notice.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

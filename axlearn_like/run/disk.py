@@ -1,4 +1,4 @@
-"""A disk without room: one message that says where, and that nothing is lost."""
+"""Full disks: one message that names the place and says that nothing is lost."""
 
 import errno
 import logging
@@ -16,7 +16,7 @@ _WORDS = ("No space left on device", "Disk quota exceeded")
 
 
 class DiskFull(UserError):
-    """There is no room on the disk of `path`; `point` says where the same command goes on from."""
+    """Error: the disk of `path` is full; `point` is where the same command will resume."""
 
     def __init__(self, path: str, point: str = "the last checkpoint"):
         super().__init__(path, point)
@@ -25,23 +25,23 @@ class DiskFull(UserError):
     def __str__(self) -> str:
         return (
             f"no space left on device: {self.path}; free some and run the same command again: "
-            f"it goes on from {self.point}"
+            f"it resumes from {self.point}"
         )
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Whether that is at the root of it. TensorStore tells only in words."""
+    """Return True if a full disk is the root cause. TensorStore says so only in its message."""
     while error is not None:
-        told = isinstance(error, OSError) and error.errno in _NUMBERS
-        if told or isinstance(error, DiskFull) or any(words in str(error) for words in _WORDS):
+        numbered = isinstance(error, OSError) and error.errno in _NUMBERS
+        if numbered or isinstance(error, DiskFull) or any(words in str(error) for words in _WORDS):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 @contextmanager
-def telling_full_disk(path: str | Path) -> Iterator[None]:
-    """An OSError that says so becomes DiskFull."""
+def raising_disk_full(path: str | Path) -> Iterator[None]:
+    """Turn an OSError of a full disk into DiskFull."""
     try:
         yield
     except OSError as error:
@@ -51,8 +51,10 @@ def telling_full_disk(path: str | Path) -> Iterator[None]:
 
 
 def quieten_full_disk() -> None:
-    """Orbax logs a screen for each of its threads that found no room, besides what it raises; TensorStore prints one
-    more for each write that ends after its thread.
+    """Silence the logs of a full disk, which is raised as an error.
+
+    Orbax logs a screen for each of its threads that found no room; TensorStore prints one more for each write that ends
+    after its thread.
     """
     logger = logging.getLogger("absl")
     if _not_of_full_disk not in logger.filters:

@@ -1,4 +1,4 @@
-"""The end of a JSONL file that others write: what has come since the last look, without reading it all again."""
+"""Tail of a JSONL file that other processes write: the new rows, without reading all again."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from axlearn_like.run.metrics import parse_row
 
 
-class RowTail:
-    """Reads the new rows of a file that may not exist yet and may be replaced by a mended one."""
+class JsonlTail:
+    """Reader of the new rows of a file that may not exist yet and may be replaced by a repaired one."""
 
     def __init__(self, path: str | Path, *, from_end: bool = False):
-        """`from_end`: what is in the file now is not new."""
+        """Start at the beginning of the file, or, with `from_end`, after the rows that it has now."""
         self._path = Path(path)
         self._file: tuple[int, int] | None = None  # device and inode
         self._offset = 0
@@ -19,7 +19,7 @@ class RowTail:
             self._file, self._offset = (status.st_dev, status.st_ino), status.st_size
 
     def new_rows(self) -> list[dict[str, Any]]:
-        """Rows added since the last call; all rows once more if the file was replaced or cut."""
+        """Return the rows added since the last call; all rows once more if the file was replaced or cut."""
         try:
             with open(self._path, "rb") as file:
                 status = self._path.stat()
@@ -30,6 +30,6 @@ class RowTail:
                 data = file.read()
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]  # the last line may still be in the writing
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may not be complete yet
         self._offset += len(whole)
         return [row for line in whole.splitlines() for row in parse_row(line)]

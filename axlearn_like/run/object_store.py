@@ -12,13 +12,13 @@ _SCHEMES = ("file", "gs", "s3", "memory")
 
 
 def open_store(url: str | Mapping[str, Any], setting: str, *, timeout: float = 120.0, retries: int = 6) -> Any:
-    """Opens a `tensorstore.KvStore`; nothing is read or written yet.
+    """Open a `tensorstore.KvStore`; nothing is read or written yet.
 
     Args:
         url: as for `store_spec`.
-        setting: what the user calls the place, for messages.
+        setting: config path of the URL, for messages.
         timeout: seconds to wait for an answer.
-        retries: how often a request that a bucket did not answer is repeated, with growing pauses.
+        retries: repetitions of a request that a bucket did not answer, with growing pauses.
 
     Raises:
         UserError: the URL is not one of these, or it cannot be opened.
@@ -27,24 +27,24 @@ def open_store(url: str | Mapping[str, Any], setting: str, *, timeout: float = 1
 
     spec = store_spec(url, setting)
     resources: dict[str, Any] = dict.fromkeys(("gcs_request_retries", "s3_request_retries"), {"max_retries": retries})
-    # Without locks files are written under names of their own and renamed. With them, what a killed process left
-    # of `x.__lock` is not cut off: the next write to x, if it is shorter, ends with the rest of it (0.1.86).
+    # Without locks files are written under names of their own and renamed. With them, a `x.__lock` that a killed
+    # process left is not truncated: the next write to x, if it is shorter, ends with the rest of it (0.1.86).
     context = ts.Context(resources | {"file_io_locking": {"mode": "none"}})
     if not isinstance(spec, str) and spec.get("driver") == "memory":
         context = _memory(ts)
     try:
         return ts.KvStore.open(spec, context=context).result(timeout=timeout)
     except (ValueError, OSError, RuntimeError) as error:
-        raise UserError(f"{setting}={told(url)!r} cannot be opened: {error or 'no answer'}") from error
+        raise UserError(f"{setting}={store_text(url)!r} cannot be opened: {error or 'no answer'}") from error
 
 
 def store_spec(url: str | Mapping[str, Any], setting: str) -> str | dict[str, Any]:
-    """What KvStore.open takes; its path ends with a slash.
+    """Return the argument of KvStore.open; its path ends with a slash.
 
     Args:
         url: file:///path, file://relative/path or just a path; gs://bucket/path, s3://bucket/path, memory://name; or
             the specification of a KvStore as a dict, for what no URL can say (the endpoint of an S3 store).
-        setting: what the user calls the place, for messages.
+        setting: config path of the URL, for messages.
 
     Raises:
         UserError: it is none of these.
@@ -66,8 +66,8 @@ def store_spec(url: str | Mapping[str, Any], setting: str) -> str | dict[str, An
     return url.rstrip("/") + "/"
 
 
-def told(url: str | Mapping[str, Any]) -> str:
-    """The place as one line of text."""
+def store_text(url: str | Mapping[str, Any]) -> str:
+    """Return the URL or specification as one line of text."""
     return url if isinstance(url, str) else json.dumps(dict(url))
 
 
@@ -75,7 +75,7 @@ _contexts: list[Any] = []
 
 
 def _memory(ts: Any) -> Any:
-    """One context for all: what one store of this process writes to memory://, another finds there."""
+    """Return one context for all, so that stores of this process share memory://."""
     if not _contexts:
         _contexts.append(ts.Context())
     return _contexts[0]

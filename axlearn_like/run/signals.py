@@ -1,4 +1,4 @@
-"""A polite end: SIGTERM and the first Ctrl-C ask a loop to stop at its next safe point."""
+"""Graceful shutdown: SIGTERM and the first Ctrl-C ask a loop to stop at its next safe point."""
 
 import signal
 import threading
@@ -9,13 +9,14 @@ from typing import Any
 
 
 class Stop:
-    """Whether somebody asked for the end, and how."""
+    """A request to stop, and the signal that made it."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
 
     @property
     def requested(self) -> bool:
+        """True once a stop was requested."""
         return self._signal is not None
 
     @property
@@ -24,7 +25,7 @@ class Stop:
         return None if self._signal is None else signal.Signals(self._signal).name
 
     def request(self, signum: int = signal.SIGTERM) -> None:
-        """Asks for the end as the signal would."""
+        """Request the stop as the signal would."""
         self._signal = signum
 
 
@@ -33,13 +34,13 @@ _active: list[Stop] = []  # of the main thread, outermost first
 
 @contextmanager
 def graceful_stop() -> Iterator[Stop]:
-    """Turns SIGTERM and SIGINT into a flag that a loop reads; afterwards the old handlers return.
+    """Turn SIGTERM and SIGINT into a flag that a loop reads; afterwards the old handlers return.
 
-    A second Ctrl-C raises KeyboardInterrupt at once. Further SIGTERMs change nothing: schedulers
-    repeat them, and the save they would interrupt is what they ask for. Outside the main thread
-    Python allows no handlers, so there the flag is set only by `stop.request()`.
+    A second Ctrl-C raises KeyboardInterrupt at once. Further SIGTERMs change nothing: schedulers repeat them, and they
+    would interrupt the save that they ask for. Outside the main thread Python allows no handlers, so there the flag is
+    set only by `stop.request()`.
 
-    Blocks may be nested, as a phase within a run: the signal is for all of them.
+    Blocks may be nested, as a phase within a run: the signal stops all of them.
     """
     stop = Stop()
 

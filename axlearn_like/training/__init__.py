@@ -1,0 +1,1 @@
+"""Training: the loop and its operations, programs, losses, evaluators, and the supervised trainer."""

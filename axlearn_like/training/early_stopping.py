@@ -7,13 +7,13 @@ from typing import Any
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 
 
-class StopWhen(Configurable):
+class EarlyStopping(Configurable):
     """Ends training early: when the mean of a metric over the last logged rows reaches a value.
 
     It looks at training metrics only, so what is measured on held-out data stays held out.
     """
 
-    class Config(ConfigBase["StopWhen"]):
+    class Config(ConfigBase["EarlyStopping"]):
         metric: str = "accuracy"
         at_least: float = REQUIRED
         rows: int = 5  # logged rows averaged

@@ -10,8 +10,8 @@ from axlearn_like.checkpoint.tiers import CheckpointTiers
 from axlearn_like.input import SupervisedInput
 from axlearn_like.operations.goodput import CauseClock
 from axlearn_like.operations.profiler import Profiler
-from axlearn_like.operations.sdc import BitCheck
-from axlearn_like.operations.step_log import StepLog
+from axlearn_like.operations.sdc import SDCCheck
+from axlearn_like.operations.step_metrics import StepLog
 from axlearn_like.training.evaluators import Evaluator
 from axlearn_like.training.step import State, Step
 from mesh import shard_batch
@@ -37,7 +37,7 @@ class TrainingLoop:
     evaluators: Sequence[Evaluator]
     averaged: Callable[[Any, Any], Any]  # (parameters, optimizer state) -> the learner's average of the parameters
     profiler: Profiler
-    check: BitCheck | None
+    check: SDCCheck | None
     beat: Callable[[int], None]  # tells the watchdog that something was completed
 
     def run(self, reached: Callable[..., bool], stopped: Callable[[], bool]) -> bool:
@@ -74,7 +74,7 @@ class TrainingLoop:
             if self.check is None or not self.check.due(step):
                 self.state, metrics = self.program(self.state, batch)
             else:
-                with clock.spending("check"):
+                with clock.spending("sdc_check"):
                     self.state, metrics = self.check.run(self.program, step, self.state, batch)
         self.step = step
         self.tiers.check()

@@ -18,19 +18,19 @@ from axlearn_like.checkpoint.tiers import CheckpointTiers
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, resolve, to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import Learner, LearnerError
-from axlearn_like.operations.goodput import CauseClock, account, lines
+from axlearn_like.operations.goodput import CauseClock, account, account_lines
 from axlearn_like.operations.profiler import Profiler
-from axlearn_like.operations.recompilation import StepProgram
-from axlearn_like.operations.sdc import BitCheck
-from axlearn_like.operations.step_log import StepLog
-from axlearn_like.operations.step_metrics import LiveFigures
+from axlearn_like.operations.recompilation import CompiledStep
+from axlearn_like.operations.sdc import SDCCheck
+from axlearn_like.operations.step_metrics import StepLog, StepMetrics
 from axlearn_like.operations.utilisation import peak_flops, step_flops
 from axlearn_like.operations.watchdog import Watchdog
-from axlearn_like.run.directory import EventLog, RunDirectory, RunDirectoryError
-from axlearn_like.run.metrics import MetricsWriter, Progress, read_rows
+from axlearn_like.run.directory import RunDirectory, RunDirectoryError
+from axlearn_like.run.events import EventLog, span
+from axlearn_like.run.metrics import MetricsWriter, read_rows
+from axlearn_like.run.progress import Progress
 from axlearn_like.run.signals import Stop, graceful_stop
-from axlearn_like.run.spans import span
-from axlearn_like.training.early_stopping import StopWhen
+from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.loop import TrainingLoop
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program, check_length, check_rows, train_program
@@ -60,7 +60,7 @@ class Trainer(Configurable):
         compiler_options: dict[str, str] = {}  # of XLA, for the train step; set by a mesh rule, for TPUs have their own
         microbatches: int = 1
         num_steps: int = REQUIRED
-        stop_when: StopWhen.Config | None = None  # None: all steps
+        early_stopping: EarlyStopping.Config | None = None  # None: all steps
         log_every: int = 10
         evaluators: tuple[ConfigBase, ...] = ()
         seed: int = 0  # of the initial parameters
@@ -68,16 +68,16 @@ class Trainer(Configurable):
         keep_best: KeepBest.Config | None = None  # checkpoints kept besides the newest
         remote: RemoteTier.Config | None = None  # where checkpoints are copied to
         writers: tuple[ConfigBase, ...] = ()  # of metrics, besides metrics.jsonl (see operations/writers.py)
-        programs: int = 1  # shapes of batches that the step may be compiled for
+        max_compilations: int = 1  # number of batch shapes that the step may be compiled for
         watchdog: Watchdog.Config | None = Watchdog.Config()
         profile: Profiler.Config = Profiler.Config()
-        bit_check: BitCheck.Config | None = None  # None: steps are not repeated
+        sdc_check: SDCCheck.Config | None = None  # None: steps are not repeated
 
     def __init__(self, cfg: Config):
-        if min(cfg.num_steps, cfg.log_every, cfg.microbatches, cfg.programs) < 1:
+        if min(cfg.num_steps, cfg.log_every, cfg.microbatches, cfg.max_compilations) < 1:
             raise ValueError(
-                "Trainer.Config: expected num_steps, log_every, microbatches and programs >= 1, got "
-                f"{cfg.num_steps}, {cfg.log_every}, {cfg.microbatches} and {cfg.programs}"
+                "Trainer.Config: expected num_steps, log_every, microbatches and max_compilations >= 1, got "
+                f"{cfg.num_steps}, {cfg.log_every}, {cfg.microbatches} and {cfg.max_compilations}"
             )
         self._cfg = cfg
         self._mesh = make_mesh(cfg.mesh, slices=cfg.slices)
@@ -179,14 +179,14 @@ class Trainer(Configurable):
         data: SupervisedInput = cfg.input.build(rows=local_rows(cfg.input.batch_size))
         stack.callback(data.close)
         state, start = self._start(program, tiers, data)
-        events.append("trainer", "start", step=start, began=round(clock.began, 3))
+        events.append("trainer", "train_begin", step=start, began=round(clock.began, 3))
         clock.start(start)
         loop = TrainingLoop(
             state=state,
             step=start,
             num_steps=cfg.num_steps,
             log_every=cfg.log_every,
-            program=StepProgram(program.step, allowed=cfg.programs, around=lambda: _compiling(events, clock)),
+            program=CompiledStep(program.step, allowed=cfg.max_compilations, around=lambda: _compiling(events, clock)),
             data=data,
             log=self._log(run_dir, clock, stack, start, show),
             clock=clock,
@@ -194,20 +194,22 @@ class Trainer(Configurable):
             evaluators=[evaluator.build(graphdef=program.graphdef) for evaluator in cfg.evaluators],
             averaged=jax.jit(self._learner.ema_params),
             profiler=profiler,
-            check=cfg.bit_check.build(mesh=self._mesh) if cfg.bit_check else None,
+            check=cfg.sdc_check.build(mesh=self._mesh) if cfg.sdc_check else None,
             beat=beat,
         )
         del state  # the loop's alone: the step donates it
-        when = cfg.stop_when.build() if cfg.stop_when else lambda rows, before: False
+        when = cfg.early_stopping.build() if cfg.early_stopping else lambda rows, before: False
 
         def reached(rows: Any, *, before: int) -> bool:
             return self._all.broadcast(when(rows, before=before))
 
         done = loop.run(reached, lambda: self._all.any(stop.requested))
-        clock.tell()
-        events.append("trainer", "stop", step=loop.step, reason="done" if done else stop.reason or "another process")
+        clock.flush()
+        events.append(
+            "trainer", "train_end", step=loop.step, reason="done" if done else stop.reason or "another process"
+        )
         if show and self._all.leader:
-            print(*lines(account(read_rows(run_dir.events_path))), sep="\n", file=sys.stderr, flush=True)
+            print(*account_lines(account(read_rows(run_dir.events_path))), sep="\n", file=sys.stderr, flush=True)
         return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
 
     def _log(
@@ -225,8 +227,8 @@ class Trainer(Configurable):
         devices = list(self._mesh.devices.flat)
         peak = peak_flops(devices)
         flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if peak else None
-        figures = LiveFigures(clock, past, devices, flops=flops, peak=peak)
-        last = deque(_rows(run_dir), maxlen=cfg.stop_when.rows + 1 if cfg.stop_when else 1)
+        figures = StepMetrics(clock, past, devices, flops=flops, peak=peak)
+        last = deque(_rows(run_dir), maxlen=cfg.early_stopping.rows + 1 if cfg.early_stopping else 1)
         return StepLog(writer, others, progress, figures, start, last)
 
     def _start(self, program: Program, tiers: CheckpointTiers, data: SupervisedInput) -> tuple[State, int]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.controller.ledger import Ledger, WorkItem
 from rl.roles.messages import Group, Lease, Prompt, Rollout

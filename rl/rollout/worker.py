@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from axlearn_like.run.directory import EventLog
-from axlearn_like.run.spans import span
+from axlearn_like.run.events import EventLog, span
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError

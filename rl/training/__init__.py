@@ -1,0 +1,1 @@
+"""The policy trainer: batches of the controller, the update, and its publication."""

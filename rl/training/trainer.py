@@ -24,9 +24,9 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, errors_at
 from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.learner import Learner
-from axlearn_like.run.directory import EventLog, RunDirectory
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog, span
 from axlearn_like.run.metrics import MetricsWriter
-from axlearn_like.run.spans import span
 from axlearn_like.training.step import init_state, make_train_step
 from mesh import UserError, make_mesh, shard_batch, to_named_sharding
 from mesh.distributed import ProcessGroup, to_host
@@ -67,7 +67,7 @@ class PolicyTrainer(Configurable):
         samples_per_row: int | None = None  # of a prompt, which is computed again for every row; None: all in one row
         chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
         compiler_options: dict[str, str] = {}  # of XLA, for the update
-        agreement_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
+        logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
 
         def check_sizes(self) -> Mesh:
             """The mesh, if it fits the devices, and batches and model fit it.
@@ -301,7 +301,7 @@ class PolicyTrainer(Configurable):
         )
         ages = [self.step - int(r.versions.min()) for g in groups for r in g.rollouts]
         arrays = shard_batch(batch)
-        if self.step % self.cfg.agreement_every == 0:
+        if self.step % self.cfg.logprob_diff_every == 0:
             figures |= self._agreement(groups, batch, arrays)
         self.state, metrics = self._step(self.state, arrays)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}

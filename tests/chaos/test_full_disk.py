@@ -83,12 +83,12 @@ def test_a_full_disk_is_one_message_that_names_it(outcome: Outcome) -> None:
     [message] = said
     where = r"/run/(checkpoints/rl|metrics\.jsonl|events\.jsonl)"
     expected = rf"axl: error: no space left on device: .*{where}; free some and run the same command again: "
-    assert re.fullmatch(expected + r"it goes on from update \d+", message)
+    assert re.fullmatch(expected + r"it resumes from update \d+", message)
 
 
 def test_a_row_of_the_event_log_torn_by_a_full_disk_does_not_prevent_a_restart(tmp_path: Path) -> None:
-    from axlearn_like.run.directory import EventLog
-    from axlearn_like.run.jsonl import RowTail
+    from axlearn_like.run.events import EventLog
+    from axlearn_like.run.jsonl import JsonlTail
     from axlearn_like.run.metrics import read_rows
 
     path = tmp_path / "events.jsonl"
@@ -96,4 +96,4 @@ def test_a_row_of_the_event_log_torn_by_a_full_disk_does_not_prevent_a_restart(t
     EventLog(path).append("driver", "session", pid=1, group=1)
     EventLog(path).append("trainer", "start", pid=2)
     assert [row["event"] for row in read_rows(path)][-1] == "start"
-    assert [row["event"] for row in RowTail(path).new_rows()][-1] == "start"
+    assert [row["event"] for row in JsonlTail(path).new_rows()][-1] == "start"

@@ -10,7 +10,7 @@ import pytest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import from_text, to_text
 from axlearn_like.layers.base import Params
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
 from rl.evaluation.evaluator import Evaluation

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axlearn_like.run.jsonl import RowTail
+from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.metrics import read_rows
 from rl.run import RLRun
 from tests.rl.runtime.ray.command import Command
@@ -128,7 +128,7 @@ def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
         "evaluation after RL",
     ]
     said.clear()
-    log = RowTail(tmp_path / "events.jsonl", from_end=True)
+    log = JsonlTail(tmp_path / "events.jsonl", from_end=True)
     again = run.run(tmp_path, runtime="inprocess")
     assert said == [] and log.new_rows() == []
     assert again == first

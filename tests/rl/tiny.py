@@ -56,7 +56,7 @@ def tiny_experiment(**changes: Any) -> RLExperiment.Config:
         objective=grpo().set(old_policy="current", zero_variance="drop"),
         learner=Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-2), clip_norm=1.0),
         trainer=PolicyTrainer.Config(
-            checkpoint=Checkpointer.Config(save_every=2, keep=2), row_multiple=4, agreement_every=1
+            checkpoint=Checkpointer.Config(save_every=2, keep=2), row_multiple=4, logprob_diff_every=1
         ),
         engine=RolloutEngine.Config(slots=8),
         verifier=InlineVerifier.Config(scorer=FunctionScorer.Config(function=ascii_share)),

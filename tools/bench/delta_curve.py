@@ -144,7 +144,7 @@ def experiment_at(rate: float, updates: int) -> RLExperiment.Config:
         staleness=0,
         learner=Learner.Config(optimizer=AdamW.Config(b2=0.98), schedule=Constant.Config(lr=rate), clip_norm=0.5),
         trainer=SnapshotTrainer.Config(
-            checkpoint=Checkpointer.Config(save_every=10 * updates), row_multiple=8, agreement_every=10 * updates
+            checkpoint=Checkpointer.Config(save_every=10 * updates), row_multiple=8, logprob_diff_every=10 * updates
         ),
         engine=RolloutEngine.Config(slots=64, keep_completions=False),
         verifier=InlineVerifier.Config(scorer=scorer),

@@ -50,7 +50,7 @@ def recovery_job(staleness: int = 0) -> RLExperiment.Config:
         objective=grpo().set(old_policy="current", zero_variance="drop"),
         learner=Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3), clip_norm=1.0),
         trainer=PolicyTrainer.Config(
-            checkpoint=Checkpointer.Config(save_every=SAVE_EVERY, keep=3), row_multiple=4, agreement_every=1
+            checkpoint=Checkpointer.Config(save_every=SAVE_EVERY, keep=3), row_multiple=4, logprob_diff_every=1
         ),
         engine=RolloutEngine.Config(slots=8),
         verifier=Verifier.Config(scorer=FunctionScorer.Config(function=slow_ascii_share), processes=1),

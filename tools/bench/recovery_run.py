@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from axlearn_like.run.directory import EventLog
-from axlearn_like.run.jsonl import RowTail
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.jsonl import JsonlTail
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = "driver"
@@ -48,7 +48,7 @@ class WatchedRun:
         self._environ = {**os.environ, "PYTHONPATH": here, **(environ or {})}
         self._said = run_dir.with_name(f"{run_dir.name}.out")
         self._said.write_text("")
-        self._tails = {name: RowTail(run_dir / f"{name}.jsonl") for name in ("events", "metrics")}
+        self._tails = {name: JsonlTail(run_dir / f"{name}.jsonl") for name in ("events", "metrics")}
         self.events: list[dict[str, Any]] = []
         self.process: subprocess.Popen[bytes] | None = None
         self.step = 0  # updates completed, by the newest row of the metrics

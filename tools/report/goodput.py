@@ -1,10 +1,10 @@
-"""Where the time of supervised training went, over all its processes."""
+"""Goodput of a run's training: its time by cause, over all its processes."""
 
 from __future__ import annotations
 
 from html import escape
 
-from axlearn_like.operations.goodput import CAUSES, Account, account, lines
+from axlearn_like.operations.goodput import CAUSES, Account, account, account_lines
 from tools.report.load import Row, Run, mapping, number
 from tools.report.words import duration
 
@@ -15,7 +15,7 @@ def _account(run: Run) -> Account:
 
 def _sound(row: Row) -> bool:
     """Whether a row is none of the account's, or has all that one of its kind has."""
-    wanted = {"start": ("began", "step"), "spent": ("since", "step")}.get(str(row.get("event")), ())
+    wanted = {"train_begin": ("began", "step"), "spent": ("since", "step")}.get(str(row.get("event")), ())
     causes = mapping(row.get("causes")).values()
     return all(number(value) is not None for value in (*(row.get(name) for name in wanted), *causes)) and (
         row.get("event") != "spent" or bool(causes)
@@ -24,7 +24,7 @@ def _sound(row: Row) -> bool:
 
 def told(run: Run) -> str:
     """The table of the terminal; empty if the run has no account."""
-    return "\n".join(lines(_account(run)))
+    return "\n".join(account_lines(_account(run)))
 
 
 def section(run: Run) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from axlearn_like.run.object_store import open_store, told
+from axlearn_like.run.object_store import open_store, store_text
 from mesh import UserError
 from rl.parameter_server.digest import digest_of
 from rl.parameter_server.errors import VersionGone, WeightsError
@@ -64,7 +64,7 @@ class Spill:
         """
         if keep < 1:
             raise UserError(f"{setting}: keep={keep}, expected at least 1")
-        self.keep, self.url = keep, told(url)
+        self.keep, self.url = keep, store_text(url)
         self._timeout = timeout
         self._lock = threading.Lock()  # of those who change something
         self._store = open_store(url, setting, timeout=timeout, retries=retries)

@@ -19,7 +19,8 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from axlearn_like.config import from_text
-from axlearn_like.run.directory import EventLog, RunDirectory
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
 from mesh import UserError, enable_compilation_cache, make_mesh
 from mesh.devices import configure_cpu_devices
 from mesh.distributed import ProcessGroup, free_address, join, process_name

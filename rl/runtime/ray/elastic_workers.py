@@ -16,7 +16,8 @@ import psutil
 import ray
 
 from axlearn_like.config import from_text
-from axlearn_like.run.directory import EventLog, RunDirectory
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
 from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
 from rl.runtime.ray.actors import RoleGone, connect_services, server_names

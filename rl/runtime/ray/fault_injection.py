@@ -8,8 +8,9 @@ from typing import Any
 
 import ray
 
-from axlearn_like.run.directory import EventLog, RunDirectory
-from axlearn_like.run.jsonl import RowTail
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.jsonl import JsonlTail
 from rl.experiment import RLExperiment
 
 Say = Callable[[str], None]
@@ -23,7 +24,7 @@ class FaultInjection:
         self.target: str | None = None  # its name while it is killed and not yet replaced
         share = cfg.kill_worker_after if cfg.workers else None
         self._at = None if share is None else max(1, round(share * cfg.num_steps))
-        if any(row["event"] == "kill" for row in RowTail(run.events_path).new_rows()):
+        if any(row["event"] == "kill" for row in JsonlTail(run.events_path).new_rows()):
             self._at = None
         self._words, self._time, self._started = "", 0.0, False
 

@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.roles.timeouts import Timeouts, Waits
 from rl.runtime.ray.fault_injection import Say

@@ -5,7 +5,7 @@ import os
 import psutil
 
 from axlearn_like.run.directory import RunDirectory
-from axlearn_like.run.jsonl import RowTail
+from axlearn_like.run.jsonl import JsonlTail
 
 
 def end_orphans(run: RunDirectory) -> None:
@@ -14,7 +14,7 @@ def end_orphans(run: RunDirectory) -> None:
     Actors end by themselves within seconds of the driver, Ray's agents within a minute; this is for the time before.
     """
     actors, groups = set(), set()
-    for row in RowTail(run.events_path).new_rows():
+    for row in JsonlTail(run.events_path).new_rows():
         if row["event"] == "start" and "pid" in row:
             actors.add(row["pid"])
         elif row["event"] == "session":

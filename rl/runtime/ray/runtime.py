@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import ray
 
-from axlearn_like.run.directory import EventLog, RunDirectory
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.runtime.ray.elastic_workers import withdraw

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from axlearn_like.run.directory import EventLog
 from axlearn_like.run.disk import DiskFull
+from axlearn_like.run.events import EventLog
 
 _LAST_WORDS = 3.0  # seconds for what is done when there is no more time
 _REPLY = 0.5  # seconds in which the caller gets the last answer

@@ -15,8 +15,9 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from axlearn_like.run.directory import EventLog, RunDirectory
-from axlearn_like.run.jsonl import RowTail
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.jsonl import JsonlTail
 from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.runtime.ray.actors import RemoteRole, RoleHost, result, server_names, trainer_names
@@ -35,8 +36,8 @@ class Supervisor:
     def __init__(self, cfg: RLExperiment.Config, run: RunDirectory, say: Say):
         self._cfg, self._run, self._say = cfg, run, say
         self._log = EventLog(run.events_path)
-        self._events = RowTail(run.events_path, from_end=True)
-        self._metrics = RowTail(run.metrics_path)
+        self._events = JsonlTail(run.events_path, from_end=True)
+        self._metrics = JsonlTail(run.metrics_path)
         self._step = 0
         self._pids: dict[str, int] = {}  # of the roles that have started
         self._left: set[str] = set()  # those that went when they were asked to, and have not started again

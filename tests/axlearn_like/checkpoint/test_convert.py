@@ -74,7 +74,7 @@ def test_nothing_is_converted_that_was_not_asked_for(saved, params):
         restored(saved / "list", params)
     with pytest.raises(CheckpointError, match=r"'bfloat16'\), expected .*'float32'\)"):
         restored(saved / "half", params, StackLayers.Config())
-    with pytest.raises(CheckpointError, match="UnstackLayers: 'layers' of this model is no list of layers"):
+    with pytest.raises(CheckpointError, match="UnstackLayers: 'layers' of this model is not a list of layers"):
         restored(saved / "stack", params, UnstackLayers.Config())
     with pytest.raises(CheckpointError, match="this model has no 'blocks'; it has embedding, layers, norm"):
         restored(saved / "stack", params, StackLayers.Config(key="blocks"))

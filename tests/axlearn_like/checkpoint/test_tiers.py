@@ -8,7 +8,7 @@ from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer, CheckpointError, restore_params
 from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.checkpoint.tiers import CheckpointTiers
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from tests.axlearn_like.checkpoint.test_checkpointer import abstract, assert_equal, make_state

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.operations.recompilation import StepProgram
-from axlearn_like.operations.sdc import BitCheck, CorruptionError
+from axlearn_like.operations.recompilation import CompiledStep
+from axlearn_like.operations.sdc import CorruptionError, SDCCheck
 from mesh import make_mesh
 
 
@@ -39,10 +39,10 @@ def report() -> dict[str, Any]:
         return {"params": params, "step": state["step"] + 1}, {"loss": jnp.sum(params["scale"])}
 
     batch = put(np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 4), ("data",))
-    program = StepProgram(jax.jit(step, donate_argnums=0))
+    program = CompiledStep(jax.jit(step, donate_argnums=0))
     told: dict[str, Any] = {}
     with jax.set_mesh(mesh):
-        check = BitCheck.Config(every=3).build(mesh=mesh)
+        check = SDCCheck.Config(every=3).build(mesh=mesh)
         told["due"] = [step for step in range(1, 8) if check.due(step)]
         plain, checked = program(state(), batch), check.run(program, 3, state(), batch)
         told["same"] = jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), plain, checked))

@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from axlearn_like.operations.goodput import CAUSES, Account, CauseClock, account, lines, process_began
-from axlearn_like.run.directory import EventLog
+from axlearn_like.operations.goodput import CAUSES, Account, CauseClock, account, account_lines, process_began
+from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 
 
@@ -17,7 +17,7 @@ def spent(time, since, to, /, **causes):
 
 
 FIRST = [
-    row(110, "start", step=0, began=100.0),
+    row(110, "train_begin", step=0, began=100.0),
     spent(110, 0, 0, startup=10.0),
     spent(130, 0, 4, compile=12.0, step=8.0),
     spent(142, 4, 10, step=9.0, input=2.0, checkpoint=1.0),
@@ -25,7 +25,7 @@ FIRST = [
 
 
 def test_one_process():
-    found = account([*FIRST, row(142, "stop", step=10, reason="done")])
+    found = account([*FIRST, row(142, "train_end", step=10, reason="done")])
     assert found.seconds == {"startup": 10, "compile": 12, "step": 17, "input": 2, "checkpoint": 1}
     assert (found.sessions, found.total) == (1, 42)
     assert found.shares() == pytest.approx(
@@ -36,14 +36,14 @@ def test_one_process():
 
 def test_a_restart_costs_the_time_without_a_process_and_the_steps_done_again():
     # Killed at 150 or so; the next process begins at 160 and restores step 8.
-    again = [row(165, "start", step=8, began=160.0), spent(165, 8, 8, startup=5.0), spent(168, 8, 10, step=3.0)]
+    again = [row(165, "train_begin", step=8, began=160.0), spent(165, 8, 8, startup=5.0), spent(168, 8, 10, step=3.0)]
     found = account([*FIRST, *again])
     assert found.seconds["down"] == pytest.approx(160 - 142)
     assert found.seconds["lost"] == pytest.approx(9.0 * 2 / 6)  # steps 9 and 10 of the row over steps 5 to 10
     assert found.seconds["step"] == pytest.approx(8.0 + 6.0 + 3.0)
     assert found.total == pytest.approx(168 - 100)  # nothing is counted twice
     # A second restart from step 2: of the first row half is lost as well, and all that came later.
-    more = account([*FIRST, *again, row(171, "start", step=2, began=170.0), spent(171, 2, 2, startup=1.0)])
+    more = account([*FIRST, *again, row(171, "train_begin", step=2, began=170.0), spent(171, 2, 2, startup=1.0)])
     assert more.seconds["lost"] == pytest.approx(4.0 + 9.0 + 3.0)
     assert more.seconds["step"] == pytest.approx(4.0)
     assert more.sessions == 3
@@ -51,19 +51,19 @@ def test_a_restart_costs_the_time_without_a_process_and_the_steps_done_again():
 
 def test_the_days_after_a_run_that_was_done_are_not_down_but_those_after_a_stop_are():
     for reason, down in (("done", None), ("SIGTERM", 58.0)):
-        rows = [*FIRST, row(142, "stop", step=10, reason=reason), row(201, "start", step=10, began=200.0)]
+        rows = [*FIRST, row(142, "train_end", step=10, reason=reason), row(201, "train_begin", step=10, began=200.0)]
         assert account(rows).seconds.get("down") == down
 
 
 def test_other_roles_and_logs_without_accounts_are_left_out():
     assert account([{**line, "role": "worker-0"} for line in FIRST]) == Account({}, 0)
-    assert lines(Account()) == []
-    older = account([row(1, "start", step=0), row(9, "stop", step=3), row(20, "start", pid=7)])
-    assert older.total == 0 and lines(older) == []
+    assert account_lines(Account()) == []
+    older = account([row(1, "start", pid=3), row(20, "start", pid=7)])
+    assert older.total == 0 and account_lines(older) == []
 
 
 def test_the_table_tells_every_cause_and_the_share():
-    told = lines(account(FIRST))
+    told = account_lines(account(FIRST))
     assert told[0] == "goodput 40.5% of 42.0 s in 1 process"
     assert len(told) == 6 and told[1].split()[-3:] == ["17.0", "s", "40.5%"]
     assert all(line.strip().startswith(tuple(CAUSES.values())) for line in told[1:])
@@ -72,7 +72,7 @@ def test_the_table_tells_every_cause_and_the_share():
 def test_a_clock_charges_every_moment_to_one_cause(tmp_path):
     events = EventLog(tmp_path / "events.jsonl")
     clock = CauseClock(events, began=time.time() - 100, every=0.0)
-    events.append("trainer", "start", step=5, began=clock.began)
+    events.append("trainer", "train_begin", step=5, began=clock.began)
     clock.start(5)
     began = time.monotonic()
     clock.to("input")
@@ -84,7 +84,7 @@ def test_a_clock_charges_every_moment_to_one_cause(tmp_path):
     assert clock.cause == "step"
     clock.completed(6)
     clock.to("checkpoint")
-    clock.tell()
+    clock.flush()
     elapsed = time.monotonic() - began
     found = account(read_rows(tmp_path / "events.jsonl"))
     assert found.seconds["startup"] == pytest.approx(100, abs=1)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from axlearn_like.operations.profiler import Profiler
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from axlearn_like.operations.sdc import BitCheck
+from axlearn_like.operations.sdc import SDCCheck
 from tests.axlearn_like.operations.faulty import report
 from tests.elsewhere import elsewhere
 
@@ -17,4 +17,4 @@ def test_one_wrong_bit_is_found_with_its_array_and_device():
 
 def test_never_is_refused():
     with pytest.raises(ValueError, match="every >= 1"):
-        BitCheck.Config(every=0).build(mesh=None)
+        SDCCheck.Config(every=0).build(mesh=None)

@@ -5,9 +5,9 @@ import jax
 import pytest
 
 from axlearn_like.operations.goodput import Account, CauseClock
-from axlearn_like.operations.step_metrics import LiveFigures
+from axlearn_like.operations.step_metrics import StepMetrics
 from axlearn_like.operations.utilisation import peak_flops, step_flops
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 from tests.axlearn_like.tiny import VOCAB, tiny_model
 
 
@@ -15,7 +15,7 @@ def figures(tmp_path, **known):
     clock = CauseClock(EventLog(tmp_path / "events.jsonl"))
     clock.totals.update(startup=10.0)  # is in the account
     past = Account({"startup": 10.0, "step": 50.0, "lost": 20.0}, 2)
-    return clock, LiveFigures(clock, past, jax.devices()[:1] * 4, **known)
+    return clock, StepMetrics(clock, past, jax.devices()[:1] * 4, **known)
 
 
 def test_a_row_tells_speed_waiting_and_where_all_time_went(tmp_path):

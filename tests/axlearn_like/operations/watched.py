@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from axlearn_like.operations.watchdog import Watchdog
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 
 
 def hang_in_this_function(seconds: float) -> None:

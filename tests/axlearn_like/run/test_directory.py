@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from axlearn_like.run.directory import EventLog, RunDirectory, RunDirectoryError
+from axlearn_like.run.directory import RunDirectory, RunDirectoryError
+from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 
 CONFIG = "trainer: T\nlr: 0.1\nnum_steps: 10\n"

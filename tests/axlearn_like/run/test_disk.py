@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from axlearn_like.run.directory import EventLog
-from axlearn_like.run.disk import DiskFull, is_full_disk, quieten_full_disk, telling_full_disk
+from axlearn_like.run.disk import DiskFull, is_full_disk, quieten_full_disk, raising_disk_full
+from axlearn_like.run.events import EventLog
 
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
@@ -21,9 +21,9 @@ def test_an_event_without_room_says_where():
 
 @needs_full
 def test_it_is_known_from_other_errors(tmp_path):
-    with pytest.raises(FileNotFoundError), telling_full_disk(tmp_path):
+    with pytest.raises(FileNotFoundError), raising_disk_full(tmp_path):
         (tmp_path / "none").read_text()
-    with pytest.raises(DiskFull, match=str(tmp_path)) as caught, telling_full_disk(tmp_path):
+    with pytest.raises(DiskFull, match=str(tmp_path)) as caught, raising_disk_full(tmp_path):
         Path("/dev/full").write_text("a")
     assert is_full_disk(caught.value) and is_full_disk(caught.value.__cause__)
     assert is_full_disk(OSError(errno.EDQUOT, "quota"))
@@ -34,7 +34,7 @@ def test_it_is_known_from_other_errors(tmp_path):
 def test_it_travels_between_processes():
     error = pickle.loads(pickle.dumps(DiskFull("/run", "update 6")))
     assert type(error) is DiskFull
-    assert str(error).endswith(" /run; free some and run the same command again: it goes on from update 6")
+    assert str(error).endswith(" /run; free some and run the same command again: it resumes from update 6")
 
 
 def test_only_screens_about_a_full_disk_are_not_logged(caplog):

@@ -3,9 +3,10 @@ import io
 import numpy as np
 import pytest
 
-from axlearn_like.run.directory import EventLog
-from axlearn_like.run.jsonl import RowTail
-from axlearn_like.run.metrics import MetricsWriter, Progress, read_rows
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.jsonl import JsonlTail
+from axlearn_like.run.metrics import MetricsWriter, read_rows
+from axlearn_like.run.progress import Progress
 
 
 def test_rows_come_back_and_what_is_not_finite_is_null(tmp_path):
@@ -85,7 +86,7 @@ def test_progress_on_a_terminal_is_a_bar():
 def test_a_row_that_a_full_disk_has_torn_is_left_out_and_those_behind_it_are_read(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "first"}\n{"time": 1.0, "role": "trainer", "ev')  # as far as there was room
-    tail = RowTail(path)
+    tail = JsonlTail(path)
     assert [row["event"] for row in tail.new_rows()] == ["first"]
     for event in ("second", "third"):
         EventLog(path).append("driver", event)

@@ -18,7 +18,7 @@ from axlearn_like.input import FirstFit, InputError, SupervisedInput
 from axlearn_like.operations.goodput import account
 from axlearn_like.operations.profiler import Profiler
 from axlearn_like.operations.recompilation import RecompilationError
-from axlearn_like.operations.sdc import BitCheck
+from axlearn_like.operations.sdc import SDCCheck
 from axlearn_like.operations.watchdog import EXIT_CODE
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.metrics import read_rows
@@ -36,7 +36,7 @@ def losses(run_dir) -> dict[int, float]:
 def events(run_dir) -> list[tuple]:
     """The beginnings and ends of its processes."""
     rows = read_rows(run_dir / "events.jsonl")
-    return [(row["event"], row["step"]) for row in rows if row["event"] in ("start", "stop")]
+    return [(row["event"], row["step"]) for row in rows if row["event"] in ("train_begin", "train_end")]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_it_learns_and_writes_a_run_directory(tmp_path):
     }
     assert wanted <= set(last)
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["28", "30"]
-    assert events(run_dir) == [("start", 0), ("stop", 30)]
+    assert events(run_dir) == [("train_begin", 0), ("train_end", 30)]
     assert (run_dir / "config.txt").read_text().startswith("axlearn_like.training.trainer:Trainer\n")
     # Once more: nothing is left to do, and nothing changes.
     again = tiny_trainer(30).build().run(run_dir, progress=False)
@@ -83,12 +83,12 @@ def test_kill_minus_nine_then_resume_equals_the_uninterrupted_run(tmp_path, unin
     assert list(losses(run_dir)) == [1, 2, 3, 4, 5, 6]  # more than the checkpoint holds
     resumed = run_in_process(run_dir, 12)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert events(run_dir) == [("start", 0), ("start", 4), ("stop", 12)]
+    assert events(run_dir) == [("train_begin", 0), ("train_begin", 4), ("train_end", 12)]
     assert losses(run_dir) == uninterrupted  # to the bit
     told = read_rows(run_dir / "events.jsonl")
     found = account(told)
     assert found.sessions == 2 and {"step", "compile", "checkpoint", "startup", "down"} <= set(found.seconds)
-    began = next(row["began"] for row in told if row["event"] == "start")
+    began = next(row["began"] for row in told if row["event"] == "train_begin")
     assert found.total == pytest.approx(told[-1]["time"] - began, abs=0.1)  # every moment is in it, once
 
 
@@ -130,7 +130,7 @@ def test_all_operations_at_once_change_no_bit(tmp_path, uninterrupted):
         evaluators=(held_out,),
         keep_best=KeepBest.Config(metric="eval_loss"),
         remote=RemoteTier.Config(url=str(away), copy_every=4),
-        bit_check=BitCheck.Config(every=5),
+        sdc_check=SDCCheck.Config(every=5),
         profile=Profiler.Config(start_step=9, steps=1),
     )
     last = cfg.build().run(run_dir, progress=False)
@@ -138,7 +138,7 @@ def test_all_operations_at_once_change_no_bit(tmp_path, uninterrupted):
     told = [(row["event"], row["step"]) for row in read_rows(run_dir / "events.jsonl") if "step" in row]
     for event in (("profile", 9), ("saved", 12), ("copied", 8), ("copied", 12), ("best", 12)):
         assert event in told
-    assert {"time/check", "time/evaluation", "goodput", "tokens_per_second", "input_seconds"} <= set(last)
+    assert {"time/sdc_check", "time/evaluation", "goodput", "tokens_per_second", "input_seconds"} <= set(last)
     # The machine is replaced: what is elsewhere is brought in.
     shutil.rmtree(run_dir / "checkpoints")
     again = cfg.build().run(run_dir, progress=False)
@@ -153,7 +153,7 @@ def test_all_operations_at_once_change_no_bit(tmp_path, uninterrupted):
         other_model.build().run(tmp_path / "larger", progress=False)
     assert not (tmp_path / "larger").exists()
     # A metric that nobody measures is told at the first evaluation.
-    wrong = cfg.clone(keep_best=KeepBest.Config(metric="eval_los"), remote=None, bit_check=None)
+    wrong = cfg.clone(keep_best=KeepBest.Config(metric="eval_los"), remote=None, sdc_check=None)
     with pytest.raises(UserError, match="keep_best.metric='eval_los': .*did you mean 'eval_loss'"):
         wrong.build().run(tmp_path / "wrong", progress=False)
 
@@ -209,9 +209,9 @@ def test_sigterm_saves_exits_zero_and_resumes(tmp_path, uninterrupted):
     stopped = run_in_process(run_dir, 12, step=6, signum=signal.SIGTERM)
     assert stopped.returncode == 0, stopped.stderr[-3000:]
     assert '"step": 6' in stopped.stdout
-    assert events(run_dir) == [("start", 0), ("stop", 6)]
+    assert events(run_dir) == [("train_begin", 0), ("train_end", 6)]
     assert run_in_process(run_dir, 12).returncode == 0
-    assert events(run_dir)[2:] == [("start", 6), ("stop", 12)]
+    assert events(run_dir)[2:] == [("train_begin", 6), ("train_end", 12)]
     assert losses(run_dir) == uninterrupted
 
 

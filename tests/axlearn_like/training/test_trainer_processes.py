@@ -68,13 +68,13 @@ def test_sigterm_to_one_stops_both_and_both_go_on_to_what_one_process_learns(tmp
         assert f"run directory {taken.path} is in use by process {os.getpid()}" in found["taken"], index
         assert found["read"] == read_in(config(MESH).input, half(index), 0, 5)
         assert found["read_to_evaluate"] == read_in(evaluated(), half(index), 0, 1)
-    assert events(tmp_path / "run") == [("start", 0, None), ("stop", 5, "another process")]
+    assert events(tmp_path / "run") == [("train_begin", 0, None), ("train_end", 5, "another process")]
     shutil.copytree(tmp_path / "run", tmp_path / "later_one")
     leader, other = in_two_processes(as_one_of_two, str(tmp_path), None)
     assert leader["row"]["finished"] and other["row"]["finished"]
     for index, found in enumerate((leader, other)):
         assert found["read"] == read_in(config(MESH).input, half(index), 5, STEPS)
-    assert events(tmp_path / "run")[2:] == [("start", 5, None), ("stop", STEPS, "done")]
+    assert events(tmp_path / "run")[2:] == [("train_begin", 5, None), ("train_end", STEPS, "done")]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["5", "8"]
 
     later = elsewhere(as_the_only_one, str(tmp_path / "later_one"))
@@ -146,7 +146,7 @@ def read_in(cfg: SupervisedInput.Config, rows: range, begin: int, end: int) -> l
 
 def events(path: Path) -> list[tuple[str, int, str | None]]:
     """Of starts and stops."""
-    told = [row for row in read_rows(path / "events.jsonl") if row["event"] in ("start", "stop")]
+    told = [row for row in read_rows(path / "events.jsonl") if row["event"] in ("train_begin", "train_end")]
     return [(row["event"], row["step"], row.get("reason")) for row in told]
 
 

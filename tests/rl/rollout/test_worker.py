@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from axlearn_like.run.directory import EventLog, RunDirectory
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.controller.controller import Controller

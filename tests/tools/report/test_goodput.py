@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 from tools.report import goodput, load_run
 from tools.report.html import render
 from tools.report.table import tables
@@ -12,7 +12,7 @@ def written(run: Path) -> Path:
     rows = [{"phase": "sft", "step": 1, "time": 5.0, "loss": 1.0, "tokens_per_second": 640.0, "mfu": 0.43}]
     (run / "metrics.jsonl").write_text("".join(f"{row}\n".replace("'", '"') for row in rows))
     events = EventLog(run / "events.jsonl")
-    events.append("trainer", "start", step=0, began=1.0)
+    events.append("trainer", "train_begin", step=0, began=1.0)
     events.append("trainer", "spent", since=0, step=4, seconds=8.0, causes={"step": 6.0, "compile": 2.0})
     return run
 
@@ -28,7 +28,7 @@ def test_a_supervised_run_shows_where_its_time_went(tmp_path: Path) -> None:
 def test_rows_that_say_nothing_are_passed_over(tmp_path: Path) -> None:
     path = written(tmp_path / "run")
     events = EventLog(path / "events.jsonl")
-    events.append("trainer", "start", step="x", began=None)
+    events.append("trainer", "train_begin", step="x", began=None)
     events.append("trainer", "spent", since=4, step=5, seconds=1.0, causes="?")
     events.append("trainer", "spent", since=4, step=5, seconds=1.0, causes={"step": None})
     assert goodput.told(load_run(path)).startswith("goodput 75.0% of 8.0 s")

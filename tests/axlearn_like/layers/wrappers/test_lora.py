@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_like.checkpoint.convert_lora import WrapPlain
+from axlearn_like.checkpoint.convert import WrapPlain
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.decoder import Block, Decoder

@@ -13,7 +13,7 @@ from tests.elsewhere import ROOT
 
 ROLE = """
 import sys, time
-from axlearn_like.run.directory import EventLog
+from axlearn_like.run.events import EventLog
 from rl.runtime.ray.shutdown import GracefulShutdown
 
 path, kind = sys.argv[1:]

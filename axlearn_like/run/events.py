@@ -1,0 +1,51 @@
+"""The event log of a run (`events.jsonl`), and timed spans in it: the timeline of a report is drawn from these."""
+
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from axlearn_like.run.disk import raising_disk_full
+
+
+class EventLog:
+    """Append-only file of rows `{"time", "role", "event", ...}` that several processes may share.
+
+    Each row is one write to a file opened for appending, which the operating system does not interleave. A row that a
+    full disk has cut off is ended by a new line before the next one.
+    """
+
+    def __init__(self, path: str | Path, *, silent: bool = False):
+        """`silent`: nothing is written; for a process whose events another process logs."""
+        self.path, self._silent = Path(path), silent
+
+    def append(self, role: str, event: str, **fields: Any) -> None:
+        """Log `event` of `role` now; a span has its duration in `seconds`. DiskFull: there is no room."""
+        if self._silent:
+            return
+        row = {"time": round(time.time(), 3), "role": role, "event": event, **fields}
+        with raising_disk_full(self.path):
+            self._append(json.dumps(row).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            if os.write(descriptor, line) != len(line):
+                raise OSError(errno.ENOSPC, "torn")
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def span(events: EventLog, role: str, event: str, **fields: Any) -> Iterator[dict[str, Any]]:
+    """Time a block and log it with its `seconds` when it ends well; the yielded dict takes further fields."""
+    began = time.monotonic()
+    yield fields
+    events.append(role, event, seconds=round(time.monotonic() - began, 4), **fields)

@@ -1,0 +1,76 @@
+"""Progress on the terminal."""
+
+import math
+import sys
+import time
+from types import TracebackType
+from typing import Any, TextIO
+
+
+class Progress:
+    """Step, loss, speed and time left: a bar on a terminal, elsewhere a line now and then.
+
+    Lines come after some seconds and after a tenth of the time so far: a day's run makes a hundred.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        start: int = 0,
+        title: str = "train",
+        every_seconds: float = 5.0,
+        stream: TextIO | None = None,
+    ):
+        self._total, self._start, self._title = total, start, title
+        self._every_seconds = every_seconds
+        self._stream = sys.stderr if stream is None else stream
+        self._began = time.monotonic()
+        self._printed_at = -math.inf
+        self._tokens = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> "Progress":
+        if self._stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+                console=Console(file=self._stream),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=self._total, completed=self._start, note="")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: int, *, loss: float | None = None, tokens: float = 0.0, note: str = "") -> None:
+        """Show `step` of the total. `tokens`: processed since the last call."""
+        self._tokens += tokens
+        now = time.monotonic()
+        elapsed = max(now - self._began, 1e-9)
+        notes = [note] if note else []
+        notes += [] if loss is None else [f"loss {loss:.4f}"]
+        notes += [f"{self._tokens / elapsed:,.0f} tok/s"] if self._tokens else []
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, note=", ".join(notes))
+        elif now - self._printed_at >= max(self._every_seconds, elapsed / 10) or step >= self._total:
+            self._printed_at = now
+            left = elapsed / max(step - self._start, 1) * (self._total - step)
+            eta = [f"{left:,.0f} s left"] if step < self._total else []
+            line = ", ".join([f"{self._title}: step {step} of {self._total}", *notes, *eta])
+            print(line, file=self._stream, flush=True)
