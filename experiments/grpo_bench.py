@@ -91,7 +91,7 @@ def grpo_bench(
             optimizer=AdamW.Config(b2=0.999, weight_decay=1e-4),
             schedule=Constant.Config(lr=learning_rate),
         ),
-        engine=RolloutEngine.Config(slots=prompts * group, keep_completions=False),
+        engine=RolloutEngine.Config(max_num_seqs=prompts * group, keep_completions=False),
         verifier=InlineVerifier.Config(scorer=FunctionScorer.Config(function=digit_share)),
         evaluation=None,
     )

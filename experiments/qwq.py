@@ -59,7 +59,7 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
             samples_per_row=ROWS_OF,
             chunks=32,
         ),
-        engine=RolloutEngine.Config(slots=64, page_size=64, prefill_tokens=4096, keep_completions=False),
+        engine=RolloutEngine.Config(max_num_seqs=64, page_size=64, prefill_tokens=4096, keep_completions=False),
         verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=16),
         evaluation=Evaluation.Config(problems_per_family=64),
         mesh_rules=(

@@ -72,9 +72,7 @@ class RLExperiment(Configurable):
         verifier: ConfigBase = REQUIRED  # Verifier, or InlineVerifier for trusted functions
         evaluation: Evaluation.Config | None = Evaluation.Config()
 
-        swap: Literal["keep_cache", "recompute"] = (
-            "keep_cache"  # of sequences under way, if controller.weights="in_flight"
-        )
+        swap: Literal["keep_cache", "recompute"] = "keep_cache"  # of running sequences; controller.weights="in_flight"
         mesh_rules: MeshRules = ()  # edits by the devices of the trainer (axlearn_like/config/mesh_rules.py)
         workers: int = 2  # rollout workers, where the runtime has processes; more may join
         timeouts: Timeouts.Config = Timeouts.Config()  # where the runtime has processes

@@ -42,7 +42,7 @@ class Evaluation(Configurable):
         """(summary as `summarise` makes it, rows with sample answers); None if asked to stop."""
         results: list[ProblemResult] = []
         shown: list[dict[str, Any]] = []
-        batch = max(1, 2 * engine.cfg.slots // samples)  # between which it can be stopped
+        batch = max(1, 2 * engine.cfg.max_num_seqs // samples)  # between which it can be stopped
         for first in range(0, len(problems), batch):
             if stop():
                 return None

@@ -14,7 +14,7 @@ from mesh.cost.ahead_of_time import compile_step
 from mesh.cost.ahead_of_time import memory_per_device as _memory_per_device
 from mesh.topology import Topology, parse_topology, topology_devices
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner import Device
+from rl.rollout.model_runner.runner import Device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def largest_pool(cfg: RolloutEngine.Config, topology: str, *, weights_held: int 
     Raises:
         UserError: not one sequence of full length fits.
     """
-    least = _pages(cfg.clone(slots=1, pages=None))
+    least = _pages(cfg.clone(max_num_seqs=1, pages=None))
     steps = compile_engine(cfg.clone(pages=least), topology)
     rest = weights_held * steps[0].weights + max(step.beside for step in steps) + sum(step.code for step in steps)
     pages = (memory_per_device(topology) - rest) // (steps[0].pool // least)
@@ -138,7 +138,7 @@ def _described_device(cfg: RolloutEngine.Config, devices: Items[Any]) -> Device:
 
 
 def _pages(cfg: RolloutEngine.Config) -> int:
-    return cfg.pages or 1 + cfg.slots * -(-(cfg.max_prompt + cfg.max_new) // cfg.page_size)
+    return cfg.pages or 1 + cfg.max_num_seqs * -(-(cfg.max_prompt + cfg.max_new) // cfg.page_size)
 
 
 def _bytes(described: Any) -> int:

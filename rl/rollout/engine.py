@@ -2,7 +2,7 @@
 
 Continuous batching over a paged cache. A turn (`step`) prefills chunks of new prompts, then draws up to
 `steps_per_dispatch` tokens of every running sequence in one dispatch; while the device works, the host hands out what
-the turn before has finished. Shapes come in few sizes, so after a warm-up nothing is compiled.
+the turn before has finished. Buckets come in few sizes, so after a warm-up nothing is compiled.
 
 A request's tokens and log-probabilities depend on the request and the weights alone (float32, CPU: to the bit), however
 it was batched, chunked, preempted and resumed.
@@ -19,13 +19,13 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import Params
 from mesh import UserError
 from rl.roles.messages import Rollout
-from rl.rollout.kv_cache.manager import Memory
-from rl.rollout.lifecycle import Execution
-from rl.rollout.model_runner import Device, Placed
-from rl.rollout.request import Finished, OnTokens, Request
+from rl.rollout.kv_cache.manager import KVCacheManager
+from rl.rollout.lifecycle import Lifecycle
+from rl.rollout.model_runner.runner import Device, PlacedWeights
+from rl.rollout.request import OnTokens, Request, RequestOutput
 from rl.rollout.sampling import Sampler
 from rl.rollout.scheduler import Scheduler
-from rl.rollout.sequence import Sequence, Task
+from rl.rollout.sequence import Sequence, SequenceGroup
 from rl.rollout.validation import check_sizes, resolve
 
 Swap = Literal["keep_cache", "recompute", "drain"]
@@ -39,12 +39,12 @@ class RolloutEngine(Configurable):
         stop_tokens: tuple[int, ...] = REQUIRED  # empty: every completion has full length
         max_prompt: int = REQUIRED  # tokens
         max_new: int = REQUIRED  # tokens, the stop token included
-        slots: int = 64  # sequences that draw tokens at the same time
+        max_num_seqs: int = 64  # sequences that draw tokens at the same time
         page_size: int = 16  # tokens; divides 64
-        pages: int | None = None  # None: enough for `slots` sequences of full length
+        pages: int | None = None  # None: enough for `max_num_seqs` sequences of full length
         steps_per_dispatch: int = 32  # tokens that each sequence draws before the host looks
         prefill_tokens: int = 512  # of all rows of a prefill dispatch
-        prefills_per_turn: int = 4  # dispatches, while others are drawing
+        prefills_per_iteration: int = 4  # dispatches, while others are drawing
         keep_prefixes: bool = True  # of prompts, for requests that begin alike, as long as the weights stay
         keep_completions: bool = True  # with their completions, for conversations that go on
         max_queue: int | None = None  # requests under way; more are refused
@@ -58,16 +58,16 @@ class RolloutEngine(Configurable):
         self.paused = False
         check_sizes(cfg)
         longest = cfg.max_prompt + cfg.max_new
-        pages = 1 + cfg.slots * -(-longest // cfg.page_size) if cfg.pages is None else cfg.pages
-        memory = Memory(pages, cfg.page_size, cfg.keep_prefixes)
-        self._scheduler = Scheduler(memory, cfg.slots, cfg.keep_completions)
+        pages = 1 + cfg.max_num_seqs * -(-longest // cfg.page_size) if cfg.pages is None else cfg.pages
+        kv_cache = KVCacheManager(pages, cfg.page_size, cfg.keep_prefixes)
+        self._scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
         self._device = Device(cfg, pages=pages, longest=longest)
         Sampler.check(cfg.sampler, self._device.vocab, "RolloutEngine.sampler")
-        self._execution = Execution(self._scheduler, self._device.vocab, decode)
+        self._lifecycle = Lifecycle(self._scheduler, self._device.vocab, decode)
         self._submitted = 0
-        self._kept: list[Finished] = []  # of others, that finished during `generate`
+        self._kept: list[RequestOutput] = []  # of others, that finished during `generate`
         self._in_step = False
-        self._next_weights: tuple[Placed, int] | None = None  # to be put in when all have ended
+        self._next_weights: tuple[PlacedWeights, int] | None = None  # to be put in when all have ended
         self._approximations: tuple[str, ...] = ()  # of the weights in place
         self._counts = dict.fromkeys(("prefill_tokens", "tokens", "dispatches", "requests", "aborted"), 0)
         self._seconds = dict.fromkeys(("host", "device", "swap"), 0.0)
@@ -76,29 +76,29 @@ class RolloutEngine(Configurable):
 
     @property
     def weights_like(self) -> Params:
-        """Shapes, types and shardings of arrays that `place` can use with the least copying."""
+        """Buckets, types and shardings of arrays that `place` can use with the least copying."""
         return self._device.like
 
-    def place(self, params: Params, approximations: tuple[str, ...] = ()) -> Placed:
+    def place(self, params: Params, approximations: tuple[str, ...] = ()) -> PlacedWeights:
         """Arrays as the trainer has them made into what `set_weights` puts in at once. May be called by another thread,
         while the engine draws. `approximations`: tags for what will be drawn with them.
 
         Raises:
             UserError: other arrays than the model has.
         """
-        return Placed(self._device.place(params), approximations)
+        return PlacedWeights(self._device.place(params), approximations)
 
     def set_weights(
-        self, params: Params | Placed, version: int, *, swap: Swap = "keep_cache", rewind: bool = False
+        self, params: Params | PlacedWeights, version: int, *, swap: Swap = "keep_cache", rewind: bool = False
     ) -> None:
         """Put in a policy, between two dispatches.
 
         Args:
             params: what `place` has made of them, or arrays as the trainer has them.
             version: must not be lower than the one in place, unless `rewind`.
-            swap: what becomes of sequences under way. "keep_cache": the new policy draws the next token over keys and
-                values of the old one (rollouts are tagged "mixed-cache"). "recompute": the same, but keys and values
-                are computed again. "drain": they are finished first, and nothing new is begun until then.
+            swap: what happens to running sequences. "keep_cache": the next token is drawn by the new policy, over keys
+                and values of the old one (rollouts are tagged "mixed-cache"). "recompute": the same, but keys and
+                values are computed again. "drain": they finish first, and nothing new starts until then.
 
         Raises:
             UserError: other arrays than the model has, or a lower version. The policy in place stays. Or it is called
@@ -111,21 +111,21 @@ class RolloutEngine(Configurable):
             where = "which is in place" if coming == self.version else "which is to come next"
             raise UserError(f"weights of version {version} are older than version {coming}, {where}")
         began = time.monotonic()
-        placed = params if isinstance(params, Placed) else self.place(params)
+        placed = params if isinstance(params, PlacedWeights) else self.place(params)
         if swap == "drain" and self._begun():
-            self._next_weights, self._scheduler.only_begun = (placed, version), True
+            self._next_weights, self._scheduler.draining = (placed, version), True
         else:
             self._put_in(placed, version, recompute=swap == "recompute")
         self._seconds["swap"] += time.monotonic() - began
 
-    def _put_in(self, placed: Placed, version: int, *, recompute: bool) -> None:
+    def _put_in(self, placed: PlacedWeights, version: int, *, recompute: bool) -> None:
         scheduler = self._scheduler
         self._device.params, self._next_weights = placed.params, None
         self._approximations = placed.approximations
         self.version = scheduler.version = version
-        scheduler.only_begun = False
-        scheduler.memory.forget()
-        for sequence in [one for task in self._execution.tasks.values() for one in task.sequences if one.cached]:
+        scheduler.draining = False
+        scheduler.kv_cache.forget()
+        for sequence in [one for group in self._lifecycle.groups.values() for one in group.sequences if one.cached]:
             if recompute:
                 scheduler.drop_pages(sequence)
             else:
@@ -140,7 +140,7 @@ class RolloutEngine(Configurable):
         Raises:
             UserError: it can never be carried out, or the queue is full.
         """
-        cfg, under_way = self.cfg, len(self._execution.tasks)
+        cfg, under_way = self.cfg, len(self._lifecycle.groups)
         if cfg.max_queue is not None and under_way >= cfg.max_queue:
             limit = f"RolloutEngine.max_queue={cfg.max_queue}"
             raise UserError(f"{request.name}: {under_way} requests are under way ({limit})")
@@ -148,27 +148,27 @@ class RolloutEngine(Configurable):
             request,
             cfg,
             vocab=self._device.vocab,
-            cache_tokens=self._scheduler.memory.pool.total * cfg.page_size,
+            cache_tokens=self._scheduler.kv_cache.pool.total * cfg.page_size,
             has_text=self._has_text,
         )
         due = None if request.deadline is None else time.monotonic() + request.deadline
-        task = Task(self._submitted, request, request.sampler or cfg.sampler, stop, due, on_tokens)
+        group = SequenceGroup(self._submitted, request, request.sampler or cfg.sampler, stop, due, on_tokens)
         self._submitted += 1
         self._counts["requests"] += 1
-        self._execution.begin(task)
-        return task.number
+        self._lifecycle.begin(group)
+        return group.number
 
     def abort(self, number: int) -> None:
         """End a request; its unfinished rollouts come out with finish reason "abort", to be gone on from if wanted."""
-        if (task := self._execution.tasks.get(number)) is not None:
+        if (group := self._lifecycle.groups.get(number)) is not None:
             self._counts["aborted"] += 1
-            self._execution.cut(task, "abort")
+            self._lifecycle.cut(group, "abort")
 
-    def abort_all(self) -> list[Finished]:
+    def abort_all(self) -> list[RequestOutput]:
         """End all requests and return what they have: what a worker hands back when it must go."""
-        for number in list(self._execution.tasks):
+        for number in list(self._lifecycle.groups):
             self.abort(number)
-        return self._take_kept() + self._execution.hand_out()
+        return self._take_kept() + self._lifecycle.hand_out()
 
     def pause(self) -> None:
         """No dispatch until `resume`; requests may be submitted and aborted."""
@@ -180,7 +180,7 @@ class RolloutEngine(Configurable):
     @property
     def busy(self) -> bool:
         """Whether a request is under way or not handed out yet."""
-        return bool(self._kept) or not self._execution.idle
+        return bool(self._kept) or not self._lifecycle.idle
 
     def generate(self, requests: Items[Request], between: Callable[[], None] = lambda: None) -> list[Rollout]:
         """All rollouts of all requests, in order of (request, sample); `between` is called between dispatches.
@@ -194,7 +194,7 @@ class RolloutEngine(Configurable):
         self._check_weights()
         numbers = self._submit_all(requests)
         wanted = set(numbers)
-        finished: dict[int, Finished] = {}
+        finished: dict[int, RequestOutput] = {}
         while len(finished) < len(numbers):
             for one in self._step():
                 if one.number in wanted:
@@ -212,22 +212,22 @@ class RolloutEngine(Configurable):
         except UserError:
             for number in numbers:
                 self.abort(number)
-            self._kept += [one for one in self._execution.hand_out() if one.number not in numbers]
+            self._kept += [one for one in self._lifecycle.hand_out() if one.number not in numbers]
             raise
         return numbers
 
-    def _take_kept(self) -> list[Finished]:
+    def _take_kept(self) -> list[RequestOutput]:
         kept, self._kept = self._kept, []
         return kept
 
     # ---- a turn
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[RequestOutput]:
         """One turn; what has finished. Waits a few milliseconds if there is nothing to do but wait."""
         return self._take_kept() + self._step()
 
-    def _step(self) -> list[Finished]:
-        if self._execution.tasks:
+    def _step(self) -> list[RequestOutput]:
+        if self._lifecycle.groups:
             self._check_weights()
         if self._in_step:
             raise UserError("step was called within a step, by a request's own code")
@@ -241,12 +241,12 @@ class RolloutEngine(Configurable):
         if self._device.params is None:
             raise UserError("the engine has no weights yet; call set_weights first")
 
-    def _turn(self) -> list[Finished]:
+    def _turn(self) -> list[RequestOutput]:
         began = time.monotonic()
-        self._execution.poll()
+        self._lifecycle.poll()
         rows, out = ([], None) if self.paused else self._dispatch()
         launched = time.monotonic()
-        finished = self._execution.hand_out()
+        finished = self._lifecycle.hand_out()
         handed = time.monotonic()
         if out is not None:
             drawn = jax.device_get(out)
@@ -254,7 +254,7 @@ class RolloutEngine(Configurable):
             self._absorb(rows, drawn)
             self._seconds["device"] += ready - handed
             self._seconds["host"] += launched - began + time.monotonic() - ready
-        elif not finished and not self._execution.idle:
+        elif not finished and not self._lifecycle.idle:
             time.sleep(0.002)
         return finished
 
@@ -263,19 +263,19 @@ class RolloutEngine(Configurable):
         if self._next_weights is not None and not self._begun():
             self._put_in(*self._next_weights, recompute=False)
         scheduler, prefills = self._scheduler, 0
-        while (prefills < self.cfg.prefills_per_turn or not scheduler.running) and self._prefill():
+        while (prefills < self.cfg.prefills_per_iteration or not scheduler.running) and self._prefill():
             prefills += 1
         rows, copies = scheduler.to_decode(self.cfg.steps_per_dispatch)
         self._device.copy(copies)
         if not rows:
             return [], None
-        rows.sort(key=self._device.shapes.reach, reverse=True)
+        rows.sort(key=self._device.buckets.reach, reverse=True)
         self._counts["dispatches"] += 1
         return rows, self._device.decode(rows, waiting=scheduler.waiting > 0)
 
     def _prefill(self) -> bool:
         """One dispatch; False if there is nothing to prefill, or no room for it."""
-        chosen, copies = self._scheduler.to_prefill(self._device.shapes.prefill)
+        chosen, copies = self._scheduler.to_prefill(self._device.buckets.prefill)
         self._device.copy(copies)
         if work := [(sequence, count) for sequence, count in chosen if count]:
             self._counts["dispatches"] += 1
@@ -286,13 +286,13 @@ class RolloutEngine(Configurable):
             sequence.cached += count
             self._counts["prefill_tokens"] += count
             if not sequence.unfilled:
-                self._scheduler.memory.remember(sequence)
-                if sequence.is_trunk:
-                    self._execution.fan_out(sequence)
+                self._scheduler.kv_cache.remember(sequence)
+                if sequence.is_prefix:
+                    self._lifecycle.fan_out(sequence)
         return bool(chosen)
 
     def _begun(self) -> bool:
-        return any(task.begun for task in self._execution.tasks.values())
+        return any(group.begun for group in self._lifecycle.groups.values())
 
     def _absorb(self, rows: list[Sequence], out: dict[str, Any]) -> None:
         """What the dispatch has drawn becomes the sequences'."""
@@ -307,22 +307,22 @@ class RolloutEngine(Configurable):
             sequence.extend(tokens, logprobs, self.version)
             sequence.tags.update(self._approximations)
             cut = sequence.cut_at_stop_string()
-            self._execution.tell(sequence)
+            self._lifecycle.tell(sequence)
             if broken and not cut:
                 spoilt = True
                 self._break(sequence)
             elif cut or out["stopped"][index]:
-                self._execution.leave_row(sequence, "stop")
+                self._lifecycle.leave_row(sequence, "stop")
             elif len(sequence.tokens) >= sequence.limit:
-                self._execution.leave_row(sequence, "length")
+                self._lifecycle.leave_row(sequence, "length")
         if spoilt:
             self._clean()
 
     def _break(self, sequence: Sequence) -> None:
         """Its logits are not numbers: the request fails, and nothing of it is kept."""
-        for one in sequence.task.sequences:
+        for one in sequence.group.sequences:
             one.cache_key = None
-        self._execution.fail(
+        self._lifecycle.fail(
             sequence,
             f"the logits for token {sequence.drawn} of its completion are not all numbers "
             f"(weights of version {self.version})",
@@ -330,7 +330,7 @@ class RolloutEngine(Configurable):
 
     def _clean(self) -> None:
         """What is not a number would spoil whoever gets its page next, although masked: 0 x NaN is NaN."""
-        memory = self._scheduler.memory
+        memory = self._scheduler.kv_cache
         memory.forget()
         self._device.blank(memory.pool.free_pages())
 
@@ -338,10 +338,10 @@ class RolloutEngine(Configurable):
 
     def stats(self) -> dict[str, float]:
         """Counts since the start (tokens, requests, preemptions, programs compiled), states now, and seconds by use."""
-        scheduler, pool = self._scheduler, self._scheduler.memory.pool
+        scheduler, pool = self._scheduler, self._scheduler.kv_cache.pool
         return {
             **self._counts,
-            "failed": self._execution.failed,
+            "failed": self._lifecycle.failed,
             "reused_tokens": scheduler.reused,
             "preemptions": scheduler.preemptions,
             "programs": self._device.traces,
@@ -350,6 +350,6 @@ class RolloutEngine(Configurable):
             "parked": len(scheduler.parked),
             "pages": pool.total,
             "pages_used": pool.used,
-            "pages_kept": scheduler.memory.prefix_pages,
+            "pages_kept": scheduler.kv_cache.prefix_pages,
             **{f"{use}_seconds": seconds for use, seconds in self._seconds.items()},
         }

@@ -6,14 +6,14 @@ from collections.abc import Callable
 import numpy as np
 
 from rl.roles.messages import Prompt, Rollout
-from rl.rollout.program import Program, complete
+from rl.rollout.agent_loop import AgentLoop, single_turn
 from rl.rollout.sampling import Sampler
 
 OnTokens = Callable[[int, np.ndarray, np.ndarray], None]  # (sample id, tokens int32 [k], log-probabilities float32 [k])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StopRules:
+class StopConditions:
     """When a completion ends.
 
     Attributes:
@@ -37,7 +37,7 @@ class Request:
         deadline: seconds from submission; what there is by then is returned with finish reason "deadline".
         adapter: name of a set of adapter weights, None for the policy itself.
         priority: higher goes first; among equals, whoever came first.
-        program: what each sample does; by default, generate once.
+        agent_loop: what each sample does; by default, generate once.
         partial: rollouts of this request to go on from, as an abort returned them; other samples are not drawn, and
             those that ended by "stop" or "length" come out as they are. A program begins anew, on these tokens.
     """
@@ -46,11 +46,11 @@ class Request:
     samples: int = 1
     seed: int = 0
     sampler: Sampler.Config | None = None
-    stop: StopRules | None = None
+    stop: StopConditions | None = None
     deadline: float | None = None
     adapter: str | None = None
     priority: int = 0
-    program: Program = complete
+    agent_loop: AgentLoop = single_turn
     partial: tuple[Rollout, ...] = ()
 
     @property
@@ -60,7 +60,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finished:
+class RequestOutput:
     """The end of a request: its rollouts in order of sample id, and what went wrong, if anything did."""
 
     number: int

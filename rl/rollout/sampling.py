@@ -104,7 +104,7 @@ def plain(cfg: Sampler.Config) -> bool:
     return whole and cfg.temperature > 0 and cfg.repetition_penalty == 1 and not cfg.logit_bias
 
 
-def pack_rules(configs: Sequence[Sampler.Config], vocab: int) -> Rules:
+def pack_metadata(configs: Sequence[Sampler.Config], vocab: int) -> Rules:
     """Rules of valid configs, one a row, as numpy arrays."""
 
     def column(name: str) -> np.ndarray:

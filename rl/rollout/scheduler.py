@@ -8,20 +8,20 @@ import bisect
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from rl.rollout.kv_cache.manager import Memory, PageCopy
+from rl.rollout.kv_cache.manager import KVCacheManager, PageCopy
 from rl.rollout.sequence import Sequence, State
 
 
 class Scheduler:
     """Rows and pages for sequences. The engine says what happened; the scheduler says what to do next."""
 
-    def __init__(self, memory: Memory, slots: int, keep_completions: bool = True):
-        self.memory, self._slots, self._keep_completions = memory, slots, keep_completions
+    def __init__(self, kv_cache: KVCacheManager, max_num_seqs: int, keep_completions: bool = True):
+        self.kv_cache, self._max_num_seqs, self._keep_completions = kv_cache, max_num_seqs, keep_completions
         self.running: list[Sequence] = []  # in order, as the waiting are
         self.parked: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self.version = -1  # of the weights in place
-        self.only_begun = False  # nothing new is taken up
+        self.draining = False  # nothing new is taken up
         self.preemptions = 0
         self.reused = 0  # tokens that a cached prefix saved
 
@@ -50,13 +50,13 @@ class Scheduler:
         """It needs neither row nor pages any more."""
         self.withdraw(sequence)
         if self._keep_completions:
-            self.memory.remember(sequence)
-        self.memory.release(sequence)
+            self.kv_cache.remember(sequence)
+        self.kv_cache.release(sequence)
         sequence.state = State.ENDED
 
     def drop_pages(self, sequence: Sequence) -> None:
         """Its keys and values are to be computed anew."""
-        self.memory.release(sequence)
+        self.kv_cache.release(sequence)
         if sequence.state is State.RUNNING:
             self.withdraw(sequence)
             self.enqueue(sequence)
@@ -78,11 +78,11 @@ class Scheduler:
             count = min(chunk, sequence.unfilled)
             if count and not self._room(sequence, sequence.cached + count):
                 if reused:  # who has not begun holds nothing
-                    self.memory.release(sequence)
+                    self.kv_cache.release(sequence)
                 break
             self.reused += reused
-            copies += self.memory.reserve(sequence, sequence.cached + count) if count else []
-            sequence.task.begun = True
+            copies += self.kv_cache.reserve(sequence, sequence.cached + count) if count else []
+            sequence.group.begun = True
             chosen.append((sequence, count))
             if len(chosen) == rows:
                 break
@@ -92,28 +92,28 @@ class Scheduler:
         """A sequence without pages begins with what is kept of its tokens under these weights: how many tokens."""
         if sequence.pages:
             return 0
-        sequence.cache_key = (self.version, sequence.task.request.adapter)
-        return self.memory.adopt(sequence)
+        sequence.cache_key = (self.version, sequence.group.request.adapter)
+        return self.kv_cache.adopt(sequence)
 
     def _prefillable(self) -> Iterator[Sequence]:
         """Sequences with tokens to prefill that will find a row free, in order."""
-        free = self._slots - len(self.running)
+        free = self._max_num_seqs - len(self.running)
         for sequence in self._eligible():
             if free <= 0:
                 return
-            free -= sequence.task.request.samples if sequence.is_trunk else 1
-            if sequence.unfilled or sequence.is_trunk:
+            free -= sequence.group.request.samples if sequence.is_prefix else 1
+            if sequence.unfilled or sequence.is_prefix:
                 yield sequence
 
     def _eligible(self) -> Iterator[Sequence]:
         """The first of those that wait: enough to fill all rows."""
-        eligible = (sequence for sequence in self._waiting if sequence.task.begun or not self.only_begun)
-        return iter(list(islice(eligible, 4 * self._slots)))
+        eligible = (sequence for sequence in self._waiting if sequence.group.begun or not self.draining)
+        return iter(list(islice(eligible, 4 * self._max_num_seqs)))
 
     def _room(self, sequence: Sequence, length: int) -> bool:
         """Room for a sequence that waits: at the cost of kept prefixes, and, if nobody runs, of those behind it."""
-        needed = self.memory.missing(sequence, length)
-        while not self.memory.make_room(needed):
+        needed = self.kv_cache.missing(sequence, length)
+        while not self.kv_cache.make_room(needed):
             if self.running or not self._reclaim(sequence):
                 return False
         return True
@@ -128,22 +128,22 @@ class Scheduler:
             if sequence.state is not State.RUNNING:
                 continue  # gave up its pages to one before it
             length = sequence.cached + min(steps, sequence.limit - len(sequence.tokens))
-            needed = self.memory.missing(sequence, length)
-            while not self.memory.make_room(needed):
+            needed = self.kv_cache.missing(sequence, length)
+            while not self.kv_cache.make_room(needed):
                 if not self._reclaim(sequence):
                     self._preempt(sequence)
                     break
             else:
-                copies += self.memory.reserve(sequence, length)
+                copies += self.kv_cache.reserve(sequence, length)
         return list(self.running), copies
 
     def _admit(self) -> None:
         """Give free rows to those that have nothing left to prefill."""
-        free = self._slots - len(self.running)
-        ready = [sequence for sequence in self._eligible() if not sequence.unfilled and not sequence.is_trunk]
+        free = self._max_num_seqs - len(self.running)
+        ready = [sequence for sequence in self._eligible() if not sequence.unfilled and not sequence.is_prefix]
         for sequence in ready[:free]:
             self._adopt(sequence)  # of a prompt of one token there is nothing to adopt, but its pages get a key
-            sequence.task.begun = True
+            sequence.group.begun = True
             self._waiting.remove(sequence)
             sequence.state = State.RUNNING
             bisect.insort(self.running, sequence, key=lambda s: s.order)

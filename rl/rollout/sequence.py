@@ -1,4 +1,4 @@
-"""A sequence: one branch of a request, with its tokens and their records, its pages and its program."""
+"""A sequence: one completion of a request, with its tokens and their records, its pages and its program."""
 
 import dataclasses
 import time
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rl.roles.messages import FinishReason, Rollout
-from rl.rollout.program import Generate, Join, Program, Step, Wait
-from rl.rollout.request import Finished, OnTokens, Request, StopRules
+from rl.rollout.agent_loop import AgentLoop, Command, Generate, Join, Wait
+from rl.rollout.request import OnTokens, Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.stop_strings import StopText, check_strings
 
@@ -25,13 +25,13 @@ class State(Enum):
 
 
 @dataclasses.dataclass(slots=True)
-class Task:
+class SequenceGroup:
     """A request under way."""
 
     number: int
     request: Request
     sampler: Sampler.Config
-    stop: StopRules  # resolved: max_new is set
+    stop: StopConditions  # resolved: max_new is set
     due: float | None  # on the monotonic clock
     on_tokens: OnTokens | None
     sequences: list["Sequence"] = dataclasses.field(default_factory=list)
@@ -42,22 +42,22 @@ class Task:
     def ended(self) -> bool:
         return all(sequence.ended for sequence in self.sequences)
 
-    def finished(self) -> Finished:
-        found = sorted((s for s in self.sequences if not s.is_trunk), key=lambda s: s.sample)
-        return Finished(self.number, tuple(sequence.rollout() for sequence in found), self.error)
+    def finished(self) -> RequestOutput:
+        found = sorted((s for s in self.sequences if not s.is_prefix), key=lambda s: s.sample)
+        return RequestOutput(self.number, tuple(sequence.rollout() for sequence in found), self.error)
 
 
 class Sequence:
     """Tokens of prompt and completion, and how far their keys and values are in the pool.
 
-    `cached` counts from the start; the last token is never in the pool before it is fed. A *trunk* holds a prompt that
+    `cached` counts from the start; the last token is never in the pool before it is fed. A *prefix* holds a prompt that
     several samples will share, draws nothing and is no rollout.
     """
 
-    def __init__(self, task: Task, sample: int, tokens: list[int], program: Program | None):
-        self.task, self.sample, self.tokens = task, sample, tokens
-        self._program = program
-        self._steps: Generator[Step, Any, None] | None = None  # the program, once it has begun
+    def __init__(self, group: SequenceGroup, sample: int, tokens: list[int], agent_loop: AgentLoop | None):
+        self.group, self.sample, self.tokens = group, sample, tokens
+        self._agent_loop = agent_loop
+        self._commands: Generator[Command, Any, None] | None = None  # the agent_loop, once it has begun
         self.state = State.WAITING
         self.pages: list[int] = []
         self.cached = 0
@@ -77,10 +77,10 @@ class Sequence:
 
     @property
     def prompt(self) -> np.ndarray:
-        return self.task.request.prompt.tokens
+        return self.group.request.prompt.tokens
 
     @property
-    def completion(self) -> np.ndarray:
+    def output_tokens(self) -> np.ndarray:
         return np.asarray(self.tokens[len(self.prompt) :], np.int32)
 
     @property
@@ -92,12 +92,12 @@ class Sequence:
     @property
     def name(self) -> str:
         """As messages call it."""
-        request = self.task.request.name
-        return request if self.is_trunk else f"{request}, sample {self.sample}"
+        request = self.group.request.name
+        return request if self.is_prefix else f"{request}, sample {self.sample}"
 
     @property
-    def is_trunk(self) -> bool:
-        return self._program is None
+    def is_prefix(self) -> bool:
+        return self._agent_loop is None
 
     @property
     def drawn(self) -> int:
@@ -107,8 +107,8 @@ class Sequence:
     @property
     def most(self) -> int:
         """Tokens that the sequence can ever have."""
-        assert self.task.stop.max_new is not None
-        return len(self.prompt) + self.task.stop.max_new
+        assert self.group.stop.max_new is not None
+        return len(self.prompt) + self.group.stop.max_new
 
     @property
     def unfilled(self) -> int:
@@ -118,29 +118,29 @@ class Sequence:
     @property
     def order(self) -> tuple[int, int, int]:
         """Who goes first: by priority, then by arrival, then by sample."""
-        return (-self.task.request.priority, self.task.number, self.sample)
+        return (-self.group.request.priority, self.group.number, self.sample)
 
-    def advance(self, answer: Any, failure: Exception | None) -> Step:
-        """The program's next step. Raises StopIteration at its end, and whatever the program raises."""
-        assert self._program is not None
-        if self._steps is None:
-            self._steps = self._program(self)
-        return self._steps.send(answer) if failure is None else self._steps.throw(failure)
+    def advance(self, answer: Any, failure: Exception | None) -> Command:
+        """The program's next command. Raises StopIteration at its end, and whatever the program raises."""
+        assert self._agent_loop is not None
+        if self._commands is None:
+            self._commands = self._agent_loop(self)
+        return self._commands.send(answer) if failure is None else self._commands.throw(failure)
 
     def close(self) -> None:
         """End the program where it is. Raises what its own `finally` and the like raise."""
-        if self._steps is not None:
-            self._steps.close()
+        if self._commands is not None:
+            self._commands.close()
 
-    def begin(self, step: Generate, decode: Callable[[Any], str] | None) -> None:
+    def begin(self, command: Generate, decode: Callable[[Any], str] | None) -> None:
         """Take up a step that draws tokens.
 
         Raises:
             UserError: stop strings that cannot be looked for.
         """
-        check_strings(step.strings, has_text=decode is not None, where=self.name)
-        self.limit = self.most if step.max_new is None else min(self.most, len(self.tokens) + step.max_new)
-        strings = (*self.task.stop.strings, *step.strings)
+        check_strings(command.strings, has_text=decode is not None, where=self.name)
+        self.limit = self.most if command.max_new is None else min(self.most, len(self.tokens) + command.max_new)
+        strings = (*self.group.stop.strings, *command.strings)
         self.text = StopText(strings, decode) if strings and decode is not None else None
         self.checked = self.drawn
 
@@ -184,7 +184,7 @@ class Sequence:
         self.actions, self.tags = list(parent.actions), set(parent.tags)
         self.cache_key = parent.cache_key
 
-    def go_on_from(self, rollout: Rollout) -> None:
+    def resume_from(self, rollout: Rollout) -> None:
         """Take over what a rollout has."""
         self.tokens += rollout.tokens.tolist()
         self.logprobs, self.versions = rollout.logprobs.tolist(), rollout.versions.tolist()
@@ -193,14 +193,14 @@ class Sequence:
     def report(self) -> None:
         """Tell on_tokens what it has not seen."""
         first, self.reported = self.reported, self.drawn
-        if self.task.on_tokens is not None and first < self.drawn:
-            self.task.on_tokens(self.sample, self.completion[first:], np.asarray(self.logprobs[first:], np.float32))
+        if self.group.on_tokens is not None and first < self.drawn:
+            self.group.on_tokens(self.sample, self.output_tokens[first:], np.asarray(self.logprobs[first:], np.float32))
 
     def rollout(self) -> Rollout:
         return Rollout(
-            prompt_id=self.task.request.prompt.id,
+            prompt_id=self.group.request.prompt.id,
             sample_id=self.sample,
-            tokens=self.completion,
+            tokens=self.output_tokens,
             logprobs=np.asarray(self.logprobs, np.float32),
             versions=np.asarray(self.versions, np.int32),
             action_mask=np.asarray(self.actions, bool),
@@ -209,5 +209,5 @@ class Sequence:
         )
 
 
-def overdue(task: Task) -> bool:
-    return task.due is not None and time.monotonic() >= task.due
+def overdue(group: SequenceGroup) -> bool:
+    return group.due is not None and time.monotonic() >= group.due

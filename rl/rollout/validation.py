@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mesh import UserError
-from rl.rollout.request import Request, StopRules
+from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.stop_strings import check_strings
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def check_sizes(cfg: "RolloutEngine.Config") -> None:
     """Raises UserError for a field that no engine can have."""
-    for name in ("max_prompt", "max_new", "slots", "steps_per_dispatch", "prefills_per_turn"):
+    for name in ("max_prompt", "max_new", "max_num_seqs", "steps_per_dispatch", "prefills_per_iteration"):
         if getattr(cfg, name) < 1:
             raise UserError(f"RolloutEngine.{name} is {getattr(cfg, name)}; expected 1 or more")
     if cfg.max_queue is not None and cfg.max_queue < 1:
@@ -28,7 +28,7 @@ def check_sizes(cfg: "RolloutEngine.Config") -> None:
 
 def resolve(
     request: Request, cfg: "RolloutEngine.Config", *, vocab: int, cache_tokens: int, has_text: bool
-) -> StopRules:
+) -> StopConditions:
     """The request's stop rules in full, if it can be carried out.
 
     Args:
@@ -83,8 +83,8 @@ def _check_fields(request: Request, vocab: int) -> None:
         Sampler.check(request.sampler, vocab, f"{name}: sampler")
 
 
-def _stop_rules(request: Request, cfg: "RolloutEngine.Config", vocab: int, has_text: bool) -> StopRules:
-    name, stop = request.name, request.stop or StopRules(tokens=cfg.stop_tokens)
+def _stop_rules(request: Request, cfg: "RolloutEngine.Config", vocab: int, has_text: bool) -> StopConditions:
+    name, stop = request.name, request.stop or StopConditions(tokens=cfg.stop_tokens)
     limit = cfg.max_new if stop.max_new is None else stop.max_new
     if not 1 <= limit <= cfg.max_new:
         raise UserError(
@@ -93,7 +93,7 @@ def _stop_rules(request: Request, cfg: "RolloutEngine.Config", vocab: int, has_t
     if (wrong := outside(np.asarray(stop.tokens, np.int64), vocab)) is not None:
         raise UserError(f"{name} has stop token {wrong}; the vocabulary is 0 to {vocab - 1}")
     check_strings(stop.strings, has_text=has_text, where=name)
-    return StopRules(stop.tokens, stop.strings, limit)
+    return StopConditions(stop.tokens, stop.strings, limit)
 
 
 def _check_partial(request: Request, max_new: int, vocab: int) -> None:

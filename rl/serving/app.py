@@ -15,7 +15,7 @@ from starlette.routing import Route
 from mesh import did_you_mean
 from rl.roles.messages import Rollout
 from rl.serving.answers import Answer, problem
-from rl.serving.context import Served
+from rl.serving.context import ServingContext
 from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Stream, Tokens
 from rl.serving.errors import ApiError
 from rl.serving.http import ClientGone, EventStream, check_key, read_json, refusal, unless_gone
@@ -30,7 +30,7 @@ class App:
     """The HTTP application in front of an engine; `asgi` is what a web server runs."""
 
     def __init__(
-        self, engine: EngineThread, served: Served, *, max_queue: int, max_body: int, api_key: str | None = None
+        self, engine: EngineThread, served: ServingContext, *, max_queue: int, max_body: int, api_key: str | None = None
     ):
         """`max_queue`: requests without a first token; `max_body`: bytes; `api_key`: asked for below /v1."""
         self._engine, self._served = engine, served

@@ -8,7 +8,7 @@ from rl.serving.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServingContext:
     """The policy behind the endpoint, and what a request may ask of it.
 
     Attributes:

@@ -15,7 +15,7 @@ from mesh import UserError, make_mesh, to_named_sharding
 from rl.experiment import RLExperiment, warm_start_directory
 from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.request import Request, StopRules
+from rl.rollout.request import Request, StopConditions
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def make_engine(experiment: RLExperiment, weights: Weights | None) -> RolloutEng
     params = load_params(experiment, weights, make_mesh(engine.cfg.mesh))
     engine.set_weights(params, 0 if weights is None else weights.version)
     first = Prompt(0, "warm-up", np.asarray([experiment.tokenizer.bos] * 2, np.int32)[: engine.cfg.max_prompt])
-    engine.generate([Request(first, stop=StopRules(max_new=1))])
+    engine.generate([Request(first, stop=StopConditions(max_new=1))])
     return engine
 
 

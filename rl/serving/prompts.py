@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mesh import UserError
-from rl.serving.context import Served
+from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError, bad_field
 from rl.serving.fields import Fields, is_integer, shown, text
 
@@ -17,7 +17,7 @@ def prompt_id(tokens: np.ndarray) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def read_prompts(fields: Fields, served: Served) -> list[np.ndarray]:
+def read_prompts(fields: Fields, served: ServingContext) -> list[np.ndarray]:
     """A text, token ids, or an array of either."""
     value = fields.take("prompt")
     if value is None:
@@ -36,7 +36,7 @@ def read_prompts(fields: Fields, served: Served) -> list[np.ndarray]:
     ]
 
 
-def read_chat(fields: Fields, served: Served) -> np.ndarray:
+def read_chat(fields: Fields, served: ServingContext) -> np.ndarray:
     messages = fields.take("messages")
     if messages is None:
         raise fields.missing("messages", "an array of messages")
@@ -76,14 +76,14 @@ def _content(value: Any, path: str) -> str:
     return "".join(texts)
 
 
-def _encoded(value: Any, path: str, served: Served) -> np.ndarray:
+def _encoded(value: Any, path: str, served: ServingContext) -> np.ndarray:
     """The tokens of a text, begun as in training: with `bos`."""
     said = text(value, path)
     ids = [served.tokenizer.bos, *served.tokenizer.encode(said)]
     return _fitting(np.asarray(ids, np.int32), path, served)
 
 
-def _token_ids(value: list[Any], path: str, served: Served) -> np.ndarray:
+def _token_ids(value: list[Any], path: str, served: ServingContext) -> np.ndarray:
     """Token ids, taken as they are."""
     size = served.tokenizer.vocab_size
     for item in value:
@@ -92,7 +92,7 @@ def _token_ids(value: list[Any], path: str, served: Served) -> np.ndarray:
     return _fitting(np.asarray(value, np.int32), path, served)
 
 
-def _fitting(tokens: np.ndarray, path: str, served: Served) -> np.ndarray:
+def _fitting(tokens: np.ndarray, path: str, served: ServingContext) -> np.ndarray:
     if not 1 <= len(tokens) <= served.max_prompt:
         raise ApiError(
             400,

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl.roles.messages import Prompt
 from rl.rollout.request import Request
-from rl.serving.context import Served
+from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError, bad_field
 from rl.serving.fields import Fields, shown
 from rl.serving.prompts import prompt_id, read_chat, read_prompts
@@ -65,7 +65,7 @@ class Generation:
         return sum(len(request.prompt.tokens) for request in self.requests)
 
 
-def parse(body: Any, served: Served, *, chat: bool) -> Generation:
+def parse(body: Any, served: ServingContext, *, chat: bool) -> Generation:
     """Checks a decoded body, whole, before anything is generated.
 
     Raises:
@@ -114,7 +114,7 @@ def parse(body: Any, served: Served, *, chat: bool) -> Generation:
     )
 
 
-def _check_model(fields: Fields, served: Served) -> None:
+def _check_model(fields: Fields, served: ServingContext) -> None:
     model = fields.take_text("model")
     if model is None:
         raise fields.missing("model", repr(served.model))

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from rl.rollout.request import StopRules
+from rl.rollout.request import StopConditions
 from rl.rollout.sampling import Sampler
-from rl.serving.context import Served
+from rl.serving.context import ServingContext
 from rl.serving.errors import bad_field
 from rl.serving.fields import Fields, is_integer, is_number, shown, text
 from rl.serving.text import REPLACEMENT
@@ -14,7 +14,7 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_BIASES = 1024
 
 
-def read_stop_rules(fields: Fields, served: Served, chat: bool) -> StopRules:
+def read_stop_rules(fields: Fields, served: ServingContext, chat: bool) -> StopConditions:
     """The request's strings and tokens, besides the server's tokens."""
     limit = f" (the most that this server generates is {served.max_new})"
     max_new = fields.take_int("max_tokens", 1, served.max_new, limit)
@@ -38,10 +38,10 @@ def read_stop_rules(fields: Fields, served: Served, chat: bool) -> StopRules:
     if not all(is_integer(item) and 0 <= item < size for item in ids):
         raise bad_field("stop_token_ids", f"expected token ids from 0 to {size - 1}")
     tokens = tuple(dict.fromkeys([*served.stop_tokens, *map(int, ids)]))
-    return StopRules(tokens=tokens, strings=tuple(strings), max_new=served.max_new if max_new is None else max_new)
+    return StopConditions(tokens=tokens, strings=tuple(strings), max_new=served.max_new if max_new is None else max_new)
 
 
-def read_sampler(fields: Fields, served: Served) -> Sampler.Config | None:
+def read_sampler(fields: Fields, served: ServingContext) -> Sampler.Config | None:
     """The server's sampler with the request's changes; None where there are none."""
     size = served.tokenizer.vocab_size
     temperature = fields.take_number("temperature", 0, 100)

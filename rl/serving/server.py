@@ -13,7 +13,7 @@ from mesh import UserError
 from rl.rollout.engine import RolloutEngine
 from rl.serving.app import App
 from rl.serving.chat_template import ChatTemplate
-from rl.serving.context import Served
+from rl.serving.context import ServingContext
 from rl.serving.engine_thread import EngineThread
 from rl.serving.errors import ApiError
 
@@ -57,7 +57,7 @@ class Server(Configurable):
         cfg.check()
         self.cfg = cfg
         self.engine = EngineThread(engine)
-        served = Served(
+        served = ServingContext(
             model=model,
             tokenizer=tokenizer,
             template=cfg.template.build(),

@@ -58,7 +58,7 @@ def tiny_experiment(**changes: Any) -> RLExperiment.Config:
         trainer=PolicyTrainer.Config(
             checkpoint=Checkpointer.Config(save_every=2, keep=2), row_multiple=4, logprob_diff_every=1
         ),
-        engine=RolloutEngine.Config(slots=8),
+        engine=RolloutEngine.Config(max_num_seqs=8),
         verifier=InlineVerifier.Config(scorer=FunctionScorer.Config(function=ascii_share)),
         evaluation=Evaluation.Config(problems_per_family=3, ks=(1, 4), shown_per_family=1),
     )

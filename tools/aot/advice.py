@@ -16,7 +16,7 @@ def advice(cfg: ConfigBase[Any], outcome: Outcome) -> list[str]:
         return []
     if outcome.step.name.startswith(("prefill", "decode")):
         return [
-            "fewer pages or slots: --set engine.pages=... or --set engine.slots=...",
+            "fewer pages or sequences: --set engine.pages=... or --set engine.max_num_seqs=...",
             "tensor parallelism over more devices: a larger --topology",
         ]
     root = "trainer." if isinstance(cfg, RLExperiment.Config) else ""

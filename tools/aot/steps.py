@@ -135,9 +135,9 @@ def _engine(experiment: RLExperiment, step: str, devices: list[Any]) -> Step:
     chosen = name[step][0]
     longest = cfg.max_prompt + cfg.max_new
     if step == "decode":
-        tokens = cfg.slots * cfg.steps_per_dispatch
+        tokens = cfg.max_num_seqs * cfg.steps_per_dispatch
         flops = decoder_flops(cfg.model, tokens=tokens, head_tokens=tokens, pairs=tokens * longest)
-        counted = f"{cfg.steps_per_dispatch} tokens of {cfg.slots} sequences, each at its greatest length"
+        counted = f"{cfg.steps_per_dispatch} tokens of {cfg.max_num_seqs} sequences, each at its greatest length"
     else:
         rows, chunk = (int(n) for n in chosen.removeprefix("prefill ").split(" x "))
         flops = decoder_flops(cfg.model, tokens=rows * chunk, head_tokens=0, pairs=causal_pairs(rows, chunk))

@@ -146,7 +146,7 @@ def experiment_at(rate: float, updates: int) -> RLExperiment.Config:
         trainer=SnapshotTrainer.Config(
             checkpoint=Checkpointer.Config(save_every=10 * updates), row_multiple=8, logprob_diff_every=10 * updates
         ),
-        engine=RolloutEngine.Config(slots=64, keep_completions=False),
+        engine=RolloutEngine.Config(max_num_seqs=64, keep_completions=False),
         verifier=InlineVerifier.Config(scorer=scorer),
         evaluation=None,
     )

@@ -38,7 +38,7 @@ def build_engine(job: GrpoJob) -> tuple[RolloutEngine, int]:
         stop_tokens=(),
         max_prompt=job.prompt_tokens,
         max_new=job.new_tokens,
-        slots=job.rollouts,
+        max_num_seqs=job.rollouts,
         keep_completions=False,  # no rollout goes on from another
     ).build()
     engine.set_weights(params, 0)

@@ -52,7 +52,7 @@ def recovery_job(staleness: int = 0) -> RLExperiment.Config:
         trainer=PolicyTrainer.Config(
             checkpoint=Checkpointer.Config(save_every=SAVE_EVERY, keep=3), row_multiple=4, logprob_diff_every=1
         ),
-        engine=RolloutEngine.Config(slots=8),
+        engine=RolloutEngine.Config(max_num_seqs=8),
         verifier=Verifier.Config(scorer=FunctionScorer.Config(function=slow_ascii_share), processes=1),
         evaluation=None,
         workers=2,

@@ -21,7 +21,7 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     made = {
         "systems": _peers,
         "long_tail": _long_tail,
-        "slots_sweep": _slots_sweep,
+        "concurrency_sweep": _concurrency_sweep,
         "fill": _fill,
     }
     found = [make(result) for key, make in made.items() if key in result]
@@ -52,8 +52,9 @@ def _long_tail(result: Mapping[str, Any]) -> Table:
     tail = result["long_tail"]
     plain, compacting = (result[f"continuous_over_{what}"] for what in ("static", "compacting_static"))
     title = (
-        f"long tail: {tail['requests']} requests, {tail['slots']} slots, log-normal lengths {tail['shortest']} to "
-        f"{tail['longest']}, median {tail['median']:g}, sigma {tail['sigma']:g}, mean {tail['mean']:.0f}"
+        f"long tail: {tail['requests']} requests, {tail['max_num_seqs']} sequences at a time, log-normal "
+        f"lengths {tail['shortest']} to {tail['longest']}, median {tail['median']:g}, sigma {tail['sigma']:g}, "
+        f"mean {tail['mean']:.0f}"
     )
     rows = [
         [
@@ -82,14 +83,16 @@ def _long_tail(result: Mapping[str, Any]) -> Table:
     return Table(title, columns, rows)
 
 
-def _slots_sweep(result: Mapping[str, Any]) -> Table:
+def _concurrency_sweep(result: Mapping[str, Any]) -> Table:
     rows = []
-    for point in result["slots_sweep"]:
+    for point in result["concurrency_sweep"]:
         rates = [f"{point['tok_per_s']:,.0f}", f"{point['tok_per_cpu_s']:,.0f}"]
         times = [f"{point[what][p]:.0f}" for what in ("latency_ms", "first_token_ms") for p in ("p50", "p95", "p99")]
-        rows.append([str(point["slots"]), *rates, *times])
+        rows.append([str(point["max_num_seqs"]), *rates, *times])
     percentiles = [f"{what} p{p} ms" for what in ("latency", "first token") for p in (50, 95, 99)]
-    return Table("concurrency: as many requests as slots", ("slots", "tok / s", "tok / CPU s", *percentiles), rows)
+    return Table(
+        "concurrency: max_num_seqs requests at a time", ("max_num_seqs", "tok / s", "tok / CPU s", *percentiles), rows
+    )
 
 
 def _fill(result: Mapping[str, Any]) -> Table:

@@ -160,5 +160,5 @@ def _edit(cfg: Any, sets: Sequence[str], prefix: str = "") -> None:
     for edit in sets:
         path, equals, value = edit.partition("=")
         if not equals:
-            raise UserError(f"--set {prefix + edit!r}: expected path=value, like engine.slots=8")
+            raise UserError(f"--set {prefix + edit!r}: expected path=value, like engine.max_num_seqs=8")
         set_path(cfg, path.strip(), value)

@@ -21,9 +21,11 @@ from mesh import UserError
 @click.option("--model", default="QwQ-32B", show_default=True, help="A name that models.qwen knows.")
 @click.option("--max-prompt", default=4096, show_default=True)
 @click.option("--max-new", default=12_288, show_default=True)
-@click.option("--slots", default=64, show_default=True)
+@click.option("--max-num-seqs", default=64, show_default=True)
 @click.option("--page-size", default=16, show_default=True)
-def main(topologies: tuple[str, ...], model: str, max_prompt: int, max_new: int, slots: int, page_size: int) -> None:
+def main(
+    topologies: tuple[str, ...], model: str, max_prompt: int, max_new: int, max_num_seqs: int, page_size: int
+) -> None:
     """Compile every kind of dispatch for each of TOPOLOGIES and print what it needs, as Markdown."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # else jax would look for the TPU
     from models.qwen import qwen
@@ -36,7 +38,7 @@ def main(topologies: tuple[str, ...], model: str, max_prompt: int, max_new: int,
         stop_tokens=(0,),
         max_prompt=max_prompt,
         max_new=max_new,
-        slots=slots,
+        max_num_seqs=max_num_seqs,
         page_size=page_size,
     )
     for topology in topologies:

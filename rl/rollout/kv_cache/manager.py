@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rl.rollout.kv_cache.block_pool import PagePool
+from rl.rollout.kv_cache.page_pool import PagePool
 from rl.rollout.kv_cache.prefix_cache import PrefixCache
 
 PageCopy = tuple[int, int]  # from, to
@@ -20,7 +20,7 @@ class Holder(Protocol):
     cache_key: Hashable  # what its keys and values depend on beside its tokens; None: on a mixture
 
 
-class Memory:
+class KVCacheManager:
     """Gives pages to sequences. Full pages can be shared by sequences; a page being written has one holder."""
 
     def __init__(self, pages: int, page_size: int, keep_prefixes: bool):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mesh import UserError
-from rl.rollout.kv_cache.block_pool import PageError, PagePool
+from rl.rollout.kv_cache.page_pool import PageError, PagePool
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.layers.contexts.paged import RowContext
 from rl.roles.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.request import Finished, Request, StopRules
+from rl.rollout.request import Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.training.logprobs import score_rows
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
@@ -21,7 +21,7 @@ POLICY = tiny_policy(num_layers=2)
 VOCAB = 272
 MAX_PROMPT, MAX_NEW = 40, 24
 STOP = tuple(range(0, VOCAB, 16))  # a sixteenth of the vocabulary: completions of all lengths
-PLAIN = StopRules(tokens=STOP)
+PLAIN = StopConditions(tokens=STOP)
 TEMPERATURE = 0.8
 
 
@@ -31,7 +31,7 @@ def params(seed: int = 0) -> Params:
 
 def make_engine(weights: Params | None = None, version: int = 5, **changes: Any) -> RolloutEngine:
     """An engine with weights; `changes` are fields of its config."""
-    sizes = {"slots": 4, "page_size": 8, "steps_per_dispatch": 4, "prefill_tokens": 64, **changes}
+    sizes = {"max_num_seqs": 4, "page_size": 8, "steps_per_dispatch": 4, "prefill_tokens": 64, **changes}
     sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "sampler": Sampler.Config(temperature=TEMPERATURE), **sizes}
     engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, **sizes).build(decode=text)
     engine.set_weights(params() if weights is None else weights, version)
@@ -60,15 +60,15 @@ def mixed(count: int) -> list[Request]:
         request(
             number,
             sampler=SAMPLERS[number % 5],
-            stop=(None, PLAIN, StopRules(STOP, (chr(0x100 + 77), chr(0x100 + 5)), 20))[number % 3],
+            stop=(None, PLAIN, StopConditions(STOP, (chr(0x100 + 77), chr(0x100 + 5)), 20))[number % 3],
         )
         for number in range(count)
     ]
 
 
-def drain(engine: RolloutEngine, turns: int = 5000) -> dict[int, Finished]:
+def drain(engine: RolloutEngine, turns: int = 5000) -> dict[int, RequestOutput]:
     """Step until nothing is under way; what has finished, by number, each once."""
-    finished: dict[int, Finished] = {}
+    finished: dict[int, RequestOutput] = {}
     for _ in range(turns):
         for one in engine.step():
             assert one.number not in finished

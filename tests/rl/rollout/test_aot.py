@@ -16,7 +16,7 @@ from models.dense import dense
 from models.qwen import qwen
 from rl.rollout.aot import compile_engine, largest_pool, memory_per_device
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner import spread
+from rl.rollout.model_runner.runner import spread
 from tests.elsewhere import elsewhere
 
 COMPILER = find_compiler() is not None
@@ -30,7 +30,12 @@ def small_engine(**changes: Any) -> RolloutEngine.Config:
         theta=1e6, eps=1e-5, qkv_bias=True, tied=False,
     )  # fmt: skip
     cfg = RolloutEngine.Config(
-        model=model.clone(dtype="bfloat16"), stop_tokens=(1,), max_prompt=256, max_new=256, prefill_tokens=64, slots=16
+        model=model.clone(dtype="bfloat16"),
+        stop_tokens=(1,),
+        max_prompt=256,
+        max_new=256,
+        prefill_tokens=64,
+        max_num_seqs=16,
     )
     return cfg.clone(pages=4096).clone(**changes)
 

@@ -12,7 +12,7 @@ from axlearn_like.config import set_path
 from mesh import UserError
 from rl.roles.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.request import Request, StopRules
+from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from tests.rl.rollout.small import (
     MAX_NEW,
@@ -71,10 +71,10 @@ def test_a_stop_token_ends_the_completion_and_is_an_action_of_it(rollouts: list[
 
 def test_a_request_may_have_stop_rules_of_its_own(engine: RolloutEngine):
     for most in (1, 2, 7, MAX_NEW):
-        (rollout,) = engine.generate([request(3, samples=1, stop=StopRules(max_new=most))])
+        (rollout,) = engine.generate([request(3, samples=1, stop=StopConditions(max_new=most))])
         assert len(rollout.tokens) == most and rollout.finish_reason == "length"
-    (whole,) = engine.generate([request(3, samples=1, stop=StopRules())])
-    (cut,) = engine.generate([request(3, samples=1, stop=StopRules(tokens=tuple(whole.tokens[[9, 6]].tolist())))])
+    (whole,) = engine.generate([request(3, samples=1, stop=StopConditions())])
+    (cut,) = engine.generate([request(3, samples=1, stop=StopConditions(tokens=tuple(whole.tokens[[9, 6]].tolist())))])
     first = min(whole.tokens.tolist().index(whole.tokens[n]) for n in (6, 9))
     np.testing.assert_array_equal(cut.tokens, whole.tokens[: first + 1])
     assert cut.finish_reason == "stop"
@@ -83,9 +83,9 @@ def test_a_request_may_have_stop_rules_of_its_own(engine: RolloutEngine):
 @pytest.mark.parametrize("begin,end", [(0, 1), (2, 5), (7, 9), (22, 24)])
 def test_a_stop_string_ends_with_the_token_that_completes_it(engine: RolloutEngine, begin: int, end: int):
     """Some strings lie across two dispatches of four tokens."""
-    (whole,) = engine.generate([request(3, samples=1, stop=StopRules())])
+    (whole,) = engine.generate([request(3, samples=1, stop=StopConditions())])
     string = text(whole.tokens[begin:end])
-    (cut,) = engine.generate([request(3, samples=1, stop=StopRules(strings=("no such", string)))])
+    (cut,) = engine.generate([request(3, samples=1, stop=StopConditions(strings=("no such", string)))])
     kept = text(whole.tokens).index(string) + len(string)
     assert kept == end and cut.finish_reason == "stop"
     for name in ("tokens", "logprobs", "versions", "action_mask"):
@@ -166,7 +166,7 @@ def test_nothing_to_do_gives_nothing(engine: RolloutEngine):
 def test_generate_leaves_what_others_submitted_to_step(engine: RolloutEngine, rollouts: list[Rollout]):
     first, second = (engine.submit(REQUESTS[n]) for n in (4, 1))
     of_seven = [r for r in rollouts if r.prompt_id == REQUESTS[7].prompt.id]
-    long = [request(33, samples=8, stop=StopRules())]
+    long = [request(33, samples=8, stop=StopConditions())]
     assert len(engine.generate(long)) == 8
     assert_same(engine.generate([REQUESTS[7]]), of_seven)
     assert engine.busy
@@ -217,10 +217,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"adapter": "french"}, "asks for adapter 'french'; this engine has none"),
     ({"sampler": Sampler.Config(top_p=2.0)}, "sampler.top_p is 2.0"),
     ({"sampler": Sampler.Config(logit_bias=((VOCAB, 1.0),))}, "sampler.logit_bias names token 272"),
-    ({"stop": StopRules(max_new=0)}, "asks for 0 new tokens; the engine gives 1 to 24 .RolloutEngine.max_new"),
-    ({"stop": StopRules(max_new=25)}, "asks for 25 new tokens"),
-    ({"stop": StopRules(tokens=(3, VOCAB))}, "has stop token 272; the vocabulary is 0 to 271"),
-    ({"stop": StopRules(strings=("",))}, "stop string ''"),
+    ({"stop": StopConditions(max_new=0)}, "asks for 0 new tokens; the engine gives 1 to 24 .RolloutEngine.max_new"),
+    ({"stop": StopConditions(max_new=25)}, "asks for 25 new tokens"),
+    ({"stop": StopConditions(tokens=(3, VOCAB))}, "has stop token 272; the vocabulary is 0 to 271"),
+    ({"stop": StopConditions(strings=("",))}, "stop string ''"),
     ({"partial": (make_rollout(make_prompt(8), 0, [1]),)}, "partial rollout of sample 0 is of prompt 8"),
     ({"partial": (PART, PART)}, "partial rollout of sample 0 is there twice"),
     ({"partial": (LONG,)}, "partial rollout of sample 0 has 25 tokens; the request allows 24"),
@@ -246,21 +246,27 @@ def test_a_prompt_id_that_makes_no_key_is_refused(engine: RolloutEngine, number:
 def test_stop_strings_need_a_decoder():
     engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=MAX_PROMPT, max_new=MAX_NEW).build()
     with pytest.raises(UserError, match="prompt 1 .*stop strings need an engine that was built with a tokenizer"):
-        engine.submit(Request(make_prompt(1), stop=StopRules(strings=("x",))))
+        engine.submit(Request(make_prompt(1), stop=StopConditions(strings=("x",))))
 
 
 def test_a_request_that_the_cache_could_never_hold_is_refused():
     engine = make_engine(pages=5)
     with pytest.raises(UserError, match=r"may need 8 pages of 8 tokens; the cache has 4 \(RolloutEngine.pages\)"):
         engine.submit(Request(make_prompt(1, 40)))
-    assert len(engine.generate([Request(make_prompt(1, 8), stop=StopRules(max_new=24))])) == 1
+    assert len(engine.generate([Request(make_prompt(1, 8), stop=StopConditions(max_new=24))])) == 1
 
 
 def _one(name: str, value: Any) -> dict[str, Any]:
     return {name: value}
 
 
-SIZES = [("max_prompt", 0), ("max_new", 0), ("slots", 0), ("steps_per_dispatch", 0), ("prefills_per_turn", 0)]
+SIZES = [
+    ("max_prompt", 0),
+    ("max_new", 0),
+    ("max_num_seqs", 0),
+    ("steps_per_dispatch", 0),
+    ("prefills_per_iteration", 0),
+]
 SIZES += [("page_size", 0), ("page_size", 24), ("page_size", 128), ("prefill_tokens", 63), ("pages", 1), ("pages", 0)]
 
 
@@ -273,10 +279,17 @@ def test_sizes_that_cannot_be_are_refused_by_name(name: str, value: int):
 # ---- meshes
 
 
-@pytest.mark.parametrize("one", ["slots", "max_prompt", "max_new", "num_kv_heads", "page_size"])
+@pytest.mark.parametrize("one", ["max_num_seqs", "max_prompt", "max_new", "num_kv_heads", "page_size"])
 def test_every_size_may_be_one(one: str):
     """Where a size is one, a plain reshape forgets how an axis is spread, and explicit sharding objects."""
-    sizes: dict[str, Any] = {"slots": 2, "max_prompt": 3, "max_new": 3, "num_kv_heads": 2, "page_size": 2, one: 1}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 2,
+        "max_prompt": 3,
+        "max_new": 3,
+        "num_kv_heads": 2,
+        "page_size": 2,
+        one: 1,
+    }
     model = tiny_policy()
     set_path(model, "block.attention.num_kv_heads", sizes.pop("num_kv_heads"))
     engine = RolloutEngine.Config(model=model, stop_tokens=(), **sizes).build()

@@ -1,6 +1,7 @@
 """Tokens and log-probabilities depend on the request and the weights alone: to the bit, in float32 on a CPU.
 
-Not on batch, order, slots, page size, chunks, steps per dispatch, preemption, prefixes kept, or an abort in between.
+Not on batch, order, number of rows, page size, chunks, steps per dispatch, preemption, kept prefixes, or an abort in
+between.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from rl.roles.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.request import Request, StopRules
+from rl.rollout.request import Request, StopConditions
 from tests.rl.rollout.small import (
     MAX_NEW,
     MAX_PROMPT,
@@ -35,8 +36,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
     "few pages": {"pages": 12},
     "few pages, none kept": {"pages": 12, "keep_prefixes": False},
-    "one slot, one step": {"slots": 1, "steps_per_dispatch": 1, "page_size": 1},
-    "other sizes": {"slots": 9, "page_size": 32, "steps_per_dispatch": 7, "prefill_tokens": 128},
+    "one slot, one step": {"max_num_seqs": 1, "steps_per_dispatch": 1, "page_size": 1},
+    "other sizes": {"max_num_seqs": 9, "page_size": 32, "steps_per_dispatch": 7, "prefill_tokens": 128},
 }
 _made: dict[str, RolloutEngine] = {}
 
@@ -128,7 +129,7 @@ def test_turns_of_a_dialogue_reuse_pages_and_change_no_bit(name: str):
     before = engine.stats()["reused_tokens"]
     tokens = make_prompt(5, 9).tokens
     for turn in range(3):
-        q = Request(Prompt(50 + turn, "chat", tokens), seed=3, stop=StopRules(max_new=10))
+        q = Request(Prompt(50 + turn, "chat", tokens), seed=3, stop=StopConditions(max_new=10))
         (found,), (fresh,) = engine.generate([q]), cold.generate([q])
         assert_same([found], [fresh])
         tokens = np.concatenate([tokens, found.tokens, np.array([7, 8], np.int32)])[:MAX_PROMPT]
@@ -139,7 +140,7 @@ def test_turns_of_a_dialogue_reuse_pages_and_change_no_bit(name: str):
 def test_the_samples_of_a_request_prefill_its_prompt_once_and_share_its_pages():
     engine = engine_of("few pages, none kept")
     before = engine.stats()["prefill_tokens"]
-    engine.submit(Request(make_prompt(1, 40), samples=3, stop=StopRules(max_new=8)))
+    engine.submit(Request(make_prompt(1, 40), samples=3, stop=StopConditions(max_new=8)))
     engine.step()
     stats = engine.stats()
     assert (stats["prefill_tokens"] - before, stats["running"]) == (39, 3)

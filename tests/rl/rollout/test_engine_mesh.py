@@ -16,7 +16,7 @@ def rollouts_on(mesh: dict[str, int]) -> list[tuple[list[int], list[float], str]
     """Of prompts of all lengths, with few pages, so that some are preempted."""
     policy = tiny_policy(num_layers=2)
     cfg = RolloutEngine.Config(model=policy, stop_tokens=tuple(range(0, 272, 4)), max_prompt=24, max_new=12, mesh=mesh)
-    engine = cfg.set(slots=8, page_size=8, pages=16, steps_per_dispatch=4).build()
+    engine = cfg.set(max_num_seqs=8, page_size=8, pages=16, steps_per_dispatch=4).build()
     engine.set_weights(tiny_params(policy), 0)
     found = engine.generate([Request(make_prompt(i, 1 + 3 * i), samples=2, seed=5) for i in range(8)])
     assert engine.stats()["preemptions"] > 0

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rl.roles.messages import Rollout
+from rl.rollout.agent_loop import Completion, Fork, Generate, Join, Observe, Wait, single_turn
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.program import Branch, Fork, Generate, Join, Observe, Wait, complete
-from rl.rollout.request import Finished, Request, StopRules
+from rl.rollout.request import Request, RequestOutput, StopConditions
 from tests.rl.rollout.small import (
     MAX_NEW,
     MAX_PROMPT,
@@ -39,7 +39,7 @@ class Soak:
         self.engine: RolloutEngine = make_engine(WEIGHTS[0], 0, **sizes)
         self.asked: dict[int, Request] = {}
         self.told: dict[int, dict[int, list[int]]] = {}
-        self.finished: dict[int, Finished] = {}
+        self.finished: dict[int, RequestOutput] = {}
         self.futures: list[Future[list[int]]] = []
         self.version = 0
 
@@ -57,13 +57,13 @@ class Soak:
             samples=pick.choice((1, 1, 2, 3, 8)),
             seed=pick.randrange(9),
             sampler=pick.choice((None, None, RULES)),
-            stop=pick.choice((None, PLAIN, StopRules(STOP, strings, pick.randint(1, MAX_NEW)))),
+            stop=pick.choice((None, PLAIN, StopConditions(STOP, strings, pick.randint(1, MAX_NEW)))),
             deadline=pick.choice((None,) * 9 + (0.001,)),
             priority=pick.choice((0, 0, 0, 1, -1)),
-            program=pick.choice((complete, complete, complete, self.tool, self.forks, _raises)),
+            agent_loop=pick.choice((single_turn, single_turn, single_turn, self.tool, self.forks, _raises)),
         )
 
-    def tool(self, branch: Branch) -> Any:
+    def tool(self, completion: Completion) -> Any:
         for _ in range(4):
             if (yield Generate(max_new=3)) == "stop":
                 return
@@ -71,11 +71,11 @@ class Soak:
             self.futures.append(future)
             yield Observe((yield Wait(future)))
 
-    def forks(self, branch: Branch) -> Any:
+    def forks(self, completion: Completion) -> Any:
         yield Generate(max_new=2)
-        branches = yield Fork(complete, (branch.sample + 100, branch.sample + 200))
-        if branch.sample % 2:
-            yield Join(tuple(branches))
+        completions = yield Fork(single_turn, (completion.sample + 100, completion.sample + 200))
+        if completion.sample % 2:
+            yield Join(tuple(completions))
         yield Generate()
 
     def submit(self) -> None:
@@ -125,15 +125,15 @@ class Soak:
             self.event()
 
 
-def _raises(branch: Branch) -> Any:
+def _raises(completion: Completion) -> Any:
     yield Generate(max_new=2)
     raise ValueError("as some tools do")
 
 
-def _check(q: Request, one: Finished, told: dict[int, list[int]]) -> None:
+def _check(q: Request, one: RequestOutput, told: dict[int, list[int]]) -> None:
     ids = [r.sample_id for r in one.rollouts]
     assert ids == sorted(set(ids)) and set(range(q.samples)) <= set(ids)
-    assert (one.error is not None) == (q.program is _raises and "error" in {r.finish_reason for r in one.rollouts})
+    assert (one.error is not None) == (q.agent_loop is _raises and "error" in {r.finish_reason for r in one.rollouts})
     for r in one.rollouts:
         _check_rollout(q, r)
         assert told.get(r.sample_id, []) == r.tokens.tolist() or r.sample_id >= 100  # a fork hears only when it draws
@@ -146,7 +146,7 @@ def _check_rollout(q: Request, r: Rollout) -> None:
     assert np.all(np.isfinite(r.logprobs)) and np.all((r.logprobs <= 0) & (r.action_mask | (r.logprobs == 0)))
     assert np.all(np.diff(r.versions) >= 0)
     if "mixed-cache" in r.tags and len(r.tokens):
-        assert q.program is not complete or r.versions[-1] > 0
+        assert q.agent_loop is not single_turn or r.versions[-1] > 0
 
 
 def soak(count: int, seed: int, **sizes: Any) -> Soak:

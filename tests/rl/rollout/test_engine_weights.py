@@ -13,9 +13,9 @@ import pytest
 from axlearn_like.layers.base import Params
 from mesh import UserError
 from rl.roles.messages import Rollout
+from rl.rollout.agent_loop import Completion, Generate, Wait
 from rl.rollout.engine import RolloutEngine, Swap
-from rl.rollout.program import Branch, Generate, Wait
-from rl.rollout.request import Request, StopRules
+from rl.rollout.request import Request, StopConditions
 from tests.rl.rollout.small import (
     MAX_NEW,
     assert_no_page_is_held,
@@ -29,7 +29,7 @@ from tests.rl.rollout.small import (
 )
 from tests.rl.tiny import make_prompt
 
-WHOLE = StopRules()
+WHOLE = StopConditions()
 OLD, NEW = params(0), params(1)
 ASKED = [request(n, samples=2, stop=WHOLE) for n in (5, 3)]  # of 36 and 22 tokens
 
@@ -120,7 +120,7 @@ def test_drain_comes_to_an_end_behind_a_long_queue_and_with_few_pages():
     """Those that wait, of higher priority and not begun, stand in the queue before one that must finish first."""
     engine = make_engine(OLD, 1, pages=12)
     prompt = make_prompt(9, 40)
-    engine.generate([Request(prompt, stop=StopRules(max_new=1))])  # its prefix is kept
+    engine.generate([Request(prompt, stop=StopConditions(max_new=1))])  # its prefix is kept
     begun = [engine.submit(q) for q in ASKED]
     engine.step()
     waiting = [engine.submit(Request(prompt, stop=WHOLE, seed=n, priority=1)) for n in range(40)]
@@ -248,7 +248,7 @@ def test_nothing_of_what_is_not_a_number_stays_in_any_page(
     """Neither if the requests failed, nor if they were cut before they drew a token, nor if good weights came."""
     engine.set_weights(_nan(OLD), 1)
     for q in mixed(12):
-        engine.submit(dataclasses.replace(q, program=_parked) if leave != "fail" else q)
+        engine.submit(dataclasses.replace(q, agent_loop=_parked) if leave != "fail" else q)
     if leave == "fail":
         drain(engine)
     else:
@@ -264,7 +264,7 @@ def test_nothing_of_what_is_not_a_number_stays_in_any_page(
     assert_same(engine.generate(ASKED), fresh[2])
 
 
-def _parked(branch: Branch) -> Any:
+def _parked(completion: Completion) -> Any:
     yield Wait(Future())
 
 
@@ -278,8 +278,8 @@ def test_a_row_that_fails_disturbs_no_other(engine: RolloutEngine, fresh: dict[i
     """One request's keys and values become no numbers, as a broken memory would have it."""
     good, bad = (engine.submit(q) for q in ASKED)
     engine.step()
-    pages = {page for one in engine._execution.tasks[bad].sequences for page in one.pages}
-    assert pages and not pages & {page for one in engine._execution.tasks[good].sequences for page in one.pages}
+    pages = {page for one in engine._lifecycle.groups[bad].sequences for page in one.pages}
+    assert pages and not pages & {page for one in engine._lifecycle.groups[good].sequences for page in one.pages}
     rows = np.array([layer * (int(engine.stats()["pages"]) + 1) + page for layer in range(2) for page in pages])
     engine._device._pool = jax.tree.map(lambda x: _spoilt(x, rows), engine._device.pool)
     finished = drain(engine)
@@ -338,7 +338,7 @@ def test_abort_in_every_state_gives_all_samples_and_frees_all_pages(engine: Roll
 
 def test_abort_while_the_prompt_is_being_prefilled():
     """A prompt of 39 tokens in chunks of 32, while another request draws."""
-    engine = make_engine(OLD, 1, prefills_per_turn=1)
+    engine = make_engine(OLD, 1, prefills_per_iteration=1)
     engine.submit(request(4, samples=2, stop=WHOLE))
     engine.step()
     number = engine.submit(Request(make_prompt(1, 40), samples=2))
@@ -351,10 +351,10 @@ def test_abort_while_the_prompt_is_being_prefilled():
 
 
 def test_generation_steps_are_counted(engine: RolloutEngine):
-    def two(branch: Branch) -> Any:
+    def two(completion: Completion) -> Any:
         yield Generate(max_new=1)
         yield Generate(max_new=1)
 
     before = engine.stats()["tokens"]
-    engine.generate([request(3, samples=2, program=two, stop=WHOLE)])
+    engine.generate([request(3, samples=2, agent_loop=two, stop=WHOLE)])
     assert engine.stats()["tokens"] - before == 4

@@ -15,7 +15,7 @@ from scipy import stats
 
 from axlearn_like.training.losses import Chosen
 from mesh import UserError
-from rl.rollout.sampling import NEVER, Sampler, distribution, draw, pack_bias, pack_rules, plain, row_keys
+from rl.rollout.sampling import NEVER, Sampler, distribution, draw, pack_bias, pack_metadata, plain, row_keys
 
 VOCAB = 12
 LOGITS = np.random.default_rng(5).normal(0.0, 1.5, VOCAB).astype(np.float32)
@@ -102,7 +102,7 @@ def by_rules(
     """Distribution, tokens and log-probabilities of rows [r, vocab], by the general path."""
     bias = pack_bias(configs, logits.shape[1])
     bias = np.zeros(logits.shape, np.float32) if bias is None else bias
-    whole, tokens, logprobs = jax.device_get(general(keys, logits, pack_rules(configs, logits.shape[1]), seen, bias))
+    whole, tokens, logprobs = jax.device_get(general(keys, logits, pack_metadata(configs, logits.shape[1]), seen, bias))
     return whole, tokens, logprobs
 
 
@@ -166,7 +166,7 @@ def test_draws_of_other_samples_prompts_and_positions_are_independent(keys: jax.
 
 def test_bfloat16_logits_are_scored_in_float32():
     logits = jnp.asarray(LOGITS, jnp.bfloat16)
-    rules = pack_rules([Sampler.Config(temperature=0.7)] * 64, VOCAB)
+    rules = pack_metadata([Sampler.Config(temperature=0.7)] * 64, VOCAB)
     _, tokens, logprobs = quick(keys_of(0, [1], 64, 0)[0], jnp.broadcast_to(logits, (64, VOCAB)), rules)
     assert logprobs.dtype == jnp.float32
     exact = np.asarray(logits, np.float64) / 0.7
@@ -270,7 +270,7 @@ def test_plain_rows_have_the_bits_of_the_quick_path_among_rows_that_are_not(voca
     logits[:, 0] = -0.0
     mixed = by_rules(configs, keys, logits, seen)
     stand_in = [cfg if plain(cfg) else Sampler.Config() for cfg in configs]
-    alike = jax.device_get(quick(keys, logits, pack_rules(stand_in, vocab)))
+    alike = jax.device_get(quick(keys, logits, pack_metadata(stand_in, vocab)))
     for one, other in zip(mixed, alike, strict=True):
         np.testing.assert_array_equal(bits(one)[rows], bits(other)[rows])
 
@@ -333,7 +333,7 @@ def test_only_a_temperature_is_plain_and_known_to_the_trainer():
 
 def test_rules_are_packed_a_row_a_config():
     configs = [Sampler.Config(top_k=3, min_p=0.25), Sampler.Config(temperature=0.5, top_k=99), Sampler.Config()]
-    rules = pack_rules(configs, 10)
+    rules = pack_metadata(configs, 10)
     assert rules.top_k.tolist() == [3, 10, 10] and rules.top_k.dtype == np.int32
     assert rules.temperature.tolist() == [1.0, 0.5, 1.0] and rules.min_p.tolist() == [0.25, 0.0, 0.0]
     assert pack_bias(configs, 10) is None

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl.roles.messages import Prompt
-from rl.rollout.kv_cache.manager import Memory, PageCopy
-from rl.rollout.program import complete
-from rl.rollout.request import Request, StopRules
+from rl.rollout.agent_loop import single_turn
+from rl.rollout.kv_cache.manager import KVCacheManager, PageCopy
+from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.scheduler import Scheduler
-from rl.rollout.sequence import Sequence, State, Task
+from rl.rollout.sequence import Sequence, SequenceGroup, State
 
 MAX_PROMPT, MAX_NEW = 24, 12
 Content = tuple[int, ...]  # the tokens up to and including this one
@@ -27,13 +27,16 @@ class World(RuleBasedStateMachine):
     """What the engine and the device would do, in turns; `turn` is what must make progress."""
 
     @initialize(
-        slots=st.integers(1, 4), page_size=st.sampled_from([1, 2, 4, 8]), spare=st.integers(0, 20), keep=st.booleans()
+        max_num_seqs=st.integers(1, 4),
+        page_size=st.sampled_from([1, 2, 4, 8]),
+        spare=st.integers(0, 20),
+        keep=st.booleans(),
     )
-    def begin(self, slots: int, page_size: int, spare: int, keep: bool) -> None:
-        self.page_size, self.slots = page_size, slots
+    def begin(self, max_num_seqs: int, page_size: int, spare: int, keep: bool) -> None:
+        self.page_size, self.max_num_seqs = page_size, max_num_seqs
         pages = 1 + -(-(MAX_PROMPT + MAX_NEW) // page_size) + spare
-        self.memory = Memory(pages, page_size, keep)
-        self.scheduler = Scheduler(self.memory, slots)
+        self.kv_cache = KVCacheManager(pages, page_size, keep)
+        self.scheduler = Scheduler(self.kv_cache, max_num_seqs)
         self.pool: list[list[Content | None]] = [[None] * page_size for _ in range(pages)]
         self.sequences: list[Sequence] = []
         self.submitted = 0
@@ -50,14 +53,14 @@ class World(RuleBasedStateMachine):
     def write(self, sequence: Sequence, count: int) -> None:
         for at in range(sequence.cached, sequence.cached + count):
             page = sequence.pages[at // self.page_size]
-            assert self.memory.pool.references(page) == 1, "a shared page is written"
+            assert self.kv_cache.pool.references(page) == 1, "a shared page is written"
             self.pool[page][at % self.page_size] = tuple(sequence.tokens[: at + 1])
 
     # ---- what the engine does
 
-    def add(self, task: Task, sample: int, tokens: list[int], trunk: bool = False) -> Sequence:
-        sequence = Sequence(task, sample, list(tokens), None if trunk else complete)
-        task.sequences.append(sequence)
+    def add(self, group: SequenceGroup, sample: int, tokens: list[int], prefix: bool = False) -> Sequence:
+        sequence = Sequence(group, sample, list(tokens), None if prefix else single_turn)
+        group.sequences.append(sequence)
         self.sequences.append(sequence)
         return sequence
 
@@ -65,12 +68,12 @@ class World(RuleBasedStateMachine):
         sequence.limit = sequence.most
         self.scheduler.enqueue(sequence)
 
-    def branch(self, parent: Sequence, sample: int) -> Sequence:
-        branch = self.add(parent.task, sample, parent.tokens)
-        branch.inherit(parent)
-        self.memory.share(parent, branch)
-        self.enqueue(branch)
-        return branch
+    def completion(self, parent: Sequence, sample: int) -> Sequence:
+        completion = self.add(parent.group, sample, parent.tokens)
+        completion.inherit(parent)
+        self.kv_cache.share(parent, completion)
+        self.enqueue(completion)
+        return completion
 
     @rule(
         length=st.integers(1, MAX_PROMPT),
@@ -83,12 +86,12 @@ class World(RuleBasedStateMachine):
         """Prompts of a family begin alike."""
         tokens = (np.arange(length, dtype=np.int32) // 5 + 7 * family).astype(np.int32)
         request = Request(Prompt(self.submitted, "any", tokens), samples, priority=priority)
-        task = Task(self.submitted, request, Sampler.Config(), StopRules(max_new=new), None, None)
+        group = SequenceGroup(self.submitted, request, Sampler.Config(), StopConditions(max_new=new), None, None)
         self.submitted += 1
         if samples > 1:
-            self.scheduler.enqueue(self.add(task, -1, tokens.tolist(), trunk=True))
+            self.scheduler.enqueue(self.add(group, -1, tokens.tolist(), prefix=True))
         else:
-            self.enqueue(self.add(task, 0, tokens.tolist()))
+            self.enqueue(self.add(group, 0, tokens.tolist()))
 
     @rule(steps=st.integers(1, 9), chunk=st.sampled_from([1, 3, 8, 40]), rows=st.integers(1, 3), draws=st.data())
     def turn(self, steps: int, chunk: int, rows: int, draws: Any) -> None:
@@ -112,10 +115,10 @@ class World(RuleBasedStateMachine):
             self.write(sequence, count)
             sequence.cached += count
             if not sequence.unfilled:
-                self.memory.remember(sequence)
-                if sequence.is_trunk:
-                    for sample in range(sequence.task.request.samples):
-                        self.branch(sequence, sample)
+                self.kv_cache.remember(sequence)
+                if sequence.is_prefix:
+                    for sample in range(sequence.group.request.samples):
+                        self.completion(sequence, sample)
                     self.scheduler.end(sequence)
         return bool(chosen)
 
@@ -124,7 +127,7 @@ class World(RuleBasedStateMachine):
         first = min(self.live(), key=lambda one: one.order, default=None)
         has_row = first is not None and first.state is State.RUNNING
         running, copies = self.scheduler.to_decode(steps)
-        assert len(running) <= self.slots and (not has_row or first in running)
+        assert len(running) <= self.max_num_seqs and (not has_row or first in running)
         return running, copies
 
     def draw(self, sequence: Sequence, count: int) -> None:
@@ -148,30 +151,30 @@ class World(RuleBasedStateMachine):
         """As an abort does, wherever it is."""
         self.scheduler.end(data.draw(st.sampled_from(self.live())))
 
-    @precondition(lambda self: any(not one.is_trunk for one in self.live()))
+    @precondition(lambda self: any(not one.is_prefix for one in self.live()))
     @rule(data=st.data(), given=st.integers(0, 5))
     def park_or_return(self, data: Any, given: int) -> None:
         """A program waits, or goes on with tokens that it was given."""
-        sequence = data.draw(st.sampled_from([one for one in self.live() if not one.is_trunk]))
+        sequence = data.draw(st.sampled_from([one for one in self.live() if not one.is_prefix]))
         if sequence.state is not State.PARKED:
             return self.scheduler.park(sequence)
         self.scheduler.withdraw(sequence)
         sequence.observe([given] * given, 0)
         self.enqueue(sequence) if len(sequence.tokens) < sequence.most else self.scheduler.end(sequence)
 
-    @precondition(lambda self: any(not one.is_trunk for one in self.live()))
+    @precondition(lambda self: any(not one.is_prefix for one in self.live()))
     @rule(data=st.data())
     def fork(self, data: Any) -> None:
-        parent = data.draw(st.sampled_from([one for one in self.live() if not one.is_trunk]))
+        parent = data.draw(st.sampled_from([one for one in self.live() if not one.is_prefix]))
         if len(parent.tokens) < parent.most:
-            self.branch(parent, 100 + len(parent.task.sequences))
+            self.completion(parent, 100 + len(parent.group.sequences))
 
     @precondition(lambda self: self.live())
     @rule(recompute=st.booleans())
     def other_weights(self, recompute: bool) -> None:
         """What is in the pages stays right for the test only if all is computed anew, or nothing kept is reused."""
         self.scheduler.version += 1
-        self.memory.forget()
+        self.kv_cache.forget()
         for sequence in [one for one in self.live() if one.cached]:
             if recompute:
                 self.scheduler.drop_pages(sequence)
@@ -185,7 +188,7 @@ class World(RuleBasedStateMachine):
         if not self.sequences:
             return
         scheduler = self.scheduler
-        assert len(scheduler.running) <= self.slots
+        assert len(scheduler.running) <= self.max_num_seqs
         for queue, state in (
             (scheduler.running, State.RUNNING),
             (scheduler.parked, State.PARKED),
@@ -199,17 +202,17 @@ class World(RuleBasedStateMachine):
         """References are holders; a sequence's pages hold its tokens; nothing that has not begun holds any."""
         if not self.sequences:
             return
-        holders = [0] * (self.memory.pool.total + 1)
+        holders = [0] * (self.kv_cache.pool.total + 1)
         for one in self.sequences:
             for page in one.pages:
                 holders[page] += 1
-            assert not (one.ended and one.pages) and (one.task.begun or not one.pages)
+            assert not (one.ended and one.pages) and (one.group.begun or not one.pages)
             assert one.cached <= len(one.pages) * self.page_size and one.cached < len(one.tokens)
             for at in range(one.cached):
                 found = self.pool[one.pages[at // self.page_size]][at % self.page_size]
                 assert found == tuple(one.tokens[: at + 1]), "a page does not hold its sequence's tokens"
-        kept = [self.memory.pool.references(page) - holders[page] for page in range(1, len(holders))]
-        assert holders[0] == 0 and set(kept) <= {0, 1} and sum(kept) == self.memory.prefix_pages
+        kept = [self.kv_cache.pool.references(page) - holders[page] for page in range(1, len(holders))]
+        assert holders[0] == 0 and set(kept) <= {0, 1} and sum(kept) == self.kv_cache.prefix_pages
 
     def teardown(self) -> None:
         """Everything comes to an end: in each turn, who goes first makes progress. Then all pages are free."""
@@ -222,8 +225,8 @@ class World(RuleBasedStateMachine):
             self.progress(min(live, key=lambda one: one.order))
             self.rows_and_queues()
             self.pages()
-        self.memory.forget()
-        assert self.memory.pool.used == 0
+        self.kv_cache.forget()
+        assert self.kv_cache.pool.used == 0
 
     def progress(self, first: Sequence) -> None:
         """In a few turns of one token; the first may wait for a row, but some row then comes nearer its end."""
@@ -241,8 +244,8 @@ class World(RuleBasedStateMachine):
         """Tokens still to be drawn, of trunks all that their samples will draw, and trunks."""
         total = trunks = 0
         for one in self.live():
-            most = (one.most - len(one.tokens)) * (one.task.request.samples if one.is_trunk else 1)
-            total, trunks = total + most, trunks + one.is_trunk
+            most = (one.most - len(one.tokens)) * (one.group.request.samples if one.is_prefix else 1)
+            total, trunks = total + most, trunks + one.is_prefix
         return total, trunks
 
 
@@ -254,17 +257,17 @@ TestWorld = World.TestCase
 
 def _sequence(number: int, tokens: list[int], priority: int = 0) -> Sequence:
     request = Request(Prompt(number, "any", np.array(tokens, np.int32)), priority=priority)
-    task = Task(number, request, Sampler.Config(), StopRules(max_new=8), None, None)
-    sequence = Sequence(task, 0, tokens, complete)
-    task.sequences.append(sequence)
+    group = SequenceGroup(number, request, Sampler.Config(), StopConditions(max_new=8), None, None)
+    sequence = Sequence(group, 0, tokens, single_turn)
+    group.sequences.append(sequence)
     sequence.limit = sequence.most
     return sequence
 
 
 def test_who_finds_no_room_gives_back_the_prefix_it_was_given():
     """Else it would hold pages without having begun, against those that must end before others may begin."""
-    memory = Memory(1 + 6, 4, True)
-    scheduler = Scheduler(memory, 2)
+    kv_cache = KVCacheManager(1 + 6, 4, True)
+    scheduler = Scheduler(kv_cache, 2)
     before, long, late = (
         _sequence(0, [1] * 9),
         _sequence(1, list(range(16))),
@@ -278,7 +281,7 @@ def test_who_finds_no_room_gives_back_the_prefix_it_was_given():
         assert scheduler.to_decode(1)[0] == [sequence]
         if sequence is before:
             scheduler.end(sequence)
-            assert memory.prefix_pages == 2
+            assert kv_cache.prefix_pages == 2
     scheduler.enqueue(late)
     assert scheduler.to_prefill(lambda _: (1, 64)) == ([], [])
-    assert late.pages == [] and not late.task.begun and scheduler.reused == 0
+    assert late.pages == [] and not late.group.begun and scheduler.reused == 0

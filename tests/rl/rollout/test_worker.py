@@ -21,7 +21,7 @@ from rl.parameter_server.pull.fetch import Moved
 from rl.parameter_server.pull.prefetcher import Follower
 from rl.roles.messages import Group, Score
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner import Placed
+from rl.rollout.model_runner.runner import PlacedWeights
 from rl.rollout.request import Request
 from rl.rollout.worker import RolloutWorker
 from rl.verification.inline import InlineVerifier
@@ -230,7 +230,7 @@ def test_when_there_is_no_more_time_whole_rollouts_are_handed_back_from_another_
 
 
 def test_a_worker_that_hears_that_its_lease_is_void_drops_the_work(tmp_path: Path, undisturbed: list[Group]):
-    experiment = tiny_experiment(staleness=1, engine=RolloutEngine.Config(slots=8, steps_per_dispatch=2)).build()
+    experiment = tiny_experiment(staleness=1, engine=RolloutEngine.Config(max_num_seqs=8, steps_per_dispatch=2)).build()
     experiment.controller_cfg.lease_seconds = 1e-9  # it asks after every dispatch
     place = Place(tmp_path, experiment.make_engine())
     place.controller = experiment.controller_cfg.build(clock=lambda: 0.0, events=EventLog(place.run.events_path))
@@ -278,7 +278,7 @@ class Slow:
         self._follower = follower
         self._meanwhile: Callable[[], None] | None = meanwhile
 
-    def take(self, version: int, timeout: float = 0.0) -> tuple[Placed, Moved]:
+    def take(self, version: int, timeout: float = 0.0) -> tuple[PlacedWeights, Moved]:
         if self._meanwhile is not None:
             self._meanwhile, meanwhile = None, self._meanwhile
             meanwhile()
@@ -367,7 +367,7 @@ def test_in_flight_newer_weights_are_taken_up_between_dispatches(
     tmp_path: Path, swap: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """The trainer publishes version 1 while the worker draws."""
-    engine = RolloutEngine.Config(slots=8, steps_per_dispatch=2)
+    engine = RolloutEngine.Config(max_num_seqs=8, steps_per_dispatch=2)
     experiment = tiny_experiment(engine=engine, stop_at_eos=False, swap=swap).build()
     experiment.controller_cfg.weights = "in_flight"
     run = RunDirectory.attach(tmp_path)

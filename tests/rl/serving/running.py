@@ -27,7 +27,7 @@ TOKENIZER = PhraseTokenizer.Config(phrases=PHRASES).build()
 def make_engine(*, weights: bool = True, **changes: Any) -> RolloutEngine:
     """An engine with random weights; `changes` are fields of its config."""
     policy = tiny_policy(TOKENIZER.vocab_size)
-    sizes = {"max_prompt": 24, "max_new": 24, "slots": 8, "steps_per_dispatch": 4, **changes}
+    sizes = {"max_prompt": 24, "max_new": 24, "max_num_seqs": 8, "steps_per_dispatch": 4, **changes}
     engine = RolloutEngine.Config(model=policy, stop_tokens=(TOKENIZER.eos,), **sizes).build(decode=TOKENIZER.decode)
     if weights:
         engine.set_weights(make_params(0), 3)

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl.roles.messages import Rollout
-from rl.rollout.request import Request, StopRules
+from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.serving.errors import ApiError
 from tests.rl.serving.running import MODEL, TOKENIZER, Running, as_prompt, eventually, make_engine, running
@@ -40,7 +40,7 @@ def reference() -> Any:
 
 def rollouts(reference: Any, text: str, samples: int = 1, strings: tuple[str, ...] = ()) -> list[Rollout]:
     """What the engine gives for what the server is asked with seed 5."""
-    stop = StopRules(tokens=(EOS,), strings=strings, max_new=24)
+    stop = StopConditions(tokens=(EOS,), strings=strings, max_new=24)
     return reference.generate([Request(as_prompt(text), samples=samples, seed=5, stop=stop)])
 
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.rollout.request import StopRules
+from rl.rollout.request import StopConditions
 from rl.rollout.sampling import Sampler
 from rl.serving.chat_template import ChatTemplate
-from rl.serving.context import Served
+from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError
 from rl.serving.prompts import prompt_id
 from rl.serving.protocol import Generation, parse
 from rl.tasks.mixture import encode_prompt
 from tests.rl.serving.running import TOKENIZER
 
-SERVED = Served(
+SERVED = ServingContext(
     model="tiny",
     tokenizer=TOKENIZER,
     template=ChatTemplate.Config().build(),
@@ -47,7 +47,7 @@ def test_the_defaults_are_the_servers() -> None:
     assert request.prompt.tokens.dtype == np.int32
     assert request.samples == 1
     assert request.sampler is None
-    assert request.stop == StopRules(tokens=(TOKENIZER.eos,), strings=(), max_new=6)
+    assert request.stop == StopConditions(tokens=(TOKENIZER.eos,), strings=(), max_new=6)
     assert request.deadline == 60.0
     assert 0 <= request.seed < 2**32
 
@@ -70,7 +70,7 @@ def test_every_rule_reaches_the_engine() -> None:
         repetition_penalty=1.5,
         logit_bias=((3, 1.5), (5, -100.0)),
     )
-    assert request.stop == StopRules(tokens=(TOKENIZER.eos, 10), strings=("\n", "end"), max_new=4)
+    assert request.stop == StopConditions(tokens=(TOKENIZER.eos, 10), strings=("\n", "end"), max_new=4)
     assert (request.samples, request.seed, request.deadline) == (3, 9, 1.5)
 
 
@@ -108,7 +108,7 @@ def test_the_forms_of_an_answer() -> None:
     assert not completion(stream=True, stream_options={}).usage_in_stream
     assert chat(logprobs=True, top_logprobs=0).logprobs
     assert not chat(logprobs=False).logprobs
-    assert chat(max_completion_tokens=2, max_tokens=2).requests[0].stop == StopRules((TOKENIZER.eos,), (), 2)
+    assert chat(max_completion_tokens=2, max_tokens=2).requests[0].stop == StopConditions((TOKENIZER.eos,), (), 2)
 
 
 def test_fields_that_ask_for_nothing_pass() -> None:

@@ -29,8 +29,8 @@ VOCAB, MAX_PROMPT, MAX_NEW = 262, 20, 12
 
 def differences(policy: Any, params: Any, temperature: float, row_multiple: int) -> np.ndarray:
     """Scored less sampled log-probabilities of every token of 6 requests x 3 samples."""
-    cfg = RolloutEngine.Config(model=policy, stop_tokens=(1, 2), max_prompt=MAX_PROMPT, max_new=MAX_NEW, slots=16)
-    engine = cfg.set(sampler=Sampler.Config(temperature=temperature)).build()
+    cfg = RolloutEngine.Config(model=policy, stop_tokens=(1, 2), max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    engine = cfg.set(max_num_seqs=16, sampler=Sampler.Config(temperature=temperature)).build()
     engine.set_weights(params, 0)
     rng = np.random.default_rng(0)
     prompts = [Prompt(i, "any", rng.integers(0, VOCAB, 1 + 3 * i).astype(np.int32)) for i in range(6)]

@@ -19,15 +19,15 @@ def result() -> dict[str, Any]:
     at = {"tok_per_cpu_s": 20000.0, "pages_used": 0.1}
     return {
         "quick": False,
-        "slots_sweep": [
+        "concurrency_sweep": [
             {
-                "slots": slots,
-                "tok_per_s": 1000.0 * slots,
-                "tok_per_cpu_s": 900.0 * slots,
+                "max_num_seqs": max_num_seqs,
+                "tok_per_s": 1000.0 * max_num_seqs,
+                "tok_per_cpu_s": 900.0 * max_num_seqs,
                 "latency_ms": {"p50": 100.0, "p95": 150.0, "p99": 160.0},
                 "first_token_ms": {"p50": 50.0, "p95": 55.0, "p99": 56.0},
             }
-            for slots in (1, 2, 4)
+            for max_num_seqs in (1, 2, 4)
         ],
         "continuous_over_static": {"fifo": 2.5},
         "continuous_over_compacting_static": {"fifo": 1.25},
@@ -37,7 +37,7 @@ def result() -> dict[str, Any]:
             "shortest": 16,
             "longest": 512,
             "requests": 256,
-            "slots": 64,
+            "max_num_seqs": 64,
             "mean": 140.0,
             "ways": {"plain_static": way | {"row_steps_per_token": 2.0}, "fifo": way | {"row_steps_per_token": None}},
         },
@@ -60,7 +60,7 @@ def test_plots_are_the_same_bytes_each_time_and_name_what_they_show(tmp_path: Pa
         first = (tmp_path / "a" / name).read_bytes()
         assert first == (tmp_path / "b" / name).read_bytes()
         text = list(ElementTree.fromstring(first).itertext())
-        assert label in text and "slots, and requests at a time" in text
+        assert label in text and "max_num_seqs: requests at a time" in text
 
 
 def test_page_gets_plots_and_tables_of_the_stored_result(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_page_gets_plots_and_tables_of_the_stored_result(tmp_path: Path) -> None
 
 
 def test_tables_show_only_what_was_measured() -> None:
-    part = {key: result()[key] for key in ("slots_sweep", "warm_compiles")}
+    part = {key: result()[key] for key in ("concurrency_sweep", "warm_compiles")}
     assert [table.title.partition(":")[0] for table in tables(part)] == ["concurrency", "single figures"]
     for table in tables(result()):
         assert {len(row) for row in table.rows} == {len(table.columns)}

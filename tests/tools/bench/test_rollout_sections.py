@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rl.rollout.program import Generate, Wait
-from tools.bench.rollout_sections import fill, host, inflight_pause, long_tail, prefix, slots_sweep
+from rl.rollout.agent_loop import Generate, Wait
+from tools.bench.rollout_sections import concurrency_sweep, fill, host, inflight_pause, long_tail, prefix
 from tools.bench.rollout_sections.bed import Bed, Compilations
 from tools.bench.rollout_sections.drive import Spent, Watch, closed_loop, run_queue
 from tools.bench.step_protocol import Clock
@@ -24,11 +24,11 @@ def test_lengths_have_the_tail_that_is_stated_and_are_the_same_every_time() -> N
     assert min(lengths) == 16 and max(lengths) == 512  # clipped at both ends
     assert sorted(lengths)[128] == pytest.approx(96, rel=0.15)
     # Otherwise the longest request alone would take longer than the bound says for all.
-    assert sum(lengths) / tail.slots > max(lengths)
+    assert sum(lengths) / tail.max_num_seqs > max(lengths)
 
 
 def test_bounds_are_full_steps_for_all_needed_tokens_and_each_token_at_its_own_context() -> None:
-    tail = long_tail.Tail(slots=2)
+    tail = long_tail.Tail(max_num_seqs=2)
     one = long_tail.Round(
         ways={"plain_static": Spent(12.0, 13.0, 6), "steady": Spent(2.0, 2.5, 2)},
         row_steps={"plain_static": 1.5},
@@ -53,15 +53,15 @@ def test_long_tail_draws_what_is_needed_in_every_way() -> None:
         assert row_steps[way] >= 1
     # Eight rows are the fewest there are, so there is nothing to give up.
     assert row_steps["fifo"] < row_steps["compacting_static"] == row_steps["plain_static"]
-    lengths, slots = long_tail.Tail(median=12, shortest=4, longest=40, requests=24, slots=8).lengths(), 8
-    whole = sum(slots * max(lengths[first : first + slots]) for first in range(0, len(lengths), slots))
+    lengths, rows = long_tail.Tail(median=12, shortest=4, longest=40, requests=24, max_num_seqs=8).lengths(), 8
+    whole = sum(rows * max(lengths[first : first + rows]) for first in range(0, len(lengths), rows))
     assert row_steps["plain_static"] == pytest.approx(whole / sum(lengths))
     assert tail["uniform_bound_cpu_s"] > 0 and tail["bound_cpu_s"] > 0
     assert result["warm_compiles"] == 0
 
 
 def test_batches_of_a_queue_follow_one_another_and_dispatches_are_counted() -> None:
-    engine = BED.engine(slots=4, max_prompt=8, max_new=8, steps_per_dispatch=4)
+    engine = BED.engine(max_num_seqs=4, max_prompt=8, max_new=8, steps_per_dispatch=4)
     with Watch(engine, timed=True) as watch:
         spent = run_queue(engine, BED.requests([8, 2], prompt_tokens=8), BED.requests([1, 8], prompt_tokens=8))
     assert spent.tokens == 19
@@ -74,12 +74,12 @@ def test_batches_of_a_queue_follow_one_another_and_dispatches_are_counted() -> N
 
 
 def test_closed_loop_counts_its_window_and_leaves_others_alone() -> None:
-    def wait(branch: object):
+    def wait(completion: object):
         yield Generate()
         yield Wait(Future())
 
-    engine = BED.engine(slots=4, max_prompt=8, max_new=8, steps_per_dispatch=4)
-    held = engine.submit(BED.request(2, prompt_tokens=8, program=wait))
+    engine = BED.engine(max_num_seqs=4, max_prompt=8, max_new=8, steps_per_dispatch=4)
+    held = engine.submit(BED.request(2, prompt_tokens=8, agent_loop=wait))
     while not engine.stats()["parked"]:
         engine.step()
     requests = (BED.request(length, prompt_tokens=8) for length in itertools.cycle([2, 7]))
@@ -119,10 +119,10 @@ def test_cache_is_filled_to_a_tenth_and_to_nine_tenths() -> None:
 
 
 def test_sweep_and_host_time_count_their_work() -> None:
-    sweep = slots_sweep.measure(BED)
-    assert [point["slots"] for point in sweep["slots_sweep"]] == [1, 4]
-    for point in sweep["slots_sweep"]:
-        assert point["requests"] >= 2 * point["slots"] and point["tokens"] > 0
+    sweep = concurrency_sweep.measure(BED)
+    assert [point["max_num_seqs"] for point in sweep["concurrency_sweep"]] == [1, 4]
+    for point in sweep["concurrency_sweep"]:
+        assert point["requests"] >= 2 * point["max_num_seqs"] and point["tokens"] > 0
         assert point["latency_ms"]["p99"] >= point["latency_ms"]["p50"] >= point["first_token_ms"]["p50"] > 0
     figures = host.measure(BED)
     assert figures["host"]["tokens"] == BED.job.new_tokens_per_step

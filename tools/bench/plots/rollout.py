@@ -43,12 +43,12 @@ def main(docs: Path = _DOCS) -> None:
 
 def draw(result: Mapping[str, Any], folder: Path) -> None:
     """Writes `rollout_throughput.svg` and `rollout_latency.svg` into a folder; both are against concurrency."""
-    sweep = result["slots_sweep"]
-    slots = [point["slots"] for point in sweep]
+    sweep = result["concurrency_sweep"]
+    max_num_seqs = [point["max_num_seqs"] for point in sweep]
 
     figure, axes = _figure("tokens per second")
     for key, label in (("tok_per_s", "by wall second"), ("tok_per_cpu_s", "by CPU second")):
-        axes.plot(slots, [point[key] for point in sweep], marker="o", label=label)
+        axes.plot(max_num_seqs, [point[key] for point in sweep], marker="o", label=label)
     axes.set_ylim(bottom=0)
     _save(figure, axes, folder / "rollout_throughput.svg")
 
@@ -56,7 +56,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> None:
     for color, (key, label) in enumerate((("latency_ms", "whole request"), ("first_token_ms", "first token"))):
         for percentile, line in _PERCENTILES:
             values = [point[key][percentile] for point in sweep]
-            axes.plot(slots, values, line, marker=".", color=f"C{color}", label=f"{label}, {percentile}")
+            axes.plot(max_num_seqs, values, line, marker=".", color=f"C{color}", label=f"{label}, {percentile}")
     axes.set_yscale("log")
     _save(figure, axes, folder / "rollout_latency.svg")
 
@@ -95,7 +95,7 @@ def _figure(unit: str) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set_xlabel("slots, and requests at a time")
+    axes.set_xlabel("max_num_seqs: requests at a time")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
     return figure, axes

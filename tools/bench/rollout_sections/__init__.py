@@ -8,7 +8,7 @@ SECTIONS = {
     "long_tail": "lengths with a long tail: continuous against static batching, and against the bound",
     "prefix": "what a group shares of its prompt: prefill work and pages",
     "inflight_pause": "how long a change of weights keeps rows from drawing",
-    "slots_sweep": "throughput and latency for 1 to 128 requests at a time",
+    "concurrency_sweep": "throughput and latency for 1 to 128 requests at a time",
     "fill": "throughput with the cache a tenth and nine tenths full",
     "host": "host time of a dispatch",
 }

@@ -10,9 +10,9 @@ from flax import nnx
 
 from axlearn_like.layers.base import Params, split
 from rl.roles.messages import Prompt
+from rl.rollout.agent_loop import AgentLoop, single_turn
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.program import Program, complete
-from rl.rollout.request import Request, StopRules
+from rl.rollout.request import Request, StopConditions
 from tools.bench.grpo_job import GrpoJob
 from tools.bench.ours_grpo import experiment_config
 
@@ -40,21 +40,28 @@ class Bed:
 
         return jax.jit(create)(jax.random.key(seed))
 
-    def engine(self, *, slots: int, max_prompt: int, max_new: int, **settings: Any) -> RolloutEngine:
+    def engine(self, *, max_num_seqs: int, max_prompt: int, max_new: int, **settings: Any) -> RolloutEngine:
         """An engine of our defaults with the policy in place; nothing but the limit ends a completion."""
         cfg = RolloutEngine.Config(
-            model=self._policy, stop_tokens=(), slots=slots, max_prompt=max_prompt, max_new=max_new, **settings
+            model=self._policy,
+            stop_tokens=(),
+            max_num_seqs=max_num_seqs,
+            max_prompt=max_prompt,
+            max_new=max_new,
+            **settings,
         )
         engine = cfg.build()
         engine.set_weights(self.params(), 0)
         return engine
 
-    def request(self, new_tokens: int, *, prompt_tokens: int, samples: int = 1, program: Program = complete) -> Request:
+    def request(
+        self, new_tokens: int, *, prompt_tokens: int, samples: int = 1, agent_loop: AgentLoop = single_turn
+    ) -> Request:
         """The next request: a prompt like no other before, and exactly `new_tokens` for each sample."""
         number = next(self._numbers)
         letters = np.random.default_rng((self.job.seed, number)).integers(97, 123, prompt_tokens, np.int32)
         prompt = Prompt(number, "letters", letters)
-        return Request(prompt, samples, self.job.seed, stop=StopRules(max_new=new_tokens), program=program)
+        return Request(prompt, samples, self.job.seed, stop=StopConditions(max_new=new_tokens), agent_loop=agent_loop)
 
     def requests(self, lengths: Iterable[int], *, prompt_tokens: int) -> list[Request]:
         """One request for each length, in order."""

@@ -11,8 +11,8 @@ from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
 
+from rl.rollout.agent_loop import AgentLoop, Command, Completion, Generate, Wait, single_turn
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.program import Branch, Generate, Program, Step, Wait, complete
 from tools.bench.rollout_sections.bed import Bed, after_warm_up
 from tools.bench.rollout_sections.drive import closed_loop
 
@@ -30,11 +30,11 @@ def measure(bed: Bed) -> dict[str, Any]:
 
 
 def _way(bed: Bed, way: str) -> tuple[dict[str, Any], int]:
-    slots, prompt, new = (4, 32, 8) if bed.quick else (64, bed.job.prompt_tokens, bed.job.new_tokens)
+    max_num_seqs, prompt, new = (4, 32, 8) if bed.quick else (64, bed.job.prompt_tokens, bed.job.new_tokens)
     filling = 64 if bed.quick else 512  # tokens of the prompts that fill the cache
-    drawing = slots * -(-(prompt + new) // 16)  # pages of those that draw
+    drawing = max_num_seqs * -(-(prompt + new) // 16)  # pages of those that draw
     engine = bed.engine(
-        slots=slots,
+        max_num_seqs=max_num_seqs,
         max_prompt=filling,
         max_new=new,
         page_size=16,
@@ -42,14 +42,14 @@ def _way(bed: Bed, way: str) -> tuple[dict[str, Any], int]:
         keep_prefixes=way == "kept",
     )
     params, versions = bed.params(), itertools.count(1)
-    program = _waiting if way == "held" else complete
+    agent_loop = _waiting if way == "held" else single_turn
 
     def run() -> dict[float, tuple[float, float]]:
         engine.set_weights(params, next(versions))  # forgets all prefixes
         empty = _throughput(bed, engine, prompt, new)
         target = _FULL * engine.stats()["pages"] - drawing
         engine.set_weights(params, next(versions))
-        _fill(bed, engine, target, filling, program)
+        _fill(bed, engine, target, filling, agent_loop)
         full = _throughput(bed, engine, prompt, new)
         engine.abort_all()
         return {_EMPTY: empty, _FULL: full}
@@ -65,29 +65,29 @@ def _way(bed: Bed, way: str) -> tuple[dict[str, Any], int]:
     return {**figures, "ratio": statistics.median(one[_FULL][0] / one[_EMPTY][0] for one in rounds)}, compiled
 
 
-def _fill(bed: Bed, engine: RolloutEngine, pages: float, prompt: int, program: Program) -> None:
+def _fill(bed: Bed, engine: RolloutEngine, pages: float, prompt: int, agent_loop: AgentLoop) -> None:
     """Uses up so many pages, in requests that only hold them or that end and leave them as kept prefixes."""
     while engine.stats()["pages_used"] + prompt // engine.cfg.page_size <= pages:
-        engine.submit(bed.request(1, prompt_tokens=prompt, program=program))
+        engine.submit(bed.request(1, prompt_tokens=prompt, agent_loop=agent_loop))
         while engine.stats()["running"] or engine.stats()["waiting"]:
             engine.step()
 
 
-def _waiting(branch: Branch) -> Generator[Step, Any, None]:
+def _waiting(completion: Completion) -> Generator[Command, Any, None]:
     """Holds its pages for good."""
-    del branch
+    del completion
     yield Generate()
     yield Wait(Future())
 
 
 def _throughput(bed: Bed, engine: RolloutEngine, prompt: int, new: int) -> tuple[float, float]:
     """Tokens by CPU second with a full queue, and the mean share of pages used meanwhile."""
-    slots, shares = engine.cfg.slots, []
+    rows, shares = engine.cfg.max_num_seqs, []
 
     def note() -> None:
         stats = engine.stats()
         shares.append(stats["pages_used"] / stats["pages"])
 
     requests = (bed.request(new, prompt_tokens=prompt) for _ in itertools.count())
-    loop = closed_loop(engine, requests, concurrent=2 * slots, warm=slots, count=4 * slots, each_turn=note)
+    loop = closed_loop(engine, requests, concurrent=2 * rows, warm=rows, count=4 * rows, each_turn=note)
     return loop.spent.tokens / loop.spent.cpu_s, statistics.mean(shares)

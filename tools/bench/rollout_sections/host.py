@@ -16,7 +16,7 @@ from tools.bench.rollout_sections.drive import Watch, run_queue
 def measure(bed: Bed) -> dict[str, Any]:
     """The keys `host_ms_per_dispatch` and `host`."""
     job = bed.job
-    engine = bed.engine(slots=job.rollouts, max_prompt=job.prompt_tokens, max_new=job.new_tokens)
+    engine = bed.engine(max_num_seqs=job.rollouts, max_prompt=job.prompt_tokens, max_new=job.new_tokens)
     generations = 1 if bed.quick else 20
 
     def run() -> dict[str, Any]:

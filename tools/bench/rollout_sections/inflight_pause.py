@@ -23,8 +23,8 @@ Times = dict[str, list[float]]  # seconds of pauses, of placing in them, of turn
 
 def measure(bed: Bed) -> dict[str, Any]:
     """The key `inflight_pause_ms`: the pause, what of it is placing of arrays, and the rest."""
-    slots, new, swaps = (4, 160, 2) if bed.quick else (64, 512, 20)
-    engine = bed.engine(slots=slots, max_prompt=bed.job.prompt_tokens, max_new=new)
+    max_num_seqs, new, swaps = (4, 160, 2) if bed.quick else (64, 512, 20)
+    engine = bed.engine(max_num_seqs=max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=new)
     policies = [bed.params(seed) for seed in (1, 2)]
     updates = ((policies[version % 2], version) for version in itertools.count(1))
 
@@ -43,7 +43,7 @@ def measure(bed: Bed) -> dict[str, Any]:
             **_percentiles("placing_", placing),
             **_percentiles("rest_", rest),
             "swaps": swaps,
-            "rows": slots,
+            "rows": max_num_seqs,
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(policies[0])),
             "turn_ms": 1e3 * statistics.median(times["turn"]),
             "turn_after_over_turn": statistics.median(times["turn_after"]) / statistics.median(times["turn"]),
@@ -54,10 +54,10 @@ def measure(bed: Bed) -> dict[str, Any]:
 
 def _generation(bed: Bed, engine: RolloutEngine, updates: Iterator[tuple[Params, int]], times: Times) -> None:
     """Fills all rows and draws until the first row ends, with a change of weights before every other turn."""
-    slots = engine.cfg.slots
-    for request in bed.requests([engine.cfg.max_new] * slots, prompt_tokens=bed.job.prompt_tokens):
+    max_num_seqs = engine.cfg.max_num_seqs
+    for request in bed.requests([engine.cfg.max_new] * max_num_seqs, prompt_tokens=bed.job.prompt_tokens):
         engine.submit(request)
-    while engine.stats()["running"] < slots:
+    while engine.stats()["running"] < max_num_seqs:
         engine.step()
     for changed in itertools.cycle((False, True)):
         if changed:
@@ -66,7 +66,7 @@ def _generation(bed: Bed, engine: RolloutEngine, updates: Iterator[tuple[Params,
             times["placing"].append(placing)
         began = time.perf_counter()
         engine.step()
-        if engine.stats()["running"] < slots:
+        if engine.stats()["running"] < max_num_seqs:
             break
         times["turn_after" if changed else "turn"].append(time.perf_counter() - began)
     engine.abort_all()

@@ -2,7 +2,7 @@
 
 Lengths are log-normal and clipped, drawn with a fixed seed; each request ends by its own limit. Ways to run them:
 
-* `plain_static`: as samplers without continuous batching do it: as many requests at a time as there are slots, in order
+* `plain_static`: as samplers without continuous batching do it: `max_num_seqs` requests at a time, in order
   of arrival, and all rows are decoded until the longest has ended; the next batch then. Each request is given the
   longest limit of its batch, and only the tokens it needed count.
 * `compacting_static`: the same batches by the engine as it is: rows of ended sequences are given up and the batch
@@ -10,12 +10,12 @@ Lengths are log-normal and clipped, drawn with a fixed seed; each request ends b
 * `fifo`: all queued at once in order of arrival, lengths unknown to whoever submits. At the end, when the queue is
   empty, a few long ones run alone.
 * `longest_first`: all queued at once, longest limit first: for whoever knows the limits and that they will be used up.
-* `steady`: the queue never empties (closed loop of twice as many requests as slots, the same lengths in turn); neither
-  start nor end counts. What a worker of asynchronous training sees.
+* `steady`: the queue never empties (closed loop of 2 x max_num_seqs requests, the same lengths in turn); neither start
+  nor end counts. What a worker of asynchronous training sees.
 
 Two bounds, both without prefill, host or idle rows: every token is drawn in a full batch.
 
-* `bound`: needed tokens / slots x seconds of a full-batch step: the mean over a batch in which all rows draw the
+* `bound`: needed tokens / max_num_seqs x seconds of a full-batch step: the mean over a batch in which all rows draw the
   longest completion, so its contexts are longer than those of the job.
 * `uniform_bound`: each token at the cost of that batch's step at this token's own position: a full batch of equal
   contexts, which no mixed batch can be.
@@ -48,7 +48,7 @@ class Tail:
     shortest: int = 16
     longest: int = 512
     requests: int = 256
-    slots: int = 64
+    max_num_seqs: int = 64
     seed: int = 0
 
     def lengths(self) -> list[int]:
@@ -76,8 +76,8 @@ class Round:
 
 def measure(bed: Bed) -> dict[str, Any]:
     """The keys `continuous_over_*static` and `long_tail`; medians over rounds."""
-    tail = Tail(median=12, shortest=4, longest=40, requests=24, slots=8) if bed.quick else Tail()
-    engine = bed.engine(slots=tail.slots, max_prompt=bed.job.prompt_tokens, max_new=tail.longest)
+    tail = Tail(median=12, shortest=4, longest=40, requests=24, max_num_seqs=8) if bed.quick else Tail()
+    engine = bed.engine(max_num_seqs=tail.max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=tail.longest)
     rounds, compiled = after_warm_up(1 if bed.quick else 3, lambda: _round(bed, engine, tail))
     lengths = tail.lengths()
     plain, compacting = (_times(rounds, way) for way in STATIC)
@@ -117,9 +117,9 @@ def _round(bed: Bed, engine: RolloutEngine, tail: Tail) -> Round:
         return [bed.requests(part, prompt_tokens=prompt) for part in limits]
 
     for way, ordered, size in (
-        ("plain_static", lengths, tail.slots),
-        ("compacting_static", lengths, tail.slots),
-        ("compacting_static_longest_first", by_length, tail.slots),
+        ("plain_static", lengths, tail.max_num_seqs),
+        ("compacting_static", lengths, tail.max_num_seqs),
+        ("compacting_static_longest_first", by_length, tail.max_num_seqs),
         ("fifo", lengths, len(lengths)),
         ("longest_first", by_length, len(lengths)),
     ):
@@ -129,17 +129,17 @@ def _round(bed: Bed, engine: RolloutEngine, tail: Tail) -> Round:
         row_steps[way] = sum(one.rows * one.steps for one in watch.decodes) / ways[way].tokens
 
     endless = (bed.request(length, prompt_tokens=prompt) for length in itertools.cycle(lengths))
-    loop = closed_loop(engine, endless, concurrent=2 * tail.slots, warm=tail.slots, count=tail.requests)
+    loop = closed_loop(engine, endless, concurrent=2 * tail.max_num_seqs, warm=tail.max_num_seqs, count=tail.requests)
     ways["steady"] = loop.spent
 
     by_position = _by_position(bed, engine, tail)
-    return Round(ways, row_steps, statistics.mean(by_position) * tail.slots, by_position)
+    return Round(ways, row_steps, statistics.mean(by_position) * tail.max_num_seqs, by_position)
 
 
 def _by_position(bed: Bed, engine: RolloutEngine, tail: Tail) -> list[float]:
     """CPU seconds of a token at each position where all rows are as far as this one, prefill left out."""
     with Watch(engine, timed=True) as watch:
-        run_queue(engine, bed.requests([tail.longest] * tail.slots, prompt_tokens=bed.job.prompt_tokens))
+        run_queue(engine, bed.requests([tail.longest] * tail.max_num_seqs, prompt_tokens=bed.job.prompt_tokens))
     costs: list[float] = []
     for one in watch.decodes:
         assert one.took is not None
@@ -148,7 +148,7 @@ def _by_position(bed: Bed, engine: RolloutEngine, tail: Tail) -> list[float]:
 
 
 def _bound(one: Round, lengths: Sequence[int], tail: Tail) -> float:
-    return sum(lengths) / tail.slots * one.step_cpu_s
+    return sum(lengths) / tail.max_num_seqs * one.step_cpu_s
 
 
 def _uniform_bound(one: Round, lengths: Sequence[int]) -> float:

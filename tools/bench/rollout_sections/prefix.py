@@ -12,7 +12,7 @@ from tools.bench.rollout_sections.bed import Bed, after_warm_up
 def measure(bed: Bed) -> dict[str, Any]:
     """The keys `prefix_share_prefill_ratio` and `prefix`; 1 / group would be sharing without any loss."""
     prompt, group, new = (64, 4, 32) if bed.quick else (512, 16, 64)
-    engine = bed.engine(slots=group, max_prompt=prompt, max_new=new, steps_per_dispatch=new // 2)
+    engine = bed.engine(max_num_seqs=group, max_prompt=prompt, max_new=new, steps_per_dispatch=new // 2)
     page = engine.cfg.page_size
     prompt_pages = -(-prompt // page)
 

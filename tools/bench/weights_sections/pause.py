@@ -41,13 +41,13 @@ def draw_and_follow(
     bed: Bed, server: Process, trainer: Process, *, first: int, shared: bool, swaps: int
 ) -> dict[str, Any]:
     """Draws without a break until there have been so many swaps."""
-    slots, new = (4, 32) if bed.quick else (32, 256)
-    engine = bed.engine(slots=slots, max_prompt=bed.job.prompt_tokens, max_new=new)
+    max_num_seqs, new = (4, 32) if bed.quick else (32, 256)
+    engine = bed.engine(max_num_seqs=max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=new)
     trainer.ask("begin", first=first, every=EVERY_S, shared=shared)
     access = reach(server.ready, shared_memory=shared)
     follower = Follower(access.puller(engine.weights_like), engine.place, newest=True)
     engine.set_weights(follower.take(first, 60.0)[0], first)
-    for request in bed.requests([new] * slots, prompt_tokens=bed.job.prompt_tokens):
+    for request in bed.requests([new] * max_num_seqs, prompt_tokens=bed.job.prompt_tokens):
         engine.submit(request)
     engine.step()  # compiles
     pauses, inside, transfers, turns = [], [], [], []

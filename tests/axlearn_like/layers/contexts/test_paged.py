@@ -152,7 +152,7 @@ def test_decoding_is_the_same_with_any_number_of_rows_and_any_window(
     assert policy.decoded(rows, keys, late).tobytes() == expected.tobytes()
 
 
-def test_padding_writes_to_the_rubbish_page_alone(policy: Policy):
+def test_padding_writes_to_the_null_page_alone(policy: Policy):
     make = partial(make_pool, layers=2, pages=PAGES, page_size=PAGE, kv_heads=policy.kv_heads, head_dim=policy.width)
     table, tokens = np.array([[1, 2], [3, 4]], np.int32), np.zeros((2, 32), np.int32)
     counts = np.array([5, 0], np.int32)

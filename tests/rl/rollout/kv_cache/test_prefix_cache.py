@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mesh import UserError
 from rl.rollout.kv_cache import prefix_cache
-from rl.rollout.kv_cache.block_pool import PageError, PagePool
+from rl.rollout.kv_cache.page_pool import PageError, PagePool
 from rl.rollout.kv_cache.prefix_cache import PrefixCache
 
 SIZE = 2  # tokens per page

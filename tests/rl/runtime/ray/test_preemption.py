@@ -84,7 +84,7 @@ def run_with(scenario: Scenario, **changes: Any) -> list[str]:
     return [line for line in said if not line.startswith("waiting ")]
 
 
-STEPWISE = RolloutEngine.Config(slots=4, steps_per_dispatch=1)  # so that there is a middle of a lease
+STEPWISE = RolloutEngine.Config(max_num_seqs=4, steps_per_dispatch=1)  # so that there is a middle of a lease
 
 
 @pytest.mark.usefixtures("session")

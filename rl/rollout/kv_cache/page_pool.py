@@ -1,7 +1,7 @@
 """Which pages of the device's pool are free, and how many holders each of the others has.
 
 A page is room for the keys and values of `page_size` tokens of all layers; here it is only a number. Page 0 is the
-rubbish page: padding is written to it, nobody reads it, and it is never handed out. Everyone who needs a page (a
+null page: padding is written to it, nobody reads it, and it is never handed out. Everyone who needs a page (a
 running sequence, the prefix cache) holds one reference to it and releases that reference once.
 """
 
@@ -28,10 +28,10 @@ class PagePool:
 
     def __init__(self, pages: int):
         """Args:
-            pages: pages on the device, the rubbish page included.
+            pages: pages on the device, the null page included.
 
         Raises:
-            UserError: there is no page beside the rubbish page.
+            UserError: there is no page beside the null page.
         """
         if pages < 2:
             raise UserError(f"RolloutEngine.pages is {pages}; expected 2 or more, since page 0 never holds a sequence")

@@ -1,4 +1,4 @@
-"""Throughput and latency by concurrency: as many requests at a time as the engine has slots, in a closed loop.
+"""Throughput and latency by concurrency: as many requests at a time as `max_num_seqs`, in a closed loop.
 
 Prompts as in the comparison with peers; completions of all lengths from half to one and a half times its 64 tokens, so
 that requests do not end in step. A client hears of tokens dispatch by dispatch, so the time to the first token is about
@@ -18,28 +18,29 @@ _LEAST_REQUESTS = 100  # so that a 99th percentile means something
 
 
 def measure(bed: Bed) -> dict[str, Any]:
-    """The key `slots_sweep`, one entry for each number of slots."""
+    """The key `concurrency_sweep`, one entry for each value of max_num_seqs."""
     sweep = (1, 4) if bed.quick else (1, 2, 4, 8, 16, 32, 64, 128)
-    points = [_point(bed, slots) for slots in sweep]
+    points = [_point(bed, max_num_seqs) for max_num_seqs in sweep]
     return {
-        "slots_sweep": [point for point, _ in points],
+        "concurrency_sweep": [point for point, _ in points],
         "warm_compiles": sum(compiled for _, compiled in points),
     }
 
 
-def _point(bed: Bed, slots: int) -> tuple[dict[str, Any], int]:
+def _point(bed: Bed, max_num_seqs: int) -> tuple[dict[str, Any], int]:
     mean, prompt = bed.job.new_tokens, bed.job.prompt_tokens
-    engine = bed.engine(slots=slots, max_prompt=prompt, max_new=mean + mean // 2)
-    count = 2 * slots if bed.quick else max(_LEAST_REQUESTS, 8 * slots)
+    engine = bed.engine(max_num_seqs=max_num_seqs, max_prompt=prompt, max_new=mean + mean // 2)
+    count = 2 * max_num_seqs if bed.quick else max(_LEAST_REQUESTS, 8 * max_num_seqs)
 
     def run() -> Loop:
-        lengths = np.random.default_rng(slots).integers(mean // 2, mean + mean // 2, 4 * slots, endpoint=True).tolist()
+        rng = np.random.default_rng(max_num_seqs)
+        lengths = rng.integers(mean // 2, mean + mean // 2, 4 * max_num_seqs, endpoint=True).tolist()
         requests = (bed.request(length, prompt_tokens=prompt) for length in itertools.cycle(lengths))
-        return closed_loop(engine, requests, concurrent=slots, warm=slots, count=count)
+        return closed_loop(engine, requests, concurrent=max_num_seqs, warm=max_num_seqs, count=count)
 
     (loop,), compiled = after_warm_up(1, run)
     return {
-        "slots": slots,
+        "max_num_seqs": max_num_seqs,
         "requests": len(loop.latency_s),
         **loop.spent.figures(),
         "latency_ms": _percentiles(loop.latency_s),

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rl.roles.messages import Rollout
+from rl.rollout.agent_loop import AgentLoop, Command, Completion, Fork, Generate, Join, Observe, Wait
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.program import Branch, Fork, Generate, Join, Observe, Program, Step, Wait
-from rl.rollout.request import Finished, StopRules
+from rl.rollout.request import RequestOutput, StopConditions
 from tests.rl.rollout.small import (
     MAX_NEW,
     TEMPERATURE,
@@ -26,8 +26,8 @@ from tests.rl.rollout.small import (
     text,
 )
 
-Steps = Generator[Step, Any, None]
-WHOLE = StopRules()  # full length
+Commands = Generator[Command, Any, None]
+WHOLE = StopConditions()  # full length
 GIVEN = (5, 6, 7)
 
 
@@ -45,13 +45,13 @@ def engine(one_engine: RolloutEngine) -> Iterator[RolloutEngine]:
     assert len(one_engine.generate([request(2)])) == 3
 
 
-def run(engine: RolloutEngine, program: Program, number: int = 3, **fields: Any) -> Finished:
+def run(engine: RolloutEngine, agent_loop: AgentLoop, number: int = 3, **fields: Any) -> RequestOutput:
     fields = {"samples": 1, "stop": WHOLE, **fields}
-    submitted = engine.submit(request(number, program=program, **fields))
+    submitted = engine.submit(request(number, agent_loop=agent_loop, **fields))
     return drain(engine)[submitted]
 
 
-def one(finished: Finished) -> Rollout:
+def one(finished: RequestOutput) -> Rollout:
     (rollout,) = finished.rollouts
     return rollout
 
@@ -59,11 +59,11 @@ def one(finished: Finished) -> Rollout:
 # ---- given tokens
 
 
-def around(branch: Branch) -> Steps:
+def around(completion: Completion) -> Commands:
     """Five drawn, three given, the rest drawn."""
     assert (yield Generate(max_new=5)) == "length"
     assert (yield Observe(GIVEN)) == 3
-    assert len(branch.completion) == 8 and len(branch.prompt) > 0
+    assert len(completion.output_tokens) == 8 and len(completion.prompt) > 0
     assert (yield Generate()) == "length"
 
 
@@ -85,19 +85,19 @@ def test_a_program_draws_the_same_with_few_pages_and_in_any_company(engine: Roll
     expected = run(engine, around, samples=3).rollouts
     small = make_engine(pages=12)
     numbers = [small.submit(request(n, samples=3, stop=WHOLE)) for n in (0, 1)]
-    numbers.append(small.submit(request(3, samples=3, stop=WHOLE, program=around)))
+    numbers.append(small.submit(request(3, samples=3, stop=WHOLE, agent_loop=around)))
     assert_same(drain(small)[numbers[-1]].rollouts, expected)
     assert small.stats()["preemptions"] > 0
 
 
 def test_what_is_observed_beyond_the_room_there_is_is_left_out(engine: RolloutEngine):
-    def program(branch: Branch) -> Steps:
+    def agent_loop(completion: Completion) -> Commands:
         yield Generate(max_new=MAX_NEW - 2)
         assert (yield Observe(GIVEN)) == 2
         assert (yield Generate()) == "length"
         assert (yield Observe(GIVEN)) == 0
 
-    rollout = one(run(engine, program))
+    rollout = one(run(engine, agent_loop))
     assert len(rollout.tokens) == MAX_NEW and rollout.tokens[-2:].tolist() == [5, 6]
     assert rollout.finish_reason == "length"
 
@@ -105,7 +105,7 @@ def test_what_is_observed_beyond_the_room_there_is_is_left_out(engine: RolloutEn
 def test_on_tokens_hears_given_tokens_too(engine: RolloutEngine):
     heard: list[tuple[list[int], list[float]]] = []
     engine.submit(
-        request(3, samples=1, stop=WHOLE, program=around),
+        request(3, samples=1, stop=WHOLE, agent_loop=around),
         lambda sample, tokens, logprobs: heard.append((tokens.tolist(), logprobs.tolist())),
     )
     (finished,) = drain(engine).values()
@@ -114,15 +114,15 @@ def test_on_tokens_hears_given_tokens_too(engine: RolloutEngine):
 
 
 def test_a_program_may_draw_nothing(engine: RolloutEngine):
-    def only_given(branch: Branch) -> Steps:
+    def only_given(completion: Completion) -> Commands:
         yield Observe(GIVEN)
 
-    def nothing(branch: Branch) -> Steps:
+    def nothing(completion: Completion) -> Commands:
         yield from ()
 
     for samples in (1, 3):
-        for program, length in ((only_given, 3), (nothing, 0)):
-            rollouts = run(engine, program, samples=samples).rollouts
+        for agent_loop, length in ((only_given, 3), (nothing, 0)):
+            rollouts = run(engine, agent_loop, samples=samples).rollouts
             assert [(len(r.tokens), r.finish_reason) for r in rollouts] == [(length, "stop")] * samples
 
 
@@ -130,12 +130,12 @@ def test_stop_strings_of_a_step_are_its_own(engine: RolloutEngine):
     (whole,) = engine.generate([request(3, samples=1, stop=WHOLE)])
     string = text(whole.tokens[2:4])
 
-    def program(branch: Branch) -> Steps:
+    def agent_loop(completion: Completion) -> Commands:
         assert (yield Generate(strings=(string,))) == "stop"
-        assert text(branch.completion).endswith(string) and len(branch.completion) == 4
+        assert text(completion.output_tokens).endswith(string) and len(completion.output_tokens) == 4
         assert (yield Generate()) == "length"
 
-    assert_same([one(run(engine, program))], [whole])  # going on after the cut changes nothing
+    assert_same([one(run(engine, agent_loop))], [whole])  # going on after the cut changes nothing
 
 
 # ---- waiting
@@ -144,14 +144,14 @@ def test_stop_strings_of_a_step_are_its_own(engine: RolloutEngine):
 def test_a_future_gives_its_result_however_late(engine: RolloutEngine):
     future: Future[tuple[int, ...]] = Future()
 
-    def program(branch: Branch) -> Steps:
+    def agent_loop(completion: Completion) -> Commands:
         yield Generate(max_new=5)
         yield Observe((yield Wait(future)))
         yield Generate()
 
-    number = engine.submit(request(3, samples=1, stop=WHOLE, program=program))
+    number = engine.submit(request(3, samples=1, stop=WHOLE, agent_loop=agent_loop))
     other = engine.submit(request(4, samples=1))
-    finished: dict[int, Finished] = {}
+    finished: dict[int, RequestOutput] = {}
     while other not in finished or engine.stats()["parked"] == 0:
         finished |= {f.number: f for f in engine.step()}
     assert number not in finished and engine.stats()["running"] == 0
@@ -163,12 +163,12 @@ def test_who_waits_gives_up_its_pages_when_others_need_them():
     engine = make_engine(pages=12)
     future: Future[tuple[int, ...]] = Future()
 
-    def program(branch: Branch) -> Steps:
+    def agent_loop(completion: Completion) -> Commands:
         yield Generate(max_new=5)
         yield Observe((yield Wait(future)))
         yield Generate()
 
-    number = engine.submit(request(3, samples=2, stop=WHOLE, program=program))
+    number = engine.submit(request(3, samples=2, stop=WHOLE, agent_loop=agent_loop))
     while engine.stats()["parked"] < 2:
         engine.step()
     engine.generate([request(n, samples=2, stop=WHOLE) for n in (5, 11, 17)])
@@ -198,14 +198,14 @@ FAILURES += [(_failed(SystemExit(3)), "RuntimeError"), ("not a future", "UserErr
 def test_what_a_future_raises_the_program_can_catch_and_otherwise_its_request_fails(
     engine: RolloutEngine, future: Any, name: str
 ):
-    def careful(branch: Branch) -> Steps:
+    def careful(completion: Completion) -> Commands:
         try:
             yield Wait(future)
         except Exception as error:
             assert type(error).__name__ == name
             yield Observe(GIVEN)
 
-    def careless(branch: Branch) -> Steps:
+    def careless(completion: Completion) -> Commands:
         yield Wait(future)
 
     assert one(run(engine, careful)).tokens.tolist() == list(GIVEN)
@@ -223,8 +223,8 @@ def test_a_calculator(engine: RolloutEngine):
 
     with ThreadPoolExecutor(2) as pool:
 
-        def with_calculator(branch: Branch) -> Steps:
-            while (yield Generate(strings=calls)) == "stop" and (call := called(branch.completion)) is not None:
+        def with_calculator(completion: Completion) -> Commands:
+            while (yield Generate(strings=calls)) == "stop" and (call := called(completion.output_tokens)) is not None:
                 yield Observe([(yield Wait(pool.submit(sum, call))) % 256])
 
         finished = run(engine, with_calculator, samples=6)
@@ -245,21 +245,21 @@ def test_a_calculator(engine: RolloutEngine):
 def test_forks_share_pages_and_draw_by_their_own_sample_ids(engine: RolloutEngine):
     used: list[float] = []
 
-    def leaf(branch: Branch) -> Steps:
+    def leaf(completion: Completion) -> Commands:
         yield Generate(max_new=4)
 
-    def program(branch: Branch) -> Steps:
+    def agent_loop(completion: Completion) -> Commands:
         yield Generate(max_new=6)
         before = engine.stats()["pages_used"]
-        branches = yield Fork(leaf, (7, 9, 1 << 31))
+        completions = yield Fork(leaf, (7, 9, 1 << 31))
         used.append(engine.stats()["pages_used"] - before)
-        rollouts = yield Join(tuple(branches))
+        rollouts = yield Join(tuple(completions))
         assert [r.sample_id for r in rollouts] == [7, 9, 1 << 31]
         best = max(rollouts, key=lambda r: float(r.logprobs[6:].sum()))
         yield Observe(best.tokens[6:].tolist())
         yield Generate(max_new=2)
 
-    finished = run(engine, program)
+    finished = run(engine, agent_loop)
     root, *leaves = finished.rollouts
     assert used == [0]
     assert [r.sample_id for r in finished.rollouts] == [0, 7, 9, 1 << 31]
@@ -271,7 +271,7 @@ def test_forks_share_pages_and_draw_by_their_own_sample_ids(engine: RolloutEngin
     best = max(leaves, key=lambda r: float(r.logprobs[6:].sum()))
     np.testing.assert_array_equal(root.tokens[6:10], best.tokens[6:])
     assert root.action_mask.tolist() == [True] * 6 + [False] * 4 + [True] * 2
-    (alone,) = engine.generate([request(3, samples=1, stop=StopRules(max_new=10), partial=(_at(root, 6, 9),))])
+    (alone,) = engine.generate([request(3, samples=1, stop=StopConditions(max_new=10), partial=(_at(root, 6, 9),))])
     np.testing.assert_array_equal(alone.tokens, leaves[1].tokens)
     np.testing.assert_array_equal(alone.logprobs, leaves[1].logprobs)
 
@@ -284,25 +284,25 @@ def _at(rollout: Rollout, length: int, sample: int) -> Rollout:
 def test_join_answers_for_branches_that_have_ended_long_ago_and_for_none(engine: RolloutEngine):
     seen: list[list[int]] = []
 
-    def leaf(branch: Branch) -> Steps:
+    def leaf(completion: Completion) -> Commands:
         yield Generate(max_new=1)
 
-    def program(branch: Branch) -> Steps:
-        branches = yield Fork(leaf, (3, 4))
+    def agent_loop(completion: Completion) -> Commands:
+        completions = yield Fork(leaf, (3, 4))
         yield Generate(max_new=20)
-        assert all(one.ended for one in branches)
-        seen.append([len(r.tokens) for r in (yield Join((branches[1], branches[0])))])
+        assert all(one.ended for one in completions)
+        seen.append([len(r.tokens) for r in (yield Join((completions[1], completions[0])))])
         seen.append([len(r.tokens) for r in (yield Join(()))])
 
-    assert run(engine, program).error is None
+    assert run(engine, agent_loop).error is None
     assert seen == [[1, 1], []]
 
 
 def test_forks_of_forks_with_few_pages_give_the_same_bits(engine: RolloutEngine):
-    def deep(branch: Branch) -> Steps:
+    def deep(completion: Completion) -> Commands:
         yield Generate(max_new=3)
-        if branch.sample < 20:
-            yield Join(tuple((yield Fork(deep, (branch.sample * 4 + 4, branch.sample * 4 + 5)))))
+        if completion.sample < 20:
+            yield Join(tuple((yield Fork(deep, (completion.sample * 4 + 4, completion.sample * 4 + 5)))))
         yield Observe(GIVEN)
         yield Generate()
 
@@ -317,66 +317,66 @@ def test_forks_of_forks_with_few_pages_give_the_same_bits(engine: RolloutEngine)
 # ---- a request's own code fails: the request does, by name, and nothing else
 
 
-def _raises(branch: Branch) -> Steps:
+def _raises(completion: Completion) -> Commands:
     yield Generate(max_new=3)
-    if branch.sample == 1:
+    if completion.sample == 1:
         raise ValueError("no such tool")
     yield Generate()
 
 
-def _raises_at_once(branch: Branch) -> Steps:
+def _raises_at_once(completion: Completion) -> Commands:
     raise ValueError("no such tool")
     yield Generate()
 
 
-def _no_generator(branch: Branch) -> Any:
+def _no_generator(completion: Completion) -> Any:
     return 3
 
 
-def _yields_rubbish(branch: Branch) -> Any:
+def _yields_rubbish(completion: Completion) -> Any:
     yield 3
 
 
-def _fork_raises(branch: Branch) -> Steps:
+def _fork_raises(completion: Completion) -> Commands:
     yield Generate(max_new=2)
     yield Fork(_raises_at_once, (50, 51))
     yield Generate()
 
 
-def _steps(*steps: Step) -> Program:
-    def program(branch: Branch) -> Steps:
+def _commands(*steps: Command) -> AgentLoop:
+    def agent_loop(completion: Completion) -> Commands:
         yield from (step for step in steps)  # unlike a tuple's, its iterator takes answers
 
-    return program
+    return agent_loop
 
 
-def _joins_itself(branch: Branch) -> Steps:
-    yield Join((branch,))
+def _joins_itself(completion: Completion) -> Commands:
+    yield Join((completion,))
 
 
-WRONG: list[tuple[str, Program, str]] = [
+WRONG: list[tuple[str, AgentLoop, str]] = [
     ("raises", _raises, "sample 1: ValueError.'no such tool'"),
     ("raises at once", _raises_at_once, "sample 0: ValueError.'no such tool'"),
     ("a fork raises", _fork_raises, "sample 50: ValueError.'no such tool'"),
     ("no generator", _no_generator, "sample 0: AttributeError"),
     ("no step", _yields_rubbish, "sample 0: UserError.*yielded 3; expected Generate"),
-    ("token", _steps(Observe((3, 272))), "sample 0: UserError.*observes token 272; the vocabulary is 0 to 271"),
-    ("taken id", _steps(Fork(_raises, (0,))), "sample 0: UserError.*forks to sample 0; its draws need an id"),
-    ("id twice", _steps(Fork(_raises, (8, 8))), "sample 0: UserError.*forks to sample 8; its draws need an id"),
-    ("negative id", _steps(Fork(_raises, (-2,))), "sample 0: UserError.*forks to sample -2"),
-    ("stop string", _steps(Generate(strings=("",))), "sample 0: UserError.*stop string ''"),
+    ("token", _commands(Observe((3, 272))), "sample 0: UserError.*observes token 272; the vocabulary is 0 to 271"),
+    ("taken id", _commands(Fork(_raises, (0,))), "sample 0: UserError.*forks to sample 0; its draws need an id"),
+    ("id twice", _commands(Fork(_raises, (8, 8))), "sample 0: UserError.*forks to sample 8; its draws need an id"),
+    ("negative id", _commands(Fork(_raises, (-2,))), "sample 0: UserError.*forks to sample -2"),
+    ("stop string", _commands(Generate(strings=("",))), "sample 0: UserError.*stop string ''"),
     ("joins itself", _joins_itself, "sample 0: UserError.*joins itself"),
 ]
 
 
 @pytest.mark.parametrize("samples", [2, 6])
-@pytest.mark.parametrize("program,message", [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+@pytest.mark.parametrize("agent_loop,message", [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
 def test_a_program_that_fails_fails_its_request_alone(
-    engine: RolloutEngine, program: Program, message: str, samples: int
+    engine: RolloutEngine, agent_loop: AgentLoop, message: str, samples: int
 ):
     before = engine.stats()["failed"]
     other = engine.submit(request(4))
-    number = engine.submit(request(3, samples=samples, stop=WHOLE, program=program))
+    number = engine.submit(request(3, samples=samples, stop=WHOLE, agent_loop=agent_loop))
     finished = drain(engine)
     assert_same(finished[other].rollouts, engine.generate([request(4)]))
     assert re.search(rf"^prompt 3 \(chain_sum\), {message}", finished[number].error or "")
@@ -385,13 +385,13 @@ def test_a_program_that_fails_fails_its_request_alone(
 
 
 def test_a_program_that_refuses_to_end_does_not_hold_its_request(engine: RolloutEngine):
-    def stubborn(branch: Branch) -> Steps:
+    def stubborn(completion: Completion) -> Commands:
         try:
             yield Generate()
         finally:
             yield Generate()
 
-    number = engine.submit(request(3, samples=2, stop=WHOLE, program=stubborn))
+    number = engine.submit(request(3, samples=2, stop=WHOLE, agent_loop=stubborn))
     engine.step()
     engine.abort(number)
     finished = drain(engine)[number]
@@ -433,7 +433,7 @@ def test_a_callback_may_abort_its_own_request_and_others(engine: RolloutEngine):
 
 
 def test_a_step_within_a_step_is_refused(engine: RolloutEngine):
-    def nested(branch: Branch) -> Steps:
+    def nested(completion: Completion) -> Commands:
         engine.step()
         yield Generate()
 
@@ -443,7 +443,7 @@ def test_a_step_within_a_step_is_refused(engine: RolloutEngine):
 # ---- deadlines and priorities
 
 
-def _late(engine: RolloutEngine, turns: int = 0, **fields: Any) -> Finished:
+def _late(engine: RolloutEngine, turns: int = 0, **fields: Any) -> RequestOutput:
     number = engine.submit(request(3, samples=2, stop=WHOLE, deadline=0.5, **fields))
     ended = [f for _ in range(turns) for f in engine.step()]
     time.sleep(0.5)
@@ -454,8 +454,8 @@ def _late(engine: RolloutEngine, turns: int = 0, **fields: Any) -> Finished:
 
 def test_a_deadline_ends_a_request_wherever_it_is(engine: RolloutEngine):
     assert [len(r.tokens) for r in _late(engine).rollouts] == [0, 0]
-    waits = _steps(Generate(max_new=3), Wait(Future()))
-    found = _late(engine, turns=2, program=waits)
+    waits = _commands(Generate(max_new=3), Wait(Future()))
+    found = _late(engine, turns=2, agent_loop=waits)
     assert [len(r.tokens) for r in found.rollouts] == [3, 3]
     engine.pause()
     assert [len(r.tokens) for r in _late(engine).rollouts] == [0, 0]
@@ -463,7 +463,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(engine: RolloutEngine):
 
 
 def test_higher_priority_goes_first_and_equals_in_order():
-    engine = make_engine(slots=4, steps_per_dispatch=4)
+    engine = make_engine(max_num_seqs=4, steps_per_dispatch=4)
     order = [engine.submit(request(n, samples=4, stop=WHOLE, priority=p)) for n, p in enumerate((0, 1, 0, 2, 1))]
     ended: list[int] = []
     while engine.busy:

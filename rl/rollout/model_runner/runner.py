@@ -23,10 +23,10 @@ from axlearn_like.layers.contexts.paged import NULL_PAGE, make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from mesh import UserError, make_mesh, to_named_sharding
-from rl.rollout.buckets import Shapes, bucket, halvings
-from rl.rollout.decode import Chunks, Rows, copy_pages, decode, prefill, zero_pages
 from rl.rollout.kv_cache.manager import PageCopy
-from rl.rollout.sampling import Sampler, pack_bias, pack_rules, plain
+from rl.rollout.model_runner.buckets import Buckets, bucket, halvings
+from rl.rollout.model_runner.decode import Chunks, Rows, copy_pages, decode, prefill, zero_pages
+from rl.rollout.sampling import Sampler, pack_bias, pack_metadata, plain
 from rl.rollout.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _COPIES = 64  # pages in one copying dispatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedWeights:
     """Weights on the engine's devices, in the engine's arrangement.
 
     Attributes:
@@ -79,8 +79,8 @@ class Device:
             empty = partial(self._empty_pool, *abstract.cache_shape)
             self._make_window = partial(self._empty_window, *abstract.cache_shape)
             self._pool = empty() if described is None else to_named_sharding(jax.eval_shape(empty), self._mesh)
-        self.shapes = Shapes(
-            slots=cfg.slots,
+        self.buckets = Buckets(
+            max_num_seqs=cfg.max_num_seqs,
             steps=cfg.steps_per_dispatch,
             prefill_tokens=cfg.prefill_tokens,
             longest=longest,
@@ -111,7 +111,7 @@ class Device:
         )
 
     def _empty_window(self, kv_heads: int, head_dim: int, rows: int) -> tuple[Cell, ...]:
-        return make_window(rows, self.shapes.widest, kv_heads=kv_heads, head_dim=head_dim, dtype=self._dtype)
+        return make_window(rows, self.buckets.widest, kv_heads=kv_heads, head_dim=head_dim, dtype=self._dtype)
 
     def _compile(self) -> None:
         graphdef, pages, kernel, steps = self._graphdef, self._pages, self._kernel, self._cfg.steps_per_dispatch
@@ -226,9 +226,9 @@ class Device:
 
     def prefill(self, chosen: Items[tuple[Sequence, int]]) -> None:
         """Put the next `count` tokens of each sequence into the pool."""
-        _, chunk = self.shapes.prefill(max(count for _, count in chosen))
-        rows = self.shapes.prefill_rows(len(chosen), chunk)
-        width = self.shapes.width(max(sequence.cached + count for sequence, count in chosen))
+        _, chunk = self.buckets.prefill(max(count for _, count in chosen))
+        rows = self.buckets.prefill_rows(len(chosen), chunk)
+        width = self.buckets.width(max(sequence.cached + count for sequence, count in chosen))
         chunks = self._idle_chunks(rows, chunk, width)
         for row, (sequence, count) in enumerate(chosen):
             chunks.tokens[row, :count] = sequence.tokens[sequence.cached : sequence.cached + count]
@@ -253,9 +253,9 @@ class Device:
             sequences: best the longest first.
             waiting: others could use a row that gets free.
         """
-        size = self.shapes.rows(len(sequences))
-        quorum = self.shapes.quorum(len(sequences), waiting=waiting)
-        configs = [sequence.task.sampler for sequence in sequences]
+        size = self.buckets.rows(len(sequences))
+        quorum = self.buckets.quorum(len(sequences), waiting=waiting)
+        configs = [sequence.group.sampler for sequence in sequences]
         configs += [Sampler.Config()] * (size - len(sequences))
         rows = self._pack(sequences, configs, size)
         with jax.set_mesh(self._mesh):
@@ -263,22 +263,22 @@ class Device:
                 self.params, self._pool, self._windows_of(size), rows, np.int32(quorum), plain=all(map(plain, configs))
             )
         for layer, groups in enumerate(windows):
-            for key, cells in zip(enumerate(self.shapes.groups(size)), groups, strict=True):
+            for key, cells in zip(enumerate(self.buckets.groups(size)), groups, strict=True):
                 self._windows[key][layer] = cells
         return out
 
     def _windows_of(self, rows: int) -> list[list[Any]]:
-        """Memory to decode in, by layer and group of rows; kept, since to get it anew takes a tenth of a dispatch."""
+        """Windows to decode in, by layer and group of rows; kept, since to get it anew takes a tenth of a dispatch."""
         if self._kernel:
             return []
-        keys = list(enumerate(self.shapes.groups(rows)))
+        keys = list(enumerate(self.buckets.groups(rows)))
         for index, size in keys:
             if (index, size) not in self._windows:
                 self._windows[index, size] = [self._make_window(size) for _ in range(self._layers)]
         return [[self._windows[key][layer] for key in keys] for layer in range(self._layers)]
 
     def _pack(self, sequences: Items[Sequence], configs: list[Sampler.Config], size: int) -> Rows:
-        stops = max((len(sequence.task.stop.tokens) for sequence in sequences), default=0)
+        stops = max((len(sequence.group.stop.tokens) for sequence in sequences), default=0)
         columns = np.zeros((4, size), np.int32)
         rows = Rows(
             feed=columns[0],
@@ -287,13 +287,13 @@ class Device:
             remaining=columns[3],
             identity=np.zeros((size, 4), np.uint32),
             stop=np.full((size, max(4, 1 << max(0, stops - 1).bit_length())), -1, np.int32),
-            page_table=np.full((size, self.shapes.widest // self._cfg.page_size), NULL_PAGE, np.int32),
-            rules=pack_rules(configs, self.vocab),
+            page_table=np.full((size, self.buckets.widest // self._cfg.page_size), NULL_PAGE, np.int32),
+            rules=pack_metadata(configs, self.vocab),
             bias=pack_bias(configs, self.vocab),
             seen=_seen(sequences, size, self.vocab),
         )
         for row, sequence in enumerate(sequences):
-            request = sequence.task.request
+            request = sequence.group.request
             number = request.prompt.id
             columns[:, row] = (
                 sequence.tokens[-1],
@@ -302,7 +302,7 @@ class Device:
                 sequence.limit - len(sequence.tokens),
             )
             rows.identity[row] = request.seed & 0xFFFFFFFF, number >> 32, number & 0xFFFFFFFF, sequence.sample
-            rows.stop[row, : len(sequence.task.stop.tokens)] = sequence.task.stop.tokens
+            rows.stop[row, : len(sequence.group.stop.tokens)] = sequence.group.stop.tokens
             rows.page_table[row, : len(sequence.pages)] = sequence.pages[: rows.page_table.shape[1]]
         return rows
 
@@ -314,21 +314,21 @@ class Device:
         ruled = Sampler.Config(top_p=0.9, repetition_penalty=1.1, logit_bias=((0, 1.0),))
 
         def prefill(rows: int, chunk: int) -> Any:
-            return self._run_prefill.trace(self.params, self._pool, self._idle_chunks(rows, chunk, self.shapes.widest))
+            return self._run_prefill.trace(self.params, self._pool, self._idle_chunks(rows, chunk, self.buckets.widest))
 
         def decode(sampler: Sampler.Config) -> Any:
-            rows = self._pack([], [sampler] * cfg.slots, cfg.slots)
+            rows = self._pack([], [sampler] * cfg.max_num_seqs, cfg.max_num_seqs)
             if not plain(sampler):
-                rows = dataclasses.replace(rows, seen=np.zeros((cfg.slots, self.vocab), bool))
-            windows = self._windows_of(cfg.slots)
+                rows = dataclasses.replace(rows, seen=np.zeros((cfg.max_num_seqs, self.vocab), bool))
+            windows = self._windows_of(cfg.max_num_seqs)
             return self._run_decode.trace(self.params, self._pool, windows, rows, np.int32(1), plain=plain(sampler))
 
         pages = np.zeros(_COPIES, np.int32)
-        shapes = [self.shapes.prefill(chunk) for chunk in self.shapes.chunks]
+        shapes = [self.buckets.prefill(chunk) for chunk in self.buckets.chunks]
         return {
             **{f"prefill {rows} x {chunk}": partial(prefill, rows, chunk) for rows, chunk in shapes},
-            f"decode {cfg.slots}, plain": partial(decode, Sampler.Config()),
-            f"decode {cfg.slots}, all rules": partial(decode, ruled),
+            f"decode {cfg.max_num_seqs}, plain": partial(decode, Sampler.Config()),
+            f"decode {cfg.max_num_seqs}, all rules": partial(decode, ruled),
             "copy pages": partial(self._run_copy.trace, self._pool, pages, pages),
             "blank pages": partial(self._run_blank.trace, self._pool, pages),
         }
@@ -343,7 +343,7 @@ def spread(leaf: Any, like: jax.ShapeDtypeStruct, stored: jax.ShapeDtypeStruct) 
 
 def _seen(sequences: Items[Sequence], size: int, vocab: int) -> np.ndarray | None:
     """Bool [size, vocab], tokens so far, where a repetition penalty asks for them."""
-    if all(sequence.task.sampler.repetition_penalty == 1 for sequence in sequences):
+    if all(sequence.group.sampler.repetition_penalty == 1 for sequence in sequences):
         return None
     seen = np.zeros((size, vocab), bool)
     for row, sequence in enumerate(sequences):

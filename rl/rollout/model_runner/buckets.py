@@ -13,11 +13,11 @@ _LEAST_ROWS = 8
 _LEAST_CHUNK = 32
 
 
-class Shapes:
-    """Sizes for an engine of `slots` rows."""
+class Buckets:
+    """Sizes for an engine of `max_num_seqs` rows."""
 
     def __init__(
-        self, *, slots: int, steps: int, prefill_tokens: int, longest: int, ragged: bool, grouped: bool = True
+        self, *, max_num_seqs: int, steps: int, prefill_tokens: int, longest: int, ragged: bool, grouped: bool = True
     ):
         """Args:
         steps: of a decoding dispatch.
@@ -28,7 +28,7 @@ class Shapes:
         """
         self._grouped = grouped
         self._steps, self._prefill_tokens = steps, prefill_tokens
-        self._rows = halvings(slots, _LEAST_ROWS)
+        self._rows = halvings(max_num_seqs, _LEAST_ROWS)
         self.chunks = [c for c in (_LEAST_CHUNK << 2 * i for i in range(16)) if c <= prefill_tokens]
         widest = -(-longest // KEY_BLOCK) * KEY_BLOCK
         self._widths = [widest] if ragged else _widths(widest)

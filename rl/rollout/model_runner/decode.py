@@ -147,7 +147,7 @@ def decode(
 
 
 def copy_pages(pool: Pool, sources: jax.Array, targets: jax.Array, *, layers: int, pages: int) -> Pool:
-    """Copy pages in all layers; int32 [n] each. Targets are distinct, but for the rubbish page (padding)."""
+    """Copy pages in all layers; int32 [n] each. Targets are distinct, but for the null page (padding)."""
     offsets = jnp.arange(layers)[:, None] * pages
     return jax.tree.map(lambda x: x.at[targets + offsets].set(x[sources + offsets]), pool)
 

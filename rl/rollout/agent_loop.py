@@ -1,12 +1,12 @@
 """Request programs: what a sample does, as a generator of steps that the engine carries out.
 
-    def with_calculator(branch):
-        while (yield Generate(strings=("</call>",))) == "stop" and (call := last_call(branch.completion)) is not None:
+    def with_calculator(completion):
+        while (yield Generate(strings=("</call>",))) == "stop" and (call := find_call(completion.output_tokens)):
             result = yield Wait(pool.submit(evaluate, call))  # gives up its row; its pages stay while there is room
             yield Observe(tokenizer.encode(result))           # tokens that are given, not drawn
 
 A step that cannot be taken raises `mesh.UserError` in the program; what a program does not catch fails its request. A
-branch is deterministic if its program is: its draws depend on the request, the sample id and the position alone.
+completion is deterministic if its program is: its draws depend on the request, the sample id and the position alone.
 """
 
 import dataclasses
@@ -54,27 +54,27 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fork:
-    """Branch off copies of all tokens so far, each going on with `program`; answers with the branches.
+    """Fork copies of all tokens so far, each continued by `agent_loop`; answers with the completions.
 
     Attributes:
-        samples: the branches' sample ids, new in the request: they make the keys of their draws.
+        samples: the completions' sample ids, new in the request: they make the keys of their draws.
     """
 
-    program: "Program"
+    agent_loop: "AgentLoop"
     samples: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Join:
-    """Wait until these branches have ended; answers with their rollouts in this order."""
+    """Wait until these completions have ended; answers with their rollouts in this order."""
 
-    branches: tuple["Branch", ...]
-
-
-Step = Generate | Observe | Wait | Fork | Join
+    completions: tuple["Completion", ...]
 
 
-class Branch(Protocol):
+Command = Generate | Observe | Wait | Fork | Join
+
+
+class Completion(Protocol):
     """What a program sees of the sequence it steers."""
 
     @property
@@ -85,7 +85,7 @@ class Branch(Protocol):
         ...
 
     @property
-    def completion(self) -> np.ndarray:
+    def output_tokens(self) -> np.ndarray:
         """int32, everything after the prompt."""
         ...
 
@@ -94,10 +94,10 @@ class Branch(Protocol):
     def rollout(self) -> Rollout: ...
 
 
-Program = Callable[[Branch], Generator[Step, Any, None]]
+AgentLoop = Callable[[Completion], Generator[Command, Any, None]]
 
 
-def complete(branch: Branch) -> Generator[Step, Any, None]:
+def single_turn(completion: Completion) -> Generator[Command, Any, None]:
     """One completion."""
-    del branch
+    del completion
     yield Generate()

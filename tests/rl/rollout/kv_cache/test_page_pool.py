@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mesh import UserError
-from rl.rollout.kv_cache.block_pool import OutOfPages, PageError, PagePool
+from rl.rollout.kv_cache.page_pool import OutOfPages, PageError, PagePool
 
 PAGES = 7
 
@@ -106,7 +106,7 @@ def test_pages_outside_the_pool(page: int):
             use([page])
 
 
-def test_a_pool_needs_a_page_beside_the_rubbish_page():
+def test_a_pool_needs_a_page_beside_the_null_page():
     with pytest.raises(UserError, match=r"RolloutEngine\.pages is 1; expected 2 or more"):
         PagePool(1)
     with pytest.raises(ValueError, match="-1 pages"):

@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 
 from rl.roles.messages import Prompt
-from rl.rollout.buckets import Shapes
-from rl.rollout.program import Generate, complete
-from rl.rollout.request import Request, StopRules
+from rl.rollout.agent_loop import Generate, single_turn
+from rl.rollout.model_runner.buckets import Buckets
+from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
-from rl.rollout.sequence import Sequence, Task
+from rl.rollout.sequence import Sequence, SequenceGroup
 
 STEPS = 32
 
 
-def shapes(*, ragged: bool = False, slots: int = 64, longest: int = 600) -> Shapes:
-    return Shapes(slots=slots, steps=STEPS, prefill_tokens=512, longest=longest, ragged=ragged)
+def shapes(*, ragged: bool = False, max_num_seqs: int = 64, longest: int = 600) -> Buckets:
+    return Buckets(max_num_seqs=max_num_seqs, steps=STEPS, prefill_tokens=512, longest=longest, ragged=ragged)
 
 
 def sequence(tokens: int, max_new: int) -> Sequence:
     """One that draws, with so many tokens."""
     request = Request(Prompt(0, "any", np.zeros(1, np.int32)))
-    task = Task(0, request, Sampler.Config(), StopRules(max_new=max_new), None, None)
-    made = Sequence(task, 0, [0] * tokens, complete)
+    group = SequenceGroup(0, request, Sampler.Config(), StopConditions(max_new=max_new), None, None)
+    made = Sequence(group, 0, [0] * tokens, single_turn)
     made.begin(Generate(), None)
     made.cached = tokens - 1
     return made
@@ -34,10 +34,10 @@ def test_the_reach_of_a_sequence_ends_with_the_dispatch_or_its_limit():
     assert shapes().reach(sequence(tokens=40, max_new=45)) == 39 + 6
 
 
-@pytest.mark.parametrize("slots", [4, 8, 50, 64, 100])
-def test_groups_of_fewer_rows_are_the_first_of_those_of_more(slots: int):
-    found = shapes(slots=slots)
-    sizes = sorted({found.rows(count) for count in range(1, slots + 1)})
+@pytest.mark.parametrize("max_num_seqs", [4, 8, 50, 64, 100])
+def test_groups_of_fewer_rows_are_the_first_of_those_of_more(max_num_seqs: int):
+    found = shapes(max_num_seqs=max_num_seqs)
+    sizes = sorted({found.rows(count) for count in range(1, max_num_seqs + 1)})
     groups = found.groups(sizes[-1])
     assert list(itertools.accumulate(groups)) == sizes
     for count, rows in enumerate(sizes, start=1):
@@ -54,7 +54,7 @@ def test_where_each_row_reads_its_own_keys_there_is_one_width():
 
 
 def test_sizes_are_rounded_up_to_the_next_of_a_short_list():
-    found = shapes(slots=50)
+    found = shapes(max_num_seqs=50)
     assert [found.rows(count) for count in (1, 8, 13, 14, 25, 26, 50)] == [13, 13, 13, 25, 25, 50, 50]
     assert [found.width(tokens) for tokens in (1, 64, 65, 97, 200, 513)] == [64, 64, 96, 128, 256, 640]
     assert [found.prefill(tokens) for tokens in (32, 33, 500, 9999)] == [(16, 32), (4, 128), (1, 512), (1, 512)]
@@ -68,5 +68,5 @@ def test_a_dispatch_ends_early_when_a_smaller_one_would_do_or_others_wait():
 
 
 def test_elsewhere_than_on_cpus_all_rows_are_one_group():
-    shapes = Shapes(slots=64, steps=STEPS, prefill_tokens=512, longest=1000, ragged=False, grouped=False)
+    shapes = Buckets(max_num_seqs=64, steps=STEPS, prefill_tokens=512, longest=1000, ragged=False, grouped=False)
     assert [shapes.groups(rows) for rows in (8, 64)] == [[8], [64]]
