@@ -9,7 +9,7 @@ from rl.roles.messages import Group, Lease, Rollout, Score
 
 if TYPE_CHECKING:
     from rl.parameter_server.pull.fetch import Moved
-    from rl.rollout.model_runner import Placed
+    from rl.rollout.model_runner.runner import PlacedWeights
 
 
 class LeaseSource(Protocol):
@@ -39,8 +39,8 @@ class BatchSource(Protocol):
 class WeightSource(Protocol):
     """The parameter server, for a rollout worker: see `rl.parameter_server.pull.prefetcher.Follower`."""
 
-    def take(self, version: int, timeout: float = 0.0) -> tuple[Placed, Moved]: ...
-    def newer(self) -> tuple[int, Placed, Moved] | None: ...
+    def take(self, version: int, timeout: float = 0.0) -> tuple[PlacedWeights, Moved]: ...
+    def newer(self) -> tuple[int, PlacedWeights, Moved] | None: ...
 
 
 class ScoreSource(Protocol):
