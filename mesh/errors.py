@@ -19,6 +19,11 @@ class UserError(Exception):
     """
 
 
+def install_hint(extra: str) -> str:
+    """Return the command that installs an optional part of the project, for the end of an error message."""
+    return f"""in the checkout, pip install -c constraints.txt -e ".[{extra}]" """.rstrip()
+
+
 def did_you_mean(name: str, options: Iterable[str], *, limit: int = 8) -> str:
     """Returns the tail of an error message that points from a wrong name to the right ones.
 

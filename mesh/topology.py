@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mesh.errors import UserError, did_you_mean
+from mesh.errors import UserError, did_you_mean, install_hint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ def prepare_compiler() -> None:
     """
     library = find_compiler()
     if library is None:
-        raise UserError("libtpu, the TPU compiler, is not installed; on x86-64 Linux: pip install 'axlearn-like[aot]'")
+        raise UserError(f"libtpu, the TPU compiler, is not installed; on x86-64 Linux, {install_hint('aot')}")
     os.environ["TPU_LIBRARY_PATH"] = str(library)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 done, 2 a user error, 130 interrupted. Other exceptions pass through.
     """
     try:
-        result = cli.main(args=None if argv is None else list(argv), prog_name="axl", standalone_mode=False)
+        arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+        result = cli.main(args=arguments, prog_name="axl", standalone_mode=False)
         return result if isinstance(result, int) and not isinstance(result, bool) else 0
     except UserError as error:
         return _refuse(str(error))

@@ -9,7 +9,7 @@ from typing import Any
 
 from axlearn_like.input.file_source import FileSource, Record
 from axlearn_like.input.source import InputError
-from mesh.errors import did_you_mean
+from mesh.errors import did_you_mean, install_hint
 
 _AT_ONCE = 256  # records
 
@@ -118,7 +118,7 @@ def _parquet(path: Path) -> Any:
         import pyarrow  # pyright: ignore[reportMissingImports]
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise InputError(f"{path}: Parquet needs pyarrow: pip install 'axlearn-like[data]'") from error
+        raise InputError(f"{path}: Parquet needs pyarrow; {install_hint('data')}") from error
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:

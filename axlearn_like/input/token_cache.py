@@ -20,6 +20,7 @@ from axlearn_like.input.encoding import Encoded
 from axlearn_like.input.source import InputError
 from axlearn_like.input.token_file import Damaged, TokenFile, TokenWriter
 from axlearn_like.run.disk import raising_disk_full
+from mesh.cache_directory import cache_directory
 
 _FORMAT = 1
 _SETTLED_NS = 2_000_000_000  # A file changed more recently may change again within one tick of its clock.
@@ -31,8 +32,7 @@ class TokenCache:
     """A folder of tokenised files."""
 
     def __init__(self, directory: str):
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        self._root = Path(directory).expanduser() if directory else Path(base) / "axlearn-like" / "tokens"
+        self._root = Path(directory).expanduser() if directory else cache_directory("tokens")
         try:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from mesh.errors import UserError
+from mesh.errors import UserError, install_hint
 
 
 class Writer(Protocol):
@@ -94,5 +94,5 @@ def _imported(module: str, extra: str, who: str) -> Any:
         if error.name != module:
             raise
         raise UserError(
-            f"the metrics writer {who} needs {module}, which is not installed: pip install 'axlearn-like[{extra}]'"
+            f"the metrics writer {who} needs {module}, which is not installed; {install_hint(extra)}"
         ) from None

@@ -38,7 +38,10 @@ def parse_row(line: bytes) -> list[dict[str, Any]]:
     """
     if not line.strip() or not line.rstrip().endswith(b"}"):
         return []
-    return [json.loads(line)]
+    try:
+        return [json.loads(line)]
+    except RecursionError as error:
+        raise ValueError("nested deeper than the interpreter goes") from error
 
 
 class MetricsWriter:

@@ -141,15 +141,15 @@ def nothing_lost(records: Records) -> Finding:
     """A trainer that comes back begins no earlier than the last checkpoint."""
     every = records.setting("trainer.checkpoint.save_every", 100)
     broken, restarts, unchecked, done, saved = [], 0, "", 0, 0
+    logged = any(row["event"] == "saved" for one in records.incarnations for row in one.rows)
     for one in records.incarnations:
         if one.number and one.first is not None:
             restarts += 1
             if one.first < saved:
                 broken.append(f"trainer incarnation {one.number} began at step {one.first}; step {saved} was saved")
-        told = [row["step"] for row in one.rows if row["event"] == "saved"]
         done = max([done, *(step + 1 for step in one.steps)])
-        saved = max([saved, *told])
-        if not told and one.steps:
+        saved = max([saved, *(row["step"] for row in one.rows if row["event"] == "saved")])
+        if not logged and one.steps:
             unchecked = "the trainer logs no event `saved` (step): one save may have been under way at each death"
             saved = max(saved, (done // every - 1) * every)
     return Finding("nothing lost that a checkpoint holds", restarts, tuple(broken), unchecked if restarts else "")
@@ -338,7 +338,7 @@ def _rows(path: Path) -> tuple[list[Row], int]:
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows.append(row)
@@ -350,7 +350,7 @@ def _rows(path: Path) -> tuple[list[Row], int]:
 def _values(path: Path) -> dict[str, Any]:
     """The plain values of a config's text; no class of it is imported."""
     values: dict[str, Any] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         name, colon, text = line.partition(": ")
         if colon:
             try:

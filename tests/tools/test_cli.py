@@ -35,6 +35,12 @@ def test_help_names_every_command_that_is_there(capsys: pytest.CaptureFixture[st
         assert isinstance(cli.cli.get_command(context, name), click.Command)
 
 
+def test_without_arguments_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    printed = capsys.readouterr()
+    assert "Usage: axl" in printed.out and printed.err == ""
+
+
 def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["confg", "list"]) == 2
     assert "'confg'; did you mean 'config'?" in capsys.readouterr().err

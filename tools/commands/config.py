@@ -15,16 +15,23 @@ from experiments import registry
 from tools.experiment import check_name, config_errors
 
 Build = Callable[[ConfigBase[Any]], Any]
+_UNWRAPPED = 1000  # columns
 
 
 def list_experiments(console: Console | None = None) -> None:
-    """Prints a row for each experiment: its name, its module, the first line of its docstring."""
+    """Print a row for each experiment: its name, its module, the first line of its docstring.
+
+    Rows are wrapped on a terminal only: what reads a pipe wants an experiment a line.
+    """
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = _UNWRAPPED
     table = Table("experiment", "module", "what it is", box=None, pad_edge=False)
     for name in registry.names():
         function = registry.find(name)
         about = (inspect.getdoc(function) or "").partition("\n")[0]
         table.add_row(Text(name), Text(function.__module__), Text(about))
-    (console or Console()).print(table)
+    console.print(table)
 
 
 def load(experiment: str, sets: Iterable[str] = (), **arguments: Any) -> ConfigBase[Any]:

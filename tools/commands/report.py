@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,18 +17,20 @@ if TYPE_CHECKING:
 @click.argument("run", metavar="RUN", type=click.Path(path_type=str))
 @click.option("--open", "open_page", is_flag=True, help="Show the page in the browser.")
 @click.option("--check", is_flag=True, help="Print what must hold of an RL run; exit status 1 if something is broken.")
-def command(run: str, open_page: bool, check: bool) -> None:
+@click.option("--output", type=click.Path(path_type=Path), help="Write the page here. Default: RUN/report.html.")
+def command(run: str, open_page: bool, check: bool, output: Path | None) -> None:
     """Rebuild report.html of the run directory RUN and print its tables.
 
-    Also works while the run is still under way: parts that are not there yet are left out.
+    Also works while the run is still under way: parts that are not there yet are left out. Tables and checks are
+    printed even where the page cannot be written.
     """
     from tools.report import load_run, write_report
     from tools.report.table import print_tables
 
     loaded = load_run(run)
-    page = write_report(loaded)
     print_tables(loaded)
     broken = check and _print_invariants(loaded)
+    page = write_report(loaded, output)
     click.echo(f"report: {page}")
     if open_page:
         click.launch(str(page.resolve()))
@@ -36,7 +39,7 @@ def command(run: str, open_page: bool, check: bool) -> None:
 
 
 def _print_invariants(loaded: Run) -> bool:
-    """Whether one is broken."""
+    """Print the invariants; return True if one is broken."""
     from rich.console import Console
 
     from tools.report.invariants import findings, table

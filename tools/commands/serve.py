@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.errors import UserError
+from mesh.errors import UserError, install_hint
 from tools.experiment import check_name, config_errors, default_run_dir, load_experiment, owner_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def command(
         raise UserError(f"the API key is empty; leave --api-key out and {KEY_VARIABLE} unset to serve without one")
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:
-        raise UserError(f"axl serve needs {', '.join(missing)}; pip install 'axlearn-like[serve]'")
+        raise UserError(f"axl serve needs {', '.join(missing)}; {install_hint('serve')}")
     options = {"max_queue": max_queue, "grace": grace}
     server_sets = [edit.removeprefix(_SERVER) for edit in sets if edit.startswith(_SERVER)]
     server_sets += [f"{field}={value}" for field, value in options.items() if value is not None]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from tools.report.html import render
 from tools.report.load import Run, load_run
 
 
-def write_report(run: Run | str | os.PathLike[str]) -> Path:
-    """Writes ``report.html`` into a run directory, replacing an older one atomically.
+def write_report(run: Run | str | os.PathLike[str], output: Path | None = None) -> Path:
+    """Write the page of a run, replacing an older one atomically.
 
     Args:
         run: A loaded run or the path of a run directory. The run may be still under way.
+        output: Where to write; ``report.html`` in the run directory if None.
 
     Returns:
         The path of the page.
@@ -27,15 +29,18 @@ def write_report(run: Run | str | os.PathLike[str]) -> Path:
         UserError: The path is no run directory, or the page cannot be written.
     """
     loaded = run if isinstance(run, Run) else load_run(run)
-    target = loaded.path / "report.html"
-    partial = loaded.path / f".report.html.{os.getpid()}"
+    target = output or loaded.path / "report.html"
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(render(loaded), encoding="utf-8")
+        # A model may sample half of a surrogate pair, which has no bytes in UTF-8.
+        partial.write_bytes(render(loaded).encode("utf-8", errors="replace"))
         partial.replace(target)
     except OSError as error:
-        raise UserError(f"{target}: cannot write the report: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise UserError(f"{target}: cannot write the report: {reason}; choose another place by --output") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
     return target
 
 

@@ -169,7 +169,7 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # RecursionError: nested deeper than the interpreter goes
             row = None
         if isinstance(row, dict):
             rows.append(row)
@@ -186,7 +186,7 @@ def read_report(path: Path, notes: list[str]) -> Row:
         return {}
     try:
         return mapping(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         notes.append(f"{path.name}: not valid JSON ({error}); its numbers are left out")
         return {}
 

@@ -112,6 +112,17 @@ def test_without_word_of_saves_the_config_gives_the_bound(log: Log) -> None:
     )  # 8 may have been under way
 
 
+def test_an_incarnation_that_saves_nothing_is_judged_by_the_saves_of_others(log: Log) -> None:
+    log.event("trainer", "saved", step=4)
+    log.event("driver", "died", target="trainer")
+    log.start("trainer", 13, version=4)
+    log.update(4)
+    log.event("driver", "died", target="trainer")
+    log.start("trainer", 14, version=4)
+    assert LOST not in log.broken()
+    assert check_run(log.path)[LOST].unchecked == ""
+
+
 def test_a_batch_of_one_lease_twice_is_found(log: Log) -> None:
     log.metrics[1]["gen_tokens"] = 4.0
     assert "step 1 consumed 4 tokens" in log.broken()[WHOLE][0]

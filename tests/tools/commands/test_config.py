@@ -79,3 +79,9 @@ def test_list_names_every_experiment(console: Console):
     config.list_experiments(console=console)
     text = printed(console)
     assert all(name in text for name in registry.names())
+
+
+def test_list_keeps_an_experiment_on_a_line_when_piped(capsys: pytest.CaptureFixture[str]):
+    config.list_experiments()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(registry.names())

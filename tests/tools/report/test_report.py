@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from mesh.errors import UserError
+from tools.cli import main
 from tools.commands.report import command
 from tools.report import charts, load_run, timeline, write_report
 from tools.report.html import render
@@ -458,3 +459,30 @@ def test_the_command_writes_the_page_and_prints_the_table(tmp_path: Path) -> Non
     assert not list(path.glob(".report*"))
     failed = CliRunner().invoke(command, [str(tmp_path / "demi")])
     assert isinstance(failed.exception, UserError)
+
+
+def test_hostile_rows_do_not_stop_the_report(tmp_path: Path) -> None:
+    """Half of a surrogate pair, as a model may sample it, and a row nested deeper than the interpreter goes."""
+    path = write_run(tmp_path / "odd", steps=20)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "rl", "step": 20, "a": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    (path / "config.txt").write_bytes(b"\xff\xfe\x00binary")
+    for sample in (path / "rollouts").glob("*.jsonl"):
+        with sample.open("a") as file:
+            file.write('{"step": 20, "prompt": "\\ud800", "answer": "\\udfff", "reward": 0.0}\n')
+    page = Page(write_report(path).read_text(encoding="utf-8"))
+    assert page.open == [] and "metrics.jsonl: 1 unreadable line skipped" in page.text
+
+
+def test_the_tables_are_printed_where_the_page_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "run", steps=20)
+    (path / "report.html").unlink(missing_ok=True)
+    (path / "report.html").mkdir()  # not even root can replace a folder by a file
+    assert main(["report", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert "pass@1" in printed.out
+    assert "cannot write the report" in printed.err and "--output" in printed.err
+    assert main(["report", str(path), "--output", str(tmp_path / "elsewhere.html")]) == 0
+    assert Page((tmp_path / "elsewhere.html").read_text(encoding="utf-8")).open == []
