@@ -134,5 +134,4 @@ def demo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
         engine=RolloutEngine.Config(max_num_seqs=128, keep_completions=False),
         verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=1),
         evaluation=Evaluation.Config(problems_per_family=96),
-        kill_worker_after=0.5,
     )

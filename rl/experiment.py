@@ -76,7 +76,6 @@ class RLExperiment(Configurable):
         mesh_rules: MeshRules = ()  # edits by the devices of the trainer (axlearn_like/config/mesh_rules.py)
         workers: int = 2  # rollout workers, where the runtime has processes; more may join
         timeouts: Timeouts.Config = Timeouts.Config()  # where the runtime has processes
-        kill_worker_after: float | None = None  # share of the updates after which one worker is killed -9
 
     def __init__(self, cfg: Config):
         if not 0 <= cfg.seed < 2**32:

@@ -1,7 +1,7 @@
 """The phases of one RL run: supervised warm start, evaluation, RL, evaluation, summary. Each is resumed, not repeated.
 
-What is done is told by what lies in the run directory: checkpoints of the warm start and of RL, `eval_before.json` and
-`eval_after.json`. Nothing else is remembered.
+The files of the run directory say which phases are done: the checkpoints of the warm start and of RL, and
+`eval_before.json` and `eval_after.json`, each with the step that it belongs to.
 """
 
 import json
@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 
 class RLRun:
-    """Runs an experiment in a run directory, from wherever it was left."""
+    """An experiment that runs, or resumes, in a run directory."""
 
     def __init__(self, experiment: RLExperiment, *, say: Say = print):
         self._experiment, self._cfg, self._say = experiment, experiment.cfg, say
@@ -44,7 +44,7 @@ class RLRun:
         self._said_stopping = False
 
     def check(self, runtime: Runtime = "ray") -> None:
-        """Refuse, before anything expensive and with nothing written, what would fail later. `run` does so too.
+        """Check what would fail later, before anything expensive and with nothing written. `run` does so too.
 
         Raises:
             UserError, ValueError: naming the field to change.
@@ -58,10 +58,10 @@ class RLRun:
             part.build()
         experiment.make_verifier().close()
         if cfg.warm_start is not None:
-            cfg.warm_start.build()  # its mesh and batch
+            cfg.warm_start.build()  # checks its mesh and batch
         if cfg.trainer.processes != 1:
             experiment.trainer_cfg.check_processes()
-        elif not os.environ.get("RAY_ADDRESS"):  # there the devices are other machines'
+        elif not os.environ.get("RAY_ADDRESS"):  # else the devices are those of other machines
             experiment.trainer_cfg.check_sizes()
         if runtime == "ray":
             from rl.runtime.ray.preflight import check_machine
@@ -69,13 +69,27 @@ class RLRun:
             check_machine(cfg)
         self._checked = runtime
 
-    def run(self, run_dir: str | Path, *, runtime: Runtime = "ray", force: bool = False) -> dict[str, Any] | None:
-        """Go through the phases; returns the report, or None if SIGTERM or Ctrl-C asked for the end.
+    def run(
+        self,
+        run_dir: str | Path,
+        *,
+        runtime: Runtime = "ray",
+        force: bool = False,
+        kill_worker_after: float | None = None,
+    ) -> dict[str, Any] | None:
+        """Run all phases; returns the report, or None if SIGTERM or Ctrl-C stopped the run.
+
+        Args:
+            run_dir: the run directory; a new one, or the one to resume.
+            runtime: "ray" runs each role in a process of its own, "inprocess" all in this one.
+            force: resume even if the run directory holds another config.
+            kill_worker_after: inject a fault: kill one worker after this share of the updates, in (0, 1], once in a
+                run. The runtime must be "ray".
 
         Raises:
-            UserError: bad tasks, sizes or run directory; before anything expensive. DiskFull: there is no room for
-                what is written.
+            UserError: bad tasks, sizes or run directory; before anything expensive. DiskFull: no space is left.
         """
+        kill_at = None if kill_worker_after is None else self._update_of_kill(kill_worker_after, runtime)
         if self._checked != runtime:
             self.check(runtime)
         text = to_text(self._cfg)
@@ -88,19 +102,19 @@ class RLRun:
                 for phase in (
                     self._warm_start,
                     lambda *a: self._evaluate(*a, when="before"),
-                    lambda *a: self._improve(*a, runtime=runtime),
+                    lambda *a: self._improve(*a, runtime=runtime, kill_at=kill_at),
                     lambda *a: self._evaluate(*a, when="after"),
                 )
                 if not stop.requested
             )
             if stop.requested or not finished:
                 why = stop.reason or "request"
-                self._say(f"stopped by {why}; the same command goes on from here: {run.path}")
+                self._say(f"stopped by {why}; the same command resumes the run: {run.path}")
                 return None
             return self._summarise(run)
 
     def _check_checkpoints(self, run: RunDirectory) -> None:
-        """A damaged checkpoint is found now, not after processes have been started."""
+        """Check the newest checkpoints, so that a damaged one is found before processes are started."""
         for folder in (run.checkpoints / "rl", warm_start_directory(run) / "checkpoints"):
             if folder.is_dir():
                 verify_latest(folder)
@@ -118,7 +132,16 @@ class RLRun:
                 last = Trainer(cfg).run(inner)
             return last["finished"]
 
-    def _improve(self, run: RunDirectory, events: EventLog, stop: Stop, *, runtime: Runtime) -> bool:
+    def _update_of_kill(self, share: float, runtime: Runtime) -> int:
+        if not 0 < share <= 1:
+            raise UserError(f"kill_worker_after={share:g}; expected a share of the updates, more than 0 and at most 1")
+        if runtime != "ray" or not self._cfg.workers:
+            raise UserError("kill_worker_after needs a worker in a process of its own; expected runtime ray, workers=1")
+        return max(1, round(share * self._cfg.num_steps))
+
+    def _improve(
+        self, run: RunDirectory, events: EventLog, stop: Stop, *, runtime: Runtime, kill_at: int | None
+    ) -> bool:
         steps = self._cfg.num_steps
         start = _latest_step(run.checkpoints / "rl") or 0
         if start >= steps:
@@ -126,9 +149,11 @@ class RLRun:
         if runtime == "ray":
             from rl.runtime.ray.runtime import run_ray
 
-            run_roles = partial(run_ray, say=self._say, preempted=lambda: stop.reason == "SIGTERM")
+            preempted = lambda: stop.reason == "SIGTERM"  # noqa: E731
+            run_roles = partial(run_ray, say=self._say, preempted=preempted, kill_after_update=kill_at)
         else:
             from rl.runtime.inprocess import run_inprocess as run_roles
+        (run.path / "report.json").unlink(missing_ok=True)  # of fewer updates
         self._say(f"reinforcement learning: {steps} updates of {self._cfg.groups * self._cfg.samples} rollouts")
         with _phase(events, "rl"), Progress(steps, start=start, title="rl") as progress:
             shown = _Shown(progress, run)
@@ -138,15 +163,17 @@ class RLRun:
     def _stopping(self, stop: Stop) -> bool:
         if stop.requested and not self._said_stopping:
             self._said_stopping = True
-            self._say("stopping after the update in hand (Ctrl-C again: at once)")
+            self._say("stopping after the current update (Ctrl-C again: at once)")
         return stop.requested
 
     def _evaluate(self, run: RunDirectory, events: EventLog, stop: Stop, *, when: str) -> bool:
+        if self._cfg.evaluation is None:
+            return True
         path = run.path / f"eval_{when}.json"
-        if self._cfg.evaluation is None or path.exists():
+        version = 0 if when == "before" else _latest_step(run.checkpoints / "rl") or 0
+        if path.exists() and json.loads(path.read_text())["step"] == version:
             return True
         with _phase(events, f"eval_{when}"):
-            version = self._cfg.num_steps if when == "after" else 0
             problems = self._cfg.tasks.build().heldout(self._cfg.evaluation.problems_per_family)
             self._say(f"evaluation {when} RL: {len(problems)} held-out problems x {self._cfg.samples}")
             engine = self._experiment.make_engine()
@@ -167,7 +194,7 @@ class RLRun:
         phase = {"phase": f"eval_{when}", "step": version}
         lines = [json.dumps({**phase, **row}) for row in rows]
         (run.rollouts / f"eval_{when}.jsonl").write_text("\n".join(lines) + "\n")
-        _write_json(path, summary)
+        _write_json(path, {"step": version, **summary})
         return True
 
     def _params(self, run: RunDirectory, mesh: jax.sharding.Mesh, version: int) -> Params:
@@ -194,13 +221,11 @@ def _check_sizes(cfg: RLExperiment.Config, runtime: Runtime) -> None:
             f"trainer.processes={cfg.trainer.processes}, but with --runtime inprocess there is one process; expected "
             "--runtime ray, or --set trainer.processes=1"
         )
-    if cfg.kill_worker_after is not None and not 0 <= cfg.kill_worker_after <= 1:
-        raise UserError(f"kill_worker_after={cfg.kill_worker_after}; expected None or a share of the updates in [0, 1]")
 
 
 @contextmanager
 def _phase(events: EventLog, phase: str) -> Iterator[None]:
-    """Mark begin and end of a phase in the event log; the seconds add up over resumed sessions."""
+    """Log the begin and end of a phase; its seconds add up over resumed sessions."""
     events.append("driver", "phase_begin", phase=phase)
     began = time.monotonic()
     try:
@@ -212,7 +237,7 @@ def _phase(events: EventLog, phase: str) -> Iterator[None]:
 
 @contextmanager
 def _full_disk(run: RunDirectory) -> Iterator[None]:
-    """Says from where the run goes on when there is room again."""
+    """Add to a DiskFull error the update from which the run will resume."""
     try:
         with raising_disk_full(run.path):
             yield
@@ -232,7 +257,7 @@ def _latest_step(checkpoints: Path) -> int | None:
 
 
 class _Shown:
-    """Step and recent reward on the terminal, each time the step has advanced."""
+    """Progress line on the terminal: step and recent reward, each time the step advances."""
 
     def __init__(self, progress: Progress, run: RunDirectory):
         self._progress, self._rows = progress, JsonlTail(run.metrics_path)

@@ -1,16 +1,17 @@
-"""The ledger: where every prompt of every step stands, so that each is consumed exactly once.
+"""The ledger: the state of every prompt of every step, so that each is consumed exactly once.
 
     pending --lease--> leased --generated--> generated --verified--> verified --consume--> consumed
        ^                  |                      |
        +---- expired, or its worker is gone -----+
-       +---- handed back, with what it had ------+
+       +---- handed back, with partial rollouts -+
 
 The unit is a *work item*: the prompts of one step that are leased together. A work item that comes back is leased again
-with a new lease id, and what is then still reported under the old id is rejected; since sampling keys depend only on
-the request, the second generation is the same as the lost one.
+with a new lease id, and stale reports under the old id are rejected. Sampling keys depend only on the request, so the
+second generation equals the lost one.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 from rl.roles.messages import Group, Rollout
@@ -19,12 +20,12 @@ WorkItemState = Literal["pending", "leased", "generated", "verified", "consumed"
 
 
 class LedgerError(RuntimeError):
-    """A transition that would lose, halve or repeat work."""
+    """A transition that would lose, split or repeat work."""
 
 
 @dataclasses.dataclass(slots=True)
 class WorkItem:
-    """One leasable piece of a step."""
+    """The prompts of a step that are leased together."""
 
     step: int
     index: int
@@ -34,11 +35,11 @@ class WorkItem:
     leased_at: float = 0.0
     deadline: float = 0.0
     groups: tuple[Group, ...] = ()
-    partial: tuple[Rollout, ...] = ()  # handed back by one who had to go, for the next to go on from
+    partial: tuple[Rollout, ...] = ()  # handed back, for the next worker to continue
 
 
 class Ledger:
-    """All work items not yet consumed, and counts of what has happened. Times come from the caller's clock."""
+    """All work items not yet consumed, and counts of events. Times come from the caller's clock."""
 
     def __init__(self, items_per_step: int, next_lease: int = 0):
         self._per_step = items_per_step
@@ -63,7 +64,7 @@ class Ledger:
         return None
 
     def generated(self, lease: int) -> bool:
-        """The worker has the tokens; False if the lease is no longer valid."""
+        """Record that the worker has the tokens; False if the lease is void."""
         item = self._current(lease)
         if item is None:
             return False
@@ -71,7 +72,7 @@ class Ledger:
         return True
 
     def renew(self, lease: int, deadline: float) -> bool:
-        """The worker is alive and at it; False if the lease is no longer valid."""
+        """Extend the lease of a worker that is alive; False if the lease is void."""
         item = self._by_lease.get(lease)
         if item is None:
             return False
@@ -79,7 +80,7 @@ class Ledger:
         return True
 
     def hand_back(self, lease: int, partial: tuple[Rollout, ...]) -> WorkItem | None:
-        """The worker has to go; what it has is kept for the next. A copy as it was, or None if the lease is void."""
+        """Keep the partial rollouts of a worker that shuts down; a copy of the item as it was, None if void."""
         if (item := self._current(lease)) is None:
             return None
         before = dataclasses.replace(item)
@@ -88,7 +89,7 @@ class Ledger:
         return before
 
     def verified(self, lease: int, groups: tuple[Group, ...]) -> bool:
-        """The scored groups of a lease; False (and nothing kept) if the lease is no longer valid."""
+        """Accept the scored groups of a lease; False, and nothing is kept, if the lease is void."""
         item = self._current(lease)
         if item is None:
             return False
@@ -97,17 +98,17 @@ class Ledger:
         return True
 
     def complete(self, step: int) -> bool:
-        """Whether every work item of the step is verified."""
+        """Return True if every work item of the step is verified."""
         return all(item.state == "verified" for item in self._open(step))
 
     def batch(self, step: int) -> list[Group]:
-        """The groups of a complete step, in order of the plan whatever the order of arrival."""
+        """Return the groups of a complete step, in the order of the plan."""
         if not self.complete(step):
             raise LedgerError(f"step {step} is not complete: {self.missing(step)}")
         return [group for item in self._open(step) for group in item.groups]
 
     def consume(self, step: int) -> list[int]:
-        """The update of this step is done. Steps are consumed in order, whole, and once. Returns the leases it had."""
+        """Record the update of this step and return its leases. Steps are consumed in order, whole, and once."""
         if step != self.consumed_steps:
             raise LedgerError(
                 f"step {step} cannot be consumed: steps are consumed once and in order, "
@@ -121,26 +122,26 @@ class Ledger:
         return [item.lease for item in items]
 
     def skip_to(self, step: int) -> None:
-        """Start (or resume) with this step; everything unconsumed is forgotten and will be generated again."""
+        """Start or resume with this step; all that is not consumed is forgotten, and will be generated again."""
         self._steps.clear()
         self._by_lease.clear()
         self.consumed_steps = step
 
     def expire(self, now: float) -> list[WorkItem]:
-        """Take back the leases whose time is over; returns copies as they were."""
-        return self._take_back(lambda item: item.deadline <= now)
+        """Revoke the leases whose time is over; returns copies of their items as they were."""
+        return self._revoke(lambda item: item.deadline <= now)
 
     def release(self, worker: str) -> list[WorkItem]:
-        """Take back all leases of a worker that is gone; returns copies as they were."""
-        return self._take_back(lambda item: item.worker == worker)
+        """Revoke all leases of a worker that is gone; returns copies of their items as they were."""
+        return self._revoke(lambda item: item.worker == worker)
 
     def missing(self, step: int, now: float | None = None) -> str:
-        """What a step still waits for, in words; given the time, also for how long."""
+        """Describe what a step still waits for; given the time, also for how long."""
         waiting = [_standing(item, now) for item in self._open(step) if item.state != "verified"]
         return ", ".join(waiting) or "nothing"
 
     def counts(self) -> dict[str, int]:
-        """Open work items by state, steps consumed, leases expired, reports rejected."""
+        """Count open work items by state, steps consumed, leases expired, reports rejected."""
         counts: dict[str, int] = dict.fromkeys(("pending", "leased", "generated", "verified"), 0)
         for items in self._steps.values():
             for item in items:
@@ -159,14 +160,14 @@ class Ledger:
             self.rejected += 1
         return item
 
-    def _take_back(self, gone) -> list[WorkItem]:
-        taken = []
+    def _revoke(self, void: Callable[[WorkItem], bool]) -> list[WorkItem]:
+        revoked: list[WorkItem] = []
         for item in list(self._by_lease.values()):
-            if gone(item):
-                taken.append(dataclasses.replace(item))
+            if void(item):
+                revoked.append(dataclasses.replace(item))
                 self._free(item)
                 self.expired += 1
-        return taken
+        return revoked
 
     def _free(self, item: WorkItem) -> None:
         del self._by_lease[item.lease]
@@ -174,7 +175,7 @@ class Ledger:
 
 
 def _standing(item: WorkItem, now: float | None) -> str:
-    """Of a work item that is not verified."""
+    """Describe the state of a work item that is not verified."""
     if item.state == "pending":
         return f"work item {item.index} (not leased)"
     since = "" if now is None else f", {now - item.leased_at:.0f} s since the lease"

@@ -1,7 +1,7 @@
-"""What the roles say to each other: small frozen records of plain values and numpy arrays.
+"""Messages between roles: small frozen records of plain values and numpy arrays.
 
 The *behaviour contract*: a rollout carries, for each token, its id, whether it is an action of the policy, its
-log-probability under exactly the distribution it was drawn from, and the version of the policy that drew it.
+log-probability under exactly the distribution it was sampled from, and the policy version that sampled it.
 A *version* is the number of completed updates. Masks come from positions, never from token ids.
 """
 
@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # of the last three training never sees one
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # the last three never reach training
 ScoreStatus = Literal["ok", "timeout", "crash", "error"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """One instance of a task: the question asked, and what its scorer needs.
+    """One instance of a task: the question, and the record that its scorer needs.
 
     Attributes:
         id: unique in the run and stable; the same id is the same problem on every machine.
@@ -33,7 +33,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the policy is asked to continue; `id` is its problem's."""
+    """The tokens that the policy continues; `id` is that of the problem."""
 
     id: int
     family: str
@@ -44,17 +44,17 @@ class Prompt:
 class Rollout:
     """One completion of a prompt. All arrays have the completion's length; a sampled stop token is included.
 
-    Tokens that were given and not drawn (a tool's answer) have action_mask False and log-probability 0.
+    Tokens that were given and not sampled (the answer of a tool) have action_mask False and log-probability 0.
     """
 
     prompt_id: int
     sample_id: int
     tokens: np.ndarray  # int32
-    logprobs: np.ndarray  # float32, under the distribution drawn from
+    logprobs: np.ndarray  # float32, under the distribution that each was sampled from
     versions: np.ndarray  # int32
     action_mask: np.ndarray  # bool
     finish_reason: FinishReason
-    tags: tuple[str, ...] = ()  # approximations in force when it was drawn
+    tags: tuple[str, ...] = ()  # approximations in use when it was sampled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """All rollouts of one prompt with their scores: what a batch is made of, never half of it."""
+    """All rollouts of one prompt with their scores. A batch consists of whole groups."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -82,9 +82,9 @@ class Lease:
     Attributes:
         step: the update that will consume the rollouts.
         version: the weights to generate with.
-        follow: newer weights are to be taken up while drawing.
-        partial: rollouts of these prompts to go on from, handed back by a worker that had to go: of a prompt all
-            samples or none. Those that ended by "stop" or "length" are whole.
+        follow: the worker loads newer weights while it generates.
+        partial: rollouts of these prompts to continue, handed back by a worker that had to leave: for each prompt all
+            samples or none. Those that ended by "stop" or "length" are complete.
         incarnation: changes whenever the trainer starts again: weights pulled before may have been computed again,
             and the same version may have other bits.
     """

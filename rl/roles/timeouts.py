@@ -1,4 +1,4 @@
-"""How long anyone waits for anyone, and what is said of it meanwhile: no wait is silent, and none is for ever."""
+"""Timeouts between roles, and when a long wait is reported: no wait is silent, and none is endless."""
 
 import time
 from collections.abc import Callable, Hashable
@@ -11,11 +11,11 @@ class Timeouts(Configurable):
     """Limits in seconds, the same for all roles of a run."""
 
     class Config(ConfigBase["Timeouts"]):
-        grace: float = 25.0  # from SIGTERM to a role's end; schedulers kill after 30
-        warn_after: float = 30.0  # a wait is told once it has lasted so long, and whenever that has doubled
-        unresponsive: float = 90.0  # a role whose process does not answer for so long is killed and started again
-        restart: float = 600.0  # a role that died is waited for; then the run ends with an error
-        batch: float = 7200.0  # the trainer waits for a batch, a worker for its scores; then the same
+        grace: float = 25.0  # from SIGTERM to the end of a role; schedulers kill after 30
+        warn_after: float = 30.0  # a wait is reported after this time, and each time it has doubled
+        unresponsive: float = 90.0  # a role whose process does not answer for this time is killed and restarted
+        restart: float = 600.0  # a role that died may take this long to restart; then the run ends with an error
+        batch: float = 7200.0  # the trainer waits this long for a batch, a worker for scores; then likewise
 
     def __init__(self, cfg: Config):
         for name in ("grace", "warn_after", "unresponsive", "restart", "batch"):
@@ -25,27 +25,27 @@ class Timeouts(Configurable):
 
 
 class Waits:
-    """Waits under way by name, and when to speak of each: after `warn_after` seconds, and whenever that has doubled."""
+    """Current waits by name, and when each is due for a report: after `warn_after` seconds, then each time doubled."""
 
     def __init__(self, warn_after: float, clock: Callable[[], float] = time.monotonic):
         self._warn_after, self._clock = warn_after, clock
-        self._since: dict[Hashable, tuple[float, float]] = {}  # began, to be told next after so many seconds
+        self._since: dict[Hashable, tuple[float, float]] = {}  # began, seconds until the next report
 
     def begin(self, name: Hashable) -> float:
-        """The wait goes on, or begins now; returns the seconds that it has lasted."""
+        """Begin a wait, or continue it; returns the seconds since it began."""
         now = self._clock()
         return now - self._since.setdefault(name, (now, self._warn_after))[0]
 
     def end(self, name: Hashable) -> None:
-        """It is over, if it was under way."""
+        """End a wait, if there is one of this name."""
         self._since.pop(name, None)
 
     def clear(self) -> None:
-        """All are over."""
+        """End all waits."""
         self._since.clear()
 
     def due(self, name: Hashable) -> bool:
-        """Whether it is time to speak of it; then not again for as long as it has lasted."""
+        """Return True if the wait is to be reported now; the next report is due when it has lasted twice as long."""
         if name not in self._since:
             return False
         began, limit = self._since[name]

@@ -15,9 +15,9 @@ def run_inprocess(
     stop: Callable[[], bool],
     on_step: Callable[[int], None],
 ) -> int:
-    """Update until the last step or until `stop()`; returns the steps completed.
+    """Update until the last step or until `stop()`; returns the number of completed steps.
 
-    The worker generates whatever may be leased, then the trainer updates once, and so on.
+    The worker generates every work item that can be leased, then the trainer updates once, and so on.
     """
     controller = experiment.make_controller(run)
     weights = experiment.make_parameter_server().access()
@@ -30,7 +30,7 @@ def run_inprocess(
                 while worker.run_once():
                     pass
                 if trainer.run_once():
-                    trainer.settle()  # nothing to do meanwhile: all take turns on one thread
+                    trainer.settle()  # nothing to overlap with: all roles take turns on one thread
                     on_step(trainer.step)
         trainer.close()
         return trainer.step

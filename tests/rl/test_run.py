@@ -5,11 +5,13 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.metrics import read_rows
+from mesh import UserError
 from rl.run import RLRun
 from tests.rl.runtime.ray.command import Command
 from tests.rl.runtime.ray.experiments import assert_same_outcome, parameters, run_here, warmed
@@ -57,7 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_signal_in_the_rl_phase_stops_cleanly_and_the_command_resumes(
     stop: Callable[[Command], None], reason: str, runtime: str, tmp_path: Path, whole: Path
 ) -> None:
-    path, arguments = tmp_path / "run", ("slow", "--set", "workers=1", "--set", "kill_worker_after=0.25")
+    path, arguments = tmp_path / "run", ("slow", "--set", "workers=1", "--kill-worker-after", "0.25")
     with Command(path, *arguments) as command:
         command.wait_for_updates(5)
         stop(command)
@@ -65,9 +67,11 @@ def test_a_signal_in_the_rl_phase_stops_cleanly_and_the_command_resumes(
         *before, stopping, stopped = command.output().splitlines()
         assert command.left() == []
     assert_only_our_words(before)
-    assert stopping == "stopping after the update in hand (Ctrl-C again: at once)"
-    assert stopped == f"stopped by {reason}; the same command goes on from here: {path}"
+    assert stopping == "stopping after the current update (Ctrl-C again: at once)"
+    assert stopped == f"stopped by {reason}; the same command resumes the run: {path}"
     assert 5 <= len(read_rows(path / "metrics.jsonl")) < 12
+    if runtime == "inprocess":
+        arguments = arguments[:-2]  # the worker was killed once, which a resumed run does not repeat
     output = finish(path, *arguments, "--runtime", runtime)
     assert_same_outcome(path, whole)
     assert output.endswith(f"\nreport: {path / 'report.html'}\n")
@@ -105,7 +109,7 @@ def test_ctrl_c_in_the_warm_start_is_resumed_to_the_same_policy(tmp_path: Path) 
         command.wait_for_updates(5, phase="sft")
         command.interrupt()
         assert command.wait(60) == 0
-        assert command.output().endswith(f"stopped by SIGINT; the same command goes on from here: {path}\n")
+        assert command.output().endswith(f"stopped by SIGINT; the same command resumes the run: {path}\n")
         assert command.left() == []
     stopped_at = max(int(folder.name) for folder in (path / "warm_start" / "checkpoints").iterdir())
     assert 5 <= stopped_at < 200
@@ -132,3 +136,36 @@ def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
     again = run.run(tmp_path, runtime="inprocess")
     assert said == [] and log.new_rows() == []
     assert again == first
+
+
+def test_a_run_extended_by_force_is_evaluated_after_its_last_update(tmp_path: Path) -> None:
+    said: list[str] = []
+    first = RLRun(tiny_experiment(num_steps=2).build(), say=said.append).run(tmp_path, runtime="inprocess")
+    longer = RLRun(tiny_experiment(num_steps=5).build(), say=said.append)
+    second = longer.run(tmp_path, runtime="inprocess", force=True)
+    assert first is not None and second is not None
+    assert (first["after"]["step"], second["after"]["step"]) == (2, 5)
+    assert second["before"] == first["before"] and first["before"]["step"] == 0
+    assert second["after"] == _evaluated_without_interruption(tmp_path.with_name("whole"), num_steps=5)
+    rows = read_rows(tmp_path / "rollouts" / "eval_after.jsonl")
+    assert {row["step"] for row in rows} == {row["version"] for row in rows} == {5}
+    # Fewer updates than were done: the checkpoint, and so the evaluation, is still that of step 5.
+    shorter = RLRun(tiny_experiment(num_steps=3).build(), say=said.append)
+    third = shorter.run(tmp_path, runtime="inprocess", force=True)
+    assert third is not None and third["after"] == second["after"]
+    assert sum(line.startswith("evaluation after RL") for line in said) == 2
+
+
+def _evaluated_without_interruption(path: Path, num_steps: int) -> dict[str, Any]:
+    report = RLRun(tiny_experiment(num_steps=num_steps).build(), say=lambda line: None).run(path, runtime="inprocess")
+    assert report is not None
+    return report["after"]
+
+
+def test_a_fault_is_not_injected_where_there_is_no_process_to_kill(tmp_path: Path) -> None:
+    run = RLRun(tiny_experiment().build(), say=lambda line: None)
+    with pytest.raises(UserError, match=r"kill_worker_after=1\.5; expected a share of the updates"):
+        run.run(tmp_path / "run", kill_worker_after=1.5)
+    with pytest.raises(UserError, match="kill_worker_after needs a worker in a process of its own"):
+        run.run(tmp_path / "run", runtime="inprocess", kill_worker_after=0.5)
+    assert not (tmp_path / "run").exists()

@@ -73,7 +73,6 @@ SETS = {
     "samples": (["samples=2"], r"pass@4 needs as many samples of a problem; samples=2"),
     "updates": (["num_steps=0"], "num_steps=0; expected 1 or more"),
     "workers": (["workers=0"], "workers=0; expected 1 or more"),
-    "kill": (["kill_worker_after=2.0"], "kill_worker_after=2.0; expected None or a share"),
 }
 
 

@@ -8,7 +8,7 @@ COMMANDS: dict[str, str] = {
     "config": "List, show and compare the configs of experiments.",
     "train": "Train a model by an experiment's trainer.",
     "rl": "Improve a policy by reinforcement learning.",
-    "worker": "Join a run that goes on with one more rollout worker.",
+    "worker": "Join an active run with one more rollout worker.",
     "demo": "Run the main job end to end: SFT, RL, a killed worker, report.",
     "eval": "Evaluate a run's checkpoint on held-out problems.",
     "serve": "Answer over HTTP, in OpenAI's protocol, by a run's policy.",

@@ -17,6 +17,8 @@ from tools.experiment import (
     owner_of,
 )
 
+DEMO_KILL = 0.5  # the demo shows that a run survives the loss of a worker
+
 
 @click.command("rl")
 @experiment_options
@@ -27,7 +29,14 @@ from tools.experiment import (
     show_default=True,
     help="Each role in a process of its own, or all in this one.",
 )
-@click.option("--force", is_flag=True, help="Go on in a run directory of another config.")
+@click.option("--force", is_flag=True, help="Resume in the run directory of another config.")
+@click.option(
+    "--kill-worker-after",
+    type=float,
+    metavar="SHARE",
+    help="Fault injection: kill one worker (SIGKILL) after this share of the updates; 0: none.  "
+    f"[default: {DEMO_KILL} for demo under Ray, else 0]",
+)
 def command(
     experiment: str,
     sets: tuple[str, ...],
@@ -36,13 +45,14 @@ def command(
     run_dir: Path | None,
     runtime: Literal["inprocess", "ray"],
     force: bool,
+    kill_worker_after: float | None,
 ) -> None:
     """Improve the policy of EXPERIMENT by reinforcement learning.
 
-    Ctrl-C or SIGTERM saves and stops all roles; the same command goes on from there.
+    Ctrl-C or SIGTERM saves and stops all roles; the same command resumes.
     """
     check_name(experiment)
-    # Asked of another process: with roles in processes of their own, this one must leave accelerators alone.
+    # Another process looks at the devices: while roles run in processes of their own, this one must not open them.
     from mesh.devices import device_name_in_subprocess, one_device_per_core
 
     cfg = load_experiment(experiment, sets, seed, device=device_name_in_subprocess, applied=applied)
@@ -62,7 +72,9 @@ def command(
         job = RLRun(cfg.build())
         job.check(runtime)
     directory = default_run_dir(experiment, run_dir)
-    report = job.run(directory, runtime=runtime, force=force)
+    if kill_worker_after is None and experiment == "demo" and runtime == "ray":
+        kill_worker_after = DEMO_KILL
+    report = job.run(directory, runtime=runtime, force=force, kill_worker_after=kill_worker_after or None)
     if report is not None:
         from tools.report import load_run, write_report
         from tools.report.table import print_tables

@@ -1,4 +1,4 @@
-"""`axl worker RUN_DIR`: one more rollout worker for a run that goes on."""
+"""`axl worker RUN_DIR`: joins an active run as an elastic rollout worker."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import click
 
 @click.command("worker")
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--name", help="What it is called in events and reports.  [default: elastic-HOST-PID]")
+@click.option("--name", help="Its name in events and reports.  [default: elastic-HOST-PID]")
 def command(run_dir: Path, name: str | None) -> None:
     """Join the run that `axl rl` drives in RUN_DIR as one more rollout worker.
 
-    On this machine, or on another of the run's Ray cluster that sees RUN_DIR. The results do not depend on it. Ctrl-C
-    or SIGTERM hands back what it has in hand; it ends with the run.
+    It runs on this machine, or on another of the run's Ray cluster where RUN_DIR is visible. The results do not depend
+    on it. Ctrl-C or SIGTERM hands back its work; otherwise it ends with the run.
     """
     from mesh.compilation import enable_compilation_cache
     from rl.runtime.ray.elastic_workers import run_elastic_worker

@@ -1,0 +1,25 @@
+"""The Ray runtime: every role in a process of its own.
+
+Ray reads its environment when it is imported. It is set here, because a package is imported before its modules.
+"""
+
+import os
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Actors need fresh processes, because each has its own environment: prestarted ones would stay idle.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+# By default Ray runs actors at nice 15, below everything else on the machine.
+os.environ.setdefault("RAY_worker_niceness", "0")
+# The driver reports errors of loops. At the end of a run the verifier may close before a worker knows that the run is
+# over; nobody waits for that error.
+os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+# Ray reports the death of a process in a paragraph; the runtime reports it in one line.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker died or was killed|Raylet is terminated")
+# A process that loses its raylet assumes that the raylet is its parent, unless the pid is given, and exits silently if
+# the parent is gone (a daemon, or pid 1 of a container). Raylets give actors their pid; here the driver gets one.
+os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
+if "RAY_ADDRESS" not in os.environ:
+    # Otherwise Ray replaces 127.0.0.1 by a network address and listens there; the switch is named after the systems
+    # on which "0" is the default.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

@@ -1,7 +1,7 @@
 """The Ray side of the runtime: one generic actor that hosts a role, and a proxy that looks like the role.
 
 An actor builds its role from the config in the run directory, in its own process. Roles call each other through proxies
-with plain method calls; bulk weights do not take this way (see weights/wire.py).
+with plain method calls; weights travel over connections of their own (see rl/parameter_server/transport).
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from rl.parameter_server.transport.wire import Client, Endpoint
 from rl.roles.timeouts import Timeouts, Waits
 from rl.runtime.ray.shutdown import GracefulShutdown
 
-_AT_ONCE = 5.0  # seconds
-_MARGIN = 60.0  # seconds that a call may last beyond the time after which a silent role is killed
+_SHARD_TIMEOUT = 5.0  # seconds
+_MARGIN = 60.0  # seconds that a call may last beyond the time after which an unresponsive role is killed
 
 
 class RoleGone(UserError):
@@ -42,7 +42,7 @@ class RoleGone(UserError):
 
 
 def result(reference: Any, timeout: float | None = None) -> Any:
-    """`ray.get`, with a user's mistake as it was raised in the actor, without Ray's wrapping of it."""
+    """Call `ray.get`, and raise an error of the actor as the actor raised it, without Ray's wrapping."""
     try:
         return ray.get(reference, timeout=timeout)
     except RayTaskError as error:
@@ -51,10 +51,11 @@ def result(reference: Any, timeout: float | None = None) -> Any:
 
 
 class RemoteRole:
-    """A role that lives in an actor: its methods, called synchronously.
+    """A role that runs in an actor: its methods, called synchronously.
 
-    A call that lasts is told as an event of the caller's. An actor that is being restarted is waited for, up to
-    `timeouts.restart` seconds; one that does not answer, until the driver has killed it; then the error names the role.
+    A long call is logged as an event of the caller. A call waits up to `timeouts.restart` seconds for an actor that is
+    being restarted, and waits for one that does not answer until the driver has killed it; then the error names the
+    role.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class RemoteRole:
         events: EventLog | None = None,
         over: Callable[[], bool] = lambda: False,
     ):
-        """`limit`: seconds that a call may take beyond its own `timeout`. `over()`: nothing will come back."""
+        """`limit`: seconds that a call may take beyond its own `timeout`. `over()`: the run is over."""
         self._name, self._actor, self._timeouts = name, actor, timeouts
         self._limit = timeouts.unresponsive + _MARGIN if limit is None else limit
         self._caller, self._events, self._over = caller, events, over
@@ -79,11 +80,11 @@ class RemoteRole:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             wait = kwargs.get("timeout", 0.0)
-            return self._retrying(method, lambda: self._actor.call.remote(method, args, kwargs), wait)
+            return self._call(method, lambda: self._actor.call.remote(method, args, kwargs), wait)
 
         return call
 
-    def _retrying(self, method: str, start: Callable[[], Any], wait: float = 0.0) -> Any:
+    def _call(self, method: str, start: Callable[[], Any], wait: float = 0.0) -> Any:
         waits, give_up = Waits(self._timeouts.warn_after + wait), None
         waits.begin(method)
         while True:
@@ -95,10 +96,10 @@ class RemoteRole:
                 give_up = give_up or time.monotonic() + self._timeouts.restart
                 if time.monotonic() > give_up:
                     raise UserError(
-                        f"{self._name} died and has not come back for {self._timeouts.restart:g} s "
+                        f"{self._name} died and has not restarted within {self._timeouts.restart:g} s "
                         f"(timeouts.restart): {error}"
                     ) from error
-                self._report(method, waits, "to start again")
+                self._report(method, waits, "to restart")
                 time.sleep(0.2)
 
     def _answer(self, reference: Any, method: str, waits: Waits, limit: float) -> Any:
@@ -116,20 +117,20 @@ class RemoteRole:
 
 
 class RemoteServer(RemoteRole):
-    """The parameter server's actor, of which others ask only where its bytes are served."""
+    """The actor of a parameter server process. Other roles only ask for its address, and connect to it."""
 
     def locate(self) -> Endpoint:
-        """Of the process that is alive now."""
-        return self._retrying("endpoint", self._actor.endpoint.remote)
+        """Return the endpoint of the process that is alive now."""
+        return self._call("endpoint", self._actor.endpoint.remote)
 
 
 def server_names(cfg: RLExperiment.Config) -> list[str]:
-    """The actors of the parameter server, the one with the directory first."""
+    """Return the names of the parameter server's actors, the one with the directory first."""
     return ["parameter-server", *(f"parameter-server-{n}" for n in range(1, cfg.parameter_server.shards))]
 
 
 def trainer_names(cfg: RLExperiment.Config) -> list[str]:
-    """The actors of the trainer, the leader first."""
+    """Return the names of the trainer's actors, the leader first."""
     return [process_name("trainer", index) for index in range(cfg.trainer.processes)]
 
 
@@ -140,7 +141,7 @@ def connect_services(
     events: EventLog,
     over: Callable[[], bool] = lambda: False,
 ) -> tuple[Any, WeightAccess, Any]:
-    """Controller, parameter server and verifier as `caller` sees them."""
+    """Connect `caller` to the controller, the parameter server and the verifier."""
     timeouts, known = cfg.timeouts, {"caller": caller, "events": events, "over": over}
     controller = RemoteRole("controller", actors["controller"], timeouts, **known)
     names = server_names(cfg)
@@ -162,11 +163,11 @@ def connect_services(
 
 
 class RoleHost:
-    """The actor's class. `kind` names the `make_` method of the experiment that builds the role.
+    """The actor that hosts one role. `kind` names the `make_` method of the experiment that builds the role.
 
-    The role is built anew after a restart; at the latest by the first call, so that what is wrong with it is raised to
-    the caller as it is. SIGTERM has it put things in order and exit 0 (see shutdown.py); Ray starts it again, where it
-    finds room.
+    After a restart the role is built again, by the first call at the latest: the caller gets the error if that fails.
+    On SIGTERM the actor hands back or saves its work and exits with status 0 (see shutdown.py); Ray restarts it on any
+    node with room.
     """
 
     def __init__(self, kind: str, name: str, run_path: str, token: str, grace: float, namespace: str):
@@ -174,26 +175,26 @@ class RoleHost:
         self._run = RunDirectory.attach(run_path)
         self._events = EventLog(self._run.events_path)
         self._services: dict[str, Any] = {}
-        self._meeting = ""  # where the trainer's processes meet, if there are several
+        self._meeting = ""  # the address where several trainer processes join
         self._building = threading.Lock()
         self._role: Any = None
         self._stopping = False
         self._incarnation = secrets.token_hex(8)  # of this process
         self._shutdown = GracefulShutdown(name, self._events, grace)
         self._shutdown.has_loop = False
-        if kind in ("parameter_server", "controller", "verifier"):  # which need no services: be ready when one calls
+        if kind in ("parameter_server", "controller", "verifier"):  # they call no other role: build at once
             threading.Thread(target=self._prepare, daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Any method of the role, from any other role."""
+        """Call a method of the role, for another role."""
         return getattr(self._built(), method)(*args, **kwargs)
 
     def endpoint(self) -> Endpoint:
-        """Where the parameter server's bytes are served."""
+        """Return the address at which this parameter server process listens."""
         return self._built().listen(ray.util.get_node_ip_address())
 
     def run_worker(self, services: dict[str, Any]) -> dict[str, Any]:
-        """The rollout worker's loop, until the controller stops the run. `services`: actors of the roles it calls."""
+        """Run the worker's loop until the controller stops the run. `services`: actors of the roles that it calls."""
         self._services, self._shutdown.has_loop = services, True
         worker = self._built()
         self._shutdown.abandon = worker.abandon
@@ -202,34 +203,34 @@ class RoleHost:
         return self._end_of_loop()
 
     def meeting_place(self) -> str:
-        """An address on this host for processes that become one program."""
+        """Return an address on this host where the trainer processes can join."""
         return free_address(ray.util.get_node_ip_address())
 
     def run_trainer(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
-        """The trainer's loop; it has saved when it returns. `meeting`: of its processes, if there are several."""
+        """Run the trainer's loop, which ends by saving. `meeting`: the address where several processes join."""
         self._services, self._meeting, self._shutdown.has_loop = services, meeting, True
         trainer = self._built()
         trainer.run(stop=lambda: self._stopping or self._shutdown.requested)
         return self._end_of_loop(step=trainer.step)
 
     def stop(self) -> None:
-        """Ask a loop to end after the update in hand."""
+        """Request that the loop ends after the current update."""
         self._stopping = True
 
     @ray.method(concurrency_group="health")
     def incarnation(self) -> str:
-        """Another for every process of the actor; answered whatever else it does."""
+        """Return an id of this process of the actor; answered whatever else the actor does."""
         return self._incarnation
 
     def _end_of_loop(self, **fields: Any) -> dict[str, Any]:
-        """What the driver is told: the process, and whether it is about to exit."""
-        left = self._shutdown.requested
-        if left:
+        """Return to the driver which process this is, and if it is about to exit."""
+        requested = self._shutdown.requested
+        if requested:
             self._shutdown.done(**fields)
-        return {"incarnation": self._incarnation, "shutdown": left, **fields}
+        return {"incarnation": self._incarnation, "shutdown": requested, **fields}
 
     def _prepare(self) -> None:
-        with contextlib.suppress(Exception):  # whoever calls is told
+        with contextlib.suppress(Exception):  # the first caller gets the error
             self._built()
 
     def _built(self) -> Any:
@@ -255,16 +256,16 @@ class RoleHost:
         return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began)
 
     def _joined(self, cfg: RLExperiment.Config) -> ProcessGroup:
-        """The trainer's processes, met if there are several; the devices of this one are set."""
+        """Join the trainer's other processes, if there are several, and configure the devices of this one."""
         names, timeouts = trainer_names(cfg), cfg.timeouts
         if cfg.trainer.mesh:
-            configure_cpu_devices(cfg.trainer.mesh, len(names))  # as in the command, which has seen that the mesh fits
+            configure_cpu_devices(cfg.trainer.mesh, len(names))  # as the command did when it checked the mesh
         if len(names) > 1:
-            beyond = timeouts.unresponsive + _MARGIN  # the driver ends before that who does not answer
+            beyond = timeouts.unresponsive + _MARGIN  # by then the driver has killed a process that does not answer
             join(self._meeting, names.index(self._name), len(names), role="trainer", timeout=beyond, heartbeat=beyond)
 
         def on_wait(who: str, seconds: float) -> None:
-            what = f"{who} to come to the same point"
+            what = f"{who} to reach the same step"
             self._events.append(self._name, "waiting", who=self._name, what=what, seconds=round(seconds, 1))
 
         return ProcessGroup("trainer", on_wait=on_wait, warn_after=timeouts.warn_after, limit=2 * timeouts.batch)
@@ -276,12 +277,12 @@ class RoleHost:
         return experiment.make_parameter_server(index=index, others=others, token=self._token)
 
     def _shard(self, name: str) -> RemoteHolder:
-        """A link for the directory, which wants to know at once whether the shard lives, and waits for nobody."""
+        """Connect the directory to a shard. It never waits: a dead shard must be an error at once."""
 
         def locate() -> Endpoint:
             try:
-                return result(ray.get_actor(name, self._namespace).endpoint.remote(), _AT_ONCE)
+                return result(ray.get_actor(name, self._namespace).endpoint.remote(), _SHARD_TIMEOUT)
             except (RayError, ValueError) as error:
-                raise WeightsError(f"{name} is not there: {error}") from error
+                raise WeightsError(f"{name} is not running: {error}") from error
 
-        return RemoteHolder(Client(locate, name=name, connect_timeout=_AT_ONCE, patience=0.0))
+        return RemoteHolder(Client(locate, name=name, connect_timeout=_SHARD_TIMEOUT, patience=0.0))

@@ -1,7 +1,7 @@
-"""Workers that join a run from outside while it goes on, and leave when they are asked to (`axl worker RUN_DIR`).
+"""Elastic workers: rollout workers that join a run from outside and leave it at any time (`axl worker RUN_DIR`).
 
-The driver writes down in the run directory where its Ray listens and under which name its actors are known; whoever can
-read that, on any machine of the Ray cluster, can join. A guest is a plain process: the actors' loop without an actor.
+The driver writes the address of its Ray cluster and the namespace of its actors into the run directory. A user who can
+read that file, on any machine of the cluster, can join. An elastic worker is a plain process that runs a worker's loop.
 """
 
 import json
@@ -27,7 +27,7 @@ from rl.runtime.ray.shutdown import GracefulShutdown
 
 
 def advertise(run: RunDirectory, namespace: str) -> None:
-    """Tell workers where the actors of this run are."""
+    """Write the file by which elastic workers find the actors of this run."""
     address = ray.get_runtime_context().gcs_address
     path = _path(run)
     temporary = path.with_suffix(".tmp")
@@ -38,15 +38,15 @@ def advertise(run: RunDirectory, namespace: str) -> None:
 
 
 def withdraw(run: RunDirectory) -> None:
-    """The run is over, or pauses."""
+    """Remove that file: the run is over, or stopped."""
     _path(run).unlink(missing_ok=True)
 
 
 def run_elastic_worker(run_dir: Path, name: str | None = None, say: Say = print) -> None:
-    """Work for the run that goes on in `run_dir`, until it is over, or until SIGTERM or Ctrl-C.
+    """Work for the run in `run_dir` until it is over, or until SIGTERM or Ctrl-C.
 
     Raises:
-        UserError: no run goes on there, or its Ray cannot be reached from here.
+        UserError: no run is active there, or its Ray cluster cannot be reached from here.
     """
     run = RunDirectory.attach(run_dir)
     if not run.config_path.is_file():
@@ -55,8 +55,8 @@ def run_elastic_worker(run_dir: Path, name: str | None = None, say: Say = print)
         where: dict[str, str] = json.loads(_path(run).read_text())
     except FileNotFoundError:
         raise UserError(
-            f"no run with processes goes on in {run.path} (it has no {_path(run).name}); "
-            "start or resume it with `axl rl`, and join then"
+            f"no run under Ray is active in {run.path} (it has no {_path(run).name}); "
+            "start or resume it with `axl rl`, then join"
         ) from None
     name = name or f"elastic-{socket.gethostname()}-{os.getpid()}"
     experiment = from_text(run.config_path.read_text()).build()
@@ -74,7 +74,7 @@ def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any],
         worker = experiment.make_worker(name, run, controller, weights, verifier, began=began)
         shutdown.abandon = worker.abandon
         events.append(name, "start", pid=os.getpid(), host=socket.gethostname())
-        say(f"{name} works for {run.path}; Ctrl-C or SIGTERM hands back what it has and leaves")
+        say(f"{name} joined {run.path}; on Ctrl-C or SIGTERM it hands back its work and leaves")
         with jax.set_mesh(make_mesh()):
             worker.run(stop=lambda: shutdown.requested)
     except RoleGone:
@@ -90,7 +90,7 @@ def _actors(run: RunDirectory, where: dict[str, str], cfg: RLExperiment.Config) 
     try:
         return {name: ray.get_actor(name, namespace=where["namespace"]) for name in names}
     except ValueError as error:
-        raise UserError(f"the run in {run.path} has lost its driver; resume it with `axl rl`, and join then") from error
+        raise UserError(f"the run in {run.path} has lost its driver; resume it with `axl rl`, then join") from error
 
 
 def _path(run: RunDirectory) -> Path:

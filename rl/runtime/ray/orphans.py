@@ -1,4 +1,4 @@
-"""What a driver that was killed has left running on this machine."""
+"""Orphan cleanup: processes that a killed driver has left running on this machine."""
 
 import os
 
@@ -9,9 +9,9 @@ from axlearn_like.run.jsonl import JsonlTail
 
 
 def end_orphans(run: RunDirectory) -> None:
-    """End what a driver that was killed has left: its actors would write into the same run.
+    """End the actors of a killed driver, which would write into the same run.
 
-    Actors end by themselves within seconds of the driver, Ray's agents within a minute; this is for the time before.
+    Actors end by themselves within seconds after the driver, Ray's agents within a minute; this is for the time before.
     """
     actors, groups = set(), set()
     for row in JsonlTail(run.events_path).new_rows():
@@ -19,15 +19,15 @@ def end_orphans(run: RunDirectory) -> None:
             actors.add(row["pid"])
         elif row["event"] == "session":
             groups.add(row["group"])
-    left = [process for process in psutil.process_iter() if _is_left(process, actors, groups)]
-    _, alive = psutil.wait_procs(left, timeout=3.0)
+    orphans = [process for process in psutil.process_iter() if _is_orphan(process, actors, groups)]
+    _, alive = psutil.wait_procs(orphans, timeout=3.0)
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout=5.0)
 
 
-def _is_left(process: psutil.Process, actors: set[int], groups: set[int]) -> bool:
-    """A process of Ray's that was this run's, by its number or process group, and has lost its parent."""
+def _is_orphan(process: psutil.Process, actors: set[int], groups: set[int]) -> bool:
+    """Return True for a Ray process of this run, by its pid or process group, that has lost its raylet."""
     try:
         named = " ".join(process.cmdline()).startswith("ray::")
         mine = named and (process.pid in actors or os.getpgid(process.pid) in groups)

@@ -1,6 +1,6 @@
-"""What a machine must have before the processes of a run are started on it: memory, and a free port.
+"""Preflight checks, before a run starts its processes: enough memory, a free port, a reachable address.
 
-Looked at before anything else is done, so that a run which could not go on past its warm start does not begin.
+They come first of all, so that a run which would fail after its warm start does not begin.
 """
 
 import ipaddress
@@ -17,12 +17,10 @@ MEMORY_VARIABLE = "AXL_RAY_MEMORY_GIB"
 
 
 def check_machine(cfg: RLExperiment.Config) -> None:
-    """Refuse to start Ray here for want of memory or of the parameter server's port.
-
-    Nothing is looked at where the roles will live on the machines of a cluster.
+    """Check memory and the parameter server's port, unless the roles will run on the machines of a cluster.
 
     Raises:
-        UserError: names what is lacking.
+        UserError: naming what is missing.
     """
     if not os.environ.get("RAY_ADDRESS"):
         check_memory(cfg.workers, psutil.virtual_memory().available, cfg.trainer.processes)
@@ -31,12 +29,12 @@ def check_machine(cfg: RLExperiment.Config) -> None:
 
 
 def check_memory(workers: int, available: int, trainers: int = 1) -> None:
-    """Compare the bytes available with what Ray and a small JAX process for each role take.
+    """Check that the available bytes are enough for Ray and a small JAX process for each role.
 
     `AXL_RAY_MEMORY_GIB` overrides the estimate, which knows nothing of the policy's size.
 
     Raises:
-        UserError: too little.
+        UserError: they are not.
     """
     needed = needed_memory(workers, trainers)
     if available < needed:
@@ -48,7 +46,7 @@ def check_memory(workers: int, available: int, trainers: int = 1) -> None:
 
 
 def needed_memory(workers: int, trainers: int = 1) -> int:
-    """Bytes for so many processes of workers and trainer, by estimate or by `AXL_RAY_MEMORY_GIB`."""
+    """Return the bytes that these processes need, by estimate or by `AXL_RAY_MEMORY_GIB`."""
     text = os.environ.get(MEMORY_VARIABLE)
     if text is None:
         return (5 << 28) + (workers + trainers) * (3 << 27)
@@ -59,10 +57,10 @@ def needed_memory(workers: int, trainers: int = 1) -> int:
 
 
 def check_port(host: str, port: int) -> None:
-    """Try whether the parameter server could listen there; port 0 is always free.
+    """Check that the parameter server can listen at this address; port 0 is always free.
 
     Raises:
-        UserError: it could not.
+        UserError: it cannot.
     """
     if not port:
         return
@@ -72,27 +70,28 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
             probe.listen()
         except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
             raise UserError(
                 f"parameter server cannot listen on {host}:{port} "
-                f"(parameter_server.host, parameter_server.port): {why}; set parameter_server.port=0 for any free port"
+                f"(parameter_server.host, parameter_server.port): {reason}; "
+                "set parameter_server.port=0 for any free port"
             ) from error
 
 
 def check_reachable(host: str, nodes: Sequence[str]) -> None:
-    """Whether roles on all nodes of a cluster could reach a parameter server that listens on `host`.
+    """Check that roles on all nodes of a cluster can reach a parameter server that listens on `host`.
 
-    `nodes`: their addresses. All on loopback are one machine.
+    `nodes`: the addresses of the nodes. All loopback addresses are one machine.
 
     Raises:
-        UserError: it listens on loopback, and there are other machines than its own.
+        UserError: it listens on loopback, and the cluster has several machines.
     """
     machines = {"loopback" if _is_loopback(address) else address for address in nodes}
     if _is_loopback(host) and len(machines) > 1:
         raise UserError(
             f"parameter_server.host={host!r}: the cluster has nodes on several hosts "
-            f"({', '.join(sorted(set(nodes)))}), and roles on other hosts than the parameter server's could not reach "
-            "it; set parameter_server.host=0.0.0.0 (and parameter_server.tls where the network is not yours alone)"
+            f"({', '.join(sorted(set(nodes)))}), and roles on other hosts could not reach the parameter "
+            "server; set parameter_server.host=0.0.0.0 (and parameter_server.tls where others share the network)"
         )
 
 

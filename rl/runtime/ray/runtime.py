@@ -1,4 +1,4 @@
-"""Every role in a process of its own, as Ray actors; Ray is started inside the command unless a cluster is named."""
+"""All roles as Ray actors, each in a process of its own. Ray is started by the command unless a cluster is named."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.orphans import end_orphans
 from rl.runtime.ray.preflight import check_reachable
 from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session
-from rl.runtime.ray.supervisor import DEATHS, Supervisor
+from rl.runtime.ray.supervisor import MAX_DEATHS, Supervisor
 
 
 def run_ray(
@@ -25,16 +25,23 @@ def run_ray(
     say: Say = print,
     *,
     preempted: Callable[[], bool] = lambda: False,
+    kill_after_update: int | None = None,
 ) -> int:
-    """Update until the last step or until `stop()`; returns the steps completed.
+    """Update until the last step or until `stop()`; returns the completed updates.
 
-    Where `preempted()`, whoever asked for the end will not wait: it comes within `timeouts.grace`, saved or not.
+    If Ray's own processes die and this command started them, Ray and all roles are restarted from the last checkpoint.
 
-    If Ray's own processes die, and they were ours, others are started, with all roles, which go on from the last
-    checkpoint: as if the driver had died and been started again.
+    Args:
+        experiment: what to run.
+        run: the run directory.
+        stop: True ends the run after the current update.
+        on_step: called with the number of completed updates.
+        say: prints a line for the user.
+        preempted: True if the machine is about to be taken away: the run ends within `timeouts.grace`, saved or not.
+        kill_after_update: kill one worker at this update, to see that the run recovers (see `FaultInjection`).
 
     Raises:
-        UserError: among others, when that has happened too often, or when the Ray that died was not ours.
+        UserError: among others, Ray died too often, or the Ray that died was not started by this command.
     """
     log = EventLog(run.events_path)
     deaths, reached = 0, 0
@@ -44,19 +51,19 @@ def run_ray(
             log.append("driver", "session", pid=os.getpid(), group=os.getpgid(0))
         try:
             with ray_session() as own:
-                return _run_in_session(own, experiment, run, stop, on_step, say, preempted)
+                return _run_in_session(own, experiment, run, stop, on_step, say, preempted, kill_after_update)
         except SessionLost as error:
             lost, step = error, error.step
         log.append("driver", "session_lost", error=str(lost), step=step)
         deaths, reached = (deaths + 1, reached) if step <= reached else (1, step)
-        if deaths >= DEATHS:
+        if deaths >= MAX_DEATHS:
             raise UserError(
                 f"{lost}, for the {deaths}th time without an update in between, at update {step}; is memory short? "
-                "(`dmesg` tells of kills.) Its output is in /tmp/ray/session_latest/logs"
+                "(`dmesg` lists kills.) Its output is in /tmp/ray/session_latest/logs"
             ) from lost
         if stop():
-            return step  # what was saved last is resumed
-        say(f"{lost} at update {step}; starting Ray and all roles again, from the last checkpoint")
+            return step  # a resumed run starts from the last checkpoint
+        say(f"{lost} at update {step}; restarting Ray and all roles from the last checkpoint")
 
 
 def _run_in_session(
@@ -67,35 +74,36 @@ def _run_in_session(
     on_step: Callable[[int], None],
     say: Say,
     preempted: Callable[[], bool],
+    kill_after_update: int | None,
 ) -> int:
-    """Raises SessionLost if this Ray, which is our own, has died, whatever that did to the calls under way."""
-    watch, supervisor = SessionHealth(), None
+    """Run the roles in this Ray session; SessionLost means that Ray, started by this command, has died."""
+    health, supervisor = SessionHealth(), None
     try:
         if not own:
             check_reachable(experiment.cfg.parameter_server.host, _addresses())
-        supervisor = Supervisor(experiment.cfg, run, say)
-        return supervisor.run(stop, on_step, preempted, watch.check)
+        supervisor = Supervisor(experiment.cfg, run, say, kill_after_update=kill_after_update)
+        return supervisor.run(stop, on_step, preempted, health.check)
     except Exception as error:
-        if (lost := watch.loss()) is None:
+        if (lost := health.loss()) is None:
             raise
         if not own:
             raise UserError(
-                f"{lost}; it was of the Ray cluster that was named ({os.environ.get('RAY_ADDRESS')}), which is not "
-                "this command's to start. See to the cluster, then run the same command again: it goes on from the "
-                "last checkpoint"
+                f"{lost}; it belongs to a Ray cluster that this command did not start "
+                f"(RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}). Repair the cluster, then run the same command again: "
+                "it resumes from the last checkpoint"
             ) from error
         lost.step = 0 if supervisor is None else supervisor.step
         raise lost from error
     finally:
-        if watch.loss() is None:
+        if health.loss() is None:
             if supervisor is not None:
                 supervisor.close()
         else:
             withdraw(run)
             if own:
-                watch.end()
+                health.end()
 
 
 def _addresses() -> list[str]:
-    """Of the nodes that are alive."""
+    """Return the addresses of the live nodes."""
     return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]

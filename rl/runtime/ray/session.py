@@ -1,4 +1,4 @@
-"""Ray for the length of a run, with our words only on the terminal and sockets on loopback only."""
+"""Ray for the length of a run, silent and on loopback only; and the health of its own processes."""
 
 import logging
 import os
@@ -14,30 +14,32 @@ import ray
 
 from mesh import UserError
 
+_PURPOSE = {"raylet": "which starts the roles", "gcs_server": "which knows where the roles are"}
+
 
 @contextmanager
 def ray_session(address: str | None = None) -> Iterator[bool]:
-    """The cluster at `address` or `RAY_ADDRESS`, or one of our own on loopback: whether it is our own.
+    """Join the cluster at `address` or `RAY_ADDRESS`, or start one on loopback; yields True if it was started here.
 
-    A session that is open already is used and left open, as another's.
+    A session that is already open is used, and left open.
 
     Raises:
-        UserError: there is no cluster at that address, or it does not let us in.
+        UserError: there is no cluster at that address, or it refuses the connection.
     """
     if ray.is_initialized():
         yield False
         return
     own = address is None and not os.environ.get("RAY_ADDRESS")
     with _signals_kept(), warnings.catch_warnings():
-        # Ray starts its processes by fork and exec, JAX warns of every fork; nothing runs between the two.
+        # Ray starts its processes by fork and exec, and JAX warns of every fork; nothing runs between the two.
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if not own:
             _join(address or os.environ["RAY_ADDRESS"], quiet)
         else:
             ray.init(
-                "local",  # and not whatever Ray was started last on this machine
-                num_cpus=64,  # roles are processes, not cores: placement on one machine is not Ray's to limit
+                "local",  # not the Ray cluster that was started last on this machine
+                num_cpus=64,  # roles are processes, not cores: Ray must not limit them on one machine
                 include_dashboard=False,
                 object_store_memory=256 << 20,
                 _node_ip_address="127.0.0.1",
@@ -55,16 +57,17 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
     try:
         ray.init(address, **quiet)
     except (ConnectionError, RuntimeError) as error:
-        why = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise UserError(
-            f"cannot join the Ray cluster at {address} from this machine: {why} (one that was started with a token, as "
-            "`ray start` does where ~/.ray/auth_token exists, wants RAY_AUTH_MODE=token and the same token here)"
+            f"cannot join the Ray cluster at {address} from this machine: {reason} (a cluster that was started with a "
+            "token, as by `ray start` where ~/.ray/auth_token exists, needs RAY_AUTH_MODE=token and the same token "
+            "here)"
         ) from error
 
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """`ray.init` takes SIGTERM for an exit at once; ours saves first."""
+    """Keep our handler of SIGTERM, which saves first; `ray.init` installs one that exits at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -75,11 +78,8 @@ def _signals_kept() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-_WHAT = {"raylet": "which starts the roles", "gcs_server": "which knows where the roles are"}
-
-
 class SessionLost(Exception):
-    """A process of Ray's own has died: this session is of no more use, whatever its calls say.
+    """A process of Ray itself has died: this session cannot be used any more.
 
     Attributes:
         step: updates completed before.
@@ -89,26 +89,29 @@ class SessionLost(Exception):
 
 
 class SessionHealth:
-    """Of the node that the driver is connected to: its `raylet`, and `gcs_server` if that runs here too."""
+    """Ray's own processes on the driver's node: its `raylet`, and `gcs_server` if that runs here too.
+
+    Without them no role can live or be restarted.
+    """
 
     def __init__(self):
         node = ray.get_runtime_context().get_node_id()
         self._processes = {p: name for p in psutil.process_iter() if (name := _ray_name(p, node)) is not None}
 
     def loss(self) -> SessionLost | None:
-        """What has been lost, as far as can be seen without asking Ray."""
+        """Return an error that names the process which has died, without asking Ray; None if all live."""
         for process, name in self._processes.items():
             if not _lives(process):
-                return SessionLost(f"Ray's {name} (pid {process.pid}), {_WHAT[name]}, died")
+                return SessionLost(f"Ray's {name} (pid {process.pid}), {_PURPOSE[name]}, died")
         return None
 
     def check(self) -> None:
-        """Raises SessionLost."""
+        """Raise SessionLost if a process has died."""
         if (lost := self.loss()) is not None:
             raise lost
 
     def end(self) -> None:
-        """End those that are left: Ray would try for long to talk to the dead."""
+        """Kill the processes that are left, because Ray would try for long to reach the dead one."""
         left = [process for process in self._processes if _lives(process)]
         for process in left:
             process.kill()
@@ -116,10 +119,10 @@ class SessionHealth:
 
 
 def _ray_name(process: psutil.Process, node: str) -> str | None:
-    """Whether it is one of them; the node's number is in its arguments, but also in those of Ray's agents."""
+    """Return the name of a Ray process of this node, else None; Ray's agents too have the node's id as argument."""
     try:
         name = process.name()
-        return name if name in _WHAT and node in " ".join(process.cmdline()) else None
+        return name if name in _PURPOSE and node in " ".join(process.cmdline()) else None
     except psutil.Error:
         return None
 

@@ -1,4 +1,7 @@
-"""SIGTERM to a role's process (a spot notice, or somebody takes it away): hand back, save, exit 0 within the grace."""
+"""Graceful shutdown of a role: on SIGTERM it hands back or saves its work, and exits with status 0 within the grace.
+
+SIGTERM is what a spot notice or a scheduler sends.
+"""
 
 import contextlib
 import os
@@ -12,23 +15,23 @@ from typing import Any
 from axlearn_like.run.disk import DiskFull
 from axlearn_like.run.events import EventLog
 
-_LAST_WORDS = 3.0  # seconds for what is done when there is no more time
+_ABANDON_TIMEOUT = 3.0  # seconds for `abandon`, which runs when the grace is over
 _REPLY = 0.5  # seconds in which the caller gets the last answer
 
 
 class GracefulShutdown:
-    """Whether this process was asked to leave, and its end. Made by the process's main thread.
+    """Handler of SIGTERM for this process; create it on the main thread.
 
-    A loop reads `requested` and calls `done` when it has put everything in order. If it has not within `grace` seconds,
-    `abandon` is called, and the process ends all the same. Without a loop there is nothing to put in order.
+    A loop reads `requested`, and calls `done` when its work is handed back or saved. If it has not done so within
+    `grace` seconds, `abandon` is called and the process ends. Without a loop the process ends at once.
     """
 
     def __init__(
         self, name: str, events: EventLog, grace: float, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)
     ):
         self._name, self._events, self._grace = name, events, grace
-        self._asked = 0.0
-        self._settled = threading.Lock()
+        self._requested_at = 0.0
+        self._ending = threading.Lock()
         self.abandon: Callable[[], object] = lambda: None
         self.has_loop = True
         for signum in signals:
@@ -36,13 +39,14 @@ class GracefulShutdown:
 
     @property
     def requested(self) -> bool:
-        return self._asked > 0
+        """True once a signal has come."""
+        return self._requested_at > 0
 
     def done(self, **fields: Any) -> None:
-        """Everything is in order: write it down, and end the process as soon as the caller has its answer."""
-        if self._settled.acquire(blocking=False):
-            self._note(**fields)
-            self._end(_REPLY)
+        """Log an event `shutdown` with these fields, and end the process as soon as the caller has its answer."""
+        if self._ending.acquire(blocking=False):
+            self._log(**fields)
+            self._exit(_REPLY)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         del frame
@@ -50,32 +54,30 @@ class GracefulShutdown:
             raise KeyboardInterrupt
         if self.requested:
             return  # schedulers repeat it
-        self._asked = time.monotonic()
+        self._requested_at = time.monotonic()
         if self.has_loop:
-            self._later(self._grace, self._give_up)
+            self._after(self._grace, self._give_up)
         else:
             self.done()
 
     def _give_up(self) -> None:
-        if not self._settled.acquire(blocking=False):
+        if not self._ending.acquire(blocking=False):
             return
-        last_words = threading.Thread(target=self.abandon, daemon=True)
-        last_words.start()
-        last_words.join(_LAST_WORDS)
-        self._note(abandoned=True)
-        self._end(0.0)
+        abandoning = threading.Thread(target=self.abandon, daemon=True)
+        abandoning.start()
+        abandoning.join(_ABANDON_TIMEOUT)
+        self._log(abandoned=True)
+        self._exit(0.0)
 
-    def _note(self, **fields: Any) -> None:
+    def _log(self, **fields: Any) -> None:
+        seconds = round(time.monotonic() - self._requested_at, 3)
         with contextlib.suppress(DiskFull):
-            self._events.append(self._name, "shutdown", pid=os.getpid(), seconds=self._seconds(), **fields)
+            self._events.append(self._name, "shutdown", pid=os.getpid(), seconds=seconds, **fields)
 
-    def _end(self, after: float) -> None:
-        self._later(after, lambda: os._exit(0))  # an ordinary exit would have Ray's threads wait for each other
+    def _exit(self, after: float) -> None:
+        self._after(after, lambda: os._exit(0))  # in an ordinary exit Ray's threads would wait for each other
 
-    def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        timer = threading.Timer(seconds, what)
+    def _after(self, seconds: float, call: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, call)
         timer.daemon = True
         timer.start()
-
-    def _seconds(self) -> float:
-        return round(time.monotonic() - self._asked, 3)

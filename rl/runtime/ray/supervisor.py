@@ -1,11 +1,9 @@
-"""The actors of one run, and the driver's watch over them.
+"""The supervisor of a run: starts the actors of all roles, and restarts their loops.
 
-Placement, restarts and logs are Ray's. The supervisor starts the roles, begins the loops of trainer and
-workers again when their process died or left, kills a worker when asked to, reports long waits, and ends all actors at
-the end of the run.
+Ray places actors, restarts their processes and keeps their logs. The supervisor starts the loops of trainer and workers
+again when their process has restarted, reports deaths and long waits, and ends all actors with the run.
 """
 
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -13,38 +11,39 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.runtime.ray.actors import RemoteRole, RoleHost, result, server_names, trainer_names
+from rl.runtime.ray.actors import RemoteRole, result, server_names, trainer_names
 from rl.runtime.ray.elastic_workers import advertise, withdraw
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.health import HealthMonitor
-from rl.runtime.ray.trainer_group import TrainerGroup, What
+from rl.runtime.ray.placement import start_actor
+from rl.runtime.ray.trainer_group import Awaited, TrainerGroup
 
-DEATHS = 5  # of one role, without an update in between: then it is not bad luck
-_WORKERS_LEAVE = 5.0  # seconds
+MAX_DEATHS = 5  # of one role without an update in between; more are a fault of the run
+_LEAVE_TIMEOUT = 5.0  # seconds for elastic workers to leave
 
 
 class Supervisor:
-    """Controller, parameter server, verifier, trainer and workers, in a process each or several."""
+    """Supervises controller, parameter server, verifier, trainer and workers."""
 
-    def __init__(self, cfg: RLExperiment.Config, run: RunDirectory, say: Say):
+    def __init__(self, cfg: RLExperiment.Config, run: RunDirectory, say: Say, *, kill_after_update: int | None = None):
+        """`kill_after_update`: kill one worker at this update (see `FaultInjection`)."""
         self._cfg, self._run, self._say = cfg, run, say
         self._log = EventLog(run.events_path)
         self._events = JsonlTail(run.events_path, from_end=True)
         self._metrics = JsonlTail(run.metrics_path)
         self._step = 0
-        self._pids: dict[str, int] = {}  # of the roles that have started
-        self._left: set[str] = set()  # those that went when they were asked to, and have not started again
-        self._former: dict[str, str] = {}  # processes that are about to end
-        self._deaths: dict[str, list[str]] = {}  # since the last update: why
-        self._reported: set[str] = set()  # waits, since the last update
-        self._kill = FaultInjection(cfg, run)
+        self._pids: dict[str, int] = {}  # by role
+        self._left: set[str] = set()  # roles that shut down on SIGTERM and have not restarted
+        self._former: dict[str, str] = {}  # incarnations that are about to end
+        self._deaths: dict[str, list[str]] = {}  # causes, since the last update
+        self._reported: set[str] = set()  # waits that were reported since the last update
+        self._fault = FaultInjection(run, workers=cfg.workers, after_update=kill_after_update)
         self._token = secrets.token_hex(16)
         self._namespace = f"{run.path.name}-{self._token[:8]}"
         self._services = {name: self._start("parameter_server", name) for name in server_names(cfg)}
@@ -54,11 +53,11 @@ class Supervisor:
         for name in (f"worker-{i}" for i in range(cfg.workers)):
             self._loops[name] = self._start("worker", name)
         self._health = HealthMonitor({**self._services, **self._loops}, cfg.timeouts, self._log, say)
-        self._waiting: dict[Any, tuple[str, What]] = {}
+        self._waiting: dict[Any, tuple[str, Awaited]] = {}
 
     @property
     def step(self) -> int:
-        """Updates completed, as far as is known here."""
+        """Number of completed updates, by the metrics read so far."""
         return self._step
 
     def run(
@@ -68,7 +67,10 @@ class Supervisor:
         preempted: Callable[[], bool],
         check: Callable[[], None] = lambda: None,
     ) -> int:
-        """Watch until the trainer's loop returns. `check()` raises if Ray itself has died: all else follows from it."""
+        """Supervise until the trainer's loop returns; returns the completed updates.
+
+        `check()` raises if Ray itself has died, which is the cause of all other errors then.
+        """
         for name in self._loops:
             self._begin(name)
         advertise(self._run, self._namespace)
@@ -88,19 +90,19 @@ class Supervisor:
                 if name == "trainer" and value is not None and (asked or value["step"] >= self._cfg.num_steps):
                     return value["step"]
                 if name in self._group.names and value is None and asked:
-                    return self._step  # it died before it could save: what was saved last is resumed
+                    return self._step  # it died before it could save: a resumed run starts from the last checkpoint
             if asked and preempted() and time.monotonic() > asked + self._cfg.timeouts.grace:
-                self._say(f"the trainer was not done within timeouts.grace={self._cfg.timeouts.grace:g} s of SIGTERM")
+                self._say(f"the trainer did not end within timeouts.grace={self._cfg.timeouts.grace:g} s of SIGTERM")
                 return self._step
 
     def close(self) -> None:
-        """Stop the workers, then end all actors; nothing is left running."""
+        """Stop the workers, then end all actors."""
         withdraw(self._run)
         brief = self._cfg.timeouts.clone(restart=2.0)
         try:
             controller = RemoteRole("controller", self._services["controller"], brief, limit=5.0)
             controller.stop()
-            give_up = time.monotonic() + _WORKERS_LEAVE
+            give_up = time.monotonic() + _LEAVE_TIMEOUT
             while set(controller.status()["workers"]) - set(self._loops) and time.monotonic() < give_up:
                 time.sleep(0.1)
             RemoteRole("verifier", self._services["verifier"], brief, limit=5.0).close()
@@ -109,35 +111,13 @@ class Supervisor:
         for actor in [*self._loops.values(), *self._services.values()]:
             ray.kill(actor)
         self._read_logs()
-        self._kill.end(self._say)
+        self._fault.close(self._say)
 
     def _start(self, kind: str, name: str) -> Any:
-        most = 32 + 4 * self._cfg.workers if kind in ("controller", "parameter_server", "verifier") else 8
-        remote: Any = ray.remote  # its annotations do not know the groups
-        actor = remote(concurrency_groups={"health": 1}, max_concurrency=most)(RoleHost).options(
-            name=name,
-            namespace=self._namespace,
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=0,
-            scheduling_strategy=self._home(kind, name),
-            runtime_env={"env_vars": _environment(kind)},
-        )
-        return actor.remote(kind, name, str(self._run.path), self._token, self._cfg.timeouts.grace, self._namespace)
-
-    def _home(self, kind: str, name: str) -> Any:
-        """Places workers and trainer processes on the nodes in turn, and on another node when theirs is lost.
-
-        Ray's own SPREAD strategy is random.
-        """
-        if kind not in ("trainer", "worker") or (kind == "trainer" and self._cfg.trainer.processes == 1):
-            return "DEFAULT"
-        nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-        index = int(name.removeprefix(kind).removeprefix("-") or 0) % len(nodes)
-        return NodeAffinitySchedulingStrategy(nodes[index], soft=True)
+        return start_actor(self._cfg, self._run, kind, name, token=self._token, namespace=self._namespace)
 
     def _begin(self, name: str, incarnation: str = "") -> None:
-        """The loop of a process that is there; of one of several of the trainer, as soon as all are."""
+        """Start the loop of a process; with several trainer processes, as soon as all of them have started."""
         self._left.discard(name)
         actor = self._loops[name]
         if name not in self._group.names:
@@ -146,14 +126,14 @@ class Supervisor:
             self._waiting[actor.run_trainer.remote(self._services)] = (name, "loop")
         elif not incarnation:
             self._await_restart(name)
-        elif self._group.came(name, incarnation):
+        elif self._group.started(name, incarnation):
             self._waiting[self._loops[self._group.leader].meeting_place.remote()] = (self._group.leader, "meeting")
 
-    def _outcome(self, name: str, what: What, reference: Any) -> dict[str, Any] | None:
-        """What a loop returned. If its process died or left, None: its restart is waited for and the loop begun again.
+    def _outcome(self, name: str, what: Awaited, reference: Any) -> dict[str, Any] | None:
+        """Return what a loop returned; None if its process ended, whose restart is then awaited.
 
         Raises:
-            UserError: what the loop raised, if a user can mend it. Others: the second time in a row.
+            UserError: the loop raised it. Other exceptions: the loop raised the same one twice.
         """
         try:
             value = result(reference)
@@ -174,18 +154,18 @@ class Supervisor:
         return None
 
     def _note_return(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
-        """A loop has ended as it should; one that was asked to leave will be begun again."""
+        """Record that a loop has returned; it is started again if it returned because of SIGTERM."""
         if value["shutdown"]:
             self._former[name] = value["incarnation"]
-            self._note_leave(name)
-            self._start_again([name], [name])
+            self._note_shutdown(name)
+            self._restart([name], [name])
         return value
 
-    def _note_end(self, name: str, what: What, error: Exception) -> None:
-        """A process does not answer, or its loop raised something; it is started again.
+    def _note_end(self, name: str, what: Awaited, error: Exception) -> None:
+        """Restart a process that died, or whose loop raised an error.
 
         Raises:
-            The error, if it is not of a death, and nobody may hope that it comes once only.
+            The error, if it is not the death of a process and would come again.
         """
         if what != "loop":
             if not isinstance(error, RayActorError):
@@ -196,23 +176,24 @@ class Supervisor:
         if dead:
             for one in (first := self._group.first(dead)):
                 self._note_loss(one, error)
-            return self._start_again(first, dead)
+            return self._restart(first, dead)
         if isinstance(error, RayActorError):
             self._note_loss(name, error)
         elif isinstance(error, UserError):
             raise error
         else:
             self._note_failure(name, error)
-        self._start_again([name], [name])
+        self._restart([name], [name])
 
-    def _start_again(self, first: list[str], dead: list[str]) -> None:
-        """Wait for a process that has ended, to begin its loop again. If it is of the trainer, all of that end: `first`
-        are those for whose sake, `dead` those that have by themselves.
+    def _restart(self, first: list[str], dead: list[str]) -> None:
+        """Await the restart of a process that has ended; if it is a trainer process, restart all of them.
+
+        `first`: the processes that ended first; `dead`: all that have ended by themselves.
         """
         if first[0] not in self._group.names:
             return self._await_restart(first[0])
         self._waiting = {r: waiting for r, waiting in self._waiting.items() if waiting[0] not in self._group.names}
-        self._former |= self._group.scatter()
+        self._former |= self._group.reset()
         for name in self._group.names:
             if name not in first:
                 self._log.append("driver", "ended", target=name, cause=first[0])
@@ -228,62 +209,62 @@ class Supervisor:
     def _note_loss(self, name: str, error: Exception) -> None:
         self._read_logs()
         if name in self._left:
-            return self._note_leave(name)
+            return self._note_shutdown(name)
         self._log.append("driver", "died", target=name)
         self._note_death(name, "died", error)
-        if name != self._kill.target:
-            self._say(f"{self._process(name)} died at update {self._step}; starting {self._again(name)}")
+        if name != self._fault.target:
+            self._say(f"{self._process(name)} died at update {self._step}; restarting {self._restarted(name)}")
 
     def _note_failure(self, name: str, error: Exception) -> None:
-        """Its loop raised what no user can mend. Once that may be the machine's fault."""
-        why = repr(getattr(error, "cause", error))  # without Ray's wrapping
-        self._log.append("driver", "died", target=name, error=why)
-        if why in self._deaths.get(name, []):
+        """Restart a process whose loop raised an error that is not a UserError: once, it may be the machine's fault."""
+        cause = repr(getattr(error, "cause", error))  # without Ray's wrapping
+        self._log.append("driver", "died", target=name, error=cause)
+        if cause in self._deaths.get(name, []):
             raise error
-        self._note_death(name, why, error)
-        self._say(f"{name} failed at update {self._step}; starting {self._again(name)}. {why}")
+        self._note_death(name, cause, error)
+        self._say(f"{name} failed at update {self._step}; restarting {self._restarted(name)}. {cause}")
         if name in self._health.incarnations:
             self._former[name] = self._health.incarnations[name]
         ray.kill(self._loops[name], no_restart=False)
 
-    def _note_death(self, name: str, why: str, error: Exception) -> None:
+    def _note_death(self, name: str, cause: str, error: Exception) -> None:
         deaths = self._deaths.setdefault(name, [])
-        deaths.append(why)
-        if len(deaths) >= DEATHS:
+        deaths.append(cause)
+        if len(deaths) >= MAX_DEATHS:
             raise UserError(
-                f"{name} died {DEATHS} times without an update in between, at update {self._step}; "
+                f"{name} died {MAX_DEATHS} times without an update in between, at update {self._step}; "
                 f"its output is in the logs of Ray's session. {error}"
             )
-        if name not in self._group.names:  # if this is lost, the worker says so itself when it joins
+        if name not in self._group.names:  # should the call fail, the worker releases its lease when it joins again
             self._services["controller"].call.remote("release", (name, "worker died"), {})
 
-    def _note_leave(self, name: str) -> None:
-        self._say(f"{self._process(name)} left when asked to by SIGTERM; starting {self._again(name)}")
+    def _note_shutdown(self, name: str) -> None:
+        self._say(f"{self._process(name)} shut down on SIGTERM; restarting {self._restarted(name)}")
 
     def _process(self, name: str) -> str:
         return f"{name} (pid {self._pids.get(name, 'unknown')})"
 
-    def _again(self, name: str) -> str:
-        together = self._group.several and name in self._group.names
-        return "all processes of the trainer again" if together else "it again"
+    def _restarted(self, name: str) -> str:
+        return "all trainer processes" if self._group.several and name in self._group.names else "it"
 
     def _read_logs(self) -> None:
-        """Take note of what the roles have written down."""
+        """Read the new rows of the metrics and of the event log."""
         for row in self._metrics.new_rows():
             if row["phase"] == "rl":
                 self._deaths, self._step = {}, row["step"]
                 self._reported.clear()
         for row in self._events.new_rows():
             self._read_event(row)
-        if self._kill.due(self._step) and self._kill.name in self._pids:
-            self._kill.do(self._pids[self._kill.name], self._loops[self._kill.name], self._step, self._log)
+        worker = self._fault.name
+        if self._fault.due(self._step) and worker in self._pids:
+            self._fault.kill(self._pids[worker], self._loops[worker], self._step, self._log)
 
     def _check_health(self) -> None:
-        """Take note of which processes live."""
-        for name in self._health.look():
+        """Record which processes have died."""
+        for name in self._health.check():
             if self._group.lost(name):  # before its loop began
                 self._await_restart(name)
-            elif name not in self._loops and name not in self._left:  # of loops their end tells
+            elif name not in self._loops and name not in self._left:  # the end of a loop is recorded elsewhere
                 self._log.append("driver", "died", target=name)
 
     def _read_event(self, row: dict[str, Any]) -> None:
@@ -298,13 +279,4 @@ class Supervisor:
                 self._say(f"waiting {row['seconds']:.0f} s for {row['what']} ({row['who']})")
             case "productive" if row["role"] not in self._loops:
                 self._say(f"{row['role']} joined: its first rollouts came after {row['join_s']:.1f} s")
-        self._kill.see(row, self._say)
-
-
-def _environment(kind: str) -> dict[str, str]:
-    """A role without device work must not open the accelerator; JAX processes share the cores of a machine."""
-    names = ("JAX_PLATFORMS", "XLA_FLAGS", "AXL_COMPILATION_CACHE")
-    inherited = {name: os.environ[name] for name in names if name in os.environ}
-    if kind not in ("trainer", "worker"):
-        inherited["JAX_PLATFORMS"] = "cpu"
-    return inherited
+        self._fault.read_event(row, self._say)

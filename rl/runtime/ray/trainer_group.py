@@ -1,7 +1,7 @@
-"""The processes of the trainer: one program over one mesh, so they begin together and end together.
+"""The process group of the trainer: one program over one mesh, whose processes start together and end together.
 
-A process that dies leaves the others in the middle of a collective that will never be complete. They are killed, all
-are started again, and when all are there they meet anew, on another port.
+A process that dies leaves the others in a collective that will never complete. They are killed, all are restarted, and
+when all are back they join again, at another port.
 """
 
 from typing import Any, Literal
@@ -9,58 +9,61 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayActorError
 
-_ANSWER = 3.0  # seconds for a process that lives to say so
+_ANSWER_TIMEOUT = 3.0  # seconds for a live process to answer
 
-What = Literal["loop", "restart", "meeting"]
+Awaited = Literal["loop", "restart", "meeting"]
 
 
 class TrainerGroup:
-    """What the driver knows of them. One process alone is a group, too."""
+    """The driver's view of the trainer processes: one, or several."""
 
     def __init__(self, actors: dict[str, Any]):
         self._actors = actors
         self.names = list(actors)
-        self._ready: dict[str, str] = {}  # those that have come (back): their incarnations
-        self._begun = False  # their loops, together
+        self._ready: dict[str, str] = {}  # incarnations of the processes that have (re)started
+        self._running = False  # all have joined, and their loops run
 
     @property
     def leader(self) -> str:
+        """The first process, which speaks for all."""
         return self.names[0]
 
     @property
     def several(self) -> bool:
+        """True if the trainer has more than one process."""
         return len(self.names) > 1
 
-    def came(self, name: str, incarnation: str) -> bool:
-        """A process has started; whether all have, and can meet."""
+    def started(self, name: str, incarnation: str) -> bool:
+        """Record that a process has started; returns True if all have, and can join."""
         self._ready[name] = incarnation
         return len(self._ready) == len(self.names)
 
     def begin(self) -> None:
-        """All have met."""
-        self._begun = True
+        """Record that the loops of all processes run."""
+        self._running = True
 
     def lost(self, name: str) -> bool:
-        """A process that had come is gone; whether the others still wait, and it has to come once more."""
-        return not self._begun and self._ready.pop(name, None) is not None
+        """Record that a process is gone; returns True if it must restart before the others can join."""
+        return not self._running and self._ready.pop(name, None) is not None
 
-    def scatter(self) -> dict[str, str]:
-        """All have to start again; which processes these were."""
-        former, self._ready, self._begun = self._ready, {}, False
+    def reset(self) -> dict[str, str]:
+        """Record that all processes have to restart; returns their incarnations until now."""
+        former, self._ready, self._running = self._ready, {}, False
         return former
 
     def dead(self, name: str, error: Exception) -> list[str]:
-        """Whose processes are dead, now that the loop of `name` has ended with this error."""
+        """Return the processes that are dead, after the loop of `name` has ended with this error."""
         asked = {other: self._actors[other].incarnation.remote() for other in self.names if other != name}
-        answers, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER) if asked else ([], [])
+        pending = list(asked.values())
+        answers, _ = ray.wait(pending, num_returns=len(asked), timeout=_ANSWER_TIMEOUT) if asked else ([], [])
         gone = [other for other, reference in asked.items() if reference in answers and self._is_gone(other, reference)]
         return [*gone, name] if isinstance(error, RayActorError) else gone
 
     def first(self, dead: list[str]) -> list[str]:
-        """Whose death was that of the others, too.
+        """Return those of the dead processes that died first.
 
-        With the leader dies the service of jax.distributed, and that ends all others at once; the death of another ends
-        nobody. So if the leader is dead, it was first.
+        The leader runs the service of jax.distributed: its death ends all others at once, while the death of another
+        ends no process. So if the leader is dead, it died first.
         """
         return [self.leader] if self.leader in dead else dead
 

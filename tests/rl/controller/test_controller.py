@@ -379,7 +379,7 @@ def test_a_long_wait_is_told_with_what_is_missing_and_again_when_it_has_doubled(
     ]
     wait = "work item {} (leased by anna, 20 s since the lease)"
     assert rows[2]["what"] == f"batch 0: {wait.format(0)}, {wait.format(1)}"
-    assert rows[3]["what"] == "a lease: all of version 0 are out, the next come with version 1"
+    assert rows[3]["what"] == "a lease: all of version 0 are granted, the next come with version 1"
     assert controller.submit(leases[0].id, scored(leases[0]))
     clock.now += 51.0
     with pytest.raises(

@@ -43,7 +43,7 @@ def test_a_worker_whose_loop_fails_is_started_again_unless_it_fails_twice_for_th
     cfg.verifier = InlineVerifier.Config(scorer=FunctionScorer.Config(function=failing_share))
     if (line := run_with(failures, cfg, path, monkeypatch)) is None:
         return
-    assert line == "worker-0 failed at update 0; starting it again. RuntimeError('the machine hiccupped')"
+    assert line == "worker-0 failed at update 0; restarting it. RuntimeError('the machine hiccupped')"
     assert_same_outcome(path, run_here(tmp_path / "expected", tiny_experiment(num_steps=2, evaluation=None)))
     assert [len(events(path, "start", role)) for role in ("worker-0", "verifier")] == [2, 1]
 
@@ -60,6 +60,6 @@ def test_one_process_of_the_trainer_fails_and_all_are_started_again(
     cfg.learner = FailingLearner.Config(optimizer=sound.optimizer, schedule=sound.schedule, clip_norm=sound.clip_norm)
     if (line := run_with(failures, cfg, path, monkeypatch)) is None:
         return
-    assert line.startswith("trainer-1 failed at update 0; starting all processes of the trainer again. RuntimeError(")
+    assert line.startswith("trainer-1 failed at update 0; restarting all trainer processes. RuntimeError(")
     assert [(row["target"], row["cause"]) for row in events(path, "ended")] == [("trainer", "trainer-1")]
     assert [line for finding in check_run(path) for line in finding.broken] == []

@@ -107,7 +107,7 @@ def test_sigterm_is_no_crash(roles: list[str], tmp_path: Path, baseline) -> None
     assert all(row["seconds"] < 25 and "abandoned" not in row for row in leaves.values())
     loops = [role for role in roles if role in ("worker-0", "trainer")]  # of which the driver speaks
     assert [line.split(" ")[0] for line in said] == loops
-    assert all("left when asked to by SIGTERM; starting it again" in line for line in said)
+    assert all("shut down on SIGTERM; restarting it" in line for line in said)
     assert [row for row in events(tmp_path, "died") if row["target"] in loops] == []
     if "trainer" in roles:
         updates = [row["step"] for row in events(tmp_path, "update")]

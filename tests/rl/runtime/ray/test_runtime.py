@@ -44,7 +44,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], P
 
 
 def run_with_ray(
-    path: Path, cfg: RLExperiment.Config, look: Callable[[int], None] = lambda step: None
+    path: Path, cfg: RLExperiment.Config, look: Callable[[int], None] = lambda step: None, *, kill_at: int | None = None
 ) -> tuple[Path, list[str]]:
     """The run with every role in a process; `look` is called now and then.
 
@@ -52,7 +52,8 @@ def run_with_ray(
     """
     said: list[str] = []
     with RunDirectory.open(path, to_text(cfg)) as run:
-        assert run_ray(cfg.build(), run, lambda: False, look, said.append) == cfg.num_steps
+        steps = run_ray(cfg.build(), run, lambda: False, look, said.append, kill_after_update=kill_at)
+        assert steps == cfg.num_steps
     return path, [line for line in said if not line.startswith("waiting ")]
 
 
@@ -90,7 +91,7 @@ def test_two_workers_give_the_same_as_one_process_and_listen_on_loopback_only(tm
 
 @pytest.mark.usefixtures("session")
 def test_the_only_worker_is_killed_and_replaced(tmp_path, baseline) -> None:
-    path, said = run_with_ray(tmp_path, slow(num_steps=6, workers=1, kill_worker_after=0.5))
+    path, said = run_with_ray(tmp_path, slow(num_steps=6, workers=1), kill_at=3)
     assert_same_outcome(path, baseline(6))
     assert [row["step"] for row in events(path, "update")] == [0, 1, 2, 3, 4, 5]
     [kill] = events(path, "kill")
@@ -105,7 +106,7 @@ def test_the_only_worker_is_killed_and_replaced(tmp_path, baseline) -> None:
 @pytest.mark.usefixtures("session")
 @pytest.mark.full
 def test_one_of_two_workers_is_killed_with_a_lease_in_hand(tmp_path, baseline) -> None:
-    path, said = run_with_ray(tmp_path, slow(num_steps=12, kill_worker_after=0.5))
+    path, said = run_with_ray(tmp_path, slow(num_steps=12), kill_at=6)
     assert_same_outcome(path, baseline(12))
     assert [row["step"] for row in events(path, "update")] == list(range(12))
     assert len(said) == 1 and said[0].startswith("killed worker-1")

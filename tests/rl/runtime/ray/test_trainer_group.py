@@ -58,7 +58,7 @@ def assert_sound(path: Path) -> None:
 def test_one_of_two_processes_is_killed_and_both_start_again(tmp_path: Path) -> None:
     scenario = Ordeal(tmp_path, ("trainer-1", signal.SIGKILL))
     [line] = run_with(scenario, num_steps=6, workers=1, trainer=two())
-    assert line.startswith("trainer-1 (pid ") and line.endswith("; starting all processes of the trainer again")
+    assert line.startswith("trainer-1 (pid ") and line.endswith("; restarting all trainer processes")
     assert [row["target"] for row in events(tmp_path, "died")] == ["trainer-1"]
     assert [(row["target"], row["cause"]) for row in events(tmp_path, "ended")] == [("trainer", "trainer-1")]
     assert [scenario.lives(name) for name in BOTH] == [2, 2]
@@ -128,13 +128,13 @@ def test_they_begin_when_all_have_come_and_one_that_goes_before_has_to_come_agai
     actors: dict[str, Any] = dict.fromkeys(("trainer", "trainer-1", "trainer-2"))
     group = TrainerGroup(actors)
     assert group.leader == "trainer" and group.several
-    assert not group.came("trainer", "a") and not group.came("trainer-2", "b")
+    assert not group.started("trainer", "a") and not group.started("trainer-2", "b")
     assert group.lost("trainer-2") and not group.lost("trainer-2")
-    assert not group.came("trainer-1", "c") and group.came("trainer-2", "d")
+    assert not group.started("trainer-1", "c") and group.started("trainer-2", "d")
     group.begin()
     assert not group.lost("trainer"), "the end of its loop tells"
-    assert group.scatter() == {"trainer": "a", "trainer-1": "c", "trainer-2": "d"}
-    assert not group.came("trainer", "e")
+    assert group.reset() == {"trainer": "a", "trainer-1": "c", "trainer-2": "d"}
+    assert not group.started("trainer", "e")
 
 
 def test_the_death_of_the_leader_is_that_of_the_others_too() -> None:

@@ -1,0 +1,61 @@
+"""Actors of the roles: their environment, and the node of the Ray cluster on which each starts."""
+
+import os
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from axlearn_like.run.directory import RunDirectory
+from rl.experiment import RLExperiment
+from rl.runtime.ray.actors import RoleHost
+
+SERVICES = ("controller", "parameter_server", "verifier")  # kinds of roles that others call; they use no accelerator
+_INHERITED = ("JAX_PLATFORMS", "XLA_FLAGS", "AXL_COMPILATION_CACHE")
+
+
+def start_actor(
+    cfg: RLExperiment.Config, run: RunDirectory, kind: str, name: str, *, token: str, namespace: str
+) -> Any:
+    """Start the actor of a role; Ray restarts it whenever its process ends.
+
+    Args:
+        cfg: the experiment's config.
+        run: the run directory.
+        kind: "trainer", "worker", or one of `SERVICES`.
+        name: of the role.
+        token: the secret with which roles connect to the parameter server.
+        namespace: under which the actor is found by its name.
+    """
+    concurrency = 32 + 4 * cfg.workers if kind in SERVICES else 8
+    remote: Any = ray.remote  # its annotations do not know concurrency groups
+    actor = remote(concurrency_groups={"health": 1}, max_concurrency=concurrency)(RoleHost).options(
+        name=name,
+        namespace=namespace,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,
+        scheduling_strategy=_node(cfg, kind, name),
+        runtime_env={"env_vars": _environment(kind)},
+    )
+    return actor.remote(kind, name, str(run.path), token, cfg.timeouts.grace, namespace)
+
+
+def _node(cfg: RLExperiment.Config, kind: str, name: str) -> Any:
+    """Assign workers and trainer processes to the nodes in turn, or to another node when theirs is lost.
+
+    Ray's own SPREAD strategy is random.
+    """
+    if kind in SERVICES or (kind == "trainer" and cfg.trainer.processes == 1):
+        return "DEFAULT"
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    index = int(name.removeprefix(kind).removeprefix("-") or 0) % len(nodes)
+    return NodeAffinitySchedulingStrategy(nodes[index], soft=True)
+
+
+def _environment(kind: str) -> dict[str, str]:
+    """Return the variables that an actor inherits; a role without device work must not open the accelerator."""
+    inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    if kind in SERVICES:
+        inherited["JAX_PLATFORMS"] = "cpu"
+    return inherited
