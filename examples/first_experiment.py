@@ -17,7 +17,7 @@ def mine(*, seed: int = 0) -> RLExperiment.Config:
     cfg.learner.schedule = Constant.Config(lr=1e-4)
 
     # Any field can also be reached by its path, as `--set` does on the command line.
-    set_path(cfg, "kill_worker_after", None)
+    set_path(cfg, "trainer.checkpoint.save_every", 10)
 
     # One edit for every config of a class, wherever it is (tasks, supervised data, verifier). Matching nothing is an
     # error, and so is a mistyped family or parameter: the message names the nearest right one.
