@@ -21,6 +21,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Figures are never shown, only written.
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "axlearn-like-matplotlib"))
+# Configs in run directories may name classes of the tests; nothing is remembered in the user's home.
+os.environ.setdefault("AXL_CODE", "tests")
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="axlearn-like-state-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -29,7 +29,7 @@ class KeepBest(Configurable):
 
     def __init__(self, cfg: Config, *, directory: Path):
         if cfg.keep < 1:
-            raise ValueError(f"KeepBest.Config: expected keep >= 1, got {cfg.keep}")
+            raise UserError(f"KeepBest.Config: expected keep >= 1, got {cfg.keep}")
         self._cfg, self._checkpoints = cfg, directory
         self._directory = directory / "best"
         self._index = self._directory / "best.json"

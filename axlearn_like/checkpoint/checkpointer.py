@@ -33,7 +33,7 @@ class Checkpointer(Configurable):
 
     def __init__(self, cfg: Config, *, directory: str | Path):
         if cfg.save_every < 1 or cfg.keep < 1:
-            raise ValueError(
+            raise UserError(
                 "Checkpointer.Config: expected save_every >= 1 and keep >= 1, "
                 f"got save_every={cfg.save_every}, keep={cfg.keep}"
             )

@@ -21,6 +21,7 @@ from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.object_store import open_store
+from mesh.errors import UserError
 
 _COMPLETE, _CONFIG = "COMPLETE", "config.txt"
 _ATTEMPTS, _PAUSE = 3, 2.0  # a bucket's own retries come first
@@ -38,7 +39,7 @@ class RemoteTier(Configurable):
     def __init__(self, cfg: Config, *, directory: Path, config: str, events: EventLog):
         """`directory` holds the local checkpoints of the run with this `config`. UserError: an impossible URL."""
         if cfg.copy_every < 1 or cfg.keep < 1:
-            raise ValueError(
+            raise UserError(
                 f"RemoteTier.Config: expected copy_every >= 1 and keep >= 1, got {cfg.copy_every} and {cfg.keep}"
             )
         self._cfg, self._directory, self._config, self._events = cfg, directory, config.encode(), events

@@ -10,6 +10,7 @@ from axlearn_like.config.base import (
 )
 from axlearn_like.config.edit import (
     apply_mesh_rules,
+    errors_at,
     get_path,
     replace,
     set_path,
@@ -17,16 +18,18 @@ from axlearn_like.config.edit import (
     walk,
     walk_configs,
 )
-from axlearn_like.config.errors import errors_at
+from axlearn_like.config.errors import ConfigError
 from axlearn_like.config.function import config_for
 from axlearn_like.config.mesh_rules import MeshRules, has_mesh_rules, with_mesh_rules
 from axlearn_like.config.names import config_name
 from axlearn_like.config.resolve import record_resolved, resolve
-from axlearn_like.config.text import diff, from_text, text_lines, to_text
+from axlearn_like.config.text import diff, from_text, strip_comments, text_lines, to_text
+from axlearn_like.config.trust import trust
 
 __all__ = [
     "REQUIRED",
     "ConfigBase",
+    "ConfigError",
     "Configurable",
     "MeshRules",
     "apply_mesh_rules",
@@ -45,8 +48,10 @@ __all__ = [
     "resolve",
     "set_path",
     "split_path",
+    "strip_comments",
     "text_lines",
     "to_text",
+    "trust",
     "walk",
     "walk_configs",
     "with_mesh_rules",

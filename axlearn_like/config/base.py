@@ -21,7 +21,6 @@ A class that inherits its `Config` gets a subclass of it bound to itself, so tha
 
 import copy
 import dataclasses
-import difflib
 import functools
 import inspect
 import sys
@@ -32,6 +31,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 from axlearn_like.config.checks import check
+from axlearn_like.config.errors import AnnotationError, ConfigError, FieldError, mark_path
+from mesh.errors import did_you_mean
 
 
 class RequiredType:
@@ -41,15 +42,13 @@ class RequiredType:
         return "REQUIRED"
 
     def __bool__(self) -> bool:
-        raise TypeError("a REQUIRED config field was used before it was set")
+        raise ConfigError("a REQUIRED config field was used before it was set")
 
     def __reduce__(self) -> str:
         return "REQUIRED"  # Copies and pickles are the one instance.
 
 
 REQUIRED: Any = RequiredType()
-
-BUILDING = "while building "  # begins the note with its path that `build` adds to an error
 
 # While set, `build` reports (path, the owner's private config) of everything it has built.
 on_built: ContextVar[Callable[[str, "ConfigBase[Any]"], None] | None] = ContextVar("on_built", default=None)
@@ -87,7 +86,8 @@ class ConfigBase[T]:
                 else:
                     missing.append(f.name)
             if missing:
-                raise TypeError(f"{type(self).__qualname__} needs {', '.join(missing)}")
+                where = type(self).__qualname__
+                raise ConfigError(f"{where} needs {', '.join(missing)}", f"{where}.{missing[0]}")
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):  # Protocols of copy, pickle and notebooks probe for these.
@@ -103,7 +103,8 @@ class ConfigBase[T]:
         self.__dict__[name] = self._checked(name, value)
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__qualname__}.{name}: a config field cannot be deleted")
+        path = f"{type(self).__qualname__}.{name}"
+        raise FieldError(f"{path}: a config field cannot be deleted", path)
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -129,25 +130,43 @@ class ConfigBase[T]:
         """Makes the owner from a private copy of this config: `owner(cfg, **runtime)`.
 
         Raises:
-            ValueError: naming every REQUIRED field of this config that is not set, with its path.
+            ConfigError: names every REQUIRED field of this config that is not set, with its path.
         """
         cfg = _clone(self)
         if type(cfg)._owner is None:
-            raise TypeError(f"{type(cfg).__qualname__} belongs to no class: nothing to build")
+            name = type(cfg).__qualname__
+            raise ConfigError(f"{name} belongs to no class: nothing to build", name)
         path = cfg._path or owner_name(cfg)
         label(cfg, path)
         cfg._check_ready(path, runtime)
         try:
             built = cfg._make(runtime)
         except Exception as error:
-            notes = getattr(error, "__notes__", ())
-            if not any(note.startswith(BUILDING) for note in notes):
-                error.add_note(f"{BUILDING}{path}")  # The innermost place is the one to know.
+            mark_path(error, path)
             raise
         report = on_built.get()
         if report is not None:
             report(path, cfg)
         return built
+
+    def check(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses what cannot work, before anything expensive is begun.
+
+        A program calls it once, at the root. It goes from the top down: an override looks at its own fields, then
+        calls `check` of its children with what only it knows (a mesh, sizes). By default the owner is built, with the
+        arguments of `build`: constructors refuse fields that make no sense, and most allocate nothing. What is
+        expensive to build (an experiment, a trainer, an engine) overrides this.
+
+        Raises:
+            UserError: names the field by its path, what was expected, and what it is.
+        """
+        self.build(*args, **kwargs)
+
+    def filled_from(self, parent: "ConfigBase[Any]", **values: Any) -> Self:
+        """A copy with `values` set, and each field that is still REQUIRED from the parent's field of the same name."""
+        known = dict(config_items(parent))
+        wanted = [name for name, value in config_items(self) if value is REQUIRED and name not in values]
+        return self.clone(**{name: known[name] for name in wanted if name in known}, **values)
 
     def _make(self, runtime: dict[str, Any]) -> Any:
         return type(self)._owner(self, **runtime)
@@ -162,7 +181,7 @@ class ConfigBase[T]:
                 missing.append(f"{path}.{name}")
         if missing:
             verb, cls = "is" if len(missing) == 1 else "are", type(self).__qualname__
-            raise ValueError(f"{', '.join(missing)} {verb} REQUIRED by {cls} and not set")
+            raise ConfigError(f"{', '.join(missing)} {verb} REQUIRED by {cls} and not set", missing[0])
 
     def _given_at_build(self, name: str, runtime: Mapping[str, Any]) -> bool:
         del name, runtime
@@ -181,11 +200,11 @@ class ConfigBase[T]:
     def _set_default(self, name: str, value: Any) -> None:
         try:
             value = self._checked(name, value)
-        except NameError:
+        except AnnotationError:
             pass  # The annotation names a class further down the module: `build` checks it.
         self.__dict__[name] = value
 
-    def _unknown_field(self, name: str) -> AttributeError:
+    def _unknown_field(self, name: str) -> FieldError:
         return unknown_field(type(self), name, self._path)
 
     @classmethod
@@ -211,12 +230,13 @@ class Configurable:
                 return  # An abstract base without a config.
             cls.Config = own  # pyright: ignore[reportAttributeAccessIssue]
         if not (isinstance(own, type) and issubclass(own, ConfigBase)):
-            raise TypeError(f"{cls.__qualname__}.Config must derive from ConfigBase, got {own!r}")
+            raise ConfigError(f"{cls.__qualname__}.Config must derive from ConfigBase, got {own!r}", cls.__qualname__)
         if own._owner is not None:
             other = own._owner.__qualname__
-            raise TypeError(
+            raise ConfigError(
                 f"{cls.__qualname__}.Config is {own.__qualname__}, which builds {other}; "
-                f"write `class Config({other}.Config): ...`"
+                f"write `class Config({other}.Config): ...`",
+                cls.__qualname__,
             )
         own._owner = cls
 
@@ -230,7 +250,7 @@ def _inherited_config(cls: type) -> type[ConfigBase[Any]] | None:
     for other in configs[1:]:
         if not issubclass(configs[0], other):
             names = f"{configs[0].__qualname__} and {other.__qualname__}"
-            raise TypeError(f"{cls.__qualname__} inherits {names}; define its own Config")
+            raise ConfigError(f"{cls.__qualname__} inherits {names}; define its own Config", cls.__qualname__)
     namespace = {
         "__module__": cls.__module__,
         "__qualname__": f"{cls.__qualname__}.Config",
@@ -247,21 +267,23 @@ def _prepare_fields(cls: type[ConfigBase[Any]]) -> None:
     annotations = inspect.get_annotations(cls)
     for name in annotations:
         if hasattr(ConfigBase, name):
-            raise TypeError(f"{cls.__qualname__}.{name}: the name is taken by ConfigBase.{name}")
+            path = f"{cls.__qualname__}.{name}"
+            raise ConfigError(f"{path}: the name is taken by ConfigBase.{name}", path)
         default = cls.__dict__.get(name)
         if isinstance(default, (ConfigBase, tuple)) or type(default).__hash__ is None:
             factory = functools.partial(_clone, default)
             setattr(cls, name, dataclasses.field(default_factory=factory))
     for name, value in cls.__dict__.items():
         if name not in annotations and not name.startswith("_") and isinstance(value, _PLAIN):
-            raise TypeError(f"{cls.__qualname__}.{name} = {value!r} has no annotation: not a field")
+            path = f"{cls.__qualname__}.{name}"
+            raise ConfigError(f"{path} = {value!r} has no annotation: not a field", path)
 
 
 def field_hint(cls: type[ConfigBase[Any]], name: str) -> Any:
     """The annotation of a field, resolved on first use: it may name a class defined further down.
 
     Raises:
-        NameError: when a name in the annotation does not exist at run time.
+        AnnotationError: a name in the annotation does not exist at run time.
     """
     if name not in cls._hints:
         annotation = cls.__dataclass_fields__[name].type  # pyright: ignore[reportAttributeAccessIssue]
@@ -279,9 +301,11 @@ def field_hint(cls: type[ConfigBase[Any]], name: str) -> Any:
         try:
             cls._hints[name] = typing.get_type_hints(carrier, {**module, **names})[name]
         except NameError as error:
-            raise NameError(
-                f"{cls.__qualname__}.{name}: its annotation {annotation!r} names {error.name!r}, "
-                f"which {home.__module__} lacks at run time; import or define it at module level"
+            path = f"{cls.__qualname__}.{name}"
+            raise AnnotationError(
+                f"{path}: its annotation {annotation!r} names {error.name!r}, "
+                f"which {home.__module__} lacks at run time; import or define it at module level",
+                path,
             ) from error
     return cls._hints[name]
 
@@ -325,19 +349,11 @@ def children(node: Any) -> Iterator[tuple[Any, Any]]:
         yield from node.items()
 
 
-def unknown_field(cls: type[ConfigBase[Any]], name: str, path: str | None = None) -> AttributeError:
+def unknown_field(cls: type[ConfigBase[Any]], name: str, path: str | None = None) -> FieldError:
     """The error of a misspelt field, with the nearest names."""
-    names = [f.name for f in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
-    hint = did_you_mean(name, names)
-    return AttributeError(f"{path or cls.__qualname__} has no field {name!r}{hint}")
-
-
-def did_you_mean(name: str, names: list[str]) -> str:
-    """`; did you mean 'a' or 'b'?`, or the list of what there is."""
-    near = difflib.get_close_matches(name, names, 3)
-    if near:
-        return f"; did you mean {' or '.join(map(repr, near))}?"
-    return f"; there are: {', '.join(names) or 'none'}"
+    where, fields = path or cls.__qualname__, dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    hint = did_you_mean(name, [f.name for f in fields], limit=len(fields))
+    return FieldError(f"{where} has no field {name!r}{hint}", f"{where}.{name}")
 
 
 def _clone(value: Any) -> Any:

@@ -12,12 +12,14 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
+from axlearn_like.config.errors import ConfigError
+
 
 def check(value: Any, hint: Any, where: str) -> Any:
     """Returns `value`, converted where the annotation asks for it.
 
     Raises:
-        TypeError: naming `where`, the annotation and the value that does not fit.
+        ConfigError: names `where`, the annotation and the value that does not fit.
     """
     if hint is Any or hint is object or isinstance(hint, typing.TypeVar):
         return value
@@ -64,11 +66,11 @@ def _check_plain(value: Any, hint: Any, where: str) -> Any:
 def _check_union(value: Any, hint: Any, args: tuple[Any, ...], where: str) -> Any:
     """A member that keeps the value's type wins: 3 stays an int in `float | int`."""
     converted: list[Any] = []
-    errors: list[TypeError] = []
+    errors: list[ConfigError] = []
     for member in args:
         try:
             result = check(value, member, where)
-        except TypeError as error:
+        except ConfigError as error:
             # `tuple[int, ...] | None` given ("a",): the element's error says more than the union's.
             if _same_shape(value, member):
                 errors.append(error)
@@ -126,10 +128,10 @@ def _check_class(value: Any, hint: Any, args: tuple[Any, ...], where: str) -> An
     raise mismatch(value, hint, where)
 
 
-def mismatch(value: Any, hint: Any, where: str) -> TypeError:
+def mismatch(value: Any, hint: Any, where: str) -> ConfigError:
     """The error of a value that does not fit its annotation."""
     kind = type(value).__qualname__
-    return TypeError(f"{where}: expected {describe(hint)}, got {value!r} ({kind})")
+    return ConfigError(f"{where}: expected {describe(hint)}, got {value!r} ({kind})", where)
 
 
 def describe(hint: Any) -> str:

@@ -7,14 +7,17 @@ stale edit cannot pass unnoticed.
 """
 
 import ast
+import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from axlearn_like.config.base import ConfigBase, children, did_you_mean, field_hint, join, owner_name, unknown_field
+from axlearn_like.config.base import ConfigBase, children, field_hint, join, owner_name, unknown_field
 from axlearn_like.config.checks import check
+from axlearn_like.config.errors import ConfigError, marked_path
 from axlearn_like.config.parse import element_hint, parse_value
+from mesh.errors import UserError, did_you_mean
 
 Edit = Callable[[Any], Any] | tuple[str, Any]
 MeshRules = Sequence[tuple[str, Sequence[Edit]]]
@@ -73,7 +76,7 @@ def split_path(path: str) -> tuple[Any, ...]:
             break
         at = found.end()
     if at < len(path) or not keys or path.endswith("."):
-        raise ValueError(f"{path!r} is not a path like 'trainer.learner.lr' or 'layers.0.dim'")
+        raise ConfigError(f"{path!r} is not a path like 'trainer.learner.lr' or 'layers.0.dim'", path)
     return tuple(keys)
 
 
@@ -81,8 +84,7 @@ def get_path(cfg: ConfigBase[Any], path: str) -> Any:
     """The value at a path.
 
     Raises:
-        AttributeError: for a field that does not exist, with the nearest names.
-        LookupError: for an index or a key that does not exist.
+        ConfigError: a field, an index or a key does not exist; gives the nearest names.
     """
     node, where = cfg, root_name(cfg)
     for key in split_path(path):
@@ -95,8 +97,8 @@ def set_path[C: ConfigBase[Any]](cfg: C, path: str, value: Any) -> C:
     """Sets the value at a path in place; a string is parsed as the field's annotation asks.
 
     Raises:
-        AttributeError, LookupError: for a path that does not exist, with the nearest names.
-        TypeError: for a value that does not fit, naming the full path and the annotation.
+        ConfigError: the path does not exist (gives the nearest names), or the value does not fit (names the full
+            path and the annotation).
     """
     _put(cfg, split_path(path), value, None, root_name(cfg))
     return cfg
@@ -115,20 +117,21 @@ def replace[C: ConfigBase[Any]](
     a config that stands in several places is given to it once.
 
     Raises:
-        LookupError: when nothing matches.
-        TypeError: when `fn` returns no config, or one that does not fit the field.
+        ConfigError: nothing matches, or `fn` returns no config or one that does not fit the field.
     """
     places = [(p, c) for p, c in walk_configs(root) if p and isinstance(c, match)]
     found = [(p, c) for p, c in places if fnmatch.fnmatchcase(p, glob)]
     if not found:
         where = f"; it is at: {', '.join(p for p, _ in places)}" if places else ""
-        raise LookupError(f"{root_name(root)} has no {match.__qualname__} at a path like {glob!r}{where}")
+        name = root_name(root)
+        raise ConfigError(f"{name} has no {match.__qualname__} at a path like {glob!r}{where}", name)
     made: dict[int, ConfigBase[Any]] = {}
     seen: list[ConfigBase[Any]] = []
     for path, old in reversed(found):
         new = made[id(old)] if id(old) in made else fn(old)
         if not isinstance(new, ConfigBase):
-            raise TypeError(f"{root_name(root)}.{path}: the edit returned {new!r}, not a config")
+            where = f"{root_name(root)}.{path}"
+            raise ConfigError(f"{where}: the edit returned {new!r}, not a config", where)
         made[id(old)] = new
         shared = any(new is other for other in seen)
         seen.append(new)
@@ -143,7 +146,7 @@ def apply_mesh_rules[C: ConfigBase[Any]](cfg: C, rules: MeshRules, device: str) 
     An edit is a function of the config (its result is not used) or a pair (path, value).
 
     Raises:
-        LookupError: when no rule matches, naming them all.
+        ConfigError: no rule matches; names them all.
     """
     for pattern, edits in rules:
         if re.fullmatch(pattern, device):
@@ -154,7 +157,21 @@ def apply_mesh_rules[C: ConfigBase[Any]](cfg: C, rules: MeshRules, device: str) 
                     set_path(cfg, *edit)
             return cfg
     patterns = ", ".join(repr(pattern) for pattern, _ in rules) or "none"
-    raise LookupError(f"{root_name(cfg)} has no mesh rule for {device!r}; its rules: {patterns}")
+    name = root_name(cfg)
+    raise ConfigError(f"{name} has no mesh rule for {device!r}; its rules: {patterns}", name)
+
+
+@contextlib.contextmanager
+def errors_at(field: str, cfg: ConfigBase[Any]) -> Iterator[None]:
+    """A UserError of what is built inside becomes a ConfigError at its path, in which `cfg` is called `field`."""
+    try:
+        yield
+    except UserError as error:
+        path, root = marked_path(error) or "", root_name(cfg)
+        if not path.startswith(root):
+            raise
+        path = field + path.removeprefix(root)
+        raise ConfigError(f"{path}: {error}", path) from error
 
 
 def root_name(cfg: ConfigBase[Any]) -> str:
@@ -189,10 +206,10 @@ def _key(node: Any, key: Any, where: str) -> Any:
     if isinstance(node, dict):
         if key not in node:
             hint = did_you_mean(str(key), list(map(str, node)))
-            raise LookupError(f"{where} has no key {key!r}{hint}")
+            raise ConfigError(f"{where} has no key {key!r}{hint}", where)
         return key
     if isinstance(node, (list, tuple)):
         if not str(key).isdecimal() or int(key) >= len(node):
-            raise LookupError(f"{where} has {len(node)} elements, none at {key!r}")
+            raise ConfigError(f"{where} has {len(node)} elements, none at {key!r}", where)
         return int(key)
-    raise LookupError(f"{where} is {node!r} ({type(node).__qualname__}), which has no {key!r}")
+    raise ConfigError(f"{where} is {node!r} ({type(node).__qualname__}), which has no {key!r}", where)

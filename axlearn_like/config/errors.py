@@ -1,22 +1,40 @@
-"""Where in a config tree something could not be built."""
+"""The errors of configs, each with the path of the field that is at fault."""
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
-from axlearn_like.config.base import BUILDING, ConfigBase
-from axlearn_like.config.edit import root_name
 from mesh.errors import UserError
 
 
-@contextlib.contextmanager
-def errors_at(field: str, cfg: ConfigBase[Any]) -> Iterator[None]:
-    """A UserError of what is built inside tells the path of what could not be; that of `cfg` is `field`."""
-    try:
-        yield
-    except UserError as error:
-        notes = (note for note in getattr(error, "__notes__", ()) if note.startswith(BUILDING))
-        path, root = next(notes, "").removeprefix(BUILDING), root_name(cfg)
-        if not path.startswith(root):
-            raise
-        raise UserError(f"{field}{path.removeprefix(root)}: {error}") from error
+class ConfigError(UserError):
+    """A config, an edit or a config's text that cannot be; the message names the field.
+
+    Attributes:
+        path: from the root of the config to the fault, as `set_path` takes it after the root's name; "" where the
+            fault has no place in a config.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class FieldError(ConfigError, AttributeError):
+    """A field that does not exist; an AttributeError as well, for `hasattr` and `getattr` ask for that."""
+
+
+class ImportNameError(ConfigError):
+    """The name of a class or function that cannot be imported, or that a config may not name."""
+
+
+class AnnotationError(ConfigError):
+    """A field's annotation names something that does not exist at run time."""
+
+
+def mark_path(error: BaseException, path: str) -> None:
+    """Notes on an error which config was being built; the innermost counts."""
+    if marked_path(error) is None:
+        error.__dict__["config_path"] = path
+        error.add_note(f"while building {path}")
+
+
+def marked_path(error: BaseException) -> str | None:
+    """The path that `mark_path` noted."""
+    return error.__dict__.get("config_path")

@@ -19,6 +19,7 @@ from inspect import Parameter
 from typing import Any
 
 from axlearn_like.config.base import REQUIRED, ConfigBase, config_items
+from axlearn_like.config.errors import ConfigError
 
 
 class FunctionConfig[T](ConfigBase[T]):
@@ -63,8 +64,7 @@ def config_for[R](function: Callable[..., R], **values: Any) -> FunctionConfig[R
     """The config of a call of `function` with these arguments.
 
     Raises:
-        AttributeError: for an argument that the function does not take, with the nearest names.
-        TypeError: for a callable without a signature.
+        ConfigError: the function does not take an argument (gives the nearest names), or it has no signature.
     """
     return config_class(function)(**values)
 
@@ -74,11 +74,11 @@ def config_class(function: Callable[..., Any]) -> type[FunctionConfig[Any]]:
     """The config class of a function; always the same, so that equal calls have equal configs."""
     name = getattr(function, "__qualname__", None)
     if name is None:
-        raise TypeError(f"config_for needs a function or a class, got {function!r}")
+        raise ConfigError(f"config_for needs a function or a class, got {function!r}")
     try:
         parameters = inspect.signature(function).parameters
     except ValueError as error:
-        raise TypeError(f"config_for({name}): the function has no signature to read") from error
+        raise ConfigError(f"config_for({name}): the function has no signature to read", name) from error
     hints = _hints(function)
     namespace: dict[str, Any] = {
         "__module__": function.__module__,

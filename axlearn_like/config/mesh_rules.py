@@ -13,8 +13,7 @@ def with_mesh_rules[C: ConfigBase[Any]](cfg: C, device: str) -> C:
     """A copy with the edits for these devices, of the config itself and of those within that have rules of their own.
 
     Raises:
-        LookupError: there are rules, and none fits; they are all named.
-        AttributeError, TypeError: an edit does not fit the config.
+        ConfigError: there are rules, and none fits (they are all named), or an edit does not fit the config.
     """
     cfg = cfg.clone()
     for _, node in list(walk_configs(cfg)):

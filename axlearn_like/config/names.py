@@ -7,10 +7,13 @@
 import importlib
 import itertools
 import sys
+from types import ModuleType
 from typing import Any
 
 from axlearn_like.config.base import ConfigBase
+from axlearn_like.config.errors import ConfigError, ImportNameError
 from axlearn_like.config.function import FunctionConfig, config_class
+from axlearn_like.config.trust import check_trusted
 
 
 def config_name(cfg: ConfigBase[Any], where: str = "config") -> str:
@@ -25,59 +28,69 @@ def config_from_name(name: str, where: str = "config") -> type[ConfigBase[Any]]:
     """The config class that `config_name` wrote the name of.
 
     Raises:
-        LookupError: when there is no such object.
-        TypeError: when it has no `Config`.
+        ImportNameError: there is no such object, a text may not name it, or it has no `Config`.
     """
     if name.endswith("()"):
-        return config_class(import_name(name.removesuffix("()"), where))
+        return config_class(import_name(name.removesuffix("()"), where, call=True))
     found = import_name(name, where)
     for config in (found, getattr(found, "Config", None)):
         if isinstance(config, type) and issubclass(config, ConfigBase):
             return config
-    raise TypeError(f"{where}: {name} has no Config; a call of a function is written {name}()")
+    raise ImportNameError(f"{where}: {name} has no Config; a call of a function is written {name}()", where)
 
 
 def qualified_name(obj: Any, where: str = "value") -> str:
     """`module:qualname` of a top-level function or class, its package's public name if it has one.
 
     Raises:
-        TypeError: for a lambda, a local function or whatever else its name does not lead back to.
+        ConfigError: a lambda, a local function, or another object that its name does not lead back to.
     """
     name, module = getattr(obj, "__qualname__", None), getattr(obj, "__module__", None)
     if not isinstance(name, str) or not isinstance(module, str):
         hint = "; describe a partial call with config_for(function, ...)" if callable(obj) else ""
-        raise TypeError(f"{where}: {obj!r} ({type(obj).__qualname__}) cannot be written as text{hint}")
+        raise ConfigError(f"{where}: {obj!r} ({type(obj).__qualname__}) cannot be written as text{hint}", where)
     if "<lambda>" in name:
-        raise TypeError(f"{where}: a lambda has no name to write; define a top-level function instead")
+        raise ConfigError(f"{where}: a lambda has no name to write; define a top-level function instead", where)
     if "<locals>" in name:
-        raise TypeError(f"{where}: {name} is local to a function; define it at the top of its module")
+        raise ConfigError(f"{where}: {name} is local to a function; define it at the top of its module", where)
     # optax._src.alias:adamw is optax:adamw to its users, and stays so when optax moves its files.
     for candidate in itertools.accumulate(module.split("."), "{}.{}".format):
         if _follow(sys.modules.get(candidate), name) is obj:
             return f"{candidate}:{name}"
-    raise TypeError(f"{where}: {module}:{name} is not {obj!r}; only top-level objects can be written as text")
+    raise ConfigError(f"{where}: {module}:{name} is not {obj!r}; only top-level objects can be written as text", where)
 
 
-def import_name(name: str, where: str = "value") -> Any:
-    """The object at `module:qualname`; imports that module and nothing else.
+def import_name(name: str, where: str = "value", *, call: bool = False) -> Any:
+    """The object at `module:qualname`; imports that module and nothing else, and only if it is trusted.
+
+    Args:
+        name: `module:qualname`.
+        where: what messages call the place of the name.
+        call: the object is to be called by what a config's text says, which fewer may be (see `trust`).
 
     Raises:
-        LookupError: when the module or the name in it does not exist.
+        ImportNameError: the module or the name in it does not exist, or a config's text may not name it.
     """
     module_name, _, qualname = name.partition(":")
     if not all(part.isidentifier() for part in f"{module_name}.{qualname}".split(".")):
-        raise LookupError(f"{where}: expected module:name, got {name!r}")
+        raise ImportNameError(f"{where}: expected module:name, got {name!r}", where)
+    check_trusted(name, where, call=call)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise LookupError(f"{where}: no module {error.name!r} (in {name!r})") from error
+        raise ImportNameError(f"{where}: no module {error.name!r} (in {name!r})", where) from error
     found = _follow(module, qualname)
     if found is None:
-        raise LookupError(f"{where}: module {module_name!r} has no {qualname!r}")
+        raise ImportNameError(f"{where}: module {module_name!r} has no {qualname!r}", where)
+    home = getattr(found, "__module__", None) or module_name
+    check_trusted(f"{home}:{qualname}", where)  # a trusted module has names of others, such as subprocess.run
     return found
 
 
 def _follow(start: Any, qualname: str) -> Any:
+    """The class or function, by way of classes; None where there is none. Modules within a module do not count."""
     for part in qualname.split("."):
         start = getattr(start, part, None)
+        if isinstance(start, ModuleType):
+            return None
     return start

@@ -1,7 +1,7 @@
 """Text from a command line to a config value, as the field's annotation asks.
 
 `3e-4` is a float where a float is declared and a string where a string is. A nested config is named
-by its owner (`axlearn_like.rope:Rope`), which swaps the component; a function by `module:name`.
+by its owner (`axlearn_like.layers.rope:Rope`), which swaps the component; a function by `module:name`.
 """
 
 import ast
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from axlearn_like.config.base import ConfigBase
 from axlearn_like.config.checks import check, describe
+from axlearn_like.config.errors import ConfigError, ImportNameError
 from axlearn_like.config.names import config_from_name, import_name
 
 _ORDER = (types.NoneType, bool, int, float, Literal)
@@ -21,18 +22,18 @@ def parse_value(text: str, hint: Any, where: str) -> Any:
     """The value that `text` stands for in a field annotated `hint`.
 
     Raises:
-        TypeError: naming `where`, the annotation and the text.
+        ConfigError: names `where`, the annotation and the text.
     """
     reasons = []
     for alternative in sorted(alternatives(hint), key=_rank):
         try:
             return check(_parse(text, alternative, where), alternative, where)
-        except LookupError as error:  # The name of something to import: its reason is worth telling.
+        except ImportNameError as error:  # Why it cannot be imported is worth saying.
             reasons.append(str(error))
-        except (ValueError, TypeError, SyntaxError):
+        except (ConfigError, ValueError):
             continue
     reason = f" ({'; '.join(reasons)})" if reasons else ""
-    raise TypeError(f"{where}: expected {describe(hint)}, got {text!r}{reason}")
+    raise ConfigError(f"{where}: expected {describe(hint)}, got {text!r}{reason}", where)
 
 
 def element_hint(hint: Any, key: Any) -> Any:

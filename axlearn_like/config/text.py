@@ -4,7 +4,8 @@ The first line names the class that the config builds. Then comes one line `path
 leaf, sorted by path, one for each nested config (`path: module:Owner`, or `path: module:function()`
 for a call) and one for each container with configs in it (`path: tuple`). Strings are quoted;
 functions are `module:name`, classes `class module:name`. Equal configs have equal text, so a dict's
-order is not part of it: what is ordered should be a tuple.
+order is not part of it: what is ordered should be a tuple. At the end, a comment `# code: /path/mine.py` names each
+file of the user's own that objects come from.
 
     axlearn_like.decoder:Decoder
     block: axlearn_like.block:Block
@@ -17,12 +18,16 @@ order is not part of it: what is ordered should be a tuple.
 import ast
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from axlearn_like.config.base import REQUIRED, ConfigBase
 from axlearn_like.config.edit import is_literal, is_opened, split_path, walk_nodes
+from axlearn_like.config.errors import ConfigError
 from axlearn_like.config.names import config_from_name, config_name, import_name, qualified_name
+from axlearn_like.config.trust import file_of, offer
 
+_CODE = "# code: "
 _CONTAINERS = {"tuple": tuple, "list": list, "dict": dict}
 _NAME = re.compile(r"(?P<cls>class )?(?P<name>[\w.]+:[\w.]+)(?P<call>\(\))?")
 _WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "REQUIRED": REQUIRED}
@@ -32,11 +37,17 @@ def to_text(cfg: ConfigBase[Any]) -> str:
     """The text of a config, ending in a newline.
 
     Raises:
-        TypeError: for a value that has no text (a lambda, an array), naming its path.
+        ConfigError: a value has no text (a lambda, an array); names its path.
     """
     lines = text_lines(cfg)
+    code = _code(lines.values())
     head = lines.pop("")
-    return "\n".join([head, *(f"{path}: {text}" for path, text in lines.items())]) + "\n"
+    return "\n".join([head, *(f"{path}: {text}" for path, text in lines.items()), *code]) + "\n"
+
+
+def strip_comments(text: str) -> str:
+    """The text without the lines that say where a user's files lie: what makes two configs one."""
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
 
 
 def text_lines(cfg: ConfigBase[Any]) -> dict[str, str]:
@@ -48,13 +59,15 @@ def text_lines(cfg: ConfigBase[Any]) -> dict[str, str]:
 def from_text(text: str) -> ConfigBase[Any]:
     """The config that `to_text` wrote; a field without a line takes its default.
 
-    Nothing in the text is evaluated: values are literals, and a name imports the module it names.
-    (Building the config then runs what it names, so build only what you trust.)
+    Nothing in the text is evaluated: values are literals. A name imports its module if that is trusted: those of this
+    project, and code of the user's own that was named on a command line (see `axlearn_like.config.trust`).
 
     Raises:
-        ValueError: for a line that cannot be read, naming it.
-        AttributeError, TypeError, LookupError: for fields, values or classes that do not fit.
+        ConfigError: a line cannot be read, or a field, value or name does not fit or is not trusted; names it.
     """
+    for line in text.splitlines():
+        if line.startswith(_CODE):
+            offer(line.removeprefix(_CODE))
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     head, *rows = lines or [""]
     root = _Node(head.strip())
@@ -63,10 +76,10 @@ def from_text(text: str) -> ConfigBase[Any]:
         parent = root
         for depth, key in enumerate(keys[:-1]):
             if key not in parent.children:
-                raise ValueError(f"{_show(keys)}: no line for {_show(keys[: depth + 1])}")
+                raise ConfigError(f"{_show(keys)}: no line for {_show(keys[: depth + 1])}", _show(keys))
             parent = parent.children[key]
         if keys[-1] in parent.children:
-            raise ValueError(f"{_show(keys)}: two lines for one path")
+            raise ConfigError(f"{_show(keys)}: two lines for one path", _show(keys))
         parent.children[keys[-1]] = _Node(value)
     return _read_config(root, "")
 
@@ -84,6 +97,13 @@ def diff(a: ConfigBase[Any], b: ConfigBase[Any]) -> list[str]:
         elif old[path] != new[path]:
             lines.append(f"  {name}: {old[path]} -> {new[path]}")
     return lines
+
+
+def _code(values: Iterable[str]) -> list[str]:
+    """The comments that name the user's files."""
+    names = (_NAME.fullmatch(value) for value in values)
+    files = {file_of(found["name"].partition(":")[0]) for found in names if found}
+    return [f"{_CODE}{path}" for path in sorted(filter(None, files))]
 
 
 def _order(path: str) -> tuple[list[tuple[int, int, str]], str]:
@@ -129,9 +149,9 @@ def _split_row(row: str) -> tuple[tuple[Any, ...], str]:
     while at >= 0:
         try:
             return split_path(row[:at]), row[at + 2 :]
-        except ValueError:
+        except ConfigError:
             at = row.find(": ", at + 1)
-    raise ValueError(f"not a line `path: value`: {row!r}")
+    raise ConfigError(f"not a line `path: value`: {row!r}")
 
 
 def _read_config(node: _Node, path: str) -> ConfigBase[Any]:
@@ -141,8 +161,8 @@ def _read_config(node: _Node, path: str) -> ConfigBase[Any]:
     values = {key: _read(child, f"{prefix}{key}") for key, child in node.children.items()}
     try:
         return cls(**values)
-    except (AttributeError, TypeError) as error:
-        raise type(error)(f"{where}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}", path) from error
 
 
 def _read(node: _Node, path: str) -> Any:
@@ -152,24 +172,24 @@ def _read(node: _Node, path: str) -> Any:
     if container is not None:
         indices = [str(i) for i in range(len(node.children))]
         if set(indices) != node.children.keys():
-            raise ValueError(f"{path}: the elements are numbered {', '.join(node.children)}")
+            raise ConfigError(f"{path}: the elements are numbered {', '.join(node.children)}", path)
         return container(_read(node.children[i], f"{path}.{i}") for i in indices)
     if node.text in _WORDS:
         return _WORDS[node.text]
     found = _NAME.fullmatch(node.text)
-    value = import_name(found["name"], path) if found else None
+    value = import_name(found["name"], path, call=bool(found["call"])) if found else None
     if found and (found["call"] or (isinstance(value, type) and not found["cls"])):
         return _read_config(node, path)
     if node.children:
-        raise ValueError(f"{path}: {node.text!r} is a value, but there are lines below it")
+        raise ConfigError(f"{path}: {node.text!r} is a value, but there are lines below it", path)
     if found:
         if not callable(value):
-            raise ValueError(f"{path}: {node.text} is neither a function nor a class")
+            raise ConfigError(f"{path}: {node.text} is neither a function nor a class", path)
         return value
     try:
         return ast.literal_eval(node.text)
     except (ValueError, SyntaxError) as error:
-        raise ValueError(f"{path}: cannot read the value {node.text!r}") from error
+        raise ConfigError(f"{path}: cannot read the value {node.text!r}", path) from error
 
 
 def _show(keys: tuple[Any, ...]) -> str:

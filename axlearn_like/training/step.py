@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import LossFn, Metrics
+from mesh.errors import UserError
 from mesh.sharding import split_rows
 
 State = dict[str, Any]  # {"step": int32[], "params": nested dict, "opt_state": tree}
@@ -52,7 +53,7 @@ def make_train_step(
         every call, applied or skipped: it says how much data was consumed.
     """
     if microbatches < 1:
-        raise ValueError(f"microbatches: expected 1 or more, got {microbatches}")
+        raise UserError(f"microbatches: expected 1 or more, got {microbatches}")
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
     def gradients(params: Any, batch: Any) -> tuple[Any, Metrics]:
@@ -94,5 +95,5 @@ def _combined(name: str, values: jax.Array) -> jax.Array:
 def _split(x: jax.Array, count: int) -> jax.Array:
     """[batch, ...] -> [count, batch / count, ...]."""
     if x.shape[0] % count:
-        raise ValueError(f"a batch of {x.shape[0]} rows does not divide into {count} microbatches")
+        raise UserError(f"a batch of {x.shape[0]} rows does not divide into {count} microbatches")
     return split_rows(x, count)

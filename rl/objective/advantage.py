@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
+from mesh.errors import UserError
 
 
 def constant_groups(rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
@@ -102,7 +103,7 @@ class SuccessNormalisedAdvantage(Advantage):
 
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         if np.any(rewards[live] < 0):
-            raise ValueError(
+            raise UserError(
                 f"SuccessNormalisedAdvantage needs rewards >= 0 (meant: 0 or 1), got {float(rewards[live].min())}"
             )
         mean = _group_mean(rewards, groups, live)
@@ -157,5 +158,5 @@ class RawReward(Advantage):
 
 def _checked_ddof(ddof: int, owner: str) -> int:
     if ddof not in (0, 1):
-        raise ValueError(f"{owner}.Config.ddof must be 0 or 1, got {ddof}")
+        raise UserError(f"{owner}.Config.ddof must be 0 or 1, got {ddof}")
     return ddof

@@ -11,6 +11,7 @@ Only rollouts with at least one counted token enter a denominator.
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from mesh.errors import UserError
 
 
 class Aggregation(Configurable):
@@ -72,13 +73,13 @@ class MaxLengthMean(Aggregation):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         if cfg.max_length < 1:
-            raise ValueError(f"MaxLengthMean.Config.max_length must be >= 1, got {cfg.max_length}")
+            raise UserError(f"MaxLengthMean.Config.max_length must be >= 1, got {cfg.max_length}")
         self.max_length = cfg.max_length
 
     def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
         longest = int(mask.sum(axis=1).max(initial=0))
         if longest > self.max_length:
-            raise ValueError(
+            raise UserError(
                 f"a rollout of {longest} sampled tokens exceeds MaxLengthMean.Config.max_length={self.max_length}"
             )
         return mask / (max(int(mask.any(axis=1).sum()), 1) * self.max_length)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable
+from mesh.errors import UserError
 from rl.objective.tokens import Tokens, masked_mean, safe_exp
 
 
@@ -54,7 +55,7 @@ class TruncatedImportance(Importance):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         if not 0.0 <= cfg.floor <= 1.0 <= cfg.cap:
-            raise ValueError(
+            raise UserError(
                 f"TruncatedImportance.Config needs 0 <= floor <= 1 <= cap, got floor={cfg.floor}, cap={cfg.cap}"
             )
         self.level, self.mode, self.cap, self.floor = cfg.level, cfg.mode, cfg.cap, cfg.floor

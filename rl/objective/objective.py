@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
+from mesh.errors import UserError
 from rl.objective.advantage import Advantage, GroupAdvantage, constant_groups
 from rl.objective.aggregation import Aggregation, TokenMean
 from rl.objective.importance import Importance, NoImportance
@@ -73,12 +74,12 @@ class Objective(Configurable):
         self.mask_truncated = cfg.truncated == "mask"
         self.old_policy: OldPolicy = cfg.old_policy
         if self.drop_zero_variance and not self.advantage.group_relative:
-            raise ValueError(
+            raise UserError(
                 "Objective.Config.zero_variance='drop' needs an advantage relative to the group; "
                 f"with {type(self.advantage).__name__} a group of equal rewards has a gradient"
             )
         if self.old_policy == "behaviour" and not isinstance(self.importance, NoImportance):
-            raise ValueError(
+            raise UserError(
                 "Objective.Config.old_policy='behaviour' makes pi_old / mu equal to one: "
                 f"{type(self.importance).__name__} would do nothing. Use NoImportance, or "
                 "old_policy='recompute'"

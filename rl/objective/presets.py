@@ -7,6 +7,7 @@ Where a paper leaves a choice open, or this form differs from it, the docstring 
 from collections.abc import Callable
 from typing import Literal
 
+from mesh.errors import UserError
 from rl.objective.advantage import (
     BatchAdvantage,
     GroupAdvantage,
@@ -57,7 +58,7 @@ def dapo(*, max_length: int | None = None, buffer: int | None = None) -> Objecti
     dropping ("dynamic sampling") is the controller's part.
     """
     if (max_length is None) != (buffer is None):
-        raise ValueError("dapo needs both max_length and buffer, or neither")
+        raise UserError("dapo needs both max_length and buffer, or neither")
     shaping: RewardShaping.Config | None = None
     if max_length is not None and buffer is not None:
         shaping = SoftOverlongPenalty.Config(max_length=max_length, buffer=buffer)

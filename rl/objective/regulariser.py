@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from mesh.errors import UserError
 from rl.objective.tokens import Tokens, safe_exp
 
 
@@ -75,7 +76,7 @@ class ReferenceKL(Regulariser):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         if cfg.estimator == "k1":
-            raise ValueError(
+            raise UserError(
                 "ReferenceKL.Config.estimator='k1' cannot be a loss: the gradient of "
                 "log pi - log ref has mean zero, so it would not hold the policy near the "
                 "reference. Use 'k2' (or 'k3') here, or subtract kl_k1 from the reward."

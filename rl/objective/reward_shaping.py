@@ -3,6 +3,7 @@
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from mesh.errors import UserError
 
 
 class RewardShaping(Configurable):
@@ -28,7 +29,7 @@ class SoftOverlongPenalty(RewardShaping):
 
     def __init__(self, cfg: Config):
         if not 0 < cfg.buffer <= cfg.max_length:
-            raise ValueError(
+            raise UserError(
                 "SoftOverlongPenalty.Config needs 0 < buffer <= max_length, got "
                 f"buffer={cfg.buffer}, max_length={cfg.max_length}"
             )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable
+from mesh.errors import UserError
 from rl.objective.tokens import Tokens, masked_mean, safe_exp
 
 
@@ -80,7 +81,7 @@ class ClippedSurrogate(Surrogate):
         super().__init__(cfg)
         _check_clip(cfg.low, cfg.high, "ClippedSurrogate")
         if cfg.dual and cfg.dual <= 1.0 + cfg.high:
-            raise ValueError(f"ClippedSurrogate.Config.dual must be 0 or > 1 + high, got {cfg.dual}")
+            raise UserError(f"ClippedSurrogate.Config.dual must be 0 or > 1 + high, got {cfg.dual}")
         self.low, self.high, self.dual = cfg.low, cfg.high, cfg.dual
         self.level: Literal["token", "sequence"] = cfg.level
 
@@ -121,4 +122,4 @@ class ClippedWeightLogProbability(Surrogate):
 
 def _check_clip(low: float, high: float, owner: str) -> None:
     if low < 0 or high < 0:
-        raise ValueError(f"{owner}.Config needs low >= 0 and high >= 0, got {low} and {high}")
+        raise UserError(f"{owner}.Config needs low >= 0 and high >= 0, got {low} and {high}")

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from mesh.errors import UserError
 from rl.tasks.reasoning_gym import import_reasoning_gym
 
 __all__ = ["TaskFamily"]
@@ -52,7 +53,7 @@ class TaskFamily(Configurable):
         self.label = cfg.label or cfg.name
         self.weight = cfg.weight
         if not cfg.weight >= 0:
-            raise ValueError(f"task family {self.label!r}: weight={cfg.weight} is negative")
+            raise UserError(f"task family {self.label!r}: weight={cfg.weight} is negative")
         _check_name(cfg.name)
         _check_params(cfg.name, cfg.params)
         digest = hashlib.blake2b(f"{seed}/{self.label}".encode(), digest_size=4).digest()
@@ -62,7 +63,7 @@ class TaskFamily(Configurable):
         try:
             self._dataset = import_reasoning_gym().create_dataset(cfg.name, **params)
         except (AssertionError, TypeError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"task family {self.label!r}: reasoning-gym refuses params {cfg.params}: {error}"
             ) from error
         self._finite = cfg.name in _FINITE
@@ -81,17 +82,17 @@ def _check_name(name: str) -> None:
     from reasoning_gym.factory import DATASETS
 
     if name in _NOT_REPRODUCIBLE:
-        raise ValueError(
+        raise UserError(
             f"task family {name!r}: reasoning-gym's items of this dataset differ from process to "
             "process, so answers could not be verified; the same holds for "
             f"{', '.join(n for n in _NOT_REPRODUCIBLE if n != name)}"
         )
     if name in _NEEDS_DATASETS:
-        raise ValueError(f"task family {name!r} is itself a mixture: name its parts in TaskMixture.Config.families")
+        raise UserError(f"task family {name!r} is itself a mixture: name its parts in TaskMixture.Config.families")
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(DATASETS))}"
-        raise ValueError(f"unknown task family {name!r}: {hint}")
+        raise UserError(f"unknown task family {name!r}: {hint}")
 
 
 def _check_params(name: str, params: dict[str, Any]) -> None:
@@ -100,12 +101,12 @@ def _check_params(name: str, params: dict[str, Any]) -> None:
     accepted = [f.name for f in dataclasses.fields(DATASETS[name][1]) if f.init and f.name not in _RESERVED]
     for key in params:
         if key in _RESERVED:
-            raise ValueError(
+            raise UserError(
                 f"task family {name!r}: param {key!r} belongs to the mixture, which is endless and has its own seed"
             )
         if key not in accepted:
             near = difflib.get_close_matches(key, accepted, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
+            raise UserError(
                 f"task family {name!r} has no param {key!r}: {hint}accepted: {', '.join(accepted) or 'none'}"
             )

@@ -16,6 +16,7 @@ import numpy as np
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
+from mesh.errors import UserError
 from rl.roles.messages import Problem
 from rl.tasks.family import TaskFamily
 
@@ -57,17 +58,17 @@ class TaskMixture(Configurable):
 
     def __init__(self, cfg: Config):
         if cfg.heldout_every < 2:
-            raise ValueError(
+            raise UserError(
                 f"TaskMixture.Config.heldout_every={cfg.heldout_every}: at least 2, or nothing is left to train on"
             )
         if not cfg.families:
-            raise ValueError("TaskMixture.Config.families is empty")
+            raise UserError("TaskMixture.Config.families is empty")
         self.heldout_every = cfg.heldout_every
         self._families = [family.build(seed=cfg.seed) for family in cfg.families]
         labels = [family.label for family in self._families]
         for label in labels:
             if labels.count(label) > 1:
-                raise ValueError(
+                raise UserError(
                     f"two task families of TaskMixture.Config.families are called {label!r}: "
                     "set TaskFamily.Config.label"
                 )
@@ -96,7 +97,7 @@ class TaskMixture(Configurable):
             problem = self._make(family, item)
             if not is_heldout(problem.question, self.heldout_every):
                 return problem
-        raise ValueError(
+        raise UserError(
             f"task family {self.family_names[family]!r}: items {first}..{first + _ATTEMPTS - 1} "
             "are all held out, so it has too few distinct questions to train on with "
             f"heldout_every={self.heldout_every}; widen its params"
@@ -133,7 +134,7 @@ class TaskMixture(Configurable):
         for index in range(num_train):
             problem = self.train(index)
             if problem.question in heldout:
-                raise ValueError(
+                raise UserError(
                     f"training problem {index} (id {problem.id}) asks the held-out question "
                     f"{problem.question!r} (id {heldout[problem.question]})"
                 )
@@ -166,7 +167,7 @@ class TaskMixture(Configurable):
                 found.append(problem)
                 seen.add(problem.question)
         if len(found) < n:
-            raise ValueError(
+            raise UserError(
                 f"task family {self.family_names[family]!r} has {len(found)} distinct held-out "
                 f"questions in its first {self._scanned[family]} items, {n} are wanted: "
                 f"ask for at most {len(found)}, or widen its params"
@@ -215,7 +216,7 @@ def _shares(weights: list[float], labels: list[str]) -> list[int]:
     exact = [Fraction(str(w)) for w in weights]
     total = sum(exact)
     if total == 0:
-        raise ValueError("the weights of all task families are 0: there is nothing to train on")
+        raise UserError("the weights of all task families are 0: there is nothing to train on")
     fractions = [w / total for w in exact]
     cycle = math.lcm(*(f.denominator for f in fractions))
     if cycle <= _CYCLE:
@@ -223,7 +224,7 @@ def _shares(weights: list[float], labels: list[str]) -> list[int]:
     shares = [round(f * _CYCLE) for f in fractions]
     for share, weight, label in zip(shares, weights, labels, strict=True):
         if weight and not share:
-            raise ValueError(f"task family {label!r}: weight={weight} is less than 1/{_CYCLE} of the mixture")
+            raise UserError(f"task family {label!r}: weight={weight} is less than 1/{_CYCLE} of the mixture")
     return shares
 
 

@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from mesh.errors import UserError
 from rl.roles.messages import Score
 from rl.verification.pool import WorkerPool
 from rl.verification.scorers import Scorer
@@ -28,7 +29,7 @@ class Verifier(Configurable):
 
     def __init__(self, cfg: Config):
         if cfg.processes < 1 or cfg.deadline_s <= 0 or cfg.start_deadline_s <= 0:
-            raise ValueError(
+            raise UserError(
                 "Verifier.Config needs processes >= 1 and deadlines > 0, got "
                 f"processes={cfg.processes}, deadline_s={cfg.deadline_s}, "
                 f"start_deadline_s={cfg.start_deadline_s}"
@@ -45,7 +46,7 @@ class Verifier(Configurable):
         """One score per answer, in order; `answers[i]` answers problem `problem_ids[i]`.
 
         Raises:
-            ValueError: the two differ in length. RuntimeError: the verifier is closed, or its
+            UserError: the two differ in length. RuntimeError: the verifier is closed, or its
             scorer cannot be built (with what its process said).
         """
         return self._pool.score(problem_ids, answers)

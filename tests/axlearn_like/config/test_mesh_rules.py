@@ -2,7 +2,7 @@
 
 import pytest
 
-from axlearn_like.config import from_text, get_path, has_mesh_rules, to_text, with_mesh_rules
+from axlearn_like.config import ConfigError, from_text, get_path, has_mesh_rules, to_text, with_mesh_rules
 from tests.axlearn_like.tiny import tiny_trainer
 from tools.experiment import load_experiment
 
@@ -45,5 +45,5 @@ def test_devices_are_asked_for_only_where_there_are_rules_and_edits_come_last():
 
 def test_no_rule_for_a_device_names_the_rules():
     cfg = tiny_trainer(3, mesh_rules=RULES[:1])
-    with pytest.raises(LookupError, match=r"no mesh rule for 'gpu-8'; its rules: 'tpu-v5p-\.\*'"):
+    with pytest.raises(ConfigError, match=r"no mesh rule for 'gpu-8'; its rules: 'tpu-v5p-\.\*'"):
         with_mesh_rules(cfg, "gpu-8")

@@ -1,0 +1,168 @@
+"""Whose objects a config's text may name, so that a text that came from elsewhere cannot run what it likes.
+
+Always: this project's packages, jax and optax. A user's own code: the files (`path/mine.py`) and packages (`mylab`)
+that the user has named on a command line, or by `trust` in a program. `axl` remembers those in a file of the user's,
+outside of any run directory. Processes that are started inherit them by the environment variable AXL_CODE.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from axlearn_like.config.errors import ImportNameError
+from mesh.errors import UserError
+
+OWN = ("axlearn_like", "experiments", "mesh", "models", "rl")
+OTHERS = ("jax", "optax")
+CALLED = ("optax", "jax.nn")  # of whose functions a text may ask for a call, `optax:adamw()`
+PLAIN = tuple(f"builtins:{kind}" for kind in ("bool", "bytes", "dict", "float", "int", "list", "str", "tuple"))
+VARIABLE = "AXL_CODE"
+
+_files: dict[str, Path] = {}  # module -> its file, of a user's files
+_offered: dict[str, str] = {}  # module -> the file or package that a text says it is from
+
+
+def trust(place: str | Path) -> str:
+    """Lets configs name the objects of a file `path/mine.py`, or of a package by any module of it.
+
+    A file's folder is put at the end of the import path. Processes started from now on trust it as well.
+
+    Returns:
+        The name of the module to import.
+
+    Raises:
+        UserError: there is no such file, or its name is that of another module.
+    """
+    module = _trust(str(place))
+    kept = os.environ.get(VARIABLE, "").split(os.pathsep)
+    place = str(_files.get(module, _root(module)))
+    if place not in kept:
+        os.environ[VARIABLE] = os.pathsep.join([*filter(None, kept), place])
+    return module
+
+
+def import_place(place: str) -> ModuleType:
+    """Imports the file or module that the user has named, and trusts it.
+
+    Raises:
+        UserError: it cannot be found.
+    """
+    name = trust(place)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        hidden = _files[name].parent / _root(missing) if name in _files else None
+        if hidden is not None and hidden.is_dir() and _root(missing) in (*OWN, "tools"):
+            raise UserError(
+                f"{place} imports {missing!r}, but the name {_root(missing)!r} belongs to a package of this project; "
+                f"rename your folder {hidden}"
+            ) from error
+        if not name.startswith(missing):
+            raise  # an import inside the module: its own error
+        raise UserError(f"no module {missing!r} (in {place!r})") from error
+
+
+def check_trusted(name: str, where: str, *, call: bool = False) -> None:
+    """Refuses the name `module:object` of a text unless its module is trusted; imports nothing.
+
+    Raises:
+        ImportNameError: names the module and how to trust it.
+    """
+    module = name.partition(":")[0]
+    root = _root(module)
+    if not call and (root in (*OWN, *OTHERS) or name in PLAIN):
+        return
+    if _under(module, CALLED) or root in _trusted_roots():
+        return
+    if root in _offered and not Path(_offered[root]).is_file():
+        how = f"{_offered[root]} is not there any more; say where it is now: --code PATH/{root}.py"
+    elif root in _offered:
+        how = f"it is from {_offered[root]}; if you trust that file, add --code {_offered[root]}"
+    elif root in (*OWN, *OTHERS):
+        how = f"a text may ask for calls of functions of {', '.join(CALLED)}, and of code of your own"
+    else:
+        how = f"expected {', '.join((*OWN, *OTHERS))}, or a file or package of yours that you trust: --code {root}"
+    raise ImportNameError(f"{where}: a config may not name {name!r}: {how}", where)
+
+
+def file_of(module: str) -> Path | None:
+    """The user's file behind a module, if it is one."""
+    return _files.get(_root(module))
+
+
+def offer(place: str) -> None:
+    """Takes in the file that a text names its objects from: trusted if the user has named it before."""
+    _offered[Path(place).stem] = place
+    if Path(place).is_file() and place in _remembered():
+        trust(place)
+
+
+def remember(place: str) -> None:
+    """Trusts a file or package, now and in later commands of this user."""
+    module = trust(place)
+    place = str(_files.get(module, _root(module)))
+    if place in _remembered():
+        return
+    try:
+        _memory().parent.mkdir(parents=True, exist_ok=True)
+        with open(_memory(), "a") as file:
+            file.write(place + "\n")
+    except OSError:
+        pass  # no home to write to: the next command must name it again
+
+
+def _trust(place: str) -> str:
+    if not place.endswith(".py"):
+        _offered.pop(_root(place), None)
+        return place
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise UserError(f"no file {path}")
+    name = path.stem
+    if _files.get(name) != path:
+        loaded = sys.modules.get(name)
+        found = getattr(loaded, "__spec__", None) if loaded else importlib.util.find_spec(name)
+        if loaded or found:
+            origin = found.origin if found else None
+            if origin is None or Path(origin).resolve() != path:
+                raise UserError(f"{path}: there is already a module {name!r}; rename the file")
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+            importlib.invalidate_caches()
+        _files[name] = path
+    return name
+
+
+def _trusted_roots() -> set[str]:
+    """By the environment, to which `trust` adds."""
+    places = [place for place in os.environ.get(VARIABLE, "").split(os.pathsep) if place]
+    roots = {_trust(place) for place in places if not place.endswith(".py") or Path(place).is_file()}
+    return {_root(name) for name in roots | set(_remembered_packages())}
+
+
+def _remembered() -> list[str]:
+    try:
+        return _memory().read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def _remembered_packages() -> list[str]:
+    return [place for place in _remembered() if not place.endswith(".py")]
+
+
+def _memory() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(state) / "axlearn-like" / "code.txt"
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _under(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
