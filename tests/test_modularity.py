@@ -88,10 +88,10 @@ def moments(cfg: ConfigBase[Any], params: Any) -> set[str]:
 @pytest.mark.parametrize("modifier", MODIFIERS, ids=lambda m: m.__name__)
 def test_a_modifier_has_ten_lines_at_most_and_names_no_experiment(modifier: Callable[[Any], None]):
     assert 0 < code_lines(modifier) <= LINES
-    assert not set(registry.names()) & set(modifier.__code__.co_names + modifier.__code__.co_varnames)
+    assert not set(registry.entries()) & set(modifier.__code__.co_names + modifier.__code__.co_varnames)
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", registry.entries())
 @pytest.mark.parametrize("modifier", MODIFIERS, ids=lambda m: m.__name__)
 def test_every_modifier_fits_every_experiment(modifier: Callable[[Any], None], name: str):
     plain, cfg = modified(name, None), modified(name, modifier)

@@ -1,30 +1,24 @@
-"""From the words of a command line to an experiment's config, with mistakes refused in one message.
+"""From the words of a command line to an experiment's config.
 
-An unknown name is refused from the source text alone, before jax is imported (seconds on a small
-machine). Errors that the config system raises become `UserError`; an error of the experiment's own
-code stays what it is, with its traceback.
+An unknown name is refused from the source text alone, before jax is imported (seconds on a small machine). What the
+user names here (an experiment's file or module, modifiers, values `module:name`) is trusted by later commands, too.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from axlearn_like.config import ConfigBase, config_name, has_mesh_rules, set_path, with_mesh_rules
+from axlearn_like.config.trust import OTHERS, OWN, remember
+from experiments import registry
 from mesh.errors import UserError, did_you_mean
 
-if TYPE_CHECKING:
-    from axlearn_like.config import ConfigBase
-
-# Modules that raise built-in errors to say that a config, a path or a name is wrong.
-CONFIG_MODULES = ("axlearn_like.config", "experiments.registry", "tools.commands.config")
-ROOMS = ("axlearn_like", "rl", "models", "mesh", "experiments", "tools")
+_NAME = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
 
 
 def experiment_options[F: Callable[..., Any]](function: F) -> F:
@@ -77,22 +71,34 @@ def load_experiment(
         UserError: For an unknown experiment or modifier, a path or a value that does not fit, or an experiment
             without a seed.
     """
-    check_name(name)
-    from axlearn_like.config import has_mesh_rules, with_mesh_rules
-    from experiments import registry
-    from tools.commands import config
+    trust_place(name)
+    cfg = registry.get(name) if seed is None else registry.get(name, seed=seed)
+    if device is not None and has_mesh_rules(cfg):
+        cfg = with_mesh_rules(cfg, device())
+    for modifier in applied:
+        find_modifier(modifier)(cfg)
+    return apply_edits(cfg, sets)
 
-    with config_errors():
-        arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
-        function = registry.find(name)
-        if arguments and "seed" not in function.__code__.co_varnames[: _parameter_count(function)]:
-            raise UserError(f"experiment {name!r} takes no argument 'seed'; use --set path=value")
-        cfg = config.load(name, **arguments)
-        if device is not None and has_mesh_rules(cfg):
-            cfg = with_mesh_rules(cfg, device())
-        for modifier in applied:
-            find_modifier(modifier)(cfg)
-        return config.edit(cfg, sets)
+
+def apply_edits(cfg: ConfigBase, sets: Sequence[str], prefix: str = "") -> ConfigBase:
+    """Applies the edits `path=value` of `--set` in order, in place, and returns the config.
+
+    Args:
+        cfg: the config.
+        sets: the edits.
+        prefix: what stood before the paths on the command line.
+
+    Raises:
+        UserError: For an edit without `=`, or a path or a value that does not fit.
+    """
+    for edit in sets:
+        path, equals, value = edit.partition("=")
+        if not equals:
+            raise UserError(f"--set {prefix + edit!r}: expected path=value, like trainer.learner.lr=3e-4")
+        for module in _NAME.findall(value):
+            trust_place(f"{module}:")  # the user's own word
+        set_path(cfg, path.strip(), value)
+    return cfg
 
 
 def find_modifier(name: str) -> Callable[[ConfigBase], Any]:
@@ -101,63 +107,27 @@ def find_modifier(name: str) -> Callable[[ConfigBase], Any]:
     Raises:
         UserError: If there is none, with the nearest names.
     """
-    from experiments import modifiers, registry
+    from experiments import modifiers
 
     if ":" in name:
-        with config_errors():
-            return registry.find(name)
+        trust_place(name)
+        return registry.find(name)
     known = {n: f for n, f in vars(modifiers).items() if getattr(f, "__module__", "") == modifiers.__name__}
     if name not in known:
         raise UserError(f"no modifier {name!r}{did_you_mean(name, known)}")
     return known[name]
 
 
-def check_name(name: str) -> None:
-    """Refuses a name that no module of `experiments` defines, with the nearest ones.
-
-    Raises:
-        UserError: If `name` is not that of an experiment; names with a colon are not looked at.
-    """
-    if ":" in name:
-        return
-    known = experiment_names()
-    if name not in known:
-        raise UserError(f"no experiment {name!r}{did_you_mean(name, known)}")
-
-
-def experiment_names() -> list[str]:
-    """Reads the names of the functions decorated with `experiment` from the package's source."""
-    spec = find_spec("experiments")
-    names = []
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(folder).glob("*.py")):
-            for node in ast.parse(path.read_bytes()).body:
-                if isinstance(node, ast.FunctionDef) and any(map(_registers, node.decorator_list)):
-                    names.append(node.name)
-    return sorted(names)
-
-
-@contextmanager
-def config_errors(*, building: bool = False) -> Iterator[None]:
-    """Turns errors of the config system into `UserError`.
-
-    Args:
-        building: Also the ValueErrors by which constructors in our rooms refuse their configs.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except (LookupError, ValueError, TypeError, AttributeError) as error:
-        module = _raised_in(error.__traceback__)
-        refused = module.startswith(CONFIG_MODULES) or (
-            building and isinstance(error, ValueError) and module.split(".")[0] in ROOMS
-        )
-        if not refused:
-            raise
-        # str() of a KeyError is its argument's repr.
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        raise UserError(str(message)) from error
+def code_option[F: Callable[..., Any]](function: F) -> F:
+    """Adds --code to a command that reads the config of a run."""
+    return click.option(
+        "--code",
+        multiple=True,
+        metavar="PLACE",
+        callback=lambda _, __, places: [remember(place) for place in places],
+        expose_value=False,
+        help="A file (mine.py) or package of yours that the run's config names. Remembered; may be repeated.",
+    )(function)
 
 
 def default_run_dir(experiment: str, run_dir: Path | None) -> Path:
@@ -167,26 +137,11 @@ def default_run_dir(experiment: str, run_dir: Path | None) -> Path:
 
 def owner_of(cfg: ConfigBase) -> str:
     """Returns `module:Class` of what the config builds."""
-    from axlearn_like.config import config_name
-
     return config_name(cfg)
 
 
-def _registers(decorator: ast.expr) -> bool:
-    target = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return (isinstance(target, ast.Name) and target.id == "experiment") or (
-        isinstance(target, ast.Attribute) and target.attr == "experiment"
-    )
-
-
-def _parameter_count(function: Callable[..., Any]) -> int:
-    return function.__code__.co_argcount + function.__code__.co_kwonlyargcount
-
-
-def _raised_in(trace: TracebackType | None) -> str:
-    """The module whose code raised."""
-    if trace is None:
-        return ""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return str(trace.tb_frame.f_globals.get("__name__", ""))
+def trust_place(name: str) -> None:
+    """Trusts the file or package in `place:function`, from now on, if it is not of this project."""
+    place = name.rpartition(":")[0]
+    if place and place.partition(".")[0] not in (*OWN, *OTHERS):
+        remember(place)

@@ -124,6 +124,8 @@ def _trust(place: str) -> str:
         raise UserError(f"no file {path}")
     name = path.stem
     if _files.get(name) != path:
+        if name in _files and name not in sys.modules:  # another file of that name, which was not imported
+            sys.path.remove(str(_files.pop(name).parent))
         loaded = sys.modules.get(name)
         found = getattr(loaded, "__spec__", None) if loaded else importlib.util.find_spec(name)
         if loaded or found:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from axlearn_like.config import strip_comments
 from mesh.errors import UserError
 
 
@@ -131,7 +132,7 @@ class RunDirectory:
         if force or not self.config_path.exists():
             return
         recorded = self.config_path.read_text()
-        if recorded == config_text:
+        if strip_comments(recorded) == strip_comments(config_text):
             return
         changes = [
             line

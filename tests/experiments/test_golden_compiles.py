@@ -8,7 +8,7 @@ import traceback
 
 import pytest
 
-from experiments.registry import get, names
+from experiments.registry import entries, get
 from mesh.topology import prepare_compiler
 from tests.elsewhere import elsewhere
 from tests.tpu_compiler import needs_tpu_compiler
@@ -43,7 +43,7 @@ def test_an_experiment_compiles_to_what_is_stored(case):
 def test_every_experiment_with_a_rule_for_tpus_is_compiled_small():
     ruled = {
         name
-        for name in names()
+        for name in entries()
         if any(pattern.startswith("tpu") for pattern, _ in getattr(get(name), "mesh_rules", ()))
     }
     assert ruled and ruled <= {case.experiment for case in SMALL}

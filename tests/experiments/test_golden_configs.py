@@ -5,7 +5,7 @@ import difflib
 import pytest
 
 from axlearn_like.config import from_text, to_text
-from experiments.registry import names
+from experiments.registry import entries
 from tools.golden.configs import DIRECTORY, golden_texts
 
 
@@ -14,7 +14,7 @@ def texts() -> dict[str, str]:
     return golden_texts()
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", entries())
 def test_an_experiment_composes_what_is_stored(name, texts):
     path = DIRECTORY / f"{name}.txt"
     assert path.exists(), f"no {path.name}; `python -m tools.golden.configs` writes it"
@@ -22,10 +22,10 @@ def test_an_experiment_composes_what_is_stored(name, texts):
     assert not difference, "`python -m tools.golden.configs`, if this is meant:\n" + "\n".join(difference)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", entries())
 def test_the_text_is_the_experiment(name, texts):
     assert to_text(from_text(texts[name])) == texts[name]
 
 
 def test_nothing_is_stored_of_experiments_that_are_gone():
-    assert {path.stem for path in DIRECTORY.glob("*.txt")} == set(names())
+    assert {path.stem for path in DIRECTORY.glob("*.txt")} == set(entries())

@@ -1,17 +1,15 @@
 """Experiments named on the command line: what is refused, how early, and what is not disguised."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from axlearn_like.config import get_path
+from axlearn_like.config import ConfigError, get_path
 from experiments import registry
 from mesh.errors import UserError
 from tests.tools.test_cli import run_and_list_modules
 from tools import cli
-from tools.experiment import config_errors, default_run_dir, experiment_names, load_experiment
+from tools.experiment import default_run_dir, load_experiment
 
 SOURCE = """
 from axlearn_like.config import ConfigBase, Configurable
@@ -56,12 +54,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_names_read_from_source_are_those_registered() -> None:
-    assert experiment_names() == registry.names()
-
-
 def test_an_unknown_experiment_is_refused_with_the_nearest() -> None:
-    name = experiment_names()[0]
+    name = next(iter(registry.entries()))
     with pytest.raises(UserError, match=f"no experiment '{name}x'; did you mean '{name}'"):
         load_experiment(name + "x")
 
@@ -93,6 +87,12 @@ def test_a_wrong_edit_is_a_user_error(own: str, edit: str, words: str) -> None:
         load_experiment(f"{own}:thing", [edit])
 
 
+def test_errors_of_edits_name_the_place_from_the_experiment(own: str) -> None:
+    with pytest.raises(ConfigError, match=r"^thing has no field 'sizes'; did you mean 'size'") as caught:
+        load_experiment(f"{own}:thing", ["sizes=3"])
+    assert caught.value.path == "thing.sizes"
+
+
 def test_a_field_misspelt_in_the_experiment_is_a_user_error(own: str) -> None:
     with pytest.raises(UserError, match="sise.*size"):
         load_experiment(f"{own}:mistaken")
@@ -101,28 +101,6 @@ def test_a_field_misspelt_in_the_experiment_is_a_user_error(own: str) -> None:
 def test_a_bug_of_the_experiment_keeps_its_traceback(own: str) -> None:
     with pytest.raises(KeyError, match="missing"):
         load_experiment(f"{own}:buggy")
-
-
-def raiser(module: str, error: Exception) -> Callable[[], None]:
-    """A function that raises `error` as if its code stood in `module`."""
-    scope = {"__name__": module, "error": error}
-    exec("def fail():\n    raise error", scope)
-    return cast("Callable[[], None]", scope["fail"])
-
-
-def test_a_constructor_refuses_its_config_by_a_value_error() -> None:
-    refuse = raiser("rl.made_up", ValueError("num_steps must be positive"))
-    with pytest.raises(UserError, match="num_steps"), config_errors(building=True):
-        refuse()
-    with pytest.raises(ValueError, match="num_steps") as caught, config_errors():
-        refuse()
-    assert not isinstance(caught.value, UserError)
-
-
-@pytest.mark.parametrize(("module", "error"), [("rl.made_up", TypeError("bug")), ("numpy.made_up", ValueError("bug"))])
-def test_other_errors_while_building_are_bugs(module: str, error: Exception) -> None:
-    with pytest.raises(type(error), match="bug"), config_errors(building=True):
-        raiser(module, error)()
 
 
 def test_the_command_line_shows_an_own_experiment(own: str, capsys: pytest.CaptureFixture[str]) -> None:

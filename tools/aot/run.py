@@ -9,7 +9,7 @@ from mesh.devices import device_name
 from mesh.topology import Topology, topology_devices
 from tools.aot.report import Report, report_dict
 from tools.aot.steps import Step, find_step
-from tools.experiment import config_errors, load_experiment
+from tools.experiment import load_experiment
 
 
 class Outcome(NamedTuple):
@@ -33,7 +33,6 @@ def compile_experiment(
     Raises:
         UserError: sizes do not fit each other; it is known before anything is compiled.
     """
-    with config_errors(building=True):
-        found = find_step(cfg, step, topology_devices(topology))
-        compiled = compile_step(found.name, found.trace, found.mesh, topology, options)
+    found = find_step(cfg, step, topology_devices(topology))
+    compiled = compile_step(found.name, found.trace, found.mesh, topology, options)
     return Outcome(found, compiled, report_dict(found, compiled))

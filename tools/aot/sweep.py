@@ -20,7 +20,6 @@ from tools.aot.candidates import Candidate, Space, candidates
 from tools.aot.memory import at_least
 from tools.aot.report import Report, describe_topology, report_dict
 from tools.aot.steps import described, find_step
-from tools.experiment import config_errors
 
 Row = dict[str, Any]
 
@@ -107,12 +106,11 @@ def _try(
         "why": None,
     }
     try:
-        with config_errors(building=True):
-            step = find_step(candidate.applied(cfg), "train", topology_devices(topology))
-            least = _least(step)
-            if least > available:
-                return {**row, "needed": least, "why": "arguments and what is kept for the backward pass"}
-            found = compile_step(step.name, step.trace, step.mesh, topology, options)
+        step = find_step(candidate.applied(cfg), "train", topology_devices(topology))
+        least = _least(step)
+        if least > available:
+            return {**row, "needed": least, "why": "arguments and what is kept for the backward pass"}
+        found = compile_step(step.name, step.trace, step.mesh, topology, options)
     except UserError as error:
         return {**row, "why": str(error)}
     report = report_dict(step, found)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
+from experiments.registry import check_name
 from mesh.errors import UserError
-from tools.experiment import check_name
 
 STEPS = ("train", "eval", "score", "prefill", "decode")
 

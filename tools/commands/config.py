@@ -1,7 +1,6 @@
 """`axl config`: what experiments there are, what one says, and how two differ."""
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -9,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from axlearn_like.config import ConfigBase, resolve, set_path, to_text, walk_configs
+from axlearn_like.config import ConfigBase, resolve, to_text, walk_configs
 from axlearn_like.config import diff as config_diff
 from experiments import registry
-from tools.experiment import check_name, config_errors
+from tools.experiment import load_experiment
 
 Build = Callable[[ConfigBase[Any]], Any]
 _UNWRAPPED = 1000  # columns
@@ -27,41 +26,14 @@ def list_experiments(console: Console | None = None) -> None:
     if not console.is_terminal:
         console.width = _UNWRAPPED
     table = Table("experiment", "module", "what it is", box=None, pad_edge=False)
-    for name in registry.names():
-        function = registry.find(name)
-        about = (inspect.getdoc(function) or "").partition("\n")[0]
-        table.add_row(Text(name), Text(function.__module__), Text(about))
+    for name, entry in registry.entries().items():
+        table.add_row(Text(name), Text(entry.module), Text(entry.summary))
     console.print(table)
-
-
-def load(experiment: str, sets: Iterable[str] = (), **arguments: Any) -> ConfigBase[Any]:
-    """An experiment's config with the edits `path=value` applied in order.
-
-    Args:
-        experiment: a name, or `file.py:function`, or `package.module:function`.
-        sets: edits `path=value`.
-        arguments: of the experiment's function.
-
-    Raises:
-        ValueError: for an edit without `=`.
-        LookupError, AttributeError, TypeError: for names, paths or values that do not fit.
-    """
-    return edit(registry.get(experiment, **arguments), sets)
-
-
-def edit(cfg: ConfigBase[Any], sets: Iterable[str]) -> ConfigBase[Any]:
-    """Applies the edits `path=value` in order, in place; errors as in `load`."""
-    for one in sets:
-        path, equals, value = one.partition("=")
-        if not equals:
-            raise ValueError(f"--set {one!r}: expected path=value, like trainer.learner.lr=3e-4")
-        set_path(cfg, path.strip(), value)
-    return cfg
 
 
 def show(
     experiment: str,
-    sets: Iterable[str] = (),
+    sets: Sequence[str] = (),
     resolved: bool = False,
     build: Build | None = None,
     console: Console | None = None,
@@ -75,7 +47,7 @@ def show(
         build: how to build it for `resolved`; plain `cfg.build()` by default.
         console: where to print.
     """
-    cfg = load(experiment, sets)
+    cfg = load_experiment(experiment, sets)
     if resolved and build is None and hasattr(cfg._owner, "resolved"):
         cfg = cfg.build().resolved()  # what runs says itself how its roles are built
     elif resolved:
@@ -85,7 +57,8 @@ def show(
 
 def diff(experiment_a: str, experiment_b: str, console: Console | None = None) -> None:
     """Prints what differs between two experiments, a line per path."""
-    lines = config_diff(registry.get(experiment_a), registry.get(experiment_b))
+    registry.check_name(experiment_b)
+    lines = config_diff(load_experiment(experiment_a), load_experiment(experiment_b))
     _print_lines(lines or [f"{experiment_a} and {experiment_b} are the same"], console)
 
 
@@ -115,9 +88,7 @@ def _list() -> None:
 @click.option("--resolved", is_flag=True, help="Build it and show what parents filled in.")
 def _show(experiment: str, sets: tuple[str, ...], resolved: bool) -> None:
     """Print the config of EXPERIMENT, one `path: value` to a line; the text parses back."""
-    check_name(experiment)
-    with config_errors(building=resolved):
-        show(experiment, sets, resolved)
+    show(experiment, sets, resolved)
 
 
 @command.command("kernels")
@@ -128,9 +99,8 @@ def _show(experiment: str, sets: tuple[str, ...], resolved: bool) -> None:
 @click.option("--sequence", default=1, show_default=True, type=click.IntRange(1), help="Devices that share a row.")
 def _kernels(experiment: str, sets: tuple[str, ...], platform: str, length: int, sequence: int) -> None:
     """Print which attention kernel each model of EXPERIMENT gets on a platform, and why not another."""
-    check_name(experiment)
-    with config_errors(building=True):
-        lines = list(kernels(load(experiment, sets), platform=platform, length=length, cp_size=sequence))
+    cfg = load_experiment(experiment, sets)
+    lines = list(kernels(cfg, platform=platform, length=length, cp_size=sequence))
     _print_lines(lines or [f"{experiment} has no decoder"], None)
 
 
@@ -156,7 +126,4 @@ def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, cp_size: int) -
 @click.argument("experiment_b")
 def _diff(experiment_a: str, experiment_b: str) -> None:
     """Print the lines in which two experiments differ."""
-    check_name(experiment_a)
-    check_name(experiment_b)
-    with config_errors():
-        diff(experiment_a, experiment_b)
+    diff(experiment_a, experiment_b)

@@ -7,10 +7,9 @@ from typing import Literal
 
 import click
 
+from experiments.registry import check_name
 from mesh.errors import UserError
 from tools.experiment import (
-    check_name,
-    config_errors,
     default_run_dir,
     experiment_options,
     load_experiment,
@@ -68,9 +67,8 @@ def command(
 
     one_device_per_core()
     enable_compilation_cache()
-    with config_errors(building=True):
-        job = RLRun(cfg.build())
-        job.check(runtime)
+    job = RLRun(cfg.build())
+    job.check(runtime)
     directory = default_run_dir(experiment, run_dir)
     if kill_worker_after is None and experiment == "demo" and runtime == "ray":
         kill_worker_after = DEMO_KILL

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from experiments.registry import check_name
 from mesh.errors import UserError, install_hint
-from tools.experiment import check_name, config_errors, default_run_dir, load_experiment, owner_of
+from tools.experiment import apply_edits, code_option, default_run_dir, load_experiment, owner_of, trust_place
 
 if TYPE_CHECKING:
     from axlearn_like.run.directory import RunDirectory
@@ -26,6 +27,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 @click.command("serve")
+@code_option
 @click.argument("name")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
@@ -95,6 +97,8 @@ def _resolve(name: str, sets: Sequence[str], random_weights: bool) -> tuple[RLEx
         if os.sep in name:
             raise UserError(f"no directory {path}; expected a run directory, a checkpoint in one, or an experiment")
         check_name(name)  # before jax is imported
+    if not path.is_dir():
+        trust_place(name)
     from axlearn_like.run.directory import RunDirectory
     from rl.serving.policy import find_run, newest_weights
 
@@ -126,22 +130,20 @@ def _build(
     from rl.serving.server import Server
 
     enable_compilation_cache()
-    with config_errors(building=True):
-        server_cfg = Server.Config()
-        _edit(server_cfg, server_sets, prefix=_SERVER)
-        server_cfg.check()
-        experiment = cfg.build()
-        engine = make_engine(experiment, weights)
-        return server_cfg.build(engine=engine, tokenizer=experiment.tokenizer, model=model, api_key=api_key)
+    server_cfg = Server.Config()
+    apply_edits(server_cfg, server_sets, prefix=_SERVER)
+    server_cfg.check()
+    experiment = cfg.build()
+    engine = make_engine(experiment, weights)
+    return server_cfg.build(engine=engine, tokenizer=experiment.tokenizer, model=model, api_key=api_key)
 
 
 def _recorded(run: RunDirectory, sets: Sequence[str]) -> RLExperiment.Config:
     """The config of a run directory with edits."""
     from rl.serving.policy import recorded_config
 
-    with config_errors():
-        cfg = recorded_config(run)
-        _edit(cfg, sets)
+    cfg = recorded_config(run)
+    apply_edits(cfg, sets)
     return cfg
 
 
@@ -151,14 +153,3 @@ def _rl_config(cfg: Any, name: str) -> RLExperiment.Config:
     if not isinstance(cfg, RLExperiment.Config):
         raise UserError(f"experiment {name!r} builds {owner_of(cfg)}, `axl serve` serves rl.experiment:RLExperiment")
     return cfg
-
-
-def _edit(cfg: Any, sets: Sequence[str], prefix: str = "") -> None:
-    """Applies edits `path=value` in order."""
-    from axlearn_like.config import set_path
-
-    for edit in sets:
-        path, equals, value = edit.partition("=")
-        if not equals:
-            raise UserError(f"--set {prefix + edit!r}: expected path=value, like engine.max_num_seqs=8")
-        set_path(cfg, path.strip(), value)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
+from experiments.registry import check_name
 from mesh.errors import UserError
 from tools.experiment import (
-    check_name,
-    config_errors,
     default_run_dir,
     experiment_options,
     load_experiment,
@@ -61,9 +60,7 @@ def command(
     cfg = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
     enable_compilation_cache()
     where = default_run_dir(experiment, run_dir)
-    with config_errors(building=True):
-        trainer = cfg.build()
-    row = trainer.run(where, progress=not quiet, began=process_began())
+    row = cfg.build().run(where, progress=not quiet, began=process_began())
     if process:
         return  # the first one tells
     if not row["finished"]:

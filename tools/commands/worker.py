@@ -6,8 +6,11 @@ from pathlib import Path
 
 import click
 
+from tools.experiment import code_option
+
 
 @click.command("worker")
+@code_option
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--name", help="Its name in events and reports.  [default: elastic-HOST-PID]")
 def command(run_dir: Path, name: str | None) -> None:

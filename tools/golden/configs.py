@@ -8,14 +8,14 @@ A change of any default that an experiment uses shows as a changed line. Look at
 from pathlib import Path
 
 from axlearn_like.config import to_text
-from experiments.registry import get, names
+from experiments.registry import entries, get
 
 DIRECTORY = Path(__file__).parents[2] / "tests" / "experiments" / "golden"
 
 
 def golden_texts() -> dict[str, str]:
     """Name -> text of every experiment, without arguments."""
-    return {name: to_text(get(name)) for name in names()}
+    return {name: to_text(get(name)) for name in entries()}
 
 
 def main() -> None:

@@ -160,7 +160,7 @@ def over_experiments(features: tuple[Modifier, ...]) -> list[dict[str, Any]]:
     rows = []
     for feature in features:
         worked, failed, texts = 0, {}, 0
-        for name in registry.names():
+        for name in registry.entries():
             cfg, plain = registry.get(name), registry.get(name)
             try:
                 feature(cfg)
