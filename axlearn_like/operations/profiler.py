@@ -13,6 +13,7 @@ import jax
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.run.events import EventLog
+from mesh.errors import UserError
 
 _LOOK_EVERY = 1.0  # seconds between looks for the file
 _NOTHING = nullcontext()
@@ -30,7 +31,7 @@ class Profiler(Configurable):
 
     def __init__(self, cfg: Config, *, run_dir: Path, events: EventLog):
         if cfg.steps < 1 or (cfg.start_step is not None and cfg.start_step < 1):
-            raise ValueError(
+            raise UserError(
                 f"Profiler.Config: expected start_step and steps >= 1, got {cfg.start_step} and {cfg.steps}"
             )
         self.request_path = run_dir / "profile.now"

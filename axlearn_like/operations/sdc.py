@@ -45,7 +45,7 @@ class SDCCheck(Configurable):
 
     def __init__(self, cfg: Config, *, mesh: Mesh):
         if cfg.every < 1:
-            raise ValueError(f"SDCCheck.Config: expected every >= 1, got {cfg.every}")
+            raise UserError(f"SDCCheck.Config: expected every >= 1, got {cfg.every}")
         self._every, self._mesh = cfg.every, mesh
         self._programs: dict[Any, Any] = {}  # by the partitions of the arrays
 

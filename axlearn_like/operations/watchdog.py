@@ -15,6 +15,7 @@ from types import TracebackType
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.run.events import EventLog
+from mesh.errors import UserError
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: worth trying again
 
@@ -33,7 +34,7 @@ class Watchdog(Configurable):
     def __init__(self, cfg: Config, *, run_dir: Path, events: EventLog, doing: Callable[[], str]):
         """`doing` returns the cause that the time is being charged to (see goodput.py)."""
         if cfg.dump_after <= 0 or cfg.starting <= 0 or (cfg.exit_after is not None and cfg.exit_after <= 0):
-            raise ValueError(
+            raise UserError(
                 "Watchdog.Config: expected positive seconds, got "
                 f"dump_after={cfg.dump_after}, exit_after={cfg.exit_after}, starting={cfg.starting}"
             )

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.run.disk import raising_disk_full
+from mesh.errors import UserError
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a JSONL file, without torn ones (the writer was killed in the middle, the disk was full).
 
     Raises:
-        ValueError: a line that has an end is not a JSON object.
+        UserError: a line that has an end is not a JSON object.
     """
     path = Path(path)
     if not path.exists():
@@ -26,7 +27,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         try:
             rows += parse_row(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
+            raise UserError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
     return rows
 
 
@@ -34,7 +35,7 @@ def parse_row(line: bytes) -> list[dict[str, Any]]:
     """Parse a line: one row, or none if the line is empty or torn (without the brace that ends a row).
 
     Raises:
-        ValueError: it is something else.
+        UserError: it is something else.
     """
     if not line.strip() or not line.rstrip().endswith(b"}"):
         return []

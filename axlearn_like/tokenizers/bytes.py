@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-from axlearn_like.config import ConfigBase, Configurable, to_text
+from axlearn_like.config import ConfigBase, Configurable, strip_comments, to_text
 from axlearn_like.tokenizers.protocol import TokenizerError
 
 
@@ -28,7 +28,7 @@ class ByteTokenizer(Configurable):
                 "(256 bytes, bos, eos, pad)"
             )
         self.vocab_size = cfg.vocab_size
-        self.digest = xxhash.xxh3_128_hexdigest(to_text(cfg).encode())
+        self.digest = xxhash.xxh3_128_hexdigest(strip_comments(to_text(cfg)).encode())
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of `text`, without special ids."""

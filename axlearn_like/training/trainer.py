@@ -35,7 +35,7 @@ from axlearn_like.training.loop import TrainingLoop
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program, check_length, check_rows, train_program
 from axlearn_like.training.step import State, init_state
-from mesh import make_mesh
+from mesh import UserError, make_mesh
 from mesh.batches import local_rows
 from mesh.distributed import ProcessGroup
 
@@ -75,7 +75,7 @@ class Trainer(Configurable):
 
     def __init__(self, cfg: Config):
         if min(cfg.num_steps, cfg.log_every, cfg.microbatches, cfg.max_compilations) < 1:
-            raise ValueError(
+            raise UserError(
                 "Trainer.Config: expected num_steps, log_every, microbatches and max_compilations >= 1, got "
                 f"{cfg.num_steps}, {cfg.log_every}, {cfg.microbatches} and {cfg.max_compilations}"
             )

@@ -8,6 +8,7 @@ import pytest
 from axlearn_like.operations.profiler import Profiler
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
+from mesh.errors import UserError
 
 
 def traces(run_dir):
@@ -51,5 +52,5 @@ def test_a_trace_of_somebody_else_is_not_disturbed(tmp_path, capfd):
 
 
 def test_a_window_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="start_step and steps >= 1, got None and 0"):
+    with pytest.raises(UserError, match="start_step and steps >= 1, got None and 0"):
         Profiler.Config(steps=0).build(run_dir=tmp_path, events=None)

@@ -1,6 +1,7 @@
 import pytest
 
 from axlearn_like.operations.sdc import SDCCheck
+from mesh.errors import UserError
 from tests.axlearn_like.operations.faulty import report
 from tests.elsewhere import elsewhere
 
@@ -16,5 +17,5 @@ def test_one_wrong_bit_is_found_with_its_array_and_device():
 
 
 def test_never_is_refused():
-    with pytest.raises(ValueError, match="every >= 1"):
+    with pytest.raises(UserError, match="every >= 1"):
         SDCCheck.Config(every=0).build(mesh=None)

@@ -5,6 +5,7 @@ import pytest
 
 from axlearn_like.operations.watchdog import EXIT_CODE, Watchdog
 from axlearn_like.run.metrics import read_rows
+from mesh.errors import UserError
 from tests.elsewhere import ROOT
 
 
@@ -34,5 +35,5 @@ def test_one_that_goes_on_after_all_is_left_alone(tmp_path):
 
 
 def test_limits_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected positive seconds, got dump_after=0"):
+    with pytest.raises(UserError, match="expected positive seconds, got dump_after=0"):
         Watchdog.Config(dump_after=0.0).build(run_dir=tmp_path, events=None, doing=None)

@@ -7,6 +7,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.metrics import MetricsWriter, read_rows
 from axlearn_like.run.progress import Progress
+from mesh.errors import UserError
 
 
 def test_rows_come_back_and_what_is_not_finite_is_null(tmp_path):
@@ -55,7 +56,7 @@ def test_a_resume_drops_later_rows_of_its_own_phase_only(tmp_path):
 def test_a_line_broken_in_the_middle_is_an_error_that_names_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": }\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
+    with pytest.raises(UserError, match="metrics.jsonl, line 2"):
         read_rows(path)
 
 

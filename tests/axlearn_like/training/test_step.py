@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.training.step import init_state, make_train_step
 from mesh import make_mesh
+from mesh.errors import UserError
 
 
 def linear_loss(params, batch):
@@ -85,9 +86,9 @@ def test_a_bad_batch_is_skipped_but_counted_as_consumed():
 
 def test_a_batch_that_does_not_divide_is_refused():
     step = make_train_step(linear_loss, learner(), 4)
-    with pytest.raises(ValueError, match="6 rows does not divide into 4 microbatches"):
+    with pytest.raises(UserError, match="6 rows does not divide into 4 microbatches"):
         step(fresh(), make_batch(6, np.ones((6, 2))))
-    with pytest.raises(ValueError, match="microbatches"):
+    with pytest.raises(UserError, match="microbatches"):
         make_train_step(linear_loss, learner(), 0)
 
 

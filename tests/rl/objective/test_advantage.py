@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.errors import UserError
 from rl.objective import (
     BatchAdvantage,
     GroupAdvantage,
@@ -122,7 +123,7 @@ def test_maxrl_of_one_success_in_four():
 
 def test_maxrl_refuses_negative_rewards_of_live_rollouts():
     rewards = np.array([1.0, -0.5])
-    with pytest.raises(ValueError, match=r"rewards >= 0.*got -0.5"):
+    with pytest.raises(UserError, match=r"rewards >= 0.*got -0.5"):
         CONFIGS["maxrl"].build()(rewards, np.zeros(2, int), np.ones(2, bool))
 
 
@@ -147,5 +148,5 @@ def test_which_need_groups():
 
 @pytest.mark.parametrize("cls", [GroupAdvantage, BatchAdvantage])
 def test_ddof_is_checked(cls):
-    with pytest.raises(ValueError, match=rf"{cls.__name__}.Config.ddof must be 0 or 1, got 2"):
+    with pytest.raises(UserError, match=rf"{cls.__name__}.Config.ddof must be 0 or 1, got 2"):
         cls.Config(ddof=2).build()

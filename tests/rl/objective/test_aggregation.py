@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.errors import UserError
 from rl.objective import MaxLengthMean, PromptMean, SequenceMean, SequenceSum, TokenMean
 
 NORMALISED = [TokenMean, SequenceMean, PromptMean]
@@ -86,7 +87,7 @@ def test_where_the_aggregations_differ():
 
 
 def test_max_length_is_checked():
-    with pytest.raises(ValueError, match="max_length must be >= 1, got 0"):
+    with pytest.raises(UserError, match="max_length must be >= 1, got 0"):
         MaxLengthMean.Config(max_length=0).build()
-    with pytest.raises(ValueError, match=r"4 sampled tokens exceeds .*max_length=3"):
+    with pytest.raises(UserError, match=r"4 sampled tokens exceeds .*max_length=3"):
         MaxLengthMean.Config(max_length=3).build()(np.ones((2, 4), bool), np.zeros(2, int))

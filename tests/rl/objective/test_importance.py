@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mesh.errors import UserError
 from rl.objective import NoImportance, TruncatedImportance
 from rl.objective.tokens import gather_tokens
 
@@ -97,5 +98,5 @@ def test_no_importance_is_one():
 
 @pytest.mark.parametrize(("floor", "cap"), [(0.0, 0.9), (1.1, 2.0), (-0.1, 2.0)])
 def test_limits_must_enclose_one(floor, cap):
-    with pytest.raises(ValueError, match=f"0 <= floor <= 1 <= cap, got floor={floor}, cap={cap}"):
+    with pytest.raises(UserError, match=f"0 <= floor <= 1 <= cap, got floor={floor}, cap={cap}"):
         TruncatedImportance.Config(floor=floor, cap=cap).build()

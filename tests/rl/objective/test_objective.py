@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mesh.errors import UserError
 from rl.objective import (
     PRESETS,
     BatchAdvantage,
@@ -338,7 +339,7 @@ def test_behaviour_is_recompute_with_mu_as_the_old_policy():
     np.testing.assert_allclose(bypass[1], expected[1])
     # The mismatch with the sampler must stay visible though pi_old is defined as mu.
     assert float(bypass[2]["logprob_diff_mean"]) > 0.05
-    with pytest.raises(ValueError, match="old_policy='behaviour'.*TruncatedImportance"):
+    with pytest.raises(UserError, match="old_policy='behaviour'.*TruncatedImportance"):
         RICH.clone(old_policy="behaviour").build()
 
 
@@ -459,5 +460,5 @@ def test_missing_and_misshapen_inputs_are_named():
 
 def test_dropping_zero_variance_needs_a_group_relative_advantage():
     cfg = Objective.Config(advantage=BatchAdvantage.Config(), zero_variance="drop")
-    with pytest.raises(ValueError, match="zero_variance='drop'.*BatchAdvantage"):
+    with pytest.raises(UserError, match="zero_variance='drop'.*BatchAdvantage"):
         cfg.build()

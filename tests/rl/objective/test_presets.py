@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mesh.errors import UserError
 from rl.objective import PRESETS, NoRegulariser, Objective
 
 GROUPS, SAMPLES, LENGTH = 3, 4, 5
@@ -230,5 +231,5 @@ def test_dapo_takes_its_overlong_penalty_whole_or_not_at_all():
     plain = PRESETS["dapo"]().build().prepare(np.array([[1.0, 1.0, 0.0]]), np.ones((1, 3, 4), bool))
     np.testing.assert_allclose(shaped.arrays["advantages"], plain.arrays["advantages"], rtol=1e-5)
     assert cfg.reward_shaping is not None and PRESETS["dapo"]().reward_shaping is None
-    with pytest.raises(ValueError, match="both max_length and buffer"):
+    with pytest.raises(UserError, match="both max_length and buffer"):
         PRESETS["dapo"](max_length=4)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mesh.errors import UserError
 from rl.objective import EntropyBonus, NoRegulariser, ReferenceKL, Sum, kl_k1, kl_k2, kl_k3
 from rl.objective.tokens import gather_tokens
 
@@ -69,7 +70,7 @@ def test_k1_has_no_gradient_in_expectation_and_is_refused_as_a_loss():
     p = jnp.exp(log_softmax(LOGITS))
     gradient = jax.grad(lambda x: jnp.sum(p * kl_k1(log_softmax(x), log_softmax(REFERENCE))))
     np.testing.assert_allclose(gradient(LOGITS), 0.0, atol=1e-6)
-    with pytest.raises(ValueError, match=r"estimator='k1' cannot be a loss.*'k2'.*kl_k1"):
+    with pytest.raises(UserError, match=r"estimator='k1' cannot be a loss.*'k2'.*kl_k1"):
         ReferenceKL.Config(coef=0.1, estimator="k1").build()
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mesh.errors import UserError
 from rl.objective import ClippedSurrogate, ClippedWeightLogProbability, LogProbability, Ratio
 from rl.objective.tokens import gather_tokens
 
@@ -155,7 +156,7 @@ def test_absurd_ratios_stay_finite():
 
 
 def test_limits_are_checked():
-    with pytest.raises(ValueError, match="low >= 0 and high >= 0, got -0.1"):
+    with pytest.raises(UserError, match="low >= 0 and high >= 0, got -0.1"):
         ClippedSurrogate.Config(low=-0.1).build()
-    with pytest.raises(ValueError, match=r"dual must be 0 or > 1 \+ high, got 1.1"):
+    with pytest.raises(UserError, match=r"dual must be 0 or > 1 \+ high, got 1.1"):
         ClippedSurrogate.Config(dual=1.1).build()

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from mesh.errors import UserError
 from rl.tasks.family import TaskFamily
 
 CHAIN_SUM = TaskFamily.Config(name="chain_sum", params={"max_terms": 2, "max_digits": 2})
@@ -51,5 +52,5 @@ def test_a_family_that_prepares_its_items_has_no_last_one():
     ],
 )
 def test_what_cannot_work_is_refused_when_it_is_built(config: dict, message: str):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         TaskFamily.Config(**config).build(seed=0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from axlearn_like.config import from_text, to_text
 from axlearn_like.tokenizers.bytes import ByteTokenizer
+from mesh.errors import UserError
 from rl.tasks.mixture import SupervisedSource, TaskFamily, TaskMixture, encode_prompt, is_heldout
 
 
@@ -49,7 +50,7 @@ def test_check_disjoint_compares_the_texts_themselves():
     mixture = mixture_config().build()
     mixture.heldout(100)
     mixture.heldout_every = 7  # breaks the split: training now avoids other questions
-    with pytest.raises(ValueError, match="training problem .* asks the held-out question 'Find"):
+    with pytest.raises(UserError, match="training problem .* asks the held-out question 'Find"):
         mixture.check_disjoint(3000, 100)
 
 
@@ -104,7 +105,7 @@ def test_too_few_questions_say_how_many_there_are():
     every = {f"{a} * {b}" for a in range(10) for b in range(10)}
     text = "Solve the following multiplication: {}. Give only the result as your final answer."
     count = sum(is_heldout(text.format(product), 8) for product in every)
-    with pytest.raises(ValueError, match=f"'products' has {count} distinct held-out questions"):
+    with pytest.raises(UserError, match=f"'products' has {count} distinct held-out questions"):
         mixture.heldout(50)
     assert len(mixture.heldout(count)) == count
 
@@ -124,7 +125,7 @@ def test_held_out_lists_are_prefixes_of_longer_ones():
     ],
 )
 def test_mixtures_that_cannot_work_are_refused(change: dict, message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         mixture_config().set(**change).build()
 
 

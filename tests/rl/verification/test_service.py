@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.errors import UserError
 from rl.verification.scorers import FunctionScorer, Scorer
 from rl.verification.service import Verifier
 from tests.rl.verification import misbehaving
@@ -261,5 +262,5 @@ def test_no_process_outlives_its_parent(how: str):
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ValueError, match="got processes=0"):
+    with pytest.raises(UserError, match="got processes=0"):
         config(processes=0).build()
