@@ -6,12 +6,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from axlearn_like.config.trust import VARIABLE as CODE_VARIABLE
 from axlearn_like.run.directory import RunDirectory
 from rl.experiment import RLExperiment
 from rl.runtime.ray.actors import RoleHost
 
 SERVICES = ("controller", "parameter_server", "verifier")  # kinds of roles that others call; they use no accelerator
-_INHERITED = ("JAX_PLATFORMS", "XLA_FLAGS", "AXL_COMPILATION_CACHE")
+_INHERITED = ("JAX_PLATFORMS", "XLA_FLAGS", "AXL_COMPILATION_CACHE", CODE_VARIABLE)
 
 
 def start_actor(
