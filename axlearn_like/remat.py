@@ -1,8 +1,8 @@
-"""What the backward pass finds stored, and what it computes again: rematerialisation as data.
+"""Rematerialisation as data: which arrays the backward pass finds stored, and which it recomputes.
 
 Layers name the arrays that are worth a decision (`checkpoint_name`). A `Remat` is a mapping from such names to "save"
-(kept on the device) or "offload" (kept in the host's memory); everything without an entry is computed again. `PRESETS`
-are mappings that have names of their own.
+(kept on the device) or "offload" (kept in host memory); everything without an entry is recomputed. `PRESETS` are named
+mappings.
 """
 
 from collections.abc import Mapping
@@ -15,26 +15,26 @@ from mesh.errors import UserError, did_you_mean
 
 Remat = Mapping[str, Literal["save", "offload"]]
 
-# What layers name, in the order of a block. The sizes are of one token of one layer, in activations' numbers.
+# The arrays that layers name, in the order of a block; sizes in numbers per token and layer.
 NAMES: dict[str, str] = {
-    "block_input": "dim; what comes into a block",
+    "block_input": "dim; the input of a block",
     "query": "heads x head_dim; rotated",
     "key": "kv_heads x head_dim; rotated",
     "value": "kv_heads x head_dim",
-    "context": "heads x head_dim; values mixed by attention",
-    "attention_out": "dim; what attention adds",
+    "context": "heads x head_dim; the output of the attention kernel",
+    "attention_out": "dim; the output of the attention layer",
     "gate": "hidden; before its activation",
     "up": "hidden",
-    "feed_forward_out": "dim; what the feed-forward network adds",
+    "feed_forward_out": "dim; the output of the feed-forward network",
 }
 
 PRESETS: dict[str, Remat | None] = {
-    "nothing": None,  # recomputed: all intermediate results are stored
-    "products": {name: "save" for name in NAMES if name != "block_input"},  # what matrix products and attention made
+    "nothing": None,  # nothing is recomputed: all intermediate results are stored
+    "products": {name: "save" for name in NAMES if name != "block_input"},  # outputs of matrix products and attention
     "attention": dict.fromkeys(("query", "key", "value", "context"), "save"),
-    "context": {"context": "save"},  # the backward pass need not attend again
-    "everything": {},  # recomputed: a block keeps its input alone
-    "everything_offloaded": {"block_input": "offload"},  # and that in the host's memory
+    "context": {"context": "save"},  # the backward pass does not recompute attention
+    "everything": {},  # everything is recomputed: a block keeps only its input
+    "everything_offloaded": {"block_input": "offload"},  # and that in host memory
 }
 
 
@@ -42,21 +42,21 @@ _SHARED = "shared"
 
 
 def always_saved(x: jax.Array) -> jax.Array:
-    """x, which is the same for all layers: kept for the backward pass whatever a `Remat` says.
+    """Return x, which is the same for all layers, marked to be stored for the backward pass whatever a `Remat` says.
 
-    A scan over layers stores it once; within every layer it would be computed again, several times over.
+    A scan over layers stores it once; otherwise every layer would recompute it, several times.
     """
     return ad_checkpoint.checkpoint_name(x, _SHARED)
 
 
 def checkpoint_name(x: jax.Array, name: str) -> jax.Array:
-    """x, under a name that a `Remat` may mention."""
+    """Return x under a name that a `Remat` may mention."""
     assert name in NAMES, name
     return ad_checkpoint.checkpoint_name(x, name)
 
 
 def find_remat(remat: str | Remat) -> Remat | None:
-    """The mapping that a config means: one itself, or the name of a preset. None: nothing is recomputed.
+    """Return the mapping of a config: one itself, or the name of a preset. None: nothing is recomputed.
 
     Raises:
         UserError: there is no such preset, array or way to keep one; the nearest names are given.
@@ -74,9 +74,7 @@ def find_remat(remat: str | Remat) -> Remat | None:
 
 
 def checkpoint[F](fn: F, remat: Remat | None) -> F:
-    """`fn`, of whose intermediate results only what `remat` mentions, and what layers share, is kept for the backward
-    pass.
-    """
+    """Return `fn` that stores for its backward pass only what `remat` mentions and what is `always_saved`."""
     if remat is None:
         return fn
     policy: Any = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -1,4 +1,4 @@
-"""The stream of global batches: every host plans all rows, and reads the tokens of its own."""
+"""The stream of global batches: every host plans all rows, and reads the tokens of its own rows."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -13,8 +13,8 @@ from axlearn_like.input.source import InputError
 class Window(NamedTuple):
     """Consecutive examples whose rows are planned together."""
 
-    source: np.ndarray  # int64 [k]: of each example
-    index: np.ndarray  # int64 [k]: which of its source's examples
+    source: np.ndarray  # int64 [k]: source of each example
+    index: np.ndarray  # int64 [k]: its index in the source
     plan: RowPlan
     after: Drawn  # where the next window begins
 
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
 
 class BatchStream:
-    """An endless iterator of batches. Its state is where the present window begins and how many of its rows are out.
+    """An endless iterator of batches. Its state is where the current window begins and how many of its rows are out.
 
     The rows of a window are a function of what was drawn before it, the lengths of its examples, and the seed. So the
     global batches depend neither on the number of hosts nor on when training was interrupted.
@@ -47,7 +47,7 @@ class BatchStream:
         self._mixture, self._arrangement = mixture, arrangement
         self._seq_len, self._batch_size, self._seed = seq_len, batch_size, seed
         self._long: Literal["refuse", "split"] = long
-        self._rows = rows  # of the global batch, rising
+        self._rows = rows  # of the global batch, ascending
         self._drawn, self._row = mixture.begin(), 0
         self._window: Window | None = None
 
@@ -55,9 +55,11 @@ class BatchStream:
         return self
 
     def get_state(self) -> dict[str, Any]:
+        """Return the position, JSON-able (the protocol of Grain's iterators)."""
         return {"drawn": [list(counts) for counts in self._drawn], "row": self._row}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Continue at a position of `get_state`."""
         self._drawn = Drawn(*(tuple(counts) for counts in state["drawn"]))
         self._row, self._window = state["row"], None
 
@@ -86,14 +88,14 @@ class BatchStream:
         )
 
     def _epochs(self) -> dict[str, float]:
-        """How often each source has been drawn, at the beginning of the window."""
+        """Return how often each source has been drawn, at the beginning of the window."""
         each = zip(self._mixture.names, self._drawn.ever, self._mixture.sources, strict=True)
         epochs = {name: round(count / len(source), 6) for name, count, source in each}
         return {"epoch" if len(epochs) == 1 else f"epoch/{name}": epoch for name, epoch in epochs.items()}
 
     def _plan(self) -> Window:
         sources, count = self._mixture.sources, self._arrangement.window
-        if len(sources) == 1:  # Windows end with an epoch, so that no example comes twice before all came once.
+        if len(sources) == 1:  # Windows end with an epoch: no example comes twice before all came once.
             count = min(count, len(sources[0]) - self._drawn.total % len(sources[0]))
         source, ordinal, after = self._mixture.draw(self._drawn, count)
         index, lengths = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -108,13 +110,13 @@ class BatchStream:
             where = f"example {index[error.example]} of {self._mixture.names[number]}"
             raise too_long(where, length, self._seq_len) from None
         rows = self._arrangement.rows(pieces.stop - pieces.start, self._seq_len)
-        # Without this, the rows that a window opens last would always come together: they hold fewer pieces.
+        # Otherwise the rows that a window opens last, which hold fewer pieces, would always come together.
         count = int(rows.max()) + 1
         order = shuffled(np.arange(count), count, derived_seed(self._seed, "rows", self._drawn.total))
         return Window(source, index, plan_rows(pieces, rows, order), after)
 
     def _shuffled(self, number: int, ordinals: np.ndarray, length: int) -> np.ndarray:
-        """The examples that come after so many others of their source: each epoch in an order of its own."""
+        """Return the examples at these positions in the order of their source: each epoch has its own order."""
         epochs, places = np.divmod(ordinals, length)
         found = np.empty_like(ordinals)
         for epoch in np.unique(epochs).tolist():
@@ -123,7 +125,7 @@ class BatchStream:
         return found
 
     def _totals(self, window: Window, begin: int, end: int) -> tuple[int, int]:
-        """Learned targets and taken places of rows [begin, end) of the window, on all hosts."""
+        """Return learned targets and filled positions of rows [begin, end) of the window, on all hosts."""
         first = window.plan.first
         pieces = window.plan.pieces.take(np.arange(first[begin], first[end]))
         source, index = window.source[pieces.example], window.index[pieces.example]
@@ -134,7 +136,7 @@ class BatchStream:
         return targets, int((pieces.stop - pieces.start).sum())
 
     def _fill(self, window: Window, row: int, out: dict[str, np.ndarray], learned: np.ndarray) -> None:
-        """Reads the pieces of a row into arrays [seq_len]."""
+        """Read the pieces of a row into arrays [seq_len]."""
         pieces, first, at = window.plan.pieces, window.plan.first, 0
         for segment, piece in enumerate(range(first[row], first[row + 1]), start=1):
             example, start, stop = pieces.example[piece], int(pieces.start[piece]), int(pieces.stop[piece])
@@ -148,6 +150,7 @@ class BatchStream:
 
 
 def too_long(where: str, length: int, seq_len: int) -> InputError:
+    """Return the error of an example that needs more than a row."""
     return InputError(
         f"{where} has {length} tokens and needs rows of {length - 1}, but seq_len is {seq_len}; "
         'raise seq_len, shorten the example, or set long="split"'

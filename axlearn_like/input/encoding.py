@@ -1,4 +1,4 @@
-"""How a record of a file becomes tokens, and which of them are learned."""
+"""Encodings: how a record of a file becomes tokens, and which of them are learned."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,17 +14,21 @@ Encoded = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]  # toke
 
 
 class Encoding(Protocol):
-    """Made by `config.build(tokenizer=...)`."""
+    """A way to make an example of a record. Built by `config.build(tokenizer=...)`."""
 
-    fields: tuple[str, ...]  # of a record: all that is read of it
+    fields: tuple[str, ...]  # the fields of a record that are read
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
-        """Tokens and loss mask; InputError, naming `where`, if the record has not what it takes."""
+        """Return tokens and loss mask of a record.
+
+        Raises:
+            InputError: a field is missing or has another type; the message has `where`.
+        """
         ...
 
 
 class Document(Configurable):
-    """A text as it is: bos, the text, eos; all of it is learned."""
+    """A text: bos, the text, eos; all of it is learned."""
 
     class Config(ConfigBase["Document"]):
         text: str = "text"  # field
@@ -38,12 +42,13 @@ class Document(Configurable):
         self._after = [self._tokenizer.eos] if cfg.eos else []
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
+        """Return tokens and loss mask, see `Encoding.encode`."""
         ids = [*self._before, *self._tokenizer.encode(_text(record, self.fields[0], where)), *self._after]
         return ids, np.ones(len(ids), bool)
 
 
 class PromptAnswer(Configurable):
-    """bos, prompt, separator, answer, eos; the answer and eos are learned."""
+    """A prompt and its answer: bos, prompt, separator, answer, eos; the answer and eos are learned."""
 
     class Config(ConfigBase["PromptAnswer"]):
         prompt: str = "prompt"  # field
@@ -56,6 +61,7 @@ class PromptAnswer(Configurable):
         self._separator = cfg.separator
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
+        """Return tokens and loss mask, see `Encoding.encode`."""
         prompt, answer = (_text(record, field, where) for field in self.fields)
         given = [self._tokenizer.bos, *self._tokenizer.encode(prompt + self._separator)]
         learned = [*self._tokenizer.encode(answer), self._tokenizer.eos]
@@ -63,7 +69,7 @@ class PromptAnswer(Configurable):
 
 
 class TokenIds(Configurable):
-    """Token ids that somebody else has made: a list of integers, and perhaps one of what is learned."""
+    """Token ids made elsewhere: a list of integers, and optionally one of which are learned."""
 
     class Config(ConfigBase["TokenIds"]):
         tokens: str = "tokens"  # field
@@ -74,6 +80,7 @@ class TokenIds(Configurable):
         self.fields = (cfg.tokens,) + ((cfg.loss_mask,) if cfg.loss_mask else ())
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
+        """Return tokens and loss mask, see `Encoding.encode`."""
         ids = np.asarray(_field(record, self.fields[0], where))
         if ids.ndim != 1 or not (ids.dtype.kind in "iu" or not len(ids)):
             raise InputError(f"{where}: expected {self.fields[0]!r} to be a list of integers, got {str(ids)[:60]}")
@@ -103,7 +110,7 @@ def _text(record: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def decode_utf8(data: bytes, where: str) -> str:
-    """The text; InputError, naming `where` and the byte, unless it is UTF-8."""
+    """Return the text; InputError, with `where` and the byte, unless it is UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

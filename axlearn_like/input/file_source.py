@@ -1,4 +1,4 @@
-"""Sources in files: found by globs, tokenised once, then read at random from the tokens that were kept."""
+"""Sources in files: found by globs, tokenised once, then read at random from the stored tokens."""
 
 import glob
 import itertools
@@ -18,7 +18,7 @@ from axlearn_like.input.token_file import TokenFile
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import did_you_mean
 
-Record = tuple[Mapping[str, Any], str, float]  # fields, where it is, the part of the file that is read after it
+Record = tuple[Mapping[str, Any], str, float]  # fields, location, fraction of the file read so far
 
 
 class FileSource(Configurable):
@@ -57,10 +57,10 @@ class FileSource(Configurable):
         self.digest = xxhash.xxh3_128_hexdigest("".join(file.digest for file in self._files).encode())
 
     def check(self, path: Path, fields: tuple[str, ...]) -> None:
-        """Looks at a file before anything else is done: InputError if it cannot be read or lacks a field."""
+        """Refuse a file that cannot be read or lacks a field, before anything expensive (InputError)."""
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
-        """The records of a file, with the fields named (others too, if they come for nothing)."""
+        """Yield the records of a file, with the fields given (others too, if they cost nothing)."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -73,18 +73,21 @@ class FileSource(Configurable):
         return {"tokens": tokens, "loss_mask": mask}
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of each example: int64 [k]."""
         out = np.empty(len(indices), np.int64)
         for file, mine, within in self._by_file(indices):
             out[mine] = file.lengths(within)
         return out
 
     def learned(self, indices: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Return how many of the tokens [start, stop) of each example are learned: int64 [k]."""
         out = np.empty(len(indices), np.int64)
         for file, mine, within in self._by_file(indices):
             out[mine] = file.learned(within, starts[mine], stops[mine])
         return out
 
     def read(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens [start, stop) of an example (int32) and their loss mask (bool)."""
         number = int(np.searchsorted(self._ends, index, "right"))
         file = self._files[number]
         return file.read(index - int(self._ends[number]) + len(file), start, stop)
@@ -99,10 +102,10 @@ class FileSource(Configurable):
         keys = [cache.key(path, recipe) for path in paths]
         files = [cache.find(path, key) for path, key in zip(paths, keys, strict=True)]
         missing = [(i, paths[i], keys[i]) for i, file in enumerate(files) if file is None]
-        for _, path, _ in missing:  # A mistake in the last file should not be found after the others' hours.
+        for _, path, _ in missing:  # a mistake in the last file should not be found hours later
             if not list(itertools.islice(self._examples(path), 1)):
                 raise InputError(f"{path} holds no {type(self).__name__} record")
-        busy = [  # by other processes: they get what is left of the list, we the rest
+        busy = [  # files that other processes are tokenising
             task
             for task in missing
             if not cache.make(task[1], task[2], vocab_size, lambda path=task[1]: self._examples(path), wait=False)
@@ -122,7 +125,7 @@ class FileSource(Configurable):
 
 
 def _find(files: str | tuple[str, ...]) -> list[Path]:
-    """The files of paths and globs, in order; InputError, with the nearest name, if one of them finds nothing."""
+    """Return the files of paths and globs, in order; InputError, with the nearest name, if one finds nothing."""
     found: list[Path] = []
     for pattern in (files,) if isinstance(files, str) else files:
         if "://" in pattern:
@@ -145,7 +148,7 @@ def _find(files: str | tuple[str, ...]) -> list[Path]:
 
 
 def _nearest(pattern: Path) -> str:
-    """What there is in the first folder of a path that exists."""
+    """Return the nearest names in the first folder of a path that exists."""
     if pattern.parent.is_dir():
         return did_you_mean(pattern.name, [path.name for path in pattern.parent.iterdir()])
     missing = next(path for path in pattern.parents if not path.exists() and path.parent.exists())

@@ -1,4 +1,4 @@
-"""Files of text: JSON lines, and plain text."""
+"""Files of lines: JSON lines, and plain text."""
 
 import json
 from collections.abc import Iterator
@@ -11,12 +11,13 @@ from axlearn_like.input.source import InputError
 
 
 class JsonLines(FileSource):
-    """One JSON object a line (`.jsonl`), UTF-8; blank lines are left out."""
+    """One JSON object per line (`.jsonl`), UTF-8; blank lines are skipped."""
 
     class Config(FileSource.Config):
         pass
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
+        """Yield the records of a file."""
         del fields
         size, read = path.stat().st_size, 0
         with open(path, "rb") as file:
@@ -35,7 +36,7 @@ class JsonLines(FileSource):
 
 
 class PlainText(FileSource):
-    """UTF-8 text: documents parted by blank lines, or each file a document. Records have one field, `text`."""
+    """UTF-8 text: documents separated by blank lines, or one per file. Records have one field, `text`."""
 
     class Config(FileSource.Config):
         document: Literal["paragraph", "file"] = "paragraph"
@@ -45,6 +46,7 @@ class PlainText(FileSource):
         super().__init__(cfg)
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
+        """Yield the records of a file."""
         del fields
         size, read, lines, first = path.stat().st_size, 0, [], 1
         with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Mixtures: which source the next example comes from, and which of its examples that is."""
+"""Mixtures: the source of each example, and its position in that source."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -17,46 +17,47 @@ class Part(Configurable):
     class Config(ConfigBase["Part"]):
         name: str = REQUIRED
         source: ConfigBase = REQUIRED
-        weight: float = 1.0  # any scale: only ratios count
+        weight: float = 1.0  # any scale: only ratios matter
 
     def __init__(self, cfg: Config):
         self.source = build_source(cfg.source, cfg.name)
 
 
 class Stage(Configurable):
-    """Other weights for a while: until so many examples have been drawn in all."""
+    """Other weights for a while: until a number of examples has been drawn in total."""
 
     class Config(ConfigBase["Stage"]):
         until: int = REQUIRED  # examples of the whole mixture, counted from the beginning of training
-        weights: dict[str, float] = REQUIRED  # name of the part -> weight; of parts that are left out: 0
+        weights: dict[str, float] = REQUIRED  # name of the part -> weight; missing parts: 0
 
     def __init__(self, cfg: Config):
         self.until, self.weights = cfg.until, cfg.weights
 
 
 class Drawn(NamedTuple):
-    """How many examples were taken of each source: all that the order depends on, besides config and seed."""
+    """How many examples were taken from each source: together with config and seed this determines the order."""
 
     ever: tuple[int, ...]
-    in_stage: tuple[int, ...]  # since the present weights came into force
+    in_stage: tuple[int, ...]  # since the current weights took effect
 
     @property
     def total(self) -> int:
+        """Examples of all sources."""
         return sum(self.ever)
 
 
 class Mixture(Configurable):
     """Several sources in one stream; weights are fractions of *examples* (whole documents), not of tokens.
 
-    After every example, the examples of each source since the present weights came into force differ from weight x all
-    by less than one. The order is that of a Pfair schedule (Baruah et al., Algorithmica 15, 1996) by earliest deadline:
-    example c of a source of weight w is due after ceil((c + 1) / w) draws and not before floor(c / w). Each source has
-    its own epochs, each shuffled in its own order.
+    After every example, the number from each source since the current weights took effect differs from weight x total
+    by less than one. The order is a Pfair schedule (Baruah et al., Algorithmica 15, 1996) by earliest deadline: example
+    c of a source of weight w is due after ceil((c + 1) / w) draws and not before floor(c / w). Each source has its own
+    epochs, each shuffled in its own order.
     """
 
     class Config(ConfigBase["Mixture"]):
         parts: tuple[Part.Config, ...] = REQUIRED
-        stages: tuple[Stage.Config, ...] = ()  # before the parts' own weights, in this order
+        stages: tuple[Stage.Config, ...] = ()  # in this order, before the parts' own weights
 
     def __init__(self, cfg: Config):
         self.names = tuple(part.name for part in cfg.parts)
@@ -70,7 +71,7 @@ class Mixture(Configurable):
             raise InputError(f"Mixture.Config.stages: expected rising values of `until` > 0, got {self._ends[1:]}")
         weights = [(f"stages.{i}.weights", values) for i, (_, values) in enumerate(stages)] + [("parts", own)]
         self._shares = [_shares(values, self.names, f"Mixture.Config.{where}") for where, values in weights]
-        self.sources: list[IndexedSource] = [part.build().source for part in cfg.parts]  # only now: it may take long
+        self.sources: list[IndexedSource] = [part.build().source for part in cfg.parts]  # last: slow
 
     def _stage(self, number: int, stage: Stage) -> tuple[int, list[float]]:
         for name in stage.weights:
@@ -82,17 +83,18 @@ class Mixture(Configurable):
         return stage.until, [stage.weights.get(name, 0.0) for name in self.names]
 
     def begin(self) -> Drawn:
+        """Return the position before the first example."""
         return Drawn((0,) * len(self.names), (0,) * len(self.names))
 
     def describe(self) -> str:
-        """The weights, as text: what a resumed run must have kept."""
+        """Return the weights as text: a resumed run must have the same."""
         return "; ".join(
             f"from {end}: " + ", ".join(f"{name} {share}" for name, share in zip(self.names, shares, strict=True))
             for end, shares in zip(self._ends, self._shares, strict=True)
         )
 
     def draw(self, drawn: Drawn, count: int) -> tuple[np.ndarray, np.ndarray, Drawn]:
-        """The next `count` examples: the source of each, how many of that source came before (int64), and then."""
+        """Return the next `count` examples: their sources, their ordinals there (int64), and the next position."""
         sources, ordinals = np.empty(count, np.int64), np.empty(count, np.int64)
         done = 0
         while done < count:
@@ -111,7 +113,7 @@ class Mixture(Configurable):
 
     @staticmethod
     def _turns(shares: tuple[int, ...], counts: Sequence[int], n: int) -> list[int]:
-        """Whose turn it is, n times, after each source had `counts` turns: by earliest deadline."""
+        """Return the sources of the next n examples, by earliest deadline, after `counts` of each."""
         whole = sum(shares)
         live = [i for i, share in enumerate(shares) if share]
         if len(live) == 1:
@@ -130,7 +132,7 @@ class Mixture(Configurable):
 
 
 def _shares(weights: Sequence[float], names: Sequence[str], where: str) -> tuple[int, ...]:
-    """Weights as whole numbers in the same ratios."""
+    """Return weights as whole numbers in the same ratios."""
     for name, weight in zip(names, weights, strict=True):
         if not 0 <= weight < float("inf"):
             raise InputError(f"{where}: the weight of {name!r} is {weight}; expected a finite number >= 0")
@@ -143,27 +145,30 @@ def _shares(weights: Sequence[float], names: Sequence[str], where: str) -> tuple
 
 
 class Single:
-    """One source as the stream that a `Mixture` is."""
+    """One source with the interface of a `Mixture`."""
 
     def __init__(self, source: IndexedSource, name: str):
         self.sources, self.names = [source], (name,)
 
     def begin(self) -> Drawn:
+        """Return the position before the first example."""
         return Drawn((0,), (0,))
 
     def describe(self) -> str:
+        """Return the text that a resumed run must have kept."""
         return "one source"
 
     def draw(self, drawn: Drawn, count: int) -> tuple[np.ndarray, np.ndarray, Drawn]:
+        """Return the next `count` examples, see `Mixture.draw`."""
         before, after = drawn.total, (drawn.total + count,)
         return np.zeros(count, np.int64), before + np.arange(count), Drawn(after, after)
 
 
 def build_source(cfg: ConfigBase[Any], name: str) -> IndexedSource:
-    """Builds a source, with its index; InputError if there is nothing in it."""
+    """Build a source, with its index; InputError if it has no examples."""
     built: Source = cfg.build()
     if not hasattr(built, "__len__"):
-        raise InputError(f"source {name}: {type(built).__name__} is no source of examples (a mixture is not, either)")
+        raise InputError(f"source {name}: {type(built).__name__} is not a source of examples (neither is a mixture)")
     if not len(built):
         raise InputError(f"source {name} has no examples")
     return indexed(built)

@@ -1,7 +1,8 @@
-"""Packing: which piece of which example goes into which row, as a pure function of the examples' lengths.
+"""Packing: the row of each piece of each example, as a pure function of the examples' lengths.
 
-An example of n tokens takes n - 1 places: its last token is only a target. The rows of a window of consecutive examples
-are planned at once; nothing is carried into the next window, so a plan can be made again from where its window begins.
+An example of n tokens takes n - 1 positions: its last token is only a target. The rows of a window of consecutive
+examples are planned at once; nothing is carried into the next window, so a plan can be recomputed from the beginning of
+its window.
 """
 
 from typing import Literal, NamedTuple, Protocol
@@ -13,13 +14,14 @@ from axlearn_like.input.source import InputError
 
 
 class Pieces(NamedTuple):
-    """Pieces of examples, each to lie in one row: int64 [p]."""
+    """Pieces of examples, each to be placed in one row: int64 [p]."""
 
-    example: np.ndarray  # which one of the examples given
+    example: np.ndarray  # index of the example
     start: np.ndarray  # tokens [start, stop) are inputs, [start + 1, stop + 1) their targets
     stop: np.ndarray
 
     def take(self, order: np.ndarray) -> "Pieces":
+        """Return the pieces at these indices."""
         return Pieces(*(field[order] for field in self))
 
 
@@ -31,37 +33,39 @@ class RowPlan(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return len(self.first) - 1
 
 
 class Arrangement(Protocol):
-    """How pieces are put into rows."""
+    """A way to put pieces into rows."""
 
     window: int  # examples planned together
 
     def rows(self, needs: np.ndarray, seq_len: int) -> np.ndarray:
-        """The row (from 0, none left out) of each piece that needs `needs[i]` <= seq_len places: int64 [p]."""
+        """Return the row (from 0, none left out) of each piece, which needs `needs[i]` <= seq_len positions; int64."""
         ...
 
 
 class FirstFit(Configurable):
     """Each piece goes into the first row that has room for it, else into a new one.
 
-    First fit takes at most 1.7 times the least possible number of rows (Dosa and Sgall, 2013); with pieces much
-    shorter than a row, nearly the least. The last row of a window is the only one that lacks candidates.
+    First fit takes at most 1.7 times the least possible number of rows (Dosa and Sgall, 2013); with pieces much shorter
+    than a row, nearly the least. Only the last row of a window lacks candidates.
     """
 
     class Config(ConfigBase["FirstFit"]):
-        window: int = 1024  # examples; more fill the rows better, and take longer to plan again on a resume
+        window: int = 1024  # examples; more fill rows better, and take longer to plan on a resume
 
     def __init__(self, cfg: Config):
         self.window = _positive(cfg.window)
 
     def rows(self, needs: np.ndarray, seq_len: int) -> np.ndarray:
+        """Return the row of each piece, see `Arrangement.rows`."""
         smallest = int(needs.min(initial=seq_len))
-        free = np.zeros(len(needs), np.int64)  # of each row that is open
+        free = np.zeros(len(needs), np.int64)  # free positions of each open row
         placed = np.empty(len(needs), np.int64)
-        first, end = 0, 0  # rows before `first` have no room for anything, from `end` on there are none
+        first, end = 0, 0  # rows before `first` are full, from `end` on there are none
         for piece, need in enumerate(needs.tolist()):
             row = end
             if end > first and need < seq_len:
@@ -79,8 +83,10 @@ class FirstFit(Configurable):
 
 
 class FirstFitDecreasing(Configurable):
-    """First fit of the longest piece first: fuller rows (at most 11/9 of the least number, and 2/3), of pieces that
-    are less alike, so batches differ more in what they hold.
+    """First fit of the longest piece first.
+
+    Rows are fuller (at most 11/9 of the least number, and 2/3), of pieces that are less alike, so batches differ more
+    in what they hold.
     """
 
     class Config(ConfigBase["FirstFitDecreasing"]):
@@ -91,6 +97,7 @@ class FirstFitDecreasing(Configurable):
         self.window = self._first_fit.window
 
     def rows(self, needs: np.ndarray, seq_len: int) -> np.ndarray:
+        """Return the row of each piece, see `Arrangement.rows`."""
         order = np.argsort(-needs, kind="stable")
         placed = np.empty(len(needs), np.int64)
         placed[order] = self._first_fit.rows(needs[order], seq_len)
@@ -98,7 +105,7 @@ class FirstFitDecreasing(Configurable):
 
 
 class OneARow(Configurable):
-    """Not packed: each piece has a row of its own."""
+    """No packing: each piece has its own row."""
 
     class Config(ConfigBase["OneARow"]):
         window: int = 1024  # examples shuffled together after they are cut into pieces
@@ -107,6 +114,7 @@ class OneARow(Configurable):
         self.window = _positive(cfg.window)
 
     def rows(self, needs: np.ndarray, seq_len: int) -> np.ndarray:
+        """Return the row of each piece, see `Arrangement.rows`."""
         del seq_len
         return np.arange(len(needs), dtype=np.int64)
 
@@ -118,7 +126,7 @@ def _positive(window: int) -> int:
 
 
 def cut(lengths: np.ndarray, seq_len: int, long: Literal["refuse", "split"]) -> Pieces:
-    """The pieces of examples of `lengths` (int64 [k], each >= 2) that fit into rows of `seq_len` places.
+    """Return the pieces of examples of `lengths` (int64 [k], each >= 2) that fit into rows of `seq_len` positions.
 
     Split pieces overlap by one token, so that every token but the first is a target exactly once.
 
@@ -135,7 +143,7 @@ def cut(lengths: np.ndarray, seq_len: int, long: Literal["refuse", "split"]) -> 
 
 
 class TooLong(Exception):
-    """An example does not fit into a row; whoever knows its name says so."""
+    """An example that does not fit into a row; callers that know its name report it."""
 
     def __init__(self, example: int):
         super().__init__(example)
@@ -143,7 +151,7 @@ class TooLong(Exception):
 
 
 def plan_rows(pieces: Pieces, rows: np.ndarray, order: np.ndarray) -> RowPlan:
-    """The plan that puts piece i into row rows[i], with row r (from 0) given out as number order[r]."""
+    """Return the plan that puts piece i into row rows[i], and outputs row r (from 0) as number order[r]."""
     out = order[rows]
     first = np.zeros(len(order) + 1, np.int64)
     np.cumsum(np.bincount(out, minlength=len(order)), out=first[1:])

@@ -15,12 +15,12 @@ _AT_ONCE = 256  # records
 
 
 def text_record(data: bytes) -> Mapping[str, Any]:
-    """A record that is a UTF-8 text: one field, `text`."""
+    """Return a record that is a UTF-8 text: one field, `text`."""
     return {"text": data}
 
 
 def json_record(data: bytes) -> Mapping[str, Any]:
-    """A record that is a JSON object."""
+    """Return a record that is a JSON object."""
     found = json.loads(data)
     if not isinstance(found, dict):
         raise ValueError(f"a JSON object was expected, got {data[:40]!r}")
@@ -28,7 +28,7 @@ def json_record(data: bytes) -> Mapping[str, Any]:
 
 
 def tf_example_record(data: bytes) -> Mapping[str, Any]:
-    """A record that is a `tf.train.Example`, as TensorFlow Datasets writes them; lists of one element are that."""
+    """Return a record that is a `tf.train.Example` (TensorFlow Datasets); lists of one byte string become that."""
     message = _tf_example().FromString(data)
     fields: dict[str, Any] = {}
     for name, feature in message.features.feature.items():
@@ -49,6 +49,7 @@ class ArrayRecord(FileSource):
         super().__init__(cfg)
 
     def check(self, path: Path, fields: tuple[str, ...]) -> None:
+        """Refuse a file without records (InputError)."""
         del fields
         with _array_record(path) as reader:
             records = reader.num_records()
@@ -56,6 +57,7 @@ class ArrayRecord(FileSource):
             raise InputError(f"{path} has no records")
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
+        """Yield the records of a file."""
         del fields
         with _array_record(path) as reader:
             count = reader.num_records()
@@ -70,7 +72,7 @@ class ArrayRecord(FileSource):
             return self._decode(data)
         except InputError:
             raise
-        except Exception as error:  # Of whatever library `decode` uses.
+        except Exception as error:  # from any library that `decode` uses
             name = getattr(self._decode, "__name__", self._decode)
             raise InputError(
                 f"{where}: {name} cannot read it ({type(error).__name__}: {error}); another `decode`?"
@@ -86,7 +88,7 @@ def _array_record(path: Path) -> Iterator[Any]:
         yield reader
         reader.close()
     except (RuntimeError, IndexError, OSError) as error:
-        raise InputError(f"{path} is not a whole ArrayRecord file: {error}") from error
+        raise InputError(f"{path} is not a complete ArrayRecord file: {error}") from error
 
 
 class Parquet(FileSource):
@@ -96,6 +98,7 @@ class Parquet(FileSource):
         pass
 
     def check(self, path: Path, fields: tuple[str, ...]) -> None:
+        """Refuse a file without rows or columns of these names (InputError)."""
         with _parquet(path) as file:
             names = file.schema_arrow.names
             for name in fields:
@@ -105,6 +108,7 @@ class Parquet(FileSource):
                 raise InputError(f"{path} has no rows")
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
+        """Yield the records of a file."""
         with _parquet(path) as file:
             count, number = file.metadata.num_rows, 0
             for batch in file.iter_batches(batch_size=_AT_ONCE, columns=list(fields)):
@@ -127,7 +131,7 @@ def _parquet(path: Path) -> Any:
 
 @functools.cache
 def _tf_example() -> Any:
-    """The message class `tf.train.Example`, made from its fields: TensorFlow itself is not needed."""
+    """Return the message class `tf.train.Example`, built from its fields: TensorFlow is not needed."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kinds = descriptor_pb2.FieldDescriptorProto

@@ -1,4 +1,4 @@
-"""What examples come from: random access, and an index of their lengths where there is one."""
+"""Sources of examples: random access, and an index of their lengths where there is one."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -15,7 +15,8 @@ class InputError(UserError, ValueError):
 class Source(Protocol):
     """Random access to examples `{"tokens": int32[n], "loss_mask": bool[n]}`, n >= 2.
 
-    `loss_mask[i]` says whether token i is to be learned, i.e. predicted from the tokens before it.
+    `loss_mask[i]` is True if token i is learned, i.e. predicted from the tokens before it. The methods are those of
+    Grain's `RandomAccessDataSource`, so a Grain `MapDataset` of such examples is a source.
     """
 
     def __len__(self) -> int: ...
@@ -31,54 +32,57 @@ class IndexedSource(Protocol):
     """
 
     digest: str
-    """A checksum of all examples: a run goes on only with the data that it began with."""
+    """A checksum of all examples: a run resumes only with the data that it began with."""
 
     longest: tuple[int, str]
-    """Tokens of the longest example, and where it is; the shortest has at least 2."""
+    """Tokens of the longest example, and its location; the shortest has at least 2."""
 
     def __len__(self) -> int: ...
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of each example: int64 [k]."""
+        """Return the number of tokens of each example: int64 [k]."""
         ...
 
     def learned(self, indices: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """How many of the tokens [start, stop) of each example are to be learned: int64 [k]."""
+        """Return how many of the tokens [start, stop) of each example are learned: int64 [k]."""
         ...
 
     def read(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [start, stop) of an example (int32) and their loss mask (bool)."""
+        """Return tokens [start, stop) of an example (int32) and their loss mask (bool)."""
         ...
 
 
 def indexed(source: Source | IndexedSource) -> IndexedSource:
-    """The source itself, or one that finds the lengths by reading the examples."""
+    """Return the source itself, or one that finds the lengths by reading the examples."""
     return source if isinstance(source, IndexedSource) else ReadAhead(source)
 
 
 class ReadAhead:
-    """Any `Source` as an indexed one: the examples whose lengths were asked for last are kept in memory."""
+    """Any `Source` as an indexed one: the examples whose lengths were last asked for are kept in memory."""
 
     def __init__(self, source: Source):
         self._source = source
         self._name = type(source).__name__
         self.digest = f"{self._name} of {len(source)} examples"
-        self.longest: tuple[int, str] = (0, "")  # Not known before it is read.
+        self.longest: tuple[int, str] = (0, "")  # unknown before it is read
         self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def __len__(self) -> int:
         return len(self._source)
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of each example: int64 [k]."""
         kept = self._kept
         self._kept = {int(i): kept.get(int(i)) or self._read(int(i)) for i in indices}
         return np.array([len(self._kept[int(i)][0]) for i in indices], np.int64)
 
     def learned(self, indices: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Return how many of the tokens [start, stop) of each example are learned: int64 [k]."""
         parts = zip(indices.tolist(), starts.tolist(), stops.tolist(), strict=True)
         return np.array([np.count_nonzero(self._example(i)[1][a:b]) for i, a, b in parts], np.int64)
 
     def read(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens [start, stop) of an example (int32) and their loss mask (bool)."""
         tokens, mask = self._example(index)
         return tokens[start:stop], mask[start:stop]
 
@@ -93,7 +97,7 @@ class ReadAhead:
 def check_example(
     tokens: Sequence[int] | np.ndarray, loss_mask: Sequence[bool] | np.ndarray, where: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both as int32 and bool arrays; InputError, naming `where`, unless they are of one shape [n] with n >= 2."""
+    """Return both as int32 and bool arrays; InputError, with `where`, unless they are of one shape [n], n >= 2."""
     ids, mask = np.asarray(tokens, np.int32), np.asarray(loss_mask, bool)
     if ids.ndim != 1 or ids.shape != mask.shape or len(ids) < 2:
         raise InputError(

@@ -12,7 +12,7 @@ from axlearn_like.input.mixture import Mixture, Single, build_source
 from axlearn_like.input.packing import FirstFit
 from axlearn_like.input.source import InputError
 
-_FORMAT = 2  # of the state; before, it was Grain's
+_FORMAT = 2  # of the state
 
 
 class SupervisedInput(Configurable):
@@ -22,10 +22,10 @@ class SupervisedInput(Configurable):
     `positions` (from 0 in each segment), `segment_ids` (from 1 in each row, 0 on padding), all int32, and `weights`
     float32: 1 / (number of learned targets in the whole batch, of all processes) on those targets, else 0.
 
-    A process reads and gets `rows` of the global batch, by default all of them. The global batches do not depend on
-    which: a run may be resumed on another number of hosts, and goes on to the bit.
+    A process reads and returns `rows` of the global batch, by default all of them. The global batches do not depend on
+    which: a run can be resumed on another number of hosts, to the bit.
 
-    Each process makes `prefetch` batches ahead, on a thread.
+    Each process prepares `prefetch` batches ahead, on a thread (Grain's).
     """
 
     class Config(ConfigBase["SupervisedInput"]):
@@ -38,7 +38,7 @@ class SupervisedInput(Configurable):
         seed: int = 0
 
     def __init__(self, cfg: Config, *, rows: Sequence[int] | np.ndarray | None = None):
-        """`rows`: numbers of this process's, rising (see `mesh.batches.local_rows`); None: all."""
+        """`rows`: indices of this process's rows, ascending (see `mesh.batches.local_rows`); None: all."""
         self.seq_len, self.batch_size = cfg.seq_len, cfg.batch_size
         own = np.arange(cfg.batch_size) if rows is None else np.asarray(rows)
         _check(cfg, own)
@@ -70,8 +70,8 @@ class SupervisedInput(Configurable):
             rows=own,
         )
         self._metrics: dict[str, float] = {}
-        # In a list, which is emptied when this object goes, at the interpreter's end at the latest: Grain's iterators
-        # that are still there after it cannot close themselves.
+        # In a list, which is emptied when this object is collected, at the interpreter's end at the latest: a Grain
+        # iterator that outlives the interpreter cannot close itself.
         self._iterator = [_prefetched(stream, cfg.prefetch)]
         self._close = weakref.finalize(self, _close, self._iterator)
 
@@ -84,20 +84,23 @@ class SupervisedInput(Configurable):
         return batch.arrays
 
     def metrics(self) -> dict[str, float]:
-        """Of the last batch, on all hosts alike: `packing`, the fraction of its places that hold a token, and `epoch`,
-        how often the source has been gone through (of a mixture: `epoch/NAME`).
+        """Return metrics of the last batch, the same on all hosts.
+
+        Returns:
+            `packing`, the fraction of its positions that hold a token, and `epoch`, how often the source has been read
+            (of a mixture: `epoch/NAME`).
         """
         return self._metrics
 
     def state(self) -> dict[str, Any]:
-        """Where the next batch comes from: the same on every host, JSON-able, small whatever the size of the data."""
+        """Return the position of the next batch: the same on every host, JSON-able, small whatever the data."""
         return {"format": _FORMAT, **self._iterator[0].get_state(), "made_with": self._made_with}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state()` was taken; the following batches are the same to the bit.
+        """Continue where `state()` was taken; the following batches are the same to the bit.
 
         Raises:
-            InputError: the state is of an earlier version, or of other data or settings.
+            InputError: the state is of another format, or of other data or settings.
         """
         if state.get("format") != _FORMAT:
             raise InputError(
@@ -108,13 +111,13 @@ class SupervisedInput(Configurable):
         for name in before | self._made_with:
             if before.get(name) != self._made_with.get(name):
                 raise InputError(
-                    f"the input cannot go on from this checkpoint: {name} was {before.get(name)!r} "
+                    f"the input cannot resume from this checkpoint: {name} was {before.get(name)!r} "
                     f"and is {self._made_with.get(name)!r}; put it back, or start a new run"
                 )
         self._iterator[0].set_state({"drawn": state["drawn"], "row": state["row"]})
 
     def close(self) -> None:
-        """Ends the thread that makes batches ahead; there are none after it."""
+        """End the thread that prepares batches; no batch can be read afterwards."""
         self._close()
 
 
@@ -127,7 +130,7 @@ def _check(cfg: SupervisedInput.Config, rows: np.ndarray) -> None:
     if not len(rows) or rows[0] < 0 or rows[-1] >= cfg.batch_size or (np.diff(rows) < 1).any():
         raise InputError(
             f"SupervisedInput: rows {rows.tolist()} of a batch; expected some of 0 to {cfg.batch_size - 1} "
-            "(SupervisedInput.Config.batch_size - 1), rising"
+            "(SupervisedInput.Config.batch_size - 1), ascending"
         )
 
 

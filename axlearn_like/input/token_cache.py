@@ -1,6 +1,6 @@
-"""Tokenised files, kept: each is made once, whole or not at all, however many processes want it.
+"""The cache of tokenised files: each is made once, completely or not at all, however many processes want it.
 
-A folder's name is a checksum of the file's content, the tokenizer and the options, so a changed file makes a new one.
+A folder's name is a checksum of the file's content, the tokenizer and the options, so a changed file gets a new one.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from axlearn_like.run.disk import raising_disk_full
 from mesh.cache_directory import cache_directory
 
 _FORMAT = 1
-_SETTLED_NS = 2_000_000_000  # A file changed more recently may change again within one tick of its clock.
+_SETTLED_NS = 2_000_000_000  # a file changed more recently may change again within one tick of its clock
 
-Examples = Iterator[tuple[Encoded, str, float]]  # tokens and loss mask, where they come from, part of the file read
+Examples = Iterator[tuple[Encoded, str, float]]  # tokens and loss mask, location, fraction of the file read
 
 
 class TokenCache:
@@ -39,24 +39,24 @@ class TokenCache:
             raise InputError(f"cannot make the folder {self._root} for tokenised data: {error.strerror}") from error
 
     def key(self, path: Path, recipe: str) -> str:
-        """The name under which the tokens of a file are kept. `recipe`: all else that they depend on."""
+        """Return the name under which the tokens of a file are stored; `recipe` is all else they depend on."""
         return xxhash.xxh3_128_hexdigest(f"{_FORMAT}\n{self._content(path)}\n{recipe}".encode())
 
     def find(self, path: Path, key: str) -> TokenFile | None:
-        """The tokens of a file, if they are there and whole."""
+        """Return the tokens of a file, if they are stored and complete."""
         if not (self._root / key).exists():
             return None
         try:
             return TokenFile(self._root / key, str(path), key)
         except Damaged as error:
-            print(f"tokens of {path} are damaged and are made again ({error})", file=sys.stderr, flush=True)
+            print(f"tokens of {path} are damaged; tokenising again ({error})", file=sys.stderr, flush=True)
             return None
 
     def make(self, path: Path, key: str, vocab_size: int, examples: Callable[[], Examples], wait: bool) -> bool:
-        """Tokenises a file, unless somebody else has done it meanwhile.
+        """Tokenise a file, unless another process has done it already.
 
         Returns:
-            False if another process is at it; with `wait`, after that process has ended, True.
+            False if another process is tokenising it; with `wait`, True once that process has ended.
         """
         with self._lock(path, key, wait) as mine:
             if not mine:
@@ -68,7 +68,7 @@ class TokenCache:
 
     def _make(self, path: Path, key: str, vocab_size: int, examples: Examples) -> None:
         final, new = self._root / key, self._root / f"{key}.{uuid.uuid4().hex[:8]}"
-        for left in self._root.glob(f"{key}.????????"):  # by a process that was killed; we hold the lock
+        for left in self._root.glob(f"{key}.????????"):  # left by a process that was killed; we hold the lock
             shutil.rmtree(left, ignore_errors=True)
         writer = TokenWriter(new, vocab_size)
         progress = _Progress(path)
@@ -78,11 +78,11 @@ class TokenCache:
                 progress.update(part)
             writer.finish()
             progress.end()
-            shutil.rmtree(final, ignore_errors=True)  # damaged, else we would not be here
+            shutil.rmtree(final, ignore_errors=True)  # it is damaged if it exists
             try:
                 os.rename(new, final)
             except OSError:
-                if not final.exists():  # With locks that do not lock, another host may have been faster.
+                if not final.exists():  # where locks have no effect, another host may have been faster
                     raise
         finally:
             writer.close()
@@ -90,7 +90,7 @@ class TokenCache:
 
     @contextlib.contextmanager
     def _lock(self, path: Path, key: str, wait: bool) -> Iterator[bool]:
-        """The system lets go of it when the process dies."""
+        """Hold the lock of a file, which the system releases when the process dies."""
         with open(self._root / f"{key}.lock", "wb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,7 +103,7 @@ class TokenCache:
             yield True
 
     def _content(self, path: Path) -> str:
-        """A checksum of a file's content, remembered for as long as size and time of the file stay."""
+        """Return a checksum of a file's content, remembered while size and time of the file stay the same."""
         status = path.stat()
         now = {"size": status.st_size, "changed": status.st_mtime_ns}
         memo = self._root / f"{xxhash.xxh3_128_hexdigest(str(path.absolute()).encode())}.file"

@@ -1,9 +1,9 @@
-"""Tokens of many examples in one folder, memory-mapped: what a tokenised file is kept as.
+"""Tokens of many examples in one folder, memory-mapped: the format of a tokenised file.
 
 tokens.bin   ids of all examples, one after the other: little-endian uint16 (vocabularies up to 65,536) or int32
 offsets.npy  int64 [n + 1]: where each example begins
 learned.npy  int64 [runs, 2]: [from, to) of the tokens that are learned, positions in tokens.bin
-checks.npy   uint32 [n]: of the tokens of each example
+checks.npy   uint32 [n]: checksums of the tokens of each example
 meta.json    written last: dtype, counts, and checksums of the three indices
 """
 
@@ -27,7 +27,7 @@ class Damaged(Exception):
 
 
 class TokenWriter:
-    """Writes a new folder; it is readable once `finish` has returned."""
+    """Writer of a new folder, which is readable once `finish` has returned."""
 
     def __init__(self, folder: Path, vocab_size: int):
         folder.mkdir(parents=True)
@@ -39,7 +39,7 @@ class TokenWriter:
         self._longest = (0, 0)  # tokens, example
 
     def add(self, tokens: Sequence[int] | np.ndarray, loss_mask: Sequence[bool] | np.ndarray, where: str) -> None:
-        """Appends an example; InputError, naming `where`, if it cannot be trained on."""
+        """Append an example; InputError, with `where`, if it cannot be trained on."""
         ids, mask = check_example(tokens, loss_mask, where)
         if not 0 <= ids.min() <= ids.max() < self._vocab_size:
             raise InputError(
@@ -60,7 +60,7 @@ class TokenWriter:
                 self._learned.append(begin + at)
 
     def finish(self) -> None:
-        """Everything on disk, `meta.json` last."""
+        """Write everything to disk, `meta.json` last."""
         self._close(self._file)
         meta: dict[str, Any] = {
             "dtype": self._dtype.str,
@@ -80,6 +80,7 @@ class TokenWriter:
             self._close(file)
 
     def close(self) -> None:
+        """Close the file; without `finish` the folder stays unreadable."""
         self._file.close()
 
     @staticmethod
@@ -90,7 +91,7 @@ class TokenWriter:
 
 
 class TokenFile:
-    """Random access to the examples of a folder, as an `IndexedSource`. Damaged: it is not whole."""
+    """Random access to the examples of a folder, as an `IndexedSource`. Raises Damaged if it is not complete."""
 
     def __init__(self, folder: Path, name: str, digest: str):
         self._folder, self._name, self.digest = folder, name, digest
@@ -118,14 +119,16 @@ class TokenFile:
         return len(self._checks)
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of each example: int64 [k]."""
         return self._offsets[indices + 1] - self._offsets[indices]
 
     def learned(self, indices: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Return how many of the tokens [start, stop) of each example are learned: int64 [k]."""
         begin = self._offsets[indices]
         return self._learned_before(begin + stops) - self._learned_before(begin + starts)
 
     def _learned_before(self, positions: np.ndarray) -> np.ndarray:
-        """How many of the tokens before each position of tokens.bin are learned."""
+        """Return how many of the tokens before each position of tokens.bin are learned."""
         run = np.searchsorted(self._starts, positions, "right") - 1
         last = np.maximum(run, 0)
         if not len(self._starts):
@@ -134,12 +137,13 @@ class TokenFile:
         return np.where(run < 0, 0, self._before[last] + inside)
 
     def read(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens [start, stop) of an example (int32) and their loss mask (bool)."""
         begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
         if not self._seen[index]:
             if _check(self._tokens[begin:end]) != self._checks[index]:
                 raise InputError(
                     f"the tokenised copy of {self._name} is damaged at example {index}; "
-                    f"delete {self._folder}, and it is made again"
+                    f"delete {self._folder} to tokenise it again"
                 )
             self._seen[index] = 1
         mask = np.zeros(stop - start, bool)

@@ -1,8 +1,8 @@
-"""The grouped matrix product in blocks of rows, for CPUs: each block is the same small matmul with one group's matrix.
+"""The grouped matrix product in blocks of rows, for CPUs: each block is one small matmul with one group's matrix.
 
-XLA's CPU backend has no grouped matmul: it multiplies all rows with all matrices and adds up zeros. Here every group's
-rows are filled up to whole blocks, so that no more than a block per group is wasted, and a row's result is the same to
-the bit however many other rows there are (`axlearn_like.layers.linear` says from how many rows on that holds).
+XLA's CPU backend has no grouped matmul: it multiplies all rows with all matrices and adds zeros. Here the rows of each
+group are padded to whole blocks, so at most one block per group is wasted, and a row's result is the same to the bit
+however many other rows there are (`axlearn_like.layers.linear` says from how many rows on that holds).
 """
 
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from mesh.manual import vary, varying
 
 
 class Blocks(NamedTuple):
-    """How sorted rows lie in blocks.
+    """The blocks that hold sorted rows.
 
     Attributes:
-        group: int32 [blocks], whose matrix a block is multiplied with.
-        row: int32 [blocks, rows of a block], which row lies there.
-        filled: bool [blocks, rows of a block], False where no row does.
-        place: int32 [rows], where a row lies in the blocks, laid flat.
+        group: int32 [blocks], the group whose matrix multiplies the block.
+        row: int32 [blocks, rows of a block], the row at each slot.
+        filled: bool [blocks, rows of a block], False where a slot has no row.
+        place: int32 [rows], the slot of each row, in the flattened blocks.
         used: int32 [], blocks with rows in them; the others come last.
     """
 
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
 
 
 def in_blocks(sizes: jax.Array, rows: int, block: int) -> Blocks:
-    """The blocks of `rows` rows of which the first sizes[0] belong to group 0 and so on; sum(sizes) may be less."""
+    """Return the blocks of `rows` rows: the first sizes[0] belong to group 0 and so on; sum(sizes) may be less."""
     groups = sizes.shape[0]
     count = -(-rows // block) + min(groups, rows)
     ends, blocks = jnp.cumsum(sizes), -(-sizes // block)
@@ -49,13 +49,13 @@ def in_blocks(sizes: jax.Array, rows: int, block: int) -> Blocks:
 
 
 def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Rows [rows, in] times their group's matrix [groups, in, out]; rows beyond the groups become zeros."""
+    """Return rows [rows, in] times their group's matrix [groups, in, out]; rows beyond the groups become zeros."""
     b = in_blocks(sizes, x.shape[0], _block(w.shape[2]))
     return _out_of_blocks(_products(_into_blocks(x, b), w, b, transposed=False), b, sizes)
 
 
 def backward(x: jax.Array, w: jax.Array, sizes: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gradients of rows and matrices."""
+    """Return the gradients of rows and matrices."""
     b = in_blocks(sizes, x.shape[0], _block(min(w.shape[1:])))
     x_blocks, dy_blocks = _into_blocks(x, b), _into_blocks(dy, b)
     dx = _out_of_blocks(_products(dy_blocks, w, b, transposed=True), b, sizes)
@@ -77,7 +77,7 @@ def _products(x_blocks: jax.Array, w: jax.Array, b: Blocks, *, transposed: bool)
         y = jnp.dot(x_blocks[i], matrix.T if transposed else matrix)
         return jax.lax.dynamic_update_index_in_dim(out, y, i, 0)
 
-    # As many turns as there are blocks in use: that is known only when it runs.
+    # One turn for each block in use, a number known only at run time.
     out = jnp.zeros((*x_blocks.shape[:2], width), x_blocks.dtype)
     return jax.lax.fori_loop(0, b.used, put, vary(out, varying(x_blocks)))
 

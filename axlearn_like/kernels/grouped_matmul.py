@@ -1,4 +1,4 @@
-"""Grouped matrix products: rows sorted by group, each times its group's matrix. What experts consist of."""
+"""Grouped matrix products: rows sorted by group, each times its group's matrix. The core of a mixture of experts."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -16,7 +16,7 @@ Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class RaggedDot(Configurable):
-    """`jax.lax.ragged_dot`, which XLA compiles to kernels of its own on TPUs and GPUs; blocks of rows on CPUs."""
+    """`jax.lax.ragged_dot`, which XLA compiles to its own kernels on TPUs and GPUs; blocks of rows on CPUs."""
 
     class Config(ConfigBase["RaggedDot"]):
         pass
@@ -26,10 +26,10 @@ class RaggedDot(Configurable):
         self._product = _with_gradient(jax.lax.ragged_dot)
 
     def __call__(self, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        """[rows, in], [groups, in, out], int32 [groups] -> [rows, out] of the type of x.
+        """Return x [rows, in] times w [groups, in, out]: [rows, out] of the type of x.
 
-        The first sizes[0] rows belong to group 0, the next sizes[1] to group 1 and so on. What comes out for rows
-        beyond the sum of the sizes is not defined. Inside a shard_map all three vary over the same axes.
+        The first sizes[0] rows belong to group 0, the next sizes[1] to group 1 and so on, int32 [groups]. Rows beyond
+        the sum of the sizes have an undefined result. Inside a shard_map all three vary over the same axes.
         """
         return self._product(x, w, sizes)
 
@@ -37,7 +37,7 @@ class RaggedDot(Configurable):
 class TokamaxRaggedDot(Configurable):
     """Tokamax's Pallas kernels on TPUs of generation 5 and later; `RaggedDot` on CPUs and GPUs.
 
-    Those of its first version: the second (tokamax 0.0.17) cannot be used inside a shard_map.
+    The kernels of its first version: the second (tokamax 0.0.17) cannot be used inside a shard_map.
     """
 
     class Config(ConfigBase["TokamaxRaggedDot"]):
@@ -59,14 +59,14 @@ class TokamaxRaggedDot(Configurable):
         self._product = _with_gradient(product, only_tpu=True)
 
     def __call__(self, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        """As `RaggedDot`."""
+        """Return the grouped product, see `RaggedDot.__call__`."""
         return self._product(x, w, sizes)
 
 
 def _with_gradient(product: Product, *, only_tpu: bool = False) -> Product:
-    """`product` with the platform chosen when it is compiled, in both directions.
+    """Return `product` with the platform chosen at compile time, in both directions.
 
-    The gradient is given because that of a choice would keep what any of the branches wants to keep.
+    The gradient is explicit because that of a platform choice would store the residuals of every branch.
     """
 
     def gradients(product: Product) -> Callable[..., tuple[jax.Array, jax.Array]]:

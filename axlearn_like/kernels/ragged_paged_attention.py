@@ -2,7 +2,7 @@
 
 `jax.experimental.pallas.ops.tpu.ragged_paged_attention` ("Ragged Paged Attention", arXiv 2604.15464) reads pages but
 does not write them, and a scatter by XLA goes token by token. So a small kernel of our own copies new tokens into their
-pages, a whole page at a time where it can. Both work in place: a pool that is donated, or carried by a scan, is never
+pages, a whole page at a time where possible. Both work in place: a pool that is donated, or carried by a scan, is never
 copied.
 
 Shape letters: r rows, c tokens of a row, k key/value heads, q query heads per key/value head, h head width, w the
@@ -30,13 +30,13 @@ PLAIN = ScoreRules()
 LANES = 128  # the width of a TPU register: narrower heads are padded to it
 TOKENS_PER_BLOCK = 512  # of the cache, fetched and attended to at once
 ROW_BLOCK, CHUNK_BLOCK = 8, 64  # queries of a block: decoding, chunks
-TABLE_BYTES = 15 << 16  # that a page table may have: it lies in scalar memory, 1 MiB on all TPUs, with little else
+TABLE_BYTES = 15 << 16  # limit of a page table: it is stored in scalar memory, 1 MiB on all TPUs, with little else
 
 
 def make_pool(
     num_layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: DTypeLike = jnp.bfloat16
 ) -> jax.Array:
-    """An empty pool for all layers: [num_layers * pages, page_size, 2 * kv_heads, head width], spread by heads.
+    """Return an empty pool for all layers, [num_layers * pages, page_size, 2 * kv_heads, head width], sharded by heads.
 
     Page i of layer l is at index l * pages + i. Head j's keys are at 2 * j of the third axis, its values at 2 * j + 1.
     The head width is `head_dim`, rounded up to 128.
@@ -75,15 +75,15 @@ def paged_attention_tpu(
         k_rckh: keys, rotated.
         v_rckh: values.
         pool: from `make_pool`.
-        page_table_rw: int32, where in the pool (the layer's offset included) each page of a row's sequence is. Entries
-            that are not in use: any page; it is read and ignored, so let it be the layer's page 0.
+        page_table_rw: int32, the index in the pool (the layer's offset included) of each page of a row's sequence.
+            Unused entries may be any page; it is read and ignored, so use the layer's page 0.
         starts_r: int32, tokens of the sequence that are already in its pages; the row's first token has this position.
         counts_r: int32, live tokens of the row; 0 for an idle one.
         rules: of attention; it is causal.
-        sinks: whether heads have sinks, which this kernel has not.
+        sinks: heads have sinks, which this kernel does not support.
         pages_per_block: pages of the cache fetched and attended to at once; by default 512 tokens of them.
         queries_per_block: queries (of all rows together) per step of the attention kernel; by default 8 where c is 1,
-            else 64. The block sizes are the same on every TPU, for what they are changes the last bits of results.
+            else 64. Block sizes are the same on every TPU, because they change the last bits of results.
         vmem_limit_bytes: of the attention kernel; by default the compiler's.
         interpret: simulate a TPU, which is slow; for tests.
 
@@ -91,7 +91,7 @@ def paged_attention_tpu(
         The mixed values [r, c, k, q, h], zero where there is no live token, and the pool.
 
     Raises:
-        UserError: the page table is too large, or the kernel cannot do what the rules say.
+        UserError: the page table is too large, or the kernel does not support the rules.
     """
     check_rules(rules, sinks)
     rows, chunk = k_rckh.shape[:2]
@@ -103,12 +103,12 @@ def paged_attention_tpu(
         "vmem_limit_bytes": vmem_limit_bytes,
     }
     body = functools.partial(_on_one_device, rules=rules, blocks=blocks, interpret=interpret)
-    heads, queries = (None, None, "heads", None), (None, None, "heads", None, None)  # the pool is spread as keys are
+    heads, queries = (None, None, "heads", None), (None, None, "heads", None, None)  # the pool is sharded as keys are
     axes = (queries, heads, heads, heads, (None, None), (None,), (None,))
     args = (q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r)
     if jax.sharding.get_abstract_mesh().empty:
         return body(*args)
-    # The rows become whole on every device: pages are not spread over the axes that spread a batch.
+    # Rows are gathered on every device: pages are not sharded over the axes that shard a batch.
     args = tuple(constrain(x, *names) for x, names in zip(args, axes, strict=True))
     mixed, pool = jax.shard_map(
         body,
@@ -164,7 +164,7 @@ def _write(
     counts_r: jax.Array,
     interpret: bool,
 ) -> jax.Array:
-    """The pool with the live ones of the new tokens (keys and values interleaved) in their pages."""
+    """Return the pool with the live new tokens (keys and values interleaved) in their pages."""
     chunk, page_size = new_rcjh.shape[1], pool.shape[1]
     touched = (chunk + page_size - 2) // page_size + 1
     index = starts_r[:, None] // page_size + jnp.arange(touched)
@@ -190,7 +190,7 @@ def _write(
 def _write_kernel(
     pages_rp: Any, starts_r: Any, counts_r: Any, new_rcjh: Any, _: Any, pool: Any, semaphore: Any
 ) -> None:
-    """Starts the copies of all rows, then waits for all of them."""
+    """Start the copies of all rows, then wait for all of them."""
     (rows, chunk), page_size = new_rcjh.shape[:2], pool.shape[1]
 
     def copy(row: jax.Array, token: jax.Array, page: jax.Array, slot: jax.Array, size: int) -> Any:
@@ -225,7 +225,7 @@ def _write_kernel(
 
 @contextlib.contextmanager
 def _simulated(interpret: bool) -> Iterator[None]:
-    """Pallas kernels in here are run by the interpreter; the attention kernel has no switch of its own for this."""
+    """Run Pallas kernels by the interpreter in this block; the attention kernel has no switch of its own for it."""
     if not interpret:
         yield
         return
@@ -238,7 +238,7 @@ def _simulated(interpret: bool) -> Iterator[None]:
 
 
 def _widen(x: jax.Array) -> jax.Array:
-    """Zeros behind the last axis, up to the width of a head in the pool."""
+    """Return x padded with zeros to the width of a head in the pool."""
     missing = _padded(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
@@ -248,19 +248,21 @@ def _padded(head_dim: int) -> int:
 
 
 def check_rules(rules: ScoreRules, sinks: bool) -> None:
-    """What the kernel cannot do.
+    """Refuse rules that the kernel does not support.
 
     Raises:
-        UserError: it is asked for that.
+        UserError: sinks or attention that is not causal.
     """
     if sinks:
-        raise UserError("Attention.sinks: the TPU kernel of paged attention has none; expected sinks=False")
+        raise UserError(
+            "Attention.sinks: the TPU kernel of paged attention does not support sinks; expected sinks=False"
+        )
     if not rules.causal:
-        raise UserError("Attention.causal=False cannot be had with a cache; expected causal attention")
+        raise UserError("Attention.causal=False is not supported with a cache; expected causal attention")
 
 
 def _check_heads(kv_heads: int, dtype: jnp.dtype) -> None:
-    """The attention kernel packs a token's heads into registers of 8 rows of 4 bytes, and wants powers of two."""
+    """Refuse heads that the attention kernel cannot pack: registers are 8 rows of 4 bytes, and counts powers of two."""
     shards = math.prod(axis_sizes("heads").values())
     if kv_heads % shards:
         raise UserError(f"paged attention: {kv_heads} key/value heads do not divide over {shards} devices")

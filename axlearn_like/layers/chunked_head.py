@@ -64,13 +64,13 @@ def merge_length(x: jax.Array) -> jax.Array:
 
 
 def per_device_head(output: Any, fn: Callable[..., Any], x: jax.Array, *arrays: jax.Array) -> Any:
-    """`fn(output, x, *arrays)`, on every device with its part of the tokens.
+    """Return `fn(output, x, *arrays)`, computed on every device for its own part of the tokens.
 
     Args:
-        output: the layer that makes logits; it becomes whole over the mesh axes that cut tokens.
-        fn: gives a pytree of arrays [batch, length, ...].
+        output: the layer that makes logits; it is gathered over the mesh axes that shard tokens.
+        fn: returns a pytree of arrays [batch, length, ...].
         x: final hidden states [batch, length, dim].
-        arrays: each [batch, length, ...], cut as x is.
+        arrays: each [batch, length, ...], sharded as x is.
     """
     axes = token_axes(x)
     if not axes:
@@ -80,7 +80,7 @@ def per_device_head(output: Any, fn: Callable[..., Any], x: jax.Array, *arrays: 
     def own(params: Any, *parts: jax.Array) -> Any:
         return fn(bind(graphdef, jax.tree.map(lambda leaf: vary(leaf, axes), params)), *parts)
 
-    # In the type in which they are multiplied, as weights are that are gathered layer by layer.
+    # Gathered in the type of the product, as the weights of layers are.
     params = jax.tree.map(lambda leaf: gather_over(leaf.astype(x.dtype), axes), params)
     rows = PartitionSpec(*jax.typeof(x).sharding.spec[:2])
     specs = (PartitionSpec(), *(rows for _ in (x, *arrays)))
@@ -94,13 +94,13 @@ TokenLoss = Callable[..., tuple[jax.Array, Any]]
 def fused_linear_loss(
     fn: TokenLoss, chunks: int, axes: tuple[str, ...], params: Any, x: jax.Array, *others: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """The sum of `fn(params, x, *others)` over all tokens, differentiable in `params` and `x`, but not in the metrics.
+    """Return the sum of `fn(params, x, *others)` over all tokens, differentiable in `params` and `x` (not the metrics).
 
     Args:
-        fn: gets whole parameters, in the type of x, and one chunk of one device's tokens.
+        fn: takes complete parameters, in the type of x, and one chunk of one device's tokens.
         chunks: parts of a row's tokens, one after another.
-        axes: mesh axes that cut rows and length. What they cut of the parameters is gathered once, and the gradient is
-            scattered over them once; before, it is summed over chunks in the type of x.
+        axes: mesh axes that shard rows and length. Parameters are gathered over them once, and the gradient is
+            scattered over them once; before that, it is summed over chunks in the type of x.
         params: a pytree of arrays.
         x: [batch, length, dim].
         others: [batch, length], such as targets and weights.
@@ -110,17 +110,17 @@ def fused_linear_loss(
     """
     kept = jax.tree.map(lambda leaf: _only(leaf, axes), params)
     rows = PartitionSpec(*jax.typeof(x).sharding.spec[:2])
-    whole = partial(_whole, axes=axes, kept=kept, dtype=x.dtype)
+    complete = partial(_complete, axes=axes, kept=kept, dtype=x.dtype)
 
     def mapped(own: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         specs = (kept, rows, *[rows] * len(others))
         return jax.shard_map(own, in_specs=specs, out_specs=out_specs, axis_names=set(axes))
 
     def own_sums(params: Any, *parts: jax.Array) -> Any:
-        return _summed(map_chunks(partial(fn, whole(params)), chunks, *parts), axes)
+        return _summed(map_chunks(partial(fn, complete(params)), chunks, *parts), axes)
 
     def own_gradients(params: Any, *parts: jax.Array) -> Any:
-        sums, d_params, d_x = _gradients(fn, chunks, whole(params), *parts)
+        sums, d_params, d_x = _gradients(fn, chunks, complete(params), *parts)
         return _summed(sums, axes), (_scattered(d_params, axes, kept, params), d_x)
 
     @jax.custom_vjp
@@ -128,7 +128,7 @@ def fused_linear_loss(
         return mapped(own_sums, PartitionSpec())(params, *arrays)
 
     def forward(params: Any, *arrays: jax.Array) -> Any:
-        # The layers' backward pass waits for the scattered gradient, and so whole ones are gone when it begins.
+        # The layers' backward pass waits for the scattered gradient, so complete ones are freed when it begins.
         return jax.lax.optimization_barrier(mapped(own_gradients, (PartitionSpec(), (kept, rows)))(params, *arrays))
 
     def backward(gradients: Any, cotangents: Any) -> Any:
@@ -139,8 +139,8 @@ def fused_linear_loss(
     return total(params, x, *others)
 
 
-def _whole(params: Any, *, axes: tuple[str, ...], kept: Any, dtype: Any) -> Any:
-    """Inside the shard_map: cast, then gathered."""
+def _complete(params: Any, *, axes: tuple[str, ...], kept: Any, dtype: Any) -> Any:
+    """Return the parameters cast, then gathered; inside the shard_map."""
 
     def one(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
         leaf = leaf.astype(dtype)
@@ -152,11 +152,11 @@ def _whole(params: Any, *, axes: tuple[str, ...], kept: Any, dtype: Any) -> Any:
     return jax.tree.map(one, params, kept)
 
 
-def _scattered(whole: Any, axes: tuple[str, ...], kept: Any, like: Any) -> Any:
-    """Inside the shard_map: summed over devices, each of which keeps its part, in the type of the parameters.
+def _scattered(gradients: Any, axes: tuple[str, ...], kept: Any, like: Any) -> Any:
+    """Return the gradients summed over devices, each keeping its part, in the type of the parameters; in the shard_map.
 
     `jax.lax.psum_scatter` would send half as much, but cannot be compiled where other axes of the mesh are not mapped
-    over (jax 0.12), and libtpu 0.0.50 does not make one of this sum and cut, as it does for the layers' gradients.
+    over (jax 0.12), and libtpu 0.0.50 does not fuse this sum and slice into one, as it does for the layers' gradients.
     """
 
     def one(leaf: jax.Array, spec: PartitionSpec, like: jax.Array) -> jax.Array:
@@ -167,11 +167,11 @@ def _scattered(whole: Any, axes: tuple[str, ...], kept: Any, like: Any) -> Any:
                 leaf = jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(names) * size, size, dim)
         return leaf.astype(like.dtype)
 
-    return jax.tree.map(one, whole, kept, like)
+    return jax.tree.map(one, gradients, kept, like)
 
 
 def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Over devices. On CPUs in float32: XLA's compiler for them dies of sums in bfloat16 within a shard_map."""
+    """Return the sum over devices. On CPUs in float32: XLA's CPU compiler crashes on bfloat16 sums in a shard_map."""
 
     def wide(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
@@ -180,7 +180,7 @@ def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _gradients(fn: TokenLoss, chunks: int, params: Any, *parts: jax.Array) -> tuple[Any, Any, jax.Array]:
-    """Results of `fn` stacked over chunks, the sum of gradients with respect to `params`, and the one of all of x."""
+    """Return results of `fn` stacked over chunks, the summed gradient of `params`, and the gradient of all of x."""
     value_and_gradient = jax.value_and_grad(fn, argnums=(0, 1), has_aux=True)
     if chunks == 1:
         sums, (d_params, d_x) = value_and_gradient(params, *parts)
@@ -196,12 +196,12 @@ def _gradients(fn: TokenLoss, chunks: int, params: Any, *parts: jax.Array) -> tu
 
 
 def _summed(stacked: Any, axes: tuple[str, ...]) -> Any:
-    """Over chunks and devices."""
+    """Return the sums over chunks and devices."""
     return jax.lax.psum(jax.tree.map(lambda a: jnp.sum(a, axis=0, dtype=a.dtype), stacked), axes)
 
 
 def _only(x: jax.Array, axes: tuple[str, ...]) -> PartitionSpec:
-    """The partition of x by these axes alone."""
+    """Return the partition of x by these axes alone."""
     spec = jax.typeof(x).sharding.spec
     names = [tuple(name for name in entry_axes(entry) if name in axes) for entry in spec]
     return PartitionSpec(*(one or None for one in names))

@@ -43,6 +43,7 @@ class Block(Layer):
     def __call__(
         self, x_btd: jax.Array, context: Context, cache: Any, routing: Any = None
     ) -> tuple[jax.Array, Any, Aux]:
+        """Return the block's output [b, t, d], the updated cache, and the feed-forward layer's auxiliary outputs."""
         x_btd = checkpoint_name(x_btd, "block_input")
         mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
         x_btd = x_btd + mixed
@@ -51,11 +52,11 @@ class Block(Layer):
 
 
 class Hidden(NamedTuple):
-    """What the stack of blocks makes of tokens.
+    """The result of the stack of blocks.
 
     Attributes:
         x: final hidden states [batch, length, dim], normalised.
-        cache: as the context left it.
+        cache: as updated by the context.
         aux: of all layers.
     """
 
@@ -76,8 +77,8 @@ class Decoder(Layer):
         norm: RMSNorm.Config = RMSNorm.Config()
         head: Head.Config | None = None  # None: tied to the embedding
         dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are float32
-        pipeline: Pipeline.Config = Pipeline.Config()  # where the mesh has such an axis
-        scan_unroll: int = 1  # layers per iteration of the scan: more is faster to run, slower to compile
+        pipeline: Pipeline.Config = Pipeline.Config()  # used where the mesh has a pipeline axis
+        scan_unroll: int = 1  # layers per iteration of the scan: more runs faster and compiles slower
         remat: str | dict[str, Literal["save", "offload"]] = "nothing"  # recomputed in the backward pass (remat.py)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -96,18 +97,18 @@ class Decoder(Layer):
         find_remat(cfg.remat)  # refused here, before anything is compiled
 
     def __call__(self, tokens_bt: jax.Array, context: Context) -> jax.Array:
-        """float32 logits [batch, length, vocab]."""
+        """Return float32 logits [batch, length, vocab]."""
         return self.logits(self.hidden(tokens_bt, context).x)
 
     def hidden(self, tokens_bt: jax.Array, context: Context, cache: Any = None, routing: Any = None) -> Hidden:
-        """Final hidden states, the cache as the context left it, and the layers' auxiliary outputs.
+        """Return final hidden states, the cache as updated by the context, and the layers' auxiliary outputs.
 
         Args:
             tokens_bt: int32 [batch, length].
-            context: what may look at what.
-            cache: None; or a tuple with one pytree per layer (then the loop is unrolled); or one pytree for all layers,
-                which goes from layer to layer, each being given (cache, its index): a large pool is updated in place.
-            routing: int32 [layers, batch, length, top_k], experts to be used again (see `Aux`), or None: chosen anew.
+            context: which tokens see which.
+            cache: None; or a tuple with one pytree per layer (the loop is then unrolled); or one pytree for all layers,
+                passed from layer to layer as (cache, layer index), so that a large pool is updated in place.
+            routing: int32 [layers, batch, length, top_k], experts to be used again (see `Aux`); None: routers choose.
         """
         x = self.embedding(tokens_bt, self.dtype)
         if cache is None:
@@ -142,7 +143,9 @@ class Decoder(Layer):
 
     def _pipelined(self, apply: Any, x: jax.Array, context: Context, cache: Any, routing: Any) -> Hidden:
         if cache is not None or routing is not None:
-            raise UserError("Decoder: a mesh with a pipeline axis is for training; nothing can be decoded on it")
+            raise UserError(
+                "Decoder: a mesh with a pipeline axis is for training; expected neither a cache nor routing"
+            )
 
         def stage(layers: Any, x: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
             (x, _), aux = jax.lax.scan(partial(apply, context=context), (x, None), (layers, None, None))
@@ -152,7 +155,7 @@ class Decoder(Layer):
         return Hidden(gather_length(self.norm(x)), None, aux)
 
     def unstack(self) -> "Decoder":
-        """The same model with its layers in a list: XLA's CPU backend copies each weight that it cuts from a stack."""
+        """Return the model with its layers in a list: XLA's CPU backend copies each weight it slices from a stack."""
         self.layers = nnx.data(tuple(self._unstacked()))
         return self
 
@@ -167,5 +170,5 @@ class Decoder(Layer):
         return self.head or self.embedding
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32 logits of hidden states, so that callers compute them only where they need them."""
+        """Return float32 logits of hidden states, so that callers compute them only where they need them."""
         return self.output.logits(x_btd)

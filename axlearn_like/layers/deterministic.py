@@ -1,7 +1,7 @@
-"""Sums and softmaxes of rows that do not depend on how many rows there are, to the bit, on CPUs too.
+"""Deterministic reductions: a row's sum or softmax is the same to the bit however many rows there are, on CPUs too.
 
-XLA's CPU backend computes small arrays by other routines than large ones, and picks the routine by what it fused. Two
-means against that: small arrays are filled up with zero rows, and barriers keep an exponential out of the sum over it.
+XLA's CPU backend computes small arrays with other routines than large ones, and chooses by what it fused. Two remedies:
+small arrays are padded with zero rows, and barriers keep an exponential from being fused into the sum over it.
 """
 
 from collections.abc import Callable
@@ -12,33 +12,33 @@ from jax.sharding import PartitionSpec
 
 from mesh.rules import partition
 
-_LARGE = 4096  # entries from which on the sum over rows is that of large arrays
+_LARGE = 4096  # entries from which on XLA sums rows as in large arrays
 
 
 def no_fuse[T](x: T) -> T:
-    """x, on CPUs not fused with what uses it; elsewhere nothing."""
+    """Return x, which XLA on CPUs does not fuse with its users; no effect elsewhere."""
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """Sum over the last axis, kept with size 1."""
+    """Return the sum over the last axis, kept with size 1."""
     return _filled(lambda rows: jnp.sum(rows, axis=-1, keepdims=True), x)
 
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
-    """Sum of x * x over the last axis, kept with size 1."""
+    """Return the sum of x * x over the last axis, kept with size 1."""
     return _filled(lambda rows: jnp.sum(rows * rows, axis=-1, keepdims=True), no_fuse(x))
 
 
 def exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """exp(x - max) over the last axis, and the sum of that, kept with size 1: a softmax before its division."""
+    """Return exp(x - max) over the last axis and its sum, kept with size 1: a softmax before its division."""
     peak = no_fuse(jnp.max(x, axis=-1, keepdims=True))
     weights = no_fuse(jnp.exp(x - peak))
     return weights, row_sum(weights)
 
 
 def _filled(total: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`total` of the rows of x, as a large array."""
+    """Return `total` of the rows of x, computed as for a large array."""
     if x.size >= _LARGE:
         return no_fuse(total(x))
     width = x.shape[-1]

@@ -13,7 +13,7 @@ from mesh.rules import axis_sizes, partition
 
 
 class Embedding(Layer):
-    """Token table [vocab, dim]; also the output head where the two are tied."""
+    """Token table [vocab, dim]; also the output head of models that tie the two."""
 
     class Config(ConfigBase["Embedding"]):
         dim: int = REQUIRED
@@ -25,11 +25,12 @@ class Embedding(Layer):
         self.weight_vd = param(rngs, (cfg.vocab_size, cfg.dim), ("vocab", "embed"), init)
 
     def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Return the embeddings [batch, length, dim] in `dtype`."""
         table, spread = self.weight_vd[...].astype(dtype), partition("batch", "length", None)
         if spread is None:
             return table[tokens_bt]
-        # Each device looks up its columns for the rows of all who have other columns, and then they exchange: that is
-        # little beside a whole table, and the same the other way round for the gradient.
+        # Each device looks up its columns for the rows of all devices that hold other columns, and they exchange the
+        # results: little beside a whole table, and the same in reverse for the gradient.
         columns = axis_sizes("embed")
         rows = tuple(name for name, size in axis_sizes("batch").items() if name not in columns and size > 1) or None
         tokens_bt = jax.sharding.reshard(tokens_bt, PartitionSpec(rows, spread[1]))
@@ -37,12 +38,12 @@ class Embedding(Layer):
         return jax.sharding.reshard(x_btd, spread)
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32 logits [batch, length, vocab] by the transposed table."""
+        """Return float32 logits [batch, length, vocab] by the transposed table."""
         return project(x_btd, self.weight_vd[...].T, out_axis="vocab", dtype=jnp.float32)
 
 
 class Head(Layer):
-    """A head of its own, for models that do not tie it to the embedding."""
+    """An untied output head."""
 
     class Config(ConfigBase["Head"]):
         dim: int = REQUIRED
@@ -52,5 +53,5 @@ class Head(Layer):
         self.weight_dv = param(rngs, (cfg.dim, cfg.vocab_size), ("embed", "vocab"), fan_in_init(cfg.dim))
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32 logits [batch, length, vocab]."""
+        """Return float32 logits [batch, length, vocab]."""
         return project(x_btd, self.weight_dv[...], out_axis="vocab", dtype=jnp.float32)

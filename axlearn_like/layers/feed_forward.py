@@ -27,7 +27,7 @@ class SwiGLU(Layer):
         self.down_fd = param(rngs, (cfg.hidden, cfg.dim), ("hidden", "embed"), narrow)
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
-        """[b, t, d] -> [b, t, d]; there is nothing to route."""
+        """Return [b, t, d] for [b, t, d]; `routing` is ignored."""
         del routing
         whole_btd = gather_length(x_btd)
         gate = checkpoint_name(project(whole_btd, self.gate_df[...], out_axis="hidden"), "gate")

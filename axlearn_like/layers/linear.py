@@ -1,7 +1,7 @@
 """The matrix product of all layers: weights with any number of input and output axes, as one flat matmul.
 
-XLA's CPU backend runs [batch * length, in] x [in, out] about a quarter faster than the three-dimensional product, and
-the compilers of accelerators see no difference.
+XLA's CPU backend runs [batch * length, in] x [in, out] about a quarter faster than the three-dimensional product; the
+compilers of accelerators make no difference.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import length_axes
 
-UNSPLIT_SUM = 32768  # entries of a matrix over whose depth XLA's CPU matmul sums in one go, however few the rows
+UNSPLIT_SUM = 32768  # entries of a matrix up to which XLA's CPU matmul sums its depth in one pass, however few the rows
 
 
 def project(
@@ -33,14 +33,14 @@ def project(
 
     Args:
         x: activations; the weight is cast to their type.
-        weight: the first of its input and of its output axes may be spread over the mesh.
+        weight: the first of its input and of its output axes may be sharded.
         inputs: how many axes are contracted.
-        in_axis: logical name of the first contracted axis *of the activations*, None if it is whole.
-        out_axis: logical name of the first output axis, None if it is whole.
+        in_axis: logical name of the first contracted axis *of the activations*, None if it is not sharded.
+        out_axis: logical name of the first output axis, None if it is not sharded.
         out: output axes, if the weight has them merged into one.
         dtype: of the result; that of x if not given. Sums are exact to float32 in any case on accelerators.
-        like: an array whose batch and length the result is spread like; those of x if not given. What is summed over
-            devices is then scattered over them at once.
+        like: an array whose sharding of batch and length the result gets; that of x if not given. Sums over devices
+            are then scattered over them at once.
 
     Returns:
         [batch, length, *out].
@@ -55,7 +55,7 @@ def project(
         flat = jnp.reshape(x, (batch * length, width), out_sharding=partition("batch", in_axis))
         y = _matmul(flat, matrix, dtype, out_axis)
         return jnp.reshape(y, (batch, length, *out), out_sharding=partition("batch", None, out_axis, *whole))
-    # Rows and length cannot be merged where both are spread.
+    # Rows and length cannot be merged where both are sharded.
     rows, inside, outside = partition("batch", in_axis, out_axis) or (None,) * 3
     x = jnp.reshape(x, (batch, length, width), out_sharding=PartitionSpec(rows, before, inside))
     spread = PartitionSpec(rows, after, outside)
@@ -64,11 +64,11 @@ def project(
 
 
 def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: str | None) -> jax.Array:
-    """X [rows, in] x matrix [in, out], each row the same to the bit however many rows there are (on CPUs).
+    """Return x [rows, in] x matrix [in, out], each row the same to the bit however many rows there are (on CPUs).
 
     With 64 rows or more (128 for a very narrow matrix) XLA's CPU matmul sums over `in` in one order; with fewer it may
-    cut the sum in two, depending on the size of the matrix. So few rows are filled up, or, where that is cheaper, the
-    matrix is cut into columns, so narrow that the sum stays whole. On accelerators nothing is changed.
+    split the sum in two, depending on the size of the matrix. So few rows are padded, or, where that is cheaper, the
+    matrix is cut into columns so narrow that the sum is not split. Nothing is changed on accelerators.
     """
     spread = partition("batch", out_axis)
     enough = 128 if matrix.shape[1] < 16 else 64
@@ -90,7 +90,7 @@ def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: 
 
 
 def _as_matrix(weight: jax.Array, inputs: int) -> jax.Array:
-    """[*in, *out] -> [in, out], spread as the first of its input and of its output axes are."""
+    """Return [*in, *out] as [in, out], sharded as the first of its input and of its output axes are."""
     shape = (math.prod(weight.shape[:inputs]), math.prod(weight.shape[inputs:]))
     if jax.sharding.get_abstract_mesh().empty:
         return weight.reshape(shape)

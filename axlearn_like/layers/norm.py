@@ -10,7 +10,7 @@ from axlearn_like.layers.deterministic import no_fuse, sum_of_squares
 
 
 class RMSNorm(Layer):
-    """x / rms(x) * scale over the last axis, computed in float32 whatever the type of x."""
+    """Root-mean-square normalisation over the last axis, x / rms(x) * scale, in float32 whatever the type of x."""
 
     class Config(ConfigBase["RMSNorm"]):
         dim: int = REQUIRED
@@ -21,8 +21,9 @@ class RMSNorm(Layer):
         self.scale = param(rngs, (cfg.dim,), (None,), jax.nn.initializers.ones)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the normalised x, in the type of x."""
         x32 = x.astype(jnp.float32)
         rms = jnp.sqrt(sum_of_squares(x32) / x.shape[-1] + self.eps)
-        # Apart from it this stays a division. As rsqrt, XLA's CPU code rounds vectors and remainders differently.
+        # Not fused, this stays a division: as rsqrt, XLA's CPU code rounds vectors and remainders differently.
         normed = x32 * (1.0 / no_fuse(rms))
         return (normed * self.scale[...]).astype(x.dtype)

@@ -1,8 +1,8 @@
-"""What a parameter is, told by its name: its kind, and which of its axes form a matrix.
+"""Kind and matrix axes of a parameter, by its name.
 
-Our parameters carry the letters of their axes as a suffix (`q_dkqh`: d inputs; k, q and h outputs). Axes in front of
-these are stacks: a scanned decoder's `q_dkqh` is [layers, d, k, q, h], which is as many matrices as there are layers.
-A name without a suffix (`scale`, `bias`) has one axis of its own.
+Parameters carry the letters of their axes as a suffix (`q_dkqh`: d inputs; k, q and h outputs). Axes in front of these
+are stacks: a scanned decoder's `q_dkqh` is [layers, d, k, q, h], as many matrices as there are layers. A name without a
+suffix (`scale`, `bias`) has one axis of its own.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ class MatrixAxes(NamedTuple):
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """Of an array in nested dicts: its keys, joined by slashes."""
+    """Return the path of an array in nested dicts: its keys, joined by slashes."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def shape_suffix(name: str, ndim: int) -> str:
-    """The axis letters at the end of a parameter's name, or "" if it has none: `down_fd` -> `fd`."""
+    """Return the axis letters at the end of a parameter's name, or "" if it has none: `down_fd` -> `fd`."""
     words = name.rpartition("/")[2].split("_")
     suffix = words[-1]
     letters = suffix.isascii() and suffix.isalpha() and suffix.islower()
@@ -36,11 +36,11 @@ def shape_suffix(name: str, ndim: int) -> str:
 
 
 def kind_of(name: str, ndim: int) -> Kind:
-    """The kind of the parameter with this name (or path) and number of axes.
+    """Return the kind of the parameter with this name (or path) and number of axes.
 
-    Scales and biases are told by a word of the name, whatever their axes; attention sinks are biases (of a softmax).
-    With a suffix of two letters or more it is an `embedding` if that begins with v (vocabulary), a `head` if it ends
-    with it, else a `matrix`. Whatever else there is, is `other`.
+    Scales and biases are recognised by a word of the name, whatever their axes; attention sinks are biases (of a
+    softmax). With a suffix of two letters or more it is an `embedding` if the suffix begins with v (vocabulary), a
+    `head` if it ends with v, else a `matrix`. Everything else is `other`.
     """
     words = set(name.rpartition("/")[2].split("_"))
     if "scale" in words:
@@ -54,11 +54,11 @@ def kind_of(name: str, ndim: int) -> Kind:
 
 
 def matrix_axes(name: str, ndim: int, stack: str = "e", splits: Mapping[str, str] | None = None) -> MatrixAxes | None:
-    """Which axes of an embedding, head or matrix are its inputs and outputs; None for parameters that are none.
+    """Return the input and output axes of an embedding, head or matrix; None for other parameters.
 
     Letters in `stack` count separate matrices (experts) as long as two others remain. The model width d, and the rank l
-    of low-rank factors, stand alone on their side of the product: `q_dkqh` is [d, k*q*h], `out_kqhd` is [k*q*h, d].
-    Without one of them at the end the first letter is the input. `splits` says it for suffixes for which that is
+    of low-rank factors, are alone on their side of the product: `q_dkqh` is [d, k*q*h], `out_kqhd` is [k*q*h, d].
+    Without one of them at the end the first letter is the input. `splits` overrides this for suffixes for which it is
     wrong: `{"khr": "kh,r"}`.
     """
     if kind_of(name, ndim) not in ("embedding", "head", "matrix"):

@@ -1,8 +1,8 @@
 """Pipeline parallelism (GPipe, Huang et al. 2019, arXiv 1811.06965): every stage holds some of the layers.
 
-The rows of a batch are cut into microbatches that go from stage to stage, one stage a tick; after M + S - 1 ticks all M
-have passed the S stages. The backward pass is the same the other way round. A stage has nothing to do in S - 1 of the
-ticks: the bubble, (S - 1) / (M + S - 1) of the time.
+The rows of a batch are split into microbatches that move from stage to stage, one stage a tick; after M + S - 1 ticks
+all M have passed the S stages. The backward pass runs in reverse. A stage is idle in S - 1 of the ticks: the bubble, (S
+- 1) / (M + S - 1) of the time.
 """
 
 import math
@@ -20,15 +20,15 @@ from mesh.rules import axis_sizes, partition
 from mesh.sharding import merge_rows, split_rows
 
 AXIS = "pipeline"
-# Of a stage: (its layers, x, context) -> (x, aux stacked over its layers).
+# (layers of a stage, x, context) -> (x, aux stacked over these layers)
 Stage = Callable[[Any, jax.Array, Any], tuple[jax.Array, Aux]]
 
 
 class Pipeline(Configurable):
-    """How a stack of layers runs where the mesh has a pipeline axis; elsewhere it is not used."""
+    """The schedule of a stack of layers over the pipeline axis of the mesh; unused where there is none."""
 
     class Config(ConfigBase["Pipeline"]):
-        microbatches: int | None = None  # None: four for each stage, which leaves a bubble of a fifth
+        microbatches: int | None = None  # None: four for each stage, a bubble of at most a fifth
 
     def __init__(self, cfg: Config):
         if cfg.microbatches is not None and cfg.microbatches < 1:
@@ -37,24 +37,25 @@ class Pipeline(Configurable):
 
     @property
     def stages(self) -> int:
-        """On the mesh in force."""
+        """Stages on the current mesh."""
         return axis_sizes("layers").get(AXIS, 1)
 
     @property
     def microbatches(self) -> int:
+        """Parts of the batch."""
         return self._cfg.microbatches or 4 * self.stages
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which a stage waits."""
+        """The share of the time in which a stage is idle."""
         return (self.stages - 1) / (self.microbatches + self.stages - 1)
 
     def __call__(self, stage: Stage, layers: Any, x: jax.Array, context: Any) -> tuple[jax.Array, Aux]:
-        """The whole stack.
+        """Return the output of the whole stack, and its auxiliary outputs.
 
         Args:
             stage: applies some of the layers, pure.
-            layers: pytree of arrays [layers, ...], cut by the pipeline axis.
+            layers: pytree of arrays [layers, ...], sharded by the pipeline axis.
             x: [batch, length, dim].
             context: pytree of arrays [batch, ...].
 
@@ -66,7 +67,7 @@ class Pipeline(Configurable):
         if x.shape[0] % (count * shards):
             raise UserError(
                 f"Pipeline: a batch of {x.shape[0]} rows does not divide into {count} microbatches "
-                f"(Pipeline.Config.microbatches), each spread over {shards} devices"
+                f"(Pipeline.Config.microbatches), each sharded over {shards} devices"
             )
         parts = split_rows(x, count), jax.tree.map(lambda leaf: split_rows(leaf, count), context)
 
@@ -78,10 +79,10 @@ class Pipeline(Configurable):
             in_specs=(PartitionSpec(AXIS), PartitionSpec(), PartitionSpec()),
             out_specs=PartitionSpec(AXIS),
             axis_names={AXIS},
-            check_vma=False,  # kernels inside do not tell over which axes their results vary
+            check_vma=False,  # kernels inside do not declare over which axes their results vary
         )(layers, *parts)
-        # Only what the last stage made counts. As a product this scatters it over the stages, which share the head's
-        # work so.
+        # Only the result of the last stage counts. This product scatters it over the stages, so that they share the
+        # work of the head.
         chosen = jnp.zeros(last + 1, y.dtype).at[last].set(1)
         rows, length, width = jax.typeof(x).sharding.spec
         over = (AXIS, *_names(length)) if x.shape[1] % ((last + 1) * _size(length)) == 0 else length
@@ -90,7 +91,7 @@ class Pipeline(Configurable):
 
 
 def shard_layers(layers: Any, count: int) -> Any:
-    """A stack [layers, ...] newly made, cut by the pipeline axis.
+    """Return a newly created stack [layers, ...], sharded by the pipeline axis.
 
     Raises:
         UserError: the layers do not divide into stages.
@@ -108,7 +109,7 @@ def shard_layers(layers: Any, count: int) -> Any:
 
 
 def _ticks(stage: Stage, layers: Any, x: jax.Array, context: Any, last: int) -> tuple[jax.Array, Aux]:
-    """What one stage does: x [microbatches, rows, ...] -> [1, microbatches, rows, ...], and its layers' aux."""
+    """Return one stage's result, [1, microbatches, rows, ...] for x [microbatches, rows, ...], and its layers' aux."""
     count, index = x.shape[0], jax.lax.axis_index(AXIS)
     first = (index == 0).astype(x.dtype)
     onward = [(i, (i + 1) % (last + 1)) for i in range(last + 1)]

@@ -1,4 +1,4 @@
-"""How gradients change parameters: optimizers, schedules, groups, clipping, averages and where their state is kept."""
+"""The learner: optimizers, schedules, groups, clipping, EMA, and storage of the state."""
 
 from axlearn_like.learner.clipping import ClipByBlockRMS, ClipByValue
 from axlearn_like.learner.ema import EMA

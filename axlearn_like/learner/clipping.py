@@ -1,4 +1,4 @@
-"""Ways to bound gradients other than by their global norm (`Learner.Config.clip_norm`)."""
+"""Bounds on gradients other than by their global norm (`Learner.Config.clip_norm`)."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from axlearn_like.learner.param_labels import Matrices, path_name
 
 
 class ClipByValue(Configurable):
-    """Every entry of the gradient to [-limit, limit]."""
+    """Clipping of every entry of the gradient to [-limit, limit]."""
 
     class Config(ConfigBase["ClipByValue"]):
         limit: float = REQUIRED
@@ -22,12 +22,12 @@ class ClipByValue(Configurable):
         self._limit = cfg.limit
 
     def transformation(self) -> optax.GradientTransformation:
-        """Of gradients."""
+        """Return the clipping of gradients as an optax transformation."""
         return optax.clip(self._limit)
 
 
 class ClipByBlockRMS(Configurable):
-    """The root mean square of every matrix and vector to at most `limit`: of each layer alone in a stack of layers."""
+    """Clipping of the root mean square of every matrix and vector to `limit`: of each layer of a stack alone."""
 
     class Config(ConfigBase["ClipByBlockRMS"]):
         limit: float = REQUIRED
@@ -39,7 +39,7 @@ class ClipByBlockRMS(Configurable):
         self._matrices: Matrices = cfg.matrices.build()
 
     def transformation(self) -> optax.GradientTransformation:
-        """Of gradients."""
+        """Return the clipping of gradients as an optax transformation."""
 
         def clip(path: tuple[Any, ...], g: jax.Array) -> jax.Array:
             block = self._matrices.block(path_name(path), g.ndim)

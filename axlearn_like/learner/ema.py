@@ -12,8 +12,8 @@ from axlearn_like.learner.errors import check
 class EMA(Configurable):
     """average <- decay * average + (1 - decay) * parameters after every applied update, from 0, in float32.
 
-    It is read debiased, divided by 1 - decay**updates: parameters that were put in place after the state was made (from
-    another model's files) leave no trace of the first ones.
+    It is read debiased, divided by 1 - decay**updates: parameters that were loaded after the state was created (from
+    another model's files) leave no trace of the initial ones.
     """
 
     class Config(ConfigBase["EMA"]):
@@ -24,15 +24,15 @@ class EMA(Configurable):
         self._decay = cfg.decay
 
     def init(self, params: Any) -> Any:
-        """Zeros like the parameters."""
+        """Return zeros like the parameters."""
         return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
 
     def update(self, average: Any, params: Any, applied: jax.Array) -> Any:
-        """After an update; not `applied` (a bool scalar): as it was."""
+        """Return the average after an update; unchanged unless `applied` (a bool scalar)."""
         rate = jnp.where(applied, 1 - self._decay, 0.0)
         return jax.tree.map(lambda a, p: a + rate * (p.astype(jnp.float32) - a), average, params)
 
     def read(self, average: Any, params: Any, updates: jax.Array) -> Any:
-        """The average in the parameters' types; before the first update the parameters."""
+        """Return the average in the parameters' types; before the first update the parameters."""
         weight = jnp.where(updates == 0, 1.0, 1 - self._decay ** updates.astype(jnp.float32))
         return jax.tree.map(lambda a, p: jnp.where(updates == 0, p, a / weight).astype(p.dtype), average, params)

@@ -1,4 +1,4 @@
-"""Groups: parameters with rules of their own, chosen by path and by kind."""
+"""Groups: parameters with their own rules, chosen by path and by kind."""
 
 import fnmatch
 from typing import Any
@@ -18,9 +18,9 @@ REST = "rest"
 class Group(Configurable):
     """The parameters whose path fits `match` and whose kind is one of `kinds`.
 
-    Paths are as in checkpoints (`layers/attention/q_dkqh`); `*` stands for anything, slashes too. A parameter belongs
-    to the first group that it fits. Frozen parameters get no update, no decay and no optimizer state, and do not count
-    in the gradient norm.
+    Paths are as in checkpoints (`layers/attention/q_dkqh`); `*` matches anything, slashes too. A parameter belongs to
+    the first group that it fits. Frozen parameters get no update, no decay and no optimizer state, and do not count in
+    the gradient norm.
     """
 
     class Config(ConfigBase["Group"]):
@@ -36,16 +36,16 @@ class Group(Configurable):
         check(cfg, "kinds", bool(cfg.kinds), f"some of {', '.join(KINDS)}")
         check(cfg, "lr_scale", cfg.lr_scale >= 0, "0 or more")
         if cfg.frozen and (cfg.optimizer is not None or cfg.weight_decay is not None or cfg.lr_scale != 1.0):
-            raise LearnerError(f"{where(cfg)}: expected no optimizer, weight_decay or lr_scale of a frozen group")
+            raise LearnerError(f"{where(cfg)}: expected no optimizer, weight_decay or lr_scale in a frozen group")
         self.where, self.match, self.kinds, self.frozen = where(cfg), cfg.match, cfg.kinds, cfg.frozen
         self._cfg = cfg
 
     def fits(self, name: str, ndim: int) -> bool:
-        """Whether the parameter with this path and number of axes belongs here."""
+        """Return True if the parameter with this path and number of axes fits."""
         return fnmatch.fnmatchcase(name, self.match) and kind_of(name, ndim) in self.kinds
 
     def transformation(self, default: ConfigBase) -> optax.GradientTransformation:
-        """The direction of the group's parameters, where `default` is the learner's optimizer."""
+        """Return the direction of the group's parameters, where `default` is the learner's optimizer."""
         if self.frozen:
             return optax.set_to_zero()
         optimizer = (self._cfg.optimizer or default).clone()
@@ -56,7 +56,7 @@ class Group(Configurable):
 
 
 class Groups:
-    """Several groups over one tree of parameters."""
+    """All groups over one tree of parameters."""
 
     def __init__(self, groups: tuple[Group, ...], default: ConfigBase):
         self._groups = groups
@@ -64,10 +64,10 @@ class Groups:
         self.transformation = optax.partition({**parts, REST: default.build().transformation()}, self.labels)
 
     def labels(self, params: Any) -> Any:
-        """`group0`, `group1`, ... or `rest` for every parameter.
+        """Return `group0`, `group1`, ... or `rest` for every parameter.
 
         Raises:
-            LearnerError: a group has no parameters, with the nearest paths.
+            LearnerError: a group has no parameters; the message has the nearest paths.
         """
         names: list[str] = []
         found: list[str] = []
@@ -86,13 +86,13 @@ class Groups:
         return labels
 
     def without_frozen(self, grads: Any) -> Any:
-        """The gradients with zeros for what is frozen: then the compiler does not compute them."""
+        """Return gradients with zeros for frozen parameters, which the compiler then does not compute."""
         frozen = {_label(index) for index, group in enumerate(self._groups) if group.frozen}
         zero = jnp.zeros_like
         return jax.tree.map(lambda g, label: zero(g) if label in frozen else g, grads, self.labels(grads))
 
     def trained(self, params: Any) -> Any:
-        """The parameters with `optax.MaskedNode` for what is frozen."""
+        """Return the parameters with `optax.MaskedNode` for frozen ones."""
         frozen = {_label(index) for index, group in enumerate(self._groups) if group.frozen}
         return jax.tree.map(lambda p, label: optax.MaskedNode() if label in frozen else p, params, self.labels(params))
 
@@ -101,9 +101,9 @@ class Groups:
         if not by_path:
             return f"{group.where}.match: {group.match!r} matches no parameter{did_you_mean(group.match, names)}"
         if group.kinds == KINDS:
-            return f"{group.where}.match: all that {group.match!r} matches is in groups before it: {', '.join(by_path)}"
+            return f"{group.where}.match: all that {group.match!r} matches is in earlier groups: {', '.join(by_path)}"
         kinds = " or ".join(group.kinds)
-        return f"{group.where}: nothing that {group.match!r} matches and no group before it has is of kind {kinds}"
+        return f"{group.where}: of what {group.match!r} matches and no earlier group has, nothing is of kind {kinds}"
 
 
 def _label(index: int) -> str:
@@ -111,7 +111,7 @@ def _label(index: int) -> str:
 
 
 def _set_weight_decay(optimizer: ConfigBase, value: float, group: str) -> None:
-    """In the optimizer and in those that it holds (`others`)."""
+    """Set the weight decay of the optimizer and of those inside it (`others`)."""
     fields = [cfg for _, cfg in walk_configs(optimizer) if "weight_decay" in dict(config_items(cfg))]
     if not fields:
         raise LearnerError(f"{group}.weight_decay: {type(optimizer).__qualname__} has no weight decay; expected None")

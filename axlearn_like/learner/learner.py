@@ -1,4 +1,4 @@
-"""The learner: how gradients change parameters. Its parts are chosen by config; most are optax transformations."""
+"""The learner: from gradients to new parameters. Its parts are chosen by config; most are optax transformations."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from mesh.devices import platform
 
 
 class Learner(Configurable):
-    """Clip, direction, learning rate; a non-finite gradient changes nothing but is counted.
+    """Clipping, direction, learning rate; a non-finite gradient changes nothing but is counted.
 
     The schedule counts *applied* updates, so a skipped one does not advance it.
     """
@@ -29,12 +29,12 @@ class Learner(Configurable):
         optimizer: ConfigBase = AdamW.Config()
         schedule: ConfigBase = Constant.Config()
         clip_norm: float | None = 1.0  # of the global gradient norm; None: no clipping
-        clip: ConfigBase | None = None  # another kind (ClipByValue, ClipByBlockRMS), after that by the norm
-        groups: tuple[Group.Config, ...] = ()  # parameters with rules of their own; the first that fits counts
+        clip: ConfigBase | None = None  # another kind (ClipByValue, ClipByBlockRMS), after clipping by the norm
+        groups: tuple[Group.Config, ...] = ()  # parameters with their own rules; the first that fits applies
         scaling: ConfigBase | None = None  # of learning rates by parameter (MuP)
         skip_spikes: SkipSpikes.Config | None = None
         ema: EMA.Config | None = None  # of the parameters, for evaluation
-        balance_rate: float = 0.001  # step of the biases that balance experts, where there are any
+        balance_rate: float = 0.001  # step of the biases that balance experts, if there are any
         state_storage: tuple[ConfigBase, ...] = ()  # BFloat16State, HostOffload: of moments and EMA
 
     def __init__(self, cfg: Config):
@@ -55,9 +55,9 @@ class Learner(Configurable):
         self._storage = [storage.build() for storage in cfg.state_storage]
 
     def init(self, params: Any) -> dict[str, Any]:
-        """Optimizer state: `applied` and `skipped` int32 counts, and optax's own state.
+        """Return the optimizer state: `applied` and `skipped` int32 counts, and optax's own state.
 
-        With them in the config, also `spikes` (see `SkipSpikes`) and `ema` (like the parameters that are trained).
+        If configured, also `spikes` (see `SkipSpikes`) and `ema` (like the parameters that are trained).
 
         Raises:
             LearnerError: a group or a storage fits nothing.
@@ -72,7 +72,7 @@ class Learner(Configurable):
     def update(
         self, grads: Any, opt_state: dict[str, Any], params: Any
     ) -> tuple[Any, dict[str, Any], dict[str, jax.Array]]:
-        """One update.
+        """Return the result of one update.
 
         Args:
             grads: like `params`, of any float type.
@@ -80,9 +80,9 @@ class Learner(Configurable):
             params: the parameters to change.
 
         Returns:
-            New parameters, new optimizer state, and float32 metrics: `grad_norm` (before clipping, without what is
-            frozen), `lr`, `update_norm` (of what was added to the parameters) and `skipped` (updates skipped so far);
-            `spikes` (those skipped as such) where spikes are skipped.
+            New parameters, new optimizer state, and float32 metrics: `grad_norm` (before clipping, without frozen
+            parameters), `lr`, `update_norm` (of what was added to the parameters) and `skipped` (updates skipped so
+            far); `spikes` (those skipped as spikes) where spikes are skipped.
         """
         loads, grads = grads, without_loads(grads)
         if self._groups:
@@ -110,10 +110,10 @@ class Learner(Configurable):
     def _guarded(
         self, good: jax.Array, loads: Any, grads: Any, params: Any, large: dict[str, Any], lr: jax.Array
     ) -> tuple[Any, dict[str, Any], jax.Array]:
-        """What `_changed` makes of parameters and optimizer state if the gradient is good; else both as they are."""
+        """Return the result of `_changed` if the gradient is good; else everything as it is, with norm 0."""
         if platform() != "cpu":
             return self._changed(good, loads, grads, params, large, lr)
-        # XLA's CPU compiler would copy all that is donated for the sake of the old values, to select from.
+        # A select would make XLA's CPU compiler copy every donated array, to keep the old values.
         return jax.lax.cond(
             good,
             lambda: self._changed(jnp.bool_(True), loads, grads, params, large, lr),
@@ -123,9 +123,9 @@ class Learner(Configurable):
     def _changed(
         self, good: jax.Array, loads: Any, grads: Any, params: Any, large: dict[str, Any], lr: jax.Array
     ) -> tuple[Any, dict[str, Any], jax.Array]:
-        """Parameters and optimizer state after the update, if it is good, and the norm of what was added."""
+        """Return parameters and optimizer state after the update, if it is good, and the norm of what was added."""
         direction, new_optax = self._transformation.update(grads, large["optax"], params)
-        # Stored once: the norm and the sum would each compute it from arrays that are then copied for the second.
+        # Computed once: fused into both the norm and the sum, it would be computed twice from copied arrays.
         direction = no_fuse(direction)
         # Select, never multiply by zero: 0 * nan is nan.
         updates = jax.tree.map(lambda d, p: jnp.where(good, -lr * d, 0.0).astype(p.dtype), direction, params)
@@ -137,10 +137,10 @@ class Learner(Configurable):
         return new_params, kept, optax.tree.norm(updates).astype(jnp.float32)
 
     def ema_params(self, params: Any, opt_state: dict[str, Any]) -> Any:
-        """The average of the parameters, those that are frozen as they are; like `params`, to evaluate or to keep.
+        """Return the EMA of the parameters, frozen ones as they are; like `params`, to evaluate or to save.
 
         Raises:
-            LearnerError: the learner keeps none.
+            LearnerError: the learner has no EMA.
         """
         if self._ema is None:
             raise LearnerError(f"{self._where}.ema: expected EMA.Config(), to evaluate an average; got None")
@@ -150,9 +150,9 @@ class Learner(Configurable):
         return jax.tree.map(lambda a, p: p if masked(a) else a, read, params, is_leaf=masked)
 
     def placed(self, opt_state: Any) -> Any:
-        """An abstract optimizer state (`jax.ShapeDtypeStruct`s with shardings) in the memories where it is kept.
+        """Return an abstract optimizer state (`jax.ShapeDtypeStruct`s with shardings) in the memories of its storage.
 
-        Abstract evaluation does not tell them. Whoever makes, restores or compiles for a state needs them.
+        Abstract evaluation does not give memory kinds; creating, restoring and compiling for a state need them.
         """
         large = {name: opt_state[name] for name in ("optax", "ema") if name in opt_state}
         for storage in self._storage:
@@ -160,9 +160,9 @@ class Learner(Configurable):
         return {**opt_state, **large}
 
     def step_shardings(self, state: Any) -> Any:
-        """What `jax.jit` must be told of a step's results `(state, metrics)`; None: nothing.
+        """Return the `out_shardings` that `jax.jit` needs for a step's `(state, metrics)`; None: none needed.
 
-        Donated arrays on the host would else be paired with results on the devices of the same shape.
+        Otherwise donated arrays on the host would be paired with results of the same shape on the devices.
 
         Args:
             state: the train state, abstract or not, with shardings and in its memories.

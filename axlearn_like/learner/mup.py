@@ -1,4 +1,4 @@
-"""Maximal-update parametrisation: learning rates found on a narrow model, kept on a wide one."""
+"""Maximal-update parametrisation: learning rates found on a narrow model, transferred to a wide one."""
 
 import math
 from typing import Any
@@ -13,13 +13,13 @@ from mesh.errors import did_you_mean
 
 
 class MuP(Configurable):
-    """The learning rate of a matrix or head times base fan-in / fan-in (Yang et al. 2022, arXiv 2203.03466, table 3).
+    """Learning rates of matrices and heads times base fan-in / fan-in (Yang et al. 2022, arXiv 2203.03466, table 3).
 
     This is the rule for AdamW, Lion and others whose updates do not depend on the size of gradients; embeddings, scales
-    and biases keep the rate. `base` has the sizes of the model on which the rate was found, by axis letter:
-    `{"d": 256, "f": 1024}`; letters that are not in it do not grow. What the paper asks of the model besides (a head
-    that starts smaller, attention scaled by 1 / width) is the model's config. With decoupled decay, that of a matrix
-    shrinks with its rate.
+    and biases keep the rate. `base` has the sizes of the model on which the rate was found, by axis letter: `{"d": 256,
+    "f": 1024}`; letters that are not in it do not grow. The paper's other conditions on the model (a head that starts
+    smaller, attention scaled by 1 / width) belong to the model's config. With decoupled decay, a matrix's decay shrinks
+    with its rate.
     """
 
     class Config(ConfigBase["MuP"]):
@@ -33,11 +33,11 @@ class MuP(Configurable):
         self._matrices: Matrices = cfg.matrices.build()
 
     def transformation(self) -> optax.GradientTransformation:
-        """Of directions."""
+        """Return the scaling of directions as an optax transformation."""
         return optax.stateless(lambda updates, _: jax.tree.map(lambda u, f: u * f, updates, self.factors(updates)))
 
     def factors(self, params: Any) -> Any:
-        """What the learning rate of every parameter is multiplied by.
+        """Return the factor of the learning rate of every parameter.
 
         Raises:
             LearnerError: `base` has a letter that is an input of no parameter.

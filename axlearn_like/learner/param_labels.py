@@ -1,4 +1,4 @@
-"""Which parameters are matrices, and along which axes, as optimizers ask it; the rule is `parameter_names`."""
+"""Labels of parameters for optimizers: which are matrices, and along which axes (see `layers.parameter_names`)."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["KINDS", "Kind", "Matrices", "MatrixAxes", "kind_of", "matrix_labels"
 
 
 def matrix_labels(params: Any) -> Any:
-    """Labels every parameter as "matrices" or "others", for `optax.partition`."""
+    """Return "matrices" or "others" for every parameter, for `optax.partition`."""
 
     def label(path: tuple[Any, ...], leaf: jax.Array) -> str:
         return "matrices" if kind_of(path_name(path), leaf.ndim) == "matrix" else "others"
@@ -21,11 +21,11 @@ def matrix_labels(params: Any) -> Any:
 
 
 class Matrices(Configurable):
-    """Which axes of a weight form its matrices.
+    """The axes that form the matrices of a weight.
 
-    By the letters of its name's suffix, see `parameter_names.matrix_axes`: those in `stack` count separate matrices
-    (experts; `"ekq"` makes every attention head a matrix of its own), and `splits` corrects suffixes for which the rule
-    is wrong: `{"khr": "kh,r"}`.
+    Chosen by the letters of its name's suffix, see `parameter_names.matrix_axes`: those in `stack` count separate
+    matrices (experts; `"ekq"` makes every attention head a separate matrix), and `splits` corrects suffixes for which
+    the rule is wrong: `{"khr": "kh,r"}`.
     """
 
     class Config(ConfigBase["Matrices"]):
@@ -37,15 +37,15 @@ class Matrices(Configurable):
             inputs, comma, outputs = split.partition(",")
             if not (inputs and comma and outputs and inputs + outputs == suffix):
                 place = f"{where(cfg)}.splits[{suffix!r}]"
-                raise LearnerError(f"{place}: expected its letters cut in two by a comma, got {split!r}")
+                raise LearnerError(f"{place}: expected its letters split in two by a comma, got {split!r}")
         self._stack, self._splits = cfg.stack, cfg.splits
 
     def axes(self, name: str, ndim: int) -> MatrixAxes | None:
-        """Of an embedding, head or matrix; None for parameters that are none."""
+        """Return the axes of an embedding, head or matrix; None for other parameters."""
         return matrix_axes(name, ndim, self._stack, self._splits)
 
     def block(self, name: str, ndim: int) -> tuple[int, ...]:
-        """The axes of one of the arrays that a stack consists of: of a matrix, or of a vector for a stack of these."""
+        """Return the axes of one matrix, or of one vector, of a stack."""
         axes = self.axes(name, ndim)
         if axes is not None:
             return axes.inputs + axes.outputs

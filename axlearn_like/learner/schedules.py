@@ -1,4 +1,7 @@
-"""Learning-rate schedules: from the number of applied updates (from 0) to a float32 scalar."""
+"""Learning-rate schedules: from the number of applied updates (from 0) to a float32 scalar.
+
+Optax's where it has them; `WarmupStableDecay` and `InverseSqrt` are ours, since optax 0.2.8 has neither.
+"""
 
 import math
 from collections.abc import Callable
@@ -16,36 +19,37 @@ type DecayShape = Callable[[jax.Array], jax.Array]
 
 
 def linear(fraction: jax.Array) -> jax.Array:
-    """1 - x."""
+    """Return 1 - x."""
     return 1.0 - fraction
 
 
 def cosine(fraction: jax.Array) -> jax.Array:
-    """Half a cosine."""
+    """Return half a cosine."""
     return 0.5 * (1.0 + jnp.cos(jnp.pi * fraction))
 
 
 def one_minus_sqrt(fraction: jax.Array) -> jax.Array:
-    """1 - sqrt(x): falls at once and then slowly (arXiv 2405.18392, equation 2)."""
+    """Return 1 - sqrt(x): falls at once and then slowly (arXiv 2405.18392, equation 2)."""
     return 1.0 - jnp.sqrt(fraction)
 
 
 def exponential(fraction: jax.Array) -> jax.Array:
-    """Ten half-lives, moved to end at 0: (2**-10x - 2**-10) / (1 - 2**-10)."""
+    """Return ten half-lives, shifted to end at 0: (2**-10x - 2**-10) / (1 - 2**-10)."""
     last = 2.0**-10
     return (jnp.exp2(-10.0 * fraction) - last) / (1.0 - last)
 
 
-class _OfOptax(Configurable):
-    """A schedule that is one of optax's."""
+class _OptaxSchedule(Configurable):
+    """One of the schedules of optax."""
 
     _schedule: optax.Schedule
 
     def __call__(self, count: jax.Array) -> jax.Array:
+        """Return the learning rate after `count` applied updates."""
         return jnp.asarray(self._schedule(count), jnp.float32)
 
 
-class Constant(_OfOptax):
+class Constant(_OptaxSchedule):
     """The same learning rate at every update."""
 
     class Config(ConfigBase["Constant"]):
@@ -56,8 +60,8 @@ class Constant(_OfOptax):
         self._schedule = optax.schedules.constant_schedule(cfg.lr)
 
 
-class Linear(_OfOptax):
-    """From `start_lr` in a straight line to `end_lr`, reached at `steps` and kept from then on."""
+class Linear(_OptaxSchedule):
+    """A straight line from `start_lr` to `end_lr`, reached at `steps` and kept from then on."""
 
     class Config(ConfigBase["Linear"]):
         start_lr: float = REQUIRED
@@ -70,7 +74,7 @@ class Linear(_OfOptax):
         self._schedule = optax.schedules.linear_schedule(cfg.start_lr, cfg.end_lr, cfg.steps)
 
 
-class WarmupCosine(_OfOptax):
+class WarmupCosine(_OptaxSchedule):
     """Linear from 0 to `peak_lr`, then half a cosine down to `end_lr` at `total_steps`."""
 
     class Config(ConfigBase["WarmupCosine"]):
@@ -91,7 +95,7 @@ class WarmupCosine(_OfOptax):
         )
 
 
-class WarmupLinear(_OfOptax):
+class WarmupLinear(_OptaxSchedule):
     """Linear from 0 to `peak_lr`, then linear down to `end_lr` at `total_steps`."""
 
     class Config(ConfigBase["WarmupLinear"]):
@@ -135,6 +139,7 @@ class WarmupStableDecay(Configurable):
         self._cfg = cfg
 
     def __call__(self, count: jax.Array) -> jax.Array:
+        """Return the learning rate after `count` applied updates."""
         cfg = self._cfg
         up = jnp.minimum(count / max(1, cfg.warmup_steps), 1.0) if cfg.warmup_steps else 1.0
         fraction = jnp.clip((count - (cfg.total_steps - cfg.decay_steps)) / cfg.decay_steps, 0.0, 1.0)
@@ -158,13 +163,14 @@ class InverseSqrt(Configurable):
         self._cfg = cfg
 
     def __call__(self, count: jax.Array) -> jax.Array:
+        """Return the learning rate after `count` applied updates."""
         warmup = self._cfg.warmup_steps
         falling = jnp.sqrt(warmup / jnp.maximum(count, warmup))
         return jnp.asarray(self._cfg.peak_lr * jnp.minimum(count / warmup, falling), jnp.float32)
 
 
-class Join(_OfOptax):
-    """Schedules one after another: part i takes over at `boundaries[i - 1]` and counts from 0 there."""
+class Join(_OptaxSchedule):
+    """Several schedules, one after another: part i starts at `boundaries[i - 1]` and counts from 0 there."""
 
     class Config(ConfigBase["Join"]):
         parts: tuple[ConfigBase, ...] = REQUIRED

@@ -1,4 +1,4 @@
-"""Updates whose gradient is far larger than usual, told from a running mean of the norm."""
+"""Loss-spike protection: updates whose gradient norm is far above its running mean are skipped."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ from axlearn_like.learner.errors import check
 class SkipSpikes(Configurable):
     """A gradient norm above `factor` times the running mean of earlier ones is a spike: its update is skipped.
 
-    A spike enters the mean as `factor` times the mean. So when norms have become larger for good, as after a change of
-    data, the mean follows and updates go on after some skipped ones.
+    A spike enters the mean as `factor` times the mean. So when norms have risen for good, as after a change of data,
+    the mean follows and updates continue after some skipped ones.
     """
 
     class Config(ConfigBase["SkipSpikes"]):
         factor: float = 5.0
         decay: float = 0.98  # of the mean, per finite gradient
-        warmup: int = 100  # finite gradients before the first that may be called a spike
+        warmup: int = 100  # finite gradients before the first that can be a spike
 
     def __init__(self, cfg: Config):
         check(cfg, "factor", cfg.factor > 1, "above 1")
@@ -26,14 +26,14 @@ class SkipSpikes(Configurable):
         self._cfg = cfg
 
     def init(self) -> dict[str, jax.Array]:
-        """State: `mean` (of norms, not debiased), `seen` gradients and `spikes` among them."""
+        """Return the state: `mean` (of norms, not debiased), `seen` gradients and `spikes` among them."""
         zero = jnp.zeros((), jnp.int32)
         return {"mean": jnp.zeros((), jnp.float32), "seen": zero, "spikes": zero}
 
     def update(
         self, norm: jax.Array, finite: jax.Array, state: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Whether `norm` is a spike, and the new state. A norm that is not finite is none and changes nothing."""
+        """Return True if `norm` is a spike, and the new state; a norm that is not finite changes nothing."""
         cfg, seen = self._cfg, state["seen"]
         mean = state["mean"] / (1 - cfg.decay ** jnp.maximum(seen, 1))
         spike = finite & (seen >= cfg.warmup) & (norm > cfg.factor * mean)

@@ -1,4 +1,4 @@
-"""How the learner's large state is kept between updates: in fewer bits, on the host."""
+"""Storage of the learner's large state between updates: in fewer bits, or on the host."""
 
 import fnmatch
 from typing import Any
@@ -15,12 +15,12 @@ HOST = "pinned_host"
 
 
 class BFloat16State(Configurable):
-    """float32 arrays whose path fits `match`, as bfloat16; the update itself is computed in float32.
+    """float32 arrays whose path fits `match`, stored as bfloat16; the update itself is computed in float32.
 
-    Rounded stochastically: up with the probability of what is cut off, so that the mean over many updates is right.
-    Rounding to the nearest would lose every change below 2**-9 of the value, as a second moment with b2 = 0.999 has.
-    The random bits follow from `seed`, the number of updates and the array's place: resumed runs are the same. A value
-    that bfloat16 can hold stays itself, so a skipped update changes nothing.
+    Rounded stochastically: up with the probability of the fraction cut off, so that the mean over many updates is
+    right. Rounding to the nearest would lose every change below 2**-9 of the value, as a second moment with b2 = 0.999
+    has. The random bits follow from `seed`, the number of updates and the array's index, so resumed runs are the same.
+    A value that bfloat16 can represent is unchanged, so a skipped update changes nothing.
     """
 
     class Config(ConfigBase["BFloat16State"]):
@@ -33,7 +33,7 @@ class BFloat16State(Configurable):
         self._where = where(cfg)
 
     def store(self, tree: Any, count: jax.Array) -> Any:
-        """As it is kept."""
+        """Return the state encoded for storage."""
         key = jax.random.fold_in(jax.random.key(self._cfg.seed), count)
         _check_found(tree, self._cfg.match, self._where, lambda x: x.dtype == jnp.float32)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -46,7 +46,7 @@ class BFloat16State(Configurable):
         return jax.tree.unflatten(treedef, [one(index, *leaf) for index, leaf in enumerate(leaves)])
 
     def load(self, tree: Any) -> Any:
-        """As it is computed with."""
+        """Return the state decoded, to compute with."""
 
         def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
             kept = _fits(self._cfg.match, path, x) and x.dtype == jnp.bfloat16
@@ -55,12 +55,12 @@ class BFloat16State(Configurable):
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def placed(self, abstract: Any) -> Any:
-        """Abstract arrays where they are kept."""
+        """Return abstract arrays in the memory of their storage."""
         return abstract
 
 
 class HostOffload(Configurable):
-    """Arrays whose path fits `match` in the memory of the hosts, whence they come to the devices for each update.
+    """Arrays whose path fits `match`, stored in host memory and copied to the devices for each update.
 
     This trades time (twice the bytes over the link at every update) for memory of the devices. The CPU backend has such
     a memory too, and the same program runs there.
@@ -73,17 +73,17 @@ class HostOffload(Configurable):
         self._match, self._where = cfg.match, where(cfg)
 
     def store(self, tree: Any, count: jax.Array) -> Any:
-        """As it is kept."""
+        """Return the state encoded for storage."""
         del count
         _check_found(tree, self._match, self._where, lambda _: True)
         return self._moved(tree, jax.memory.Space.Host)
 
     def load(self, tree: Any) -> Any:
-        """As it is computed with."""
+        """Return the state decoded, to compute with."""
         return self._moved(tree, jax.memory.Space.Device)
 
     def placed(self, abstract: Any) -> Any:
-        """Abstract arrays where they are kept."""
+        """Return abstract arrays in the memory of their storage."""
 
         def one(path: tuple[Any, ...], a: Any) -> Any:
             if not _fits(self._match, path, a):
@@ -111,7 +111,7 @@ def _check_found(tree: Any, match: str, place: str, wanted: Any) -> None:
 
 
 def _round(x: jax.Array, key: jax.Array) -> jax.Array:
-    """float32 -> bfloat16, stochastically: random bits are added to those that are then cut off."""
+    """Return x as bfloat16, rounded stochastically: random bits are added to those that are then cut off."""
     spec = jax.typeof(x).sharding.spec
     out = None if jax.sharding.get_abstract_mesh().empty else spec
     noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=out).astype(jnp.uint32)

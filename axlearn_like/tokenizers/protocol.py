@@ -1,4 +1,4 @@
-"""What input, rollouts and serving ask of a tokenizer, whichever library it comes from."""
+"""The protocol of a tokenizer: all that input, rollouts and serving use of one, whichever library it comes from."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol

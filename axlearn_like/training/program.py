@@ -103,7 +103,7 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
     if cfg.batch_size % (shards * microbatches):
         raise InputError(
             f"Trainer.Config.input.batch_size is {cfg.batch_size}; expected a multiple of "
-            f"{shards * microbatches}: {microbatches} microbatches, each spread over "
+            f"{shards * microbatches}: {microbatches} microbatches, each sharded over "
             f"{shards} parts of the mesh ({' x '.join(axes)})"
         )
 

@@ -1,0 +1,1 @@
+"""Attention kernels: the interface, the choice among them, and one file for each."""

@@ -1,4 +1,4 @@
-"""Attention behind one interface: the first kernel that can do it, on arrays spread over the mesh as they are."""
+"""Attention behind one interface: the first kernel that supports it, on arrays sharded over the mesh."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A kernel, and why not those before it."""
+    """A kernel, and why those before it were refused."""
 
     kernel: Kernel
     refused: dict[str, str]
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
 
 
 class FirstSupported(Kernel):
-    """The first of several kernels that can do what is asked. Put one kernel in its place to force that."""
+    """The first of several kernels that supports a signature. Configure a single kernel instead to force that one."""
 
     class Config(ConfigBase["FirstSupported"]):
         kernels: tuple[ConfigBase, ...] = (Splash.Config(), Cudnn.Config(), Xla.Config())
@@ -49,12 +49,12 @@ class FirstSupported(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionParams:
-    """What an attention layer tells a context of how to mix values.
+    """The parameters of attention that a layer gives a context.
 
     Attributes:
-        rules: see `ScoreRules`.
+        rules: masks and score transformations.
         kernel: one, or `FirstSupported`.
-        context_parallel: `AllGather` or `Ring`, for meshes that cut the length.
+        context_parallel: `AllGather` or `Ring`, for meshes that shard the length.
         sinks: float32 [k, q], or None.
     """
 
@@ -65,10 +65,10 @@ class AttentionParams:
 
 
 def choose(kernel: Kernel, signature: AttentionSignature) -> Choice:
-    """The kernel for a signature.
+    """Return the kernel for a signature.
 
     Raises:
-        UserError: none can do it; it says why, kernel by kernel.
+        UserError: none supports it; the message has the reason of each.
     """
     candidates = kernel.kernels if isinstance(kernel, FirstSupported) else (kernel,)
     refused = {}
@@ -83,7 +83,7 @@ def choose(kernel: Kernel, signature: AttentionSignature) -> Choice:
 
 @functools.lru_cache(maxsize=256)
 def _chosen(kernel: Kernel, signature: AttentionSignature) -> Kernel:
-    """`choose`, told once for each signature."""
+    """Return `choose(...).kernel`, and log the choice once for each signature."""
     choice = choose(kernel, signature)
     _log.info(
         "attention of %d tokens, heads %d x %d of %d, %s: %s",
@@ -93,7 +93,7 @@ def _chosen(kernel: Kernel, signature: AttentionSignature) -> Kernel:
 
 
 def explain(attention: Any, *, platform: str, dtype: Any, length: int, cp_size: int = 1) -> Choice:
-    """Which kernel an attention layer gets for packed rows, and why not another.
+    """Return the kernel that an attention layer gets for packed rows, and why others were refused.
 
     Args:
         attention: a layer with `query_shape` (k, q, h), `value_dim`, `rules`, `kernel`, `context_parallel` and
@@ -101,10 +101,10 @@ def explain(attention: Any, *, platform: str, dtype: Any, length: int, cp_size: 
         platform: "tpu", "gpu" or "cpu".
         dtype: of activations.
         length: tokens of a row.
-        cp_size: devices over which rows are cut.
+        cp_size: devices that shard the length of a row.
 
     Raises:
-        UserError: no kernel can do it.
+        UserError: no kernel supports it.
     """
     kv_heads, per_kv, head_dim = attention.query_shape
     signature = AttentionSignature(
@@ -127,18 +127,18 @@ def attend(
     segment_ids: jax.Array,
     layout: Layout = "straight",
 ) -> jax.Array:
-    """Attention of packed rows to themselves, [b, t, k, q, h], spread as the queries are.
+    """Return the attention of packed rows to themselves, [b, t, k, q, h], sharded as the queries are.
 
     Args:
         q_btkqh: queries.
         k_btkh: keys.
         v_btkh: values; their width may be another.
-        attention: how.
-        segment_ids: int32 [b, t]; tokens see those of their own segment only, in the order in which they stand.
-        layout: in which order rows lie on the devices of the mesh's sequence axis, if there are several.
+        attention: rules, kernel and sinks.
+        segment_ids: int32 [b, t]; tokens see those of their own segment only, by their order in the row.
+        layout: order of a row's tokens over the devices of the mesh's sequence axis.
 
     Raises:
-        UserError: no kernel can do it, or rows cannot be cut over the mesh.
+        UserError: no kernel supports it, or rows do not divide over the mesh.
     """
     cp_size = axis_sizes("length").get("sequence", 1)
     signature = _described(q_btkqh, v_btkh, attention)
@@ -160,18 +160,18 @@ def attend_shared_prefix(
     shared_prefix: SharedPrefix,
     live_bt: jax.Array,
 ) -> jax.Array | None:
-    """Attention of rows that hold a prompt and its answers, as `attend`; None where the kernel taken has none of it.
+    """Return `attend` of rows that hold a prompt and its completions; None where the chosen kernel cannot.
 
     Args:
         q_btkqh: queries, t being `shared_prefix.length`.
         k_btkh: keys.
         v_btkh: values.
-        attention: how.
-        shared_prefix: what a token sees by its place.
-        live_bt: bool [b, t]; what is False is padding, seen by other padding only.
+        attention: rules, kernel and sinks.
+        shared_prefix: sizes, which say what a token sees by its index.
+        live_bt: bool [b, t]; False is padding, seen by other padding only.
 
     Raises:
-        UserError: no kernel can do it.
+        UserError: no kernel supports it.
     """
     signature = dataclasses.replace(_described(q_btkqh, v_btkh, attention), shared_prefix=shared_prefix)
     kernel = _chosen(attention.kernel, signature)
@@ -181,7 +181,7 @@ def attend_shared_prefix(
 
 
 def _described(q_btkqh: jax.Array, v_btkh: jax.Array, attention: AttentionParams) -> AttentionSignature:
-    """Of rows in one piece."""
+    """Return the signature of rows that are complete on each device."""
     return AttentionSignature(
         platform=platform(),
         dtype=np.dtype(q_btkqh.dtype),
@@ -228,7 +228,7 @@ def _on_each_device(
     segments: jax.Array,
     places: np.ndarray,
 ) -> jax.Array:
-    """Every device works on its rows, its heads and its part of the length."""
+    """Run the kernel on each device's rows, heads and part of the length."""
     body = functools.partial(ring.on_one_device if signature.ring else all_gather.on_one_device, kernel, signature)
     heads = ("batch", "length", "heads", None)
     axes = ((*heads, None), heads, heads, ("batch", "length"), ("length",))
@@ -245,6 +245,6 @@ def _on_each_device(
         body,
         in_specs=(*specs, None if sinks is None else partition("heads", None), table_specs),
         out_specs=specs[0],
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),  # a pipeline has taken its own
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),  # those of an enclosing pipeline are manual already
         check_vma=False,
     )(*args, *rest)

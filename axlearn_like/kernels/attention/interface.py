@@ -1,4 +1,4 @@
-"""What an attention kernel is asked, and what it answers before it is chosen.
+"""The interface of an attention kernel: the signature by which it is chosen, and its protocol.
 
 Shape letters: b batch, t queries, s keys, k key/value heads, q query heads per key/value head, h head width (values may
 have another one).
@@ -14,19 +14,19 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.shared_prefix import SharedPrefix
 from mesh.errors import UserError
 
-MASKED = -1e30  # finite, so that a fully masked (padding) row gives garbage instead of NaN
-SEQUENCE = "sequence"  # the mesh axis over which rows are cut
+MASKED = -1e30  # finite, so that a fully masked (padding) row gives a number instead of NaN
+SEQUENCE = "sequence"  # the mesh axis that shards the tokens of a row
 Layout = Literal["straight", "zigzag"]
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreRules:
-    """Which keys a query sees by their places in the row, and what is done to scores. Static.
+    """Masks by position and what is done to scores (logits) before the softmax. Static.
 
     Attributes:
-        causal: no key behind the query.
+        causal: a query sees no key after it.
         window: a query sees itself and the `window - 1` keys before it (Mistral, Gemma); None: all.
-        soft_cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: as they are.
+        soft_cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: unchanged.
         scale: of scores; None: head width ** -0.5.
     """
 
@@ -44,12 +44,13 @@ class ScoreRules:
             raise UserError(f"Attention.soft_cap={self.soft_cap}; expected more than 0, or None")
 
     def scale_of(self, head_dim: int) -> float:
+        """Return the factor of scores for heads of this width."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSignature:
-    """The static facts by which a kernel is chosen. Sizes are global, not of one device.
+    """The static facts by which a kernel is chosen. Sizes are global, not those of one device.
 
     Attributes:
         platform: where the program will run: "tpu", "gpu", "cpu".
@@ -59,12 +60,12 @@ class AttentionSignature:
         per_kv: query heads of each.
         head_dim: of queries and keys.
         value_dim: of values.
-        rules: see `ScoreRules`.
-        sinks: whether heads have a learned score that takes weight and gives no value.
-        cp_size: devices over which the length is cut.
-        layout: how (see zigzag.py).
-        ring: whether keys go round these devices, instead of being gathered.
-        shared_prefix: of rows that hold a prompt and its answers; None: every token sees those before it.
+        rules: masks and score transformations.
+        sinks: heads have a learned score that takes weight and contributes no value.
+        cp_size: devices that shard the length of a row (context-parallel size).
+        layout: order of a row's tokens over these devices (see zigzag.py).
+        ring: keys go around these devices, instead of being gathered.
+        shared_prefix: of rows that hold a prompt and its completions; None: every token sees those before it.
     """
 
     platform: str
@@ -83,9 +84,12 @@ class AttentionSignature:
 
 
 class ContextParallelism(Configurable):
-    """What devices do that share a row. All of a class are equal: a jitted function is not traced again for another."""
+    """How devices that share a row exchange keys and values.
 
-    ring: bool  # whether keys go around instead of being gathered
+    All instances of a class are equal, so a jitted function is not traced again for another one.
+    """
+
+    ring: bool  # keys go around instead of being gathered
 
     def __init__(self, cfg: ConfigBase):
         del cfg
@@ -100,16 +104,16 @@ class ContextParallelism(Configurable):
 class Kernel(Configurable):
     """One way to compute attention. Static: equal configs make equal kernels.
 
-    A kernel works on the arrays of one device: `interface.attend` cuts them by batch and heads, and gathers keys over
-    the length where that is cut.
+    A kernel works on the arrays of one device: `dispatch.attend` shards them by batch and heads, and gathers keys over
+    the length where that is sharded.
     """
 
     class Config(ConfigBase["Kernel"]):
         pass
 
-    explicit = False  # whether it also works on arrays that are spread over a mesh by batch and heads
-    # Whether it gives what its backward pass needs of the forward pass the name `context` (see layers/remat.py): only
-    # then need not it be run again where that is kept.
+    explicit = False  # it also takes arrays that are sharded over a mesh by batch and heads
+    # It names the residuals of its backward pass `context` (see axlearn_like/remat.py): only then is it not recomputed
+    # where a remat policy saves that name.
     names_residuals = False
     shared_prefixes = (
         False  # whether `attend` does a signature with a shared_prefix; else `GroupContext` mixes by XLA's products
@@ -125,12 +129,13 @@ class Kernel(Configurable):
         return hash((type(self), repr(self.cfg)))
 
     def supported(self, signature: AttentionSignature) -> str | None:
-        """Why it cannot do that, or None if it can."""
+        """Return why the kernel cannot compute this, or None if it can."""
         raise NotImplementedError
 
     def tables(self, signature: AttentionSignature) -> Any:
-        """Arrays that `attend` needs of each device's queries: the last but one axis, or the only one, is cut as they
-        are. None if there are none.
+        """Return arrays that `attend` needs for each device's queries, or None.
+
+        Their last but one axis, or the only one, is sharded as the queries are.
         """
         del signature
         return None
@@ -147,20 +152,20 @@ class Kernel(Configurable):
         sinks_kq: jax.Array | None,
         tables: Any,
     ) -> jax.Array:
-        """Mixed values [b, t, k, q, h] of some queries of rows whose keys are all there, in order.
+        """Return mixed values [b, t, k, q, h] of some queries of rows whose keys are all present, in order.
 
         Args:
             q_btkqh: queries.
             k_bskh: keys.
             v_bskh: values.
-            signature: what was asked in `supported`.
-            segments: int32 [b, t] and [b, s]; only equals see each other.
-            places_t: int32, the place of each query in its row.
+            signature: the one given to `supported`.
+            segments: int32 [b, t] and [b, s]; only equal ones see each other.
+            places_t: int32, the index of each query in its row.
             sinks_kq: scores of the sinks, or None.
             tables: this device's part of `tables`.
         """
         raise NotImplementedError
 
     def blocks(self, signature: AttentionSignature) -> Any:
-        """What a ring needs of a kernel (see `ring.Blocks`)."""
+        """Return the forward and backward pass of one block of keys, for a ring (see `ring.Blocks`)."""
         raise NotImplementedError

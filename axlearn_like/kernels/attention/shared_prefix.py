@@ -1,4 +1,4 @@
-"""Rows that hold a prompt once and several answers to it: what each token sees, for kernels that skip blocks of keys.
+"""Rows that hold a prompt once and several completions of it: masks for kernels that skip blocks of keys.
 
 The prefix comes first, then the completions one after another. A token sees the prefix up to its own position, and its
 own completion. Blocks of 1,024 keys in other completions are skipped, so 16 completions of 16,384 tokens cost 16 times
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-_PLACE_BITS = 20  # of a query's code; the completion has the bits above
+_PLACE_BITS = 20  # of a query's code; the index of the completion has the bits above
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class SharedPrefix:
     """The sizes of such a row.
 
     Attributes:
-        prefix: tokens of it, padding included.
+        prefix: tokens of the prompt, padding included.
         completions: how many.
         completion_size: tokens of each, padding included.
     """
@@ -29,30 +29,31 @@ class SharedPrefix:
 
     @property
     def length(self) -> int:
+        """Tokens of the row."""
         return self.prefix + self.completions * self.completion_size
 
     def too_large(self) -> str | None:
-        """Why queries cannot be told apart by an int32 each, or None if they can."""
+        """Return why int32 codes cannot tell queries apart, or None if they can."""
         if self.length >= 1 << _PLACE_BITS or self.completions >= 1 << (31 - _PLACE_BITS):
             return f"{self.length} tokens in {self.completions} completions are more than a row may have"
         return None
 
     def codes(self, length: int) -> np.ndarray:
-        """int32 [length]: each query's place and completion; places behind the last completion are of one more."""
+        """Return int32 [length]: index and completion of each query; padding after the last counts as one more."""
         places = np.arange(length, dtype=np.int32)
         return places | np.maximum(places - self.prefix, 0) // self.completion_size << _PLACE_BITS
 
     def visible(self, codes: Any, keys: Any) -> Any:
-        """bool, whether queries of these codes see the keys at these places; of numpy or jax, broadcast."""
+        """Return bool: queries of these codes see the keys at these indices; numpy or jax arrays, broadcast."""
         place, start = self._interval(codes)
         return (keys <= place) & ((keys < self.prefix) | (keys >= start))
 
     def _interval(self, codes: Any) -> tuple[Any, Any]:
-        """A query's place, and where its completion begins."""
+        """Return a query's index, and where its completion begins."""
         return codes & ((1 << _PLACE_BITS) - 1), (codes >> _PLACE_BITS) * self.completion_size + self.prefix
 
     def whole(self, codes: np.ndarray, first: int, last: int) -> bool | None:
-        """Whether all of these queries see all keys from `first` to `last` (True) or none (False); None: unknown."""
+        """Return True if all these queries see all keys from `first` to `last`, False if none does, None if unknown."""
         place, start = self._interval(codes)
         prefix = np.minimum(self.prefix - 1, place)  # the last key there that is seen
         some = (first <= prefix) | (np.maximum(first, start) <= np.minimum(last, place))
@@ -63,9 +64,9 @@ class SharedPrefix:
 
 
 def shared_prefix_mask(shared_prefix: SharedPrefix, length: int) -> Any:
-    """A mask of the splash kernel, [length, length], computed in the kernel.
+    """Return a mask of the splash kernel, [length, length], computed in the kernel.
 
-    Blocks that are all alike are told without computing them: a row of 70,000 tokens has 5,000,000,000 pairs.
+    Blocks that are uniform are recognised without computing them: a row of 70,000 tokens has 5,000,000,000 pairs.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -77,7 +78,7 @@ def shared_prefix_mask(shared_prefix: SharedPrefix, length: int) -> Any:
         def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
             queries, keys = self.q_sequence[idx[0]], idx[1]
             alike = shared_prefix.whole(queries, keys.start, keys.stop - 1)
-            if alike is not None:  # the kernel's tables ask for any() and all() of it
+            if alike is not None:  # the kernel's tables only take any() and all() of it
                 return np.full((1, 1), alike)
             return shared_prefix.visible(queries[:, None], np.arange(keys.start, keys.stop, dtype=np.int32)[None])
 

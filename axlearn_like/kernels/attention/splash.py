@@ -1,7 +1,7 @@
-"""Splash attention, the block-sparse flash attention for TPUs of jax.experimental.pallas.ops.tpu.splash_attention.
+"""Splash attention: the block-sparse flash attention for TPUs of jax.experimental.pallas.ops.tpu.splash_attention.
 
-No array of scores exists; blocks of which nothing is visible are neither fetched nor computed, so a window of w tokens
-costs w / length of the whole. Keys and values are not repeated for the query heads that share them.
+There is no array of scores; blocks in which nothing is visible are neither fetched nor computed, so a window of w
+tokens costs w / length of the whole. Keys and values are not repeated for the query heads that share them.
 """
 
 import functools
@@ -20,7 +20,7 @@ from mesh.errors import UserError
 
 LANES = 128  # the width of a TPU register; blocks are multiples of it
 UNFUSED_FROM = 16_384  # the fused backward pass keeps a part of dq for every block of keys: 8 GiB at 32k
-_NO_SEGMENT = -1  # of padding
+_NO_SEGMENT = -1  # the segment of padding
 
 
 class Splash(Kernel):
@@ -46,6 +46,7 @@ class Splash(Kernel):
             )
 
     def supported(self, signature: AttentionSignature) -> str | None:
+        """Return why the kernel cannot compute this, or None if it can."""
         if signature.platform != "tpu" and not self.cfg.interpret:
             return f"for TPUs, not for {signature.platform}"
         if signature.dtype not in (jnp.bfloat16, jnp.float32):
@@ -71,6 +72,7 @@ class Splash(Kernel):
         return shared_prefix.too_large()
 
     def tables(self, signature: AttentionSignature) -> "Tables":
+        """Return the blocks of keys that each block of queries visits."""
         length = self.padded(signature)
         if signature.shared_prefix is not None:
             return _make_shared_prefix_tables(signature.shared_prefix, length, self.sizes((length, length)))
@@ -79,11 +81,11 @@ class Splash(Kernel):
         return self.tables_of(mask, (length, length), places, signature.cp_size)
 
     def _visited(self, signature: AttentionSignature) -> int:
-        """Pairs of blocks of a head for which a device computes something, each way."""
+        """Return the pairs of blocks of one head that a device computes, in each direction."""
         return int(np.count_nonzero(self.tables(signature).arrays[0].block_mask)) // signature.cp_size
 
     def padded(self, signature: AttentionSignature) -> int:
-        """The length with padding: of rows of answers whole blocks, since their sizes may be anything."""
+        """Return the padded length: whole blocks for rows of completions, whose sizes may be anything."""
         block = (
             LANES
             if signature.shared_prefix is None
@@ -103,6 +105,7 @@ class Splash(Kernel):
         sinks_kq: jax.Array | None,
         tables: "Tables",
     ) -> jax.Array:
+        """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
         del places_t  # in the tables
         batch, length, _, _, width = q_btkqh.shape
         more = self.padded(signature) - signature.length if signature.cp_size == 1 else 0  # else it divides
@@ -117,12 +120,15 @@ class Splash(Kernel):
         return mixed.reshape(batch, length, k_bskh.shape[2], -1, v_bskh.shape[-1])
 
     def blocks(self, signature: AttentionSignature) -> "SplashBlocks":
+        """Return the forward and backward pass of one block of keys, for a ring."""
         return SplashBlocks(self, signature)
 
     def tables_of(self, mask: tuple[str, int | None], shape: tuple[int, int], places: Any, cp_size: int) -> "Tables":
+        """Return the tables of a mask (kind, window) over queries at these indices."""
         return _make_tables(mask, shape, np.asarray(places, np.int32).tobytes(), cp_size, self.sizes(shape, cp_size))
 
     def sizes(self, shape: tuple[int, int], cp_size: int = 1) -> "Sizes":
+        """Return block sizes that divide queries and keys of one device."""
         queries, keys = shape[0] // cp_size, shape[1]
         kv = fitting(self.cfg.block_kv, keys)
         fused = self.cfg.fused_backward
@@ -136,6 +142,7 @@ class Splash(Kernel):
     def bound(
         self, signature: AttentionSignature, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool
     ) -> Any:
+        """Return the kernel of JAX with its tables bound."""
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
         return splash.SplashAttentionKernel(
@@ -145,6 +152,7 @@ class Splash(Kernel):
     def arguments(
         self, signature: AttentionSignature, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool
     ) -> dict[str, Any]:
+        """Return the keyword arguments of JAX's kernel, shared by the forward and the backward pass."""
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
         sizes = self.sizes(shape)  # of one device already
@@ -171,7 +179,7 @@ class Splash(Kernel):
 
 
 class Sizes(NamedTuple):
-    """Of blocks."""
+    """Sizes of blocks of queries and keys, and of the keys multiplied at a time."""
 
     q: int
     kv: int
@@ -181,16 +189,18 @@ class Sizes(NamedTuple):
 
 @jax.tree_util.register_pytree_node_class
 class Tables:
-    """Which blocks of keys each block of queries visits: for the forward pass, for dq, for dk and dv."""
+    """The blocks of keys that each block of queries visits: for the forward pass, for dq, for dk and dv."""
 
     def __init__(self, arrays: tuple[Any, Any, Any], function: Any):
         self.arrays, self.function = arrays, function
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        """Return the arrays, and the mask function as static data."""
         return self.arrays, self.function
 
     @classmethod
     def tree_unflatten(cls, function: Any, arrays: Any) -> "Tables":
+        """Return the tables again."""
         return cls(tuple(arrays), function)
 
 
@@ -198,7 +208,7 @@ class Tables:
 def _make_tables(
     mask: tuple[str, int | None], shape: tuple[int, int], places: bytes, cp_size: int, sizes: Sizes
 ) -> Tables:
-    """Made by numpy, block by block; all heads share them."""
+    """Return tables made by numpy, block by block; all heads share them."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     kind, window = mask
@@ -227,7 +237,7 @@ def _tables_of_mask(one: Any, cp_size: int, sizes: Sizes) -> Tables:
 
 
 class SplashBlocks:
-    """A block of keys for some queries, and back (see `ring.Blocks`), by the same kernels."""
+    """One block of keys for some queries, forward and backward, by the same kernels (see `ring.Blocks`)."""
 
     def __init__(self, kernel: Splash, signature: AttentionSignature):
         self._kernel, self._call = kernel, signature
@@ -235,6 +245,7 @@ class SplashBlocks:
     def forward(
         self, q_bkqth: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, segments: Any, places: Any, case: str
     ) -> tuple[jax.Array, jax.Array]:
+        """Return mixed values and logarithmic sums of one block."""
         del places
         batch, heads, per_head, length, width = q_bkqth.shape
         shape = (length, k_bksh.shape[2])
@@ -257,6 +268,7 @@ class SplashBlocks:
         lse: jax.Array,
         d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return gradients of queries, keys and values of one block."""
         del places
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -287,11 +299,12 @@ class SplashBlocks:
 
 
 def padded(length: int) -> int:
+    """Return the length rounded up to whole registers."""
     return length + -length % LANES
 
 
 def fitting(block: int, length: int) -> int:
-    """The largest block size that is no larger, a multiple of 128, and divides the length."""
+    """Return the largest block size that is at most `block`, a multiple of 128, and divides the length."""
     return max(size for size in range(LANES, min(block, length) + 1, LANES) if length % size == 0)
 
 
@@ -312,5 +325,5 @@ def _segment_ids(queries: jax.Array, keys: jax.Array) -> Any:
 
 
 def _scaled(x: jax.Array, scale: float) -> jax.Array:
-    """The kernel does not scale scores. Rounded once: the scale itself is no bfloat16."""
+    """Return x times the scale, which the kernel does not apply. Rounded once: the scale itself is not a bfloat16."""
     return (x.astype(jnp.float32) * scale).astype(x.dtype)

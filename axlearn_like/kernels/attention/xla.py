@@ -1,4 +1,4 @@
-"""Attention by XLA: runs everywhere, does everything, holds all scores. The reference of the other kernels."""
+"""Attention by XLA: runs everywhere, supports everything, stores all scores. The reference for the other kernels."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from mesh.rules import partition
 
 
 class Xla(Kernel):
-    """Scores of all pairs, float32 [b, k, q, t, s]; the compiler makes of it what it can."""
+    """Scores of all pairs, float32 [b, k, q, t, s], left to the compiler to fuse."""
 
     class Config(ConfigBase["Xla"]):
         pass
@@ -19,6 +19,7 @@ class Xla(Kernel):
     explicit = True
 
     def supported(self, signature: AttentionSignature) -> str | None:
+        """Return None: everything is supported."""
         del signature
         return None
 
@@ -34,6 +35,7 @@ class Xla(Kernel):
         sinks_kq: jax.Array | None,
         tables: Any,
     ) -> jax.Array:
+        """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
         del tables
         same = segments[0][:, :, None] == segments[1][:, None, :]
         visible = position_mask(signature.rules, places_t, jnp.arange(k_bskh.shape[1]))
@@ -41,11 +43,12 @@ class Xla(Kernel):
         return mix(q_btkqh, k_bskh, v_bskh, mask, signature.rules, sinks_kq)
 
     def blocks(self, signature: AttentionSignature) -> "XlaBlocks":
+        """Return the forward and backward pass of one block of keys, for a ring."""
         return XlaBlocks(signature.rules)
 
 
 def position_mask(rules: ScoreRules, queries_t: Any, keys_s: Any) -> jax.Array | None:
-    """Bool [t, s], or None where every key is visible."""
+    """Return which queries see which keys, bool [t, s], or None where every key is visible."""
     if not rules.causal:
         return None
     behind = queries_t[:, None] - keys_s[None, :]
@@ -53,11 +56,12 @@ def position_mask(rules: ScoreRules, queries_t: Any, keys_s: Any) -> jax.Array |
 
 
 def capped(scores: jax.Array, rules: ScoreRules) -> jax.Array:
+    """Return scores after the soft cap."""
     return scores if rules.soft_cap is None else rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
 
 
 def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Softmax over the last axis and, if there are sinks (broadcast over the others), one more score each."""
+    """Return the softmax over the last axis with, if there are sinks (broadcast over the others), one more score."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     column = jnp.zeros_like(scores[..., :1]) + sinks.astype(scores.dtype)
@@ -67,7 +71,7 @@ def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
 def mix(
     q: jax.Array, k: jax.Array, v: jax.Array, mask_bts: jax.Array, rules: ScoreRules, sinks_kq: jax.Array | None = None
 ) -> jax.Array:
-    """Plain attention, [b, t, k, q, h]. Query heads join the length, so each product is one batched matmul."""
+    """Return plain attention, [b, t, k, q, h]. Query heads join the length, so each product is one batched matmul."""
     batch, length, heads, per_head, width = q.shape
     rows = _reshape(q.transpose(0, 2, 3, 1, 4), batch, heads, per_head * length, width)
     scores = batched_dot(rows, k.transpose(0, 2, 1, 3), contract_last=True)
@@ -80,7 +84,7 @@ def mix(
 
 
 def batched_dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> jax.Array:
-    """Matrix product over the last two axes, accumulated in float32; `contract_last` transposes b."""
+    """Return the matrix product over the last two axes, accumulated in float32; `contract_last` transposes b."""
     batch = tuple(range(a.ndim - 2))
     b_axis = b.ndim - 1 if contract_last else b.ndim - 2
     dims = (((a.ndim - 1,), (b_axis,)), (batch, batch))
@@ -88,7 +92,7 @@ def batched_dot(a: jax.Array, b: jax.Array, *, contract_last: bool = False) -> j
 
 
 def _reshape(x: jax.Array, *shape: int) -> jax.Array:
-    """Batch and heads stay in front and spread as they were: a plain reshape forgets that where their size is 1."""
+    """Return x reshaped, batch and heads in front and sharded as before: a plain reshape loses that for size 1."""
     mesh = jax.sharding.get_abstract_mesh()
     if set(mesh.manual_axes) == set(mesh.axis_names):  # one device's part
         return jnp.reshape(x, shape)
@@ -96,7 +100,7 @@ def _reshape(x: jax.Array, *shape: int) -> jax.Array:
 
 
 class XlaBlocks:
-    """A block of keys for some queries, and back (see `ring.Blocks`); arrays have heads in front of the length."""
+    """One block of keys for some queries, forward and backward (see `ring.Blocks`); heads come before the length."""
 
     def __init__(self, rules: ScoreRules):
         self._rules = rules
@@ -104,6 +108,7 @@ class XlaBlocks:
     def forward(
         self, q_bkqth: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, segments: Any, places: Any, case: str
     ) -> tuple[jax.Array, jax.Array]:
+        """Return mixed values and logarithmic sums of one block."""
         del case
         scores = self._scores(q_bkqth, k_bksh, segments, places)
         lse = jax.nn.logsumexp(scores, axis=-1)
@@ -122,6 +127,7 @@ class XlaBlocks:
         lse: jax.Array,
         d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return gradients of queries, keys and values of one block."""
         del case
         scores = self._scores(q_bkqth, k_bksh, segments, places)
         weights = jnp.exp(scores - lse[..., None])  # exactly 0 where masked

@@ -1,7 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245): projections around a context.
 
-The layer projects, normalises and rotates; *what may look at what*, and where keys and values are kept, is the
-context's business (see context.py). So training, scoring, prefill and decoding run this one layer.
+The layer projects, normalises and rotates; which tokens see which, and where keys and values are stored, is decided by
+the context (layers/contexts/). So training, scoring, prefill and decoding run this one layer.
 
 Shape letters: b batch, t length, d model width, k key/value heads, q query heads per key/value head, h head width.
 """
@@ -26,8 +26,8 @@ from mesh.errors import UserError
 from mesh.rules import axis_sizes
 from mesh.sharding import gather_length
 
-# Weights that may come with their head axes merged into one, [d, k * q * h], as the TPU compiler multiplies them: it
-# would have to copy the others, whose last two axes lie in tiles.
+# Weights that may be passed with their head axes merged into one, [d, k * q * h], as the TPU compiler multiplies them:
+# it would have to copy the others, whose last two axes are tiled.
 MERGEABLE = ("q_dkqh", "k_dkh", "v_dkh")
 
 
@@ -41,12 +41,12 @@ class Attention(Layer):
         head_dim: int | None = None  # None: dim / num_heads
         qkv_bias: bool = False  # Qwen 2 and 2.5
         qk_norm: RMSNorm.Config | None = None  # Qwen 3
-        rope: ConfigBase = Rope.Config()  # or another with `turn`, e.g. NoPositions
+        rope: ConfigBase = Rope.Config()  # or another layer with `rotation`, e.g. NoPositions
         causal: bool = True
-        window: int | None = None  # tokens that a query sees, its own included; None: all before it
+        window: int | None = None  # tokens that a query sees, its own included; None: all up to its own
         soft_cap: float | None = None  # scores become cap * tanh(score / cap); Gemma 2
         scale: float | None = None  # of scores; None: head_dim ** -0.5
-        sinks: bool = False  # a learned score for each head, which takes weight and gives nothing; gpt-oss
+        sinks: bool = False  # a learned score for each head that takes weight and adds no value; gpt-oss
         kernel: ConfigBase = FirstSupported.Config()
         context_parallel: ConfigBase = AllGather.Config()  # or Ring: over the mesh axis `sequence`
 
@@ -91,7 +91,7 @@ class Attention(Layer):
         self.sinks_kq = param(rngs, (kv_heads, per_kv), ("heads", None), zeros) if cfg.sinks else None
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
-        """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
+        """Return the output [b, t, d] and the layer's cache as updated by the context (None in training)."""
         whole_btd = gather_length(x_btd)
 
         def heads(weight: nnx.Param, bias: nnx.Param | None, shape: tuple[int, ...]) -> jax.Array:
@@ -103,8 +103,8 @@ class Attention(Layer):
         v = heads(self.v_dkh, self.v_bias_kh, self.cache_shape)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        turn = self.rope.turn(context.positions)
-        q, k, v = checkpoint_name(turn(q), "query"), checkpoint_name(turn(k), "key"), checkpoint_name(v, "value")
+        rotate = self.rope.rotation(context.positions)
+        q, k, v = checkpoint_name(rotate(q), "query"), checkpoint_name(rotate(k), "key"), checkpoint_name(v, "value")
         attention = AttentionParams(
             self.rules, self.kernel, self.context_parallel, None if self.sinks_kq is None else self.sinks_kq[...]
         )
@@ -114,10 +114,10 @@ class Attention(Layer):
 
 
 def check_heads_divide(name: str, heads: int) -> None:
-    """A key/value head is never cut, nor separated from its query heads.
+    """Refuse key/value heads that do not divide over the mesh: a head is not split, nor separated from its query heads.
 
     Raises:
-        UserError: so many heads do not divide over the mesh; the name is told.
+        UserError: the number of heads does not divide; the message has the name of the field.
     """
     sizes = axis_sizes("heads")
     if heads % math.prod(sizes.values()):

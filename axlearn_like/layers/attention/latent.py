@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1.2-2.1.3): keys and values made from one small vector.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1.2-2.1.3): keys and values from one small vector.
 
-A token's keys and values are projections of a normalised latent of `kv_rank` numbers; positions go by a separate part
-of queries and keys, `rope_dim` wide, whose keys all heads share. Keys and values are expanded, so a cache holds as much
-as with plain multi-head attention. (Folding the projections into queries and output, so that a cache holds latents
-alone, is for a kernel of its own.)
+A token's keys and values are projections of a normalised latent of `kv_rank` numbers; positions use a separate part of
+queries and keys, `rope_dim` wide, whose keys are shared by all heads. Keys and values are expanded, so a cache holds as
+much as with plain multi-head attention. (Folding the projections into queries and output, so that a cache holds latents
+only, needs a kernel of its own.)
 
 Shape letters: b batch, t length, d model width, k heads, q = 1, r rank of a latent, h head width.
 """
@@ -29,23 +29,23 @@ from axlearn_like.remat import checkpoint_name
 from mesh.errors import UserError
 from mesh.sharding import gather_length
 
-Turn = Callable[[jax.Array], jax.Array]
+Rotation = Callable[[jax.Array], jax.Array]
 
 
 class LatentAttention(Layer):
-    """In the place of `Attention`. The defaults are DeepSeek-V2's and V3's, but for `q_rank` (1536)."""
+    """A replacement for `Attention`. The defaults are DeepSeek-V2's and V3's, except for `q_rank` (1536)."""
 
     class Config(ConfigBase["LatentAttention"]):
         dim: int = REQUIRED
         num_heads: int = REQUIRED
-        q_rank: int | None = None  # of the latent of queries; None: there is none (V2-Lite)
+        q_rank: int | None = None  # of the latent of queries; None: no latent (V2-Lite)
         kv_rank: int = 512
-        nope_dim: int = 128  # of a query or key head, the part without positions
+        nope_dim: int = 128  # the part of a query or key head without positions
         rope_dim: int = 64  # the part with them
         value_dim: int = 128
         norm: RMSNorm.Config = RMSNorm.Config()  # of latents
-        rope: ConfigBase = Rope.Config()  # or another with `turn`, e.g. NoPositions
-        window: int | None = None  # tokens that a query sees, its own included; None: all before it
+        rope: ConfigBase = Rope.Config()  # or another layer with `rotation`, e.g. NoPositions
+        window: int | None = None  # tokens that a query sees, its own included; None: all up to its own
         scale: float | None = None  # of scores; None: (nope_dim + rope_dim) ** -0.5
         kernel: ConfigBase = FirstSupported.Config()
         context_parallel: ConfigBase = AllGather.Config()
@@ -60,7 +60,7 @@ class LatentAttention(Layer):
                 "width for both"
             )
         check_heads_divide("LatentAttention: num_heads", heads)
-        self.cache_shape = (heads, width)  # values are filled up
+        self.cache_shape = (heads, width)  # values are padded
         self.query_shape, self.value_dim = (heads, 1, width), cfg.value_dim
         self._nope_dim, self._kv_rank, self.sinks_kq = cfg.nope_dim, cfg.kv_rank, None
         into_heads = ("heads", None, None)
@@ -88,11 +88,11 @@ class LatentAttention(Layer):
         self.kernel, self.context_parallel = cfg.kernel.build(), cfg.context_parallel.build()
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
-        """Returns the output [b, t, d] and the layer's cache as the context left it (None in training)."""
-        turn = self.rope.turn(context.positions)
+        """Return the output [b, t, d] and the layer's cache as updated by the context (None in training)."""
+        rotate = self.rope.rotation(context.positions)
         whole_btd = gather_length(x_btd)
-        q = checkpoint_name(self._queries(whole_btd, turn), "query")
-        k, v = self._keys_and_values(whole_btd, turn)
+        q = checkpoint_name(self._queries(whole_btd, rotate), "query")
+        k, v = self._keys_and_values(whole_btd, rotate)
         k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
         if cache is not None:
             v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - self.value_dim)])
@@ -101,7 +101,7 @@ class LatentAttention(Layer):
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
         return checkpoint_name(out, "attention_out"), cache
 
-    def _queries(self, x_btd: jax.Array, turn: Turn) -> jax.Array:
+    def _queries(self, x_btd: jax.Array, rotate: Rotation) -> jax.Array:
         nope = self._nope_dim
         if self.q_down_dr is None or self.q_norm is None or self.q_up_rkqh is None:
             assert self.q_dkqh is not None
@@ -109,13 +109,13 @@ class LatentAttention(Layer):
         else:
             latent = self.q_norm(project(x_btd, self.q_down_dr[...]))
             q = project(latent, self.q_up_rkqh[...], out_axis="heads")
-        return jnp.concatenate([q[..., :nope], turn(q[..., nope:])], axis=-1)
+        return jnp.concatenate([q[..., :nope], rotate(q[..., nope:])], axis=-1)
 
-    def _keys_and_values(self, x_btd: jax.Array, turn: Turn) -> tuple[jax.Array, jax.Array]:
+    def _keys_and_values(self, x_btd: jax.Array, rotate: Rotation) -> tuple[jax.Array, jax.Array]:
         down = project(x_btd, self.kv_down_dr[...])
         latent = self.kv_norm(down[..., : self._kv_rank])
         k = project(latent, self.k_up_rkh[...], out_axis="heads")
         v = project(latent, self.v_up_rkh[...], out_axis="heads")
-        shared = turn(down[:, :, None, self._kv_rank :])
-        # A sum with zeros that are spread as the heads are: a broadcast would be whole on every device.
+        shared = rotate(down[:, :, None, self._kv_rank :])
+        # A sum with zeros sharded as the heads are: a broadcast would be complete on every device.
         return jnp.concatenate([k, shared + jnp.zeros_like(k[..., :1])], axis=-1), v

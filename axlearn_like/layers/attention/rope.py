@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half-split convention as in Llama and Qwen.
 
-A position embedding of attention is a layer with `turn`: what it does to queries and keys at their positions. Whatever
-has that may stand in the place of `Rope`.
+A position embedding of attention is a layer with `rotation`: the function applied to queries and keys at their
+positions. Any layer with that method can replace `Rope`.
 """
 
 import math
@@ -34,6 +34,7 @@ class Llama3Scaling(Configurable):
         self.cfg = cfg
 
     def __call__(self, freq: np.ndarray) -> np.ndarray:
+        """Return the scaled frequencies."""
         c = self.cfg
         wavelength = 2 * math.pi / freq
         smooth = (c.original_length / wavelength - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor)
@@ -42,13 +43,13 @@ class Llama3Scaling(Configurable):
 
 
 class Rope(Layer):
-    """Rotates the two halves of each head by position-dependent angles."""
+    """Rotation of the two halves of each head by position-dependent angles."""
 
     class Config(ConfigBase["Rope"]):
         head_dim: int = REQUIRED
         theta: float = 10_000.0
         scaling: Llama3Scaling.Config | None = None
-        max_length: int | None = None  # positions that the model was made for; longer training rows are refused
+        max_length: int | None = None  # positions of the pretrained model; longer training rows are refused
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         del rngs
@@ -58,18 +59,18 @@ class Rope(Layer):
         self.freq = tuple(float(f) for f in freq)
 
     def __call__(self, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines, float32 [batch, length, head_dim / 2], to be used by `rotate`."""
+        """Return cosines and sines, float32 [batch, length, head_dim / 2], for `rotate`."""
         angle = positions_bt.astype(jnp.float32)[..., None] * jnp.asarray(self.freq, jnp.float32)
         return jnp.cos(angle), jnp.sin(angle)
 
-    def turn(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """The function that rotates queries and keys [batch, length, heads..., head_dim]."""
+    def rotation(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """Return the function that rotates queries and keys [batch, length, heads..., head_dim]."""
         cos, sin = map(always_saved, self(positions_bt))
         return lambda x: rotate(x, cos, sin)
 
 
 class NoPositions(Layer):
-    """Queries and keys as they are: the causal mask alone tells order (Kazemnejad et al. 2023, arXiv 2305.19466)."""
+    """No rotation: only the causal mask tells the order of tokens (Kazemnejad et al. 2023, arXiv 2305.19466)."""
 
     class Config(ConfigBase["NoPositions"]):
         head_dim: int = REQUIRED  # handed down; not used
@@ -77,8 +78,8 @@ class NoPositions(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         del cfg, rngs
 
-    def turn(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """The function that changes nothing."""
+    def rotation(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """Return the identity."""
         del positions_bt
         return lambda x: x
 

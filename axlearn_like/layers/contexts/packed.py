@@ -1,4 +1,4 @@
-"""Contexts: what each token may attend to, and where keys and values live.
+"""Contexts: what each token may attend to, and where keys and values are stored.
 
 One attention layer serves training, scoring, prefill and decoding; these small classes are all that differs.
 
@@ -10,7 +10,8 @@ One attention layer serves training, scoring, prefill and decoding; these small 
 A group's *prefix* is the prompt without its last token; each completion starts with that last token. So a completion
 of T inputs has exactly T targets.
 
-Shape letters: g groups, n completions of a group, p prefix length, s/t completion length; k, q, h as in attention.py.
+Shape letters: g groups, n completions of a group, p prefix length, s/t completion length; k, q, h as in
+attention/grouped_query.py.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from mesh.rules import axis_sizes, constrain, partition
 
 
 class Context(Protocol):
-    """What the attention layer asks of a context."""
+    """The interface between the attention layer and a context."""
 
     @property
     def positions(self) -> jax.Array:
@@ -39,7 +40,7 @@ class Context(Protocol):
     def attend(
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: Any, attention: AttentionParams
     ) -> tuple[jax.Array, Any]:
-        """Mix values for each query: [batch, length, k, q, h], named `context`, and this layer's updated cache."""
+        """Return mixed values [batch, length, k, q, h] of the queries, and this layer's updated cache."""
         ...
 
 
@@ -51,7 +52,7 @@ class PackedContext:
     Attributes:
         positions: int32 [batch, length], restarting at 0 in each segment.
         segment_ids: int32 [batch, length]; 0 marks padding, which attends only to padding.
-        layout: in which order the tokens of a row stand, if the mesh cuts rows (see kernels/attention/zigzag.py).
+        layout: order of the tokens of a row, if the mesh shards rows (see context_parallel/zigzag.py).
     """
 
     positions: jax.Array
@@ -61,6 +62,7 @@ class PackedContext:
     def attend(
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None, attention: AttentionParams
     ) -> tuple[jax.Array, None]:
+        """Return attention within segments; there is no cache."""
         mixed = attend(q_btkqh, k_btkh, v_btkh, attention, segment_ids=self.segment_ids, layout=self.layout)
         return mixed, cache
 
@@ -84,6 +86,7 @@ class GroupContext:
 
     @property
     def positions(self) -> jax.Array:
+        """int32 [g, p + n * t]: completions continue after the live tokens of their prefix."""
         groups = self.prefix_lengths.shape[0]
         prefix = jnp.broadcast_to(jnp.arange(self.prefix_size), (groups, self.prefix_size))
         prefix = constrain(prefix, "batch", None)
@@ -93,6 +96,7 @@ class GroupContext:
     def attend(
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None, attention: AttentionParams
     ) -> tuple[jax.Array, None]:
+        """Return attention over the prefix and the own completion; there is no cache."""
         require_complete_rows(self)
         shared_prefix = SharedPrefix(self.prefix_size, self.completions, self.completion_size)
         mixed = attend_shared_prefix(
@@ -127,7 +131,7 @@ class GroupContext:
         return checkpoint_name(jnp.concatenate([prefix, flat], axis=1), "context"), cache
 
     def _live(self, length: int) -> jax.Array:
-        """Bool [g, p + n * t]: not padding of the prefix. That of a completion is seen by nothing before it."""
+        """Return bool [g, p + n * t]: not padding of the prefix (nothing before it sees padding of a completion)."""
         places = jnp.arange(length)
         return (places < self.prefix_lengths[:, None]) | (places >= self.prefix_size)
 
@@ -139,14 +143,14 @@ class GroupContext:
 
 
 def require_complete_rows(context: Any) -> None:
-    """Refuse to go on where the mesh cuts rows.
+    """Refuse a mesh that shards the length of rows.
 
     Raises:
         UserError: it does.
     """
     if (cp_size := axis_sizes("length").get("sequence", 1)) > 1:
         raise UserError(
-            f"mesh axis sequence {cp_size}: {type(context).__name__} needs rows in one piece; expected sequence 1"
+            f"mesh axis sequence {cp_size}: {type(context).__name__} needs complete rows; expected sequence 1"
         )
 
 
@@ -197,5 +201,5 @@ def _attend_completions(
 
 
 def _reshape(x: jax.Array, *shape: int) -> jax.Array:
-    """Batch and heads stay in front and spread as they were: a plain reshape forgets that where their size is 1."""
+    """Return x reshaped, batch and heads in front and sharded as before: a plain reshape loses that for size 1."""
     return jnp.reshape(x, shape, out_sharding=partition("batch", "heads", *[None] * (len(shape) - 2)))

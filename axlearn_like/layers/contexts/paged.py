@@ -1,19 +1,19 @@
-"""Contexts with a cache in pages: prefill and decoding.
+"""Contexts with a paged KV cache: prefill and decoding.
 
-The keys and values of all layers lie in one pool of pages; a page holds `page_size` tokens of one layer, and layer l's
-page p is row `l * pages + p` of the pool. A sequence owns a list of pages (its row of the page table), so memory
-follows the tokens that exist, and sequences that begin alike can share.
+The keys and values of all layers are stored in one pool of pages; a page holds `page_size` tokens of one layer, and
+layer l's page p is row `l * pages + p` of the pool. A sequence owns a list of pages (its row of the page table), so
+memory follows the tokens that exist, and sequences with a common beginning can share pages.
 
 * `PagedContext`: reads and writes the pool at every call. Prefill everywhere, decoding on accelerators.
 * `RowContext`: whole sequences without a cache, in the same order: scoring.
-* `WindowContext` (window_context.py): decoding by XLA, several steps on copies of the pages.
+* `WindowContext` (window.py): decoding by XLA, several steps on copies of the pages.
 
 All reduce in the same order: keys ascending by position, from the first token of the sequence, in blocks that begin at
-fixed positions (`key_blocks`). Padding behind adds exact zeros, so a token's output does not depend on chunk, window
-or batch (see `attend_blocks`).
+fixed positions (`key_blocks`). Padding at the end adds exact zeros, so a token's output does not depend on chunk,
+window or batch (see `attend_blocks`).
 
 Shape letters: r rows (one sequence each), c tokens of a row's chunk, w pages of a row, s keys of a window;
-k, q, h as in attention.py.
+k, q, h as in attention/grouped_query.py.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ Pool = Any  # dict of arrays k, v (see `make_pool`), or the TPU kernel's array
 Window = dict[str, jax.Array]  # k [r, k, h, s], v [r, k, s, h]
 
 KEY_BLOCK = 64  # windows are multiples of this many keys, so that XLA's CPU reductions run over whole vectors
-NULL_PAGE = 0  # the page that takes what padding writes; no sequence owns it
+NULL_PAGE = 0  # the page that padding is written to; no sequence owns it
 
 
 def make_pool(*, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: Any) -> Pool:
-    """An empty pool: k [layers * pages, k, h, page_size], v [layers * pages, k, page_size, h]."""
+    """Return an empty pool: k [layers * pages, k, h, page_size], v [layers * pages, k, page_size, h]."""
 
     def empty(*shape: int) -> jax.Array:
         return constrain(jnp.zeros((layers * pages, kv_heads, *shape), dtype), None, "heads", None, None)
@@ -52,7 +52,7 @@ def make_pool(*, layers: int, pages: int, page_size: int, kv_heads: int, head_di
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedContext:
-    """A chunk of tokens of each row, behind what the row has in the pool; the layer's cache is (pool, layer index).
+    """A chunk of tokens of each row, after what the row has in the pool; the layer's cache is (pool, layer index).
 
     Attributes:
         page_table: int32 [r, w].
@@ -60,7 +60,7 @@ class PagedContext:
         counts: int32 [r], live tokens of the chunk; the rest is padding.
         chunk: c.
         pages: of one layer.
-        kernel: whether the TPU kernel does it, whose pool it is then.
+        kernel: the TPU kernel is used; the pool then has its layout.
     """
 
     page_table: jax.Array
@@ -72,6 +72,7 @@ class PagedContext:
 
     @property
     def positions(self) -> jax.Array:
+        """int32 [r, c]."""
         return self.starts[:, None] + jnp.arange(self.chunk)
 
     def attend(
@@ -82,6 +83,7 @@ class PagedContext:
         cache: tuple[Pool, jax.Array],
         attention: AttentionParams,
     ) -> tuple[jax.Array, tuple[Pool, jax.Array]]:
+        """Return attention over the pool with the chunk written to it, and (pool, layer index)."""
         pool, layer = cache
         table = self.page_table + layer * self.pages
         if self.kernel:
@@ -105,9 +107,9 @@ class PagedContext:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowContext:
-    """Whole sequences in rows from position 0, without a cache, in the order of the cached contexts: scoring.
+    """Whole sequences in rows from position 0, without a cache, summed in the order of the cached contexts: scoring.
 
-    On TPUs, where the cached contexts have a kernel of their own, by the kernel of packed rows, which holds no scores.
+    On TPUs, where the cached contexts have a kernel of their own, by the kernel of packed rows, which stores no scores.
 
     Attributes:
         positions: int32 [r, c], 0 to c - 1 in each row.
@@ -118,6 +120,7 @@ class RowContext:
     def attend(
         self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: None, attention: AttentionParams
     ) -> tuple[jax.Array, None]:
+        """Return causal attention within rows; there is no cache."""
         require_complete_rows(self)
         if platform() == "tpu":
             return attend(q_rckqh, k_rckh, v_rckh, attention, segment_ids=jnp.zeros_like(self.positions)), cache
@@ -130,7 +133,7 @@ class RowContext:
 def write_tokens(
     pool: Pool, k_rckh: jax.Array, v_rckh: jax.Array, table: jax.Array, positions: jax.Array, live: jax.Array
 ) -> Pool:
-    """Put the keys and values of live tokens into their pages; in place where the pool is donated."""
+    """Return the pool with the keys and values of live tokens in their pages; in place where the pool is donated."""
     page_size = pool["k"].shape[-1]
     page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
     page = jnp.where(live, page, NULL_PAGE)
@@ -140,9 +143,9 @@ def write_tokens(
 
 
 def read_window(pool: Pool, table: jax.Array, lengths: jax.Array) -> Window:
-    """The pages of each row, side by side. Values behind `lengths` [r] are zero.
+    """Return the pages of each row, side by side. Values behind `lengths` [r] are zero.
 
-    What is there was left by whoever had the page before. It has no weight, but if it is no number, 0 x NaN is NaN.
+    What is there was left by the previous owner of the page. It has no weight, but 0 x NaN is NaN.
     """
     rows, width = table.shape
     _, heads, head_dim, page_size = pool["k"].shape
@@ -158,10 +161,11 @@ def read_window(pool: Pool, table: jax.Array, lengths: jax.Array) -> Window:
 
 
 def key_blocks(size: int, head_dim: int) -> list[slice]:
-    """The blocks of a window of `size` keys: up to key 64, 128, 256, 384, 512, 768, 1024, 1536, ...
+    """Return the blocks of a window of `size` keys: up to key 64, 128, 256, 384, 512, 768, 1024, 1536, ...
 
-    They begin at fixed positions, whatever the window, so that sums over keys are taken in one order; small ones first,
-    so that short rows need read little; none so wide that XLA's CPU matmul cuts a sum over it (see `linear._matmul`).
+    They begin at fixed positions, whatever the window, so that sums over keys are taken in one order; small ones come
+    first, so that short rows read little; none is so wide that XLA's CPU matmul splits a sum over it (see
+    `linear._matmul`).
     """
     widest = max(1, UNSPLIT_SUM // max(head_dim, KEY_BLOCK) // KEY_BLOCK) * KEY_BLOCK
     ends = [0, KEY_BLOCK]
@@ -172,7 +176,7 @@ def key_blocks(size: int, head_dim: int) -> list[slice]:
 
 
 def attend_window(q_rckqh: jax.Array, window: Window, positions: jax.Array, attention: AttentionParams) -> jax.Array:
-    """Attention of each row's queries over its window, keys up to their own position; [r, c, k, q, h]."""
+    """Return attention of each row's queries over its window, keys up to their own position; [r, c, k, q, h]."""
     blocks = key_blocks(window["v"].shape[2], q_rckqh.shape[-1])
     keys, values = [window["k"][..., block] for block in blocks], [window["v"][:, :, block] for block in blocks]
     return attend_blocks(q_rckqh, keys, values, positions, attention)
@@ -185,23 +189,23 @@ def attend_blocks(
     positions: jax.Array,
     attention: AttentionParams,
 ) -> jax.Array:
-    """Attention of each row's queries over blocks of keys, up to the query's own position; [r, c, k, q, h].
+    """Return attention of each row's queries over blocks of keys, up to the query's own position; [r, c, k, q, h].
 
-    The softmax is divided out at the end, as all blockwise kernels do.
+    The softmax is divided at the end, as in all blockwise kernels.
 
     Args:
         q_rckqh: queries.
-        keys: by block (see `key_blocks`), [r, k, h, s], or cut up further: [r, k, s / 64, h, 64].
+        keys: by block (see `key_blocks`), [r, k, h, s], or split further: [r, k, s / 64, h, 64].
         values: by block, [r, k, s, h].
         positions: int32 [r, c], of the queries.
-        attention: how; the kernel named there is not for windows.
+        attention: rules and sinks; its kernel is not used here.
 
     Raises:
-        UserError: a query would see keys behind itself, which are not there yet.
+        UserError: attention is not causal: a query would see keys that do not exist yet.
     """
     rules = attention.rules
     if not rules.causal:
-        raise UserError("Attention.causal=False cannot be had with a cache; expected causal attention")
+        raise UserError("Attention.causal=False is not supported with a cache; expected causal attention")
     rows, length, heads, per_head, width = q_rckqh.shape
     spread = ("batch", "heads", None, None)
     q = constrain(q_rckqh, "batch", None, "heads", None, None).transpose(0, 2, 1, 3, 4) * rules.scale_of(width)
@@ -240,10 +244,10 @@ def _scores(q_rknh: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _weighted_sum(weights_rkns: jax.Array, v_rksh: jax.Array) -> jax.Array:
-    """Weights x values over s, float32 [r, k, n, h].
+    """Return weights x values over s, float32 [r, k, n, h].
 
-    A result of other than a multiple of 64 columns XLA's CPU matmul sums in another order if there are many rows, so
-    it is widened: prefill and decoding stay equal to the bit.
+    XLA's CPU matmul sums a result whose columns are not a multiple of 64 in another order if there are many rows, so it
+    is widened: prefill and decoding stay equal to the bit.
     """
     width = v_rksh.shape[-1]
     if width % 64 and (weights_rkns.shape[2] > 48 or width % 32):

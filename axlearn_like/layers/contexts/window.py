@@ -1,11 +1,11 @@
 """Decoding by XLA on *windows*: the pages of each row, copied once into contiguous arrays for several steps.
 
-What a kernel does in fast memory, amortised over steps. Rows come in groups, longest first, and each group has its own
-window, cut into cells of ascending keys (`key_blocks`). A group reads as many cells as its longest row needs and leaves
-the rest alone, so rows of all lengths share a dispatch, and its matrix products, while each reads little more than its
-own keys. Cells are arrays of their own because XLA's CPU backend copies whatever it cuts from an array.
+A kernel would do this in fast memory; here the copy is amortised over steps. Rows are grouped, longest first, and each
+group has its own window, divided into cells of ascending keys (`key_blocks`). A group reads as many cells as its
+longest row needs, so rows of all lengths share a dispatch and its matrix products, while each reads little more than
+its own keys. Cells are separate arrays because XLA's CPU backend copies whatever it slices from an array.
 
-Shape letters: r rows, c = 1 token of each, s keys of a cell; k, q, h as in attention.py.
+Shape letters: r rows, c = 1 token of each, s keys of a cell; k, q, h as in attention/grouped_query.py.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Cell(NamedTuple):
     """Some keys of a group of rows, and their values."""
 
     # [r, k, s / 64 * h * 64]: a product reads it in order, 1.6 times as fast as from [r, k, h, s]. Three axes in one,
-    # as XLA would otherwise lay them out as it likes, and copy them at the start and end of each dispatch.
+    # because XLA would otherwise choose a layout and copy them at the start and end of each dispatch.
     k: Any
     v: Any  # [r, k, s, h]
 
@@ -37,11 +37,11 @@ class Cell(NamedTuple):
         return jnp.reshape(self.k, (rows, heads, -1, width, KEY_BLOCK), out_sharding=spread)
 
 
-Windows = Sequence[Sequence[Cell]]  # of one layer: groups of rows, cells of ascending keys
+Windows = Sequence[Sequence[Cell]]  # one layer: groups of rows, cells of ascending keys
 
 
 class Cache(NamedTuple):
-    """Of one layer."""
+    """The cache of one layer."""
 
     windows: Windows
     k: Any  # [steps, r, k, h], of the tokens fed since the windows were filled
@@ -49,7 +49,7 @@ class Cache(NamedTuple):
 
 
 def make_window(rows: int, keys: int, *, kv_heads: int, head_dim: int, dtype: Any) -> tuple[Cell, ...]:
-    """Empty cells of one group and layer, for `keys` tokens, a multiple of 64."""
+    """Return empty cells of one group and layer, for `keys` tokens, a multiple of 64."""
 
     def empty(*shape: int) -> jax.Array:
         return constrain(jnp.zeros((rows, kv_heads, *shape), dtype), None, "heads", *[None] * len(shape))
@@ -59,7 +59,7 @@ def make_window(rows: int, keys: int, *, kv_heads: int, head_dim: int, dtype: An
 
 
 def cells_needed(windows: Windows, tokens: jax.Array) -> jax.Array:
-    """int32 [groups], cells that hold so many tokens of each row, int32 [r]; at least 1."""
+    """Return int32 [groups], cells that hold so many tokens of each row, int32 [r]; at least 1."""
     found, first = [], 0
     for cells in windows:
         rows, ends = cells[0].v.shape[0], jnp.cumsum(jnp.array([cell.v.shape[2] for cell in cells]))
@@ -69,10 +69,10 @@ def cells_needed(windows: Windows, tokens: jax.Array) -> jax.Array:
 
 
 def fill(windows: Windows, pool: Pool, table: jax.Array, lengths: jax.Array, needed: jax.Array) -> Windows:
-    """Copy pages into the cells that are needed, in place; of the others nothing is read or written.
+    """Return windows with pages copied into the cells that are needed, in place; others are neither read nor written.
 
     Args:
-        windows: of one layer; what is in them does not matter.
+        windows: of one layer; their contents do not matter.
         pool: of all layers.
         table: int32 [r, pages of a row], the layer's.
         lengths: int32 [r], tokens in the pool; values behind are zero (see `read_window`).
@@ -85,7 +85,7 @@ def fill(windows: Windows, pool: Pool, table: jax.Array, lengths: jax.Array, nee
         for index, (block, cell) in enumerate(zip(blocks, cells, strict=True)):
             pages = table[rows, block.start // page_size : block.stop // page_size]
             read = partial(_read_cell, pool, pages, lengths[rows] - block.start)
-            # A loop of one round or none leaves the cell where it is, and a condition would not.
+            # A loop of one round or none updates the cell in place; a condition would copy it.
             rounds = (needed[group] > index).astype(jnp.int32)
             new.append(jax.lax.fori_loop(0, rounds, lambda round_, _, read=read: read(round_), cell))
         filled.append(tuple(new))
@@ -93,7 +93,7 @@ def fill(windows: Windows, pool: Pool, table: jax.Array, lengths: jax.Array, nee
 
 
 def _read_cell(pool: Pool, pages: jax.Array, lengths: jax.Array, zero: jax.Array) -> Cell:
-    """`zero` is but the number of a round, without which XLA would do all this before the loop, always."""
+    """Return a cell from the pool. `zero`, the number of a round, keeps XLA from hoisting this out of the loop."""
     window = read_window(pool, pages + zero, lengths)
     rows, heads, head_dim, size = window["k"].shape
     spread = partition(None, "heads", None, None, None)
@@ -102,7 +102,7 @@ def _read_cell(pool: Pool, pages: jax.Array, lengths: jax.Array, zero: jax.Array
 
 
 def _cell(blocks: jax.Array, v: jax.Array) -> Cell:
-    """Of keys in blocks, [r, k, s / 64, h, 64]."""
+    """Return a cell of keys in blocks, [r, k, s / 64, h, 64], and values."""
     spread = partition(None, "heads", None)
     return Cell(jnp.reshape(blocks, (*blocks.shape[:2], -1), out_sharding=spread), v)
 
@@ -124,11 +124,13 @@ class WindowContext:
 
     @property
     def positions(self) -> jax.Array:
+        """int32 [r, 1]."""
         return self.lengths[:, None]
 
     def attend(
         self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: Cache, attention: AttentionParams
     ) -> tuple[jax.Array, Cache]:
+        """Return attention over the window with the new token in it, and the updated cache."""
         k, v = (constrain(x[:, 0], None, "heads", None) for x in (k_rckh, v_rckh))
         mixed, windows, first = [], [], 0
         for group, cells in enumerate(cache.windows):
@@ -145,17 +147,17 @@ class WindowContext:
 def _attend_cells(
     count: int, attention: AttentionParams, q_rckqh: jax.Array, cells: Sequence[Cell], positions: jax.Array
 ) -> jax.Array:
-    """Over the first `count` cells."""
+    """Return attention over the first `count` cells."""
     cells = cells[:count]
     return attend_blocks(q_rckqh, [cell.blocks for cell in cells], [cell.v for cell in cells], positions, attention)
 
 
 def _put(cells: Sequence[Cell], k_rkh: jax.Array, v_rkh: jax.Array, positions: jax.Array) -> tuple[Cell, ...]:
-    """A token of each row into the cell that has its position; in place."""
+    """Return the cells with a token of each row in the cell of its position; in place."""
     rows, new = jnp.arange(positions.shape[0]), []
     for cell, block in zip(cells, key_blocks(sum(cell.v.shape[2] for cell in cells), v_rkh.shape[-1]), strict=True):
         at = positions - block.start
-        at = jnp.where(at < 0, block.stop, at)  # behind the end, where nothing is written
+        at = jnp.where(at < 0, block.stop, at)  # out of range, so nothing is written
         new.append(
             _cell(
                 cell.blocks.at[rows, :, at // KEY_BLOCK, :, at % KEY_BLOCK].set(k_rkh, mode="drop"),

@@ -1,0 +1,1 @@
+"""Mixture of experts: layer, routers, experts, and the exchange of rows between devices."""

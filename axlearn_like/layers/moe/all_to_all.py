@@ -1,8 +1,8 @@
-"""Rows to the devices that hold their experts, and back, over one mesh axis; inside a shard_map.
+"""All-to-all of rows to the devices that hold their experts, and back, over one mesh axis; inside a shard_map.
 
-TPUs send just the rows there are, by a ragged all-to-all. Where XLA has none (CPUs), and on GPUs, blocks of a fixed
-size are sent, filled up with zeros. Both leave the same rows in the same places, so that nothing else knows which it
-was: a receiver has one block of `capacity` rows for each sender, filled from its start.
+TPUs send exactly the rows there are, by a ragged all-to-all. Where XLA has none (CPUs), and on GPUs, blocks of a fixed
+size are sent, padded with zeros. Both put the same rows in the same places, so no other code depends on which was
+used: a receiver has one block of `capacity` rows for each sender, filled from its start.
 """
 
 import functools
@@ -15,11 +15,11 @@ from mesh.manual import vary, varying
 
 
 class SendPlan(NamedTuple):
-    """Who sends how many rows to whom.
+    """How many rows each device sends to each.
 
     Attributes:
         starts: int32 [devices], where in this device's rows those for each device begin.
-        sent: int32 [devices], how many of them go there, at most the capacity.
+        sent: int32 [devices], how many of them are sent there, at most the capacity.
         received: int32 [devices], how many come from each.
     """
 
@@ -29,14 +29,14 @@ class SendPlan(NamedTuple):
 
 
 def plan_sends(sizes: jax.Array, capacity: int, axis: str) -> SendPlan:
-    """The plan for rows sorted by destination, of which sizes[i] go to device i; int32 [devices]."""
+    """Return the plan for rows sorted by destination, of which sizes[i] go to device i; int32 [devices]."""
     sent = jnp.minimum(sizes, capacity)
     return SendPlan(jnp.cumsum(sizes) - sizes, sent, jax.lax.all_to_all(sent, axis, 0, 0, tiled=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def to_experts(x: jax.Array, plan: SendPlan, capacity: int, axis: str) -> jax.Array:
-    """[rows, dim] -> [devices * capacity, dim]; places without a row are zero, rows beyond the capacity stay behind."""
+    """Return [devices * capacity, dim] for [rows, dim]: zeros in empty places; rows beyond the capacity stay."""
     return jax.lax.platform_dependent(
         x,
         plan,
@@ -47,7 +47,7 @@ def to_experts(x: jax.Array, plan: SendPlan, capacity: int, axis: str) -> jax.Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def from_experts(y: jax.Array, plan: SendPlan, rows: int, axis: str) -> jax.Array:
-    """The inverse, [devices * capacity, dim] -> [rows, dim]; zeros for rows that stayed behind."""
+    """Return the inverse, [rows, dim] for [devices * capacity, dim]; zeros for rows that were not sent."""
     return jax.lax.platform_dependent(
         y,
         plan,
@@ -57,11 +57,11 @@ def from_experts(y: jax.Array, plan: SendPlan, rows: int, axis: str) -> jax.Arra
 
 
 class Slices(NamedTuple):
-    """The arguments of a ragged all-to-all; int32 [devices] each, as `jax.lax.ragged_all_to_all` says.
+    """The arguments of a ragged all-to-all, int32 [devices] each, as in `jax.lax.ragged_all_to_all`.
 
     Attributes:
         input_offsets: where the rows for each device begin here.
-        send_sizes: how many go there.
+        send_sizes: how many are sent there.
         output_offsets: where they are put there.
         recv_sizes: how many come from each.
     """
@@ -73,13 +73,13 @@ class Slices(NamedTuple):
 
 
 def dispatch_slices(plan: SendPlan, capacity: int, axis: str) -> Slices:
-    """Of the way to the experts: into this device's block of every receiver."""
+    """Return the slices of the way to the experts: into this device's block of every receiver."""
     mine = jnp.full_like(plan.sent, jax.lax.axis_index(axis) * capacity)
     return Slices(plan.starts, plan.sent, mine, plan.received)
 
 
 def combine_slices(plan: SendPlan, capacity: int, axis: str) -> Slices:
-    """Of the way back: out of each sender's block, to where its rows were."""
+    """Return the slices of the way back: out of each sender's block, to where its rows were."""
     blocks = vary(jnp.arange(len(plan.sent), dtype=jnp.int32) * capacity, varying(plan.sent))
     return Slices(blocks, plan.received, jax.lax.all_to_all(plan.starts, axis, 0, 0, tiled=True), plan.sent)
 
@@ -95,7 +95,7 @@ def _ragged_combine(y: jax.Array, plan: SendPlan, *, rows: int, axis: str) -> ja
 
 
 def padded_dispatch(x: jax.Array, plan: SendPlan, *, capacity: int, axis: str) -> jax.Array:
-    """`to_experts` by an all-to-all of whole blocks."""
+    """Return `to_experts` by an all-to-all of whole blocks."""
     place = jnp.arange(capacity, dtype=jnp.int32)
     row = jnp.minimum(plan.starts[:, None] + place, len(x) - 1)
     blocks = jnp.where((place < plan.sent[:, None])[..., None], x[row], 0)
@@ -103,7 +103,7 @@ def padded_dispatch(x: jax.Array, plan: SendPlan, *, capacity: int, axis: str) -
 
 
 def padded_combine(y: jax.Array, plan: SendPlan, *, rows: int, axis: str) -> jax.Array:
-    """`from_experts` by an all-to-all of whole blocks."""
+    """Return `from_experts` by an all-to-all of whole blocks."""
     devices = len(plan.sent)
     capacity = len(y) // devices
     blocks = jax.lax.all_to_all(y.reshape(devices, capacity, -1), axis, 0, 0, tiled=True)
@@ -115,7 +115,7 @@ def padded_combine(y: jax.Array, plan: SendPlan, *, rows: int, axis: str) -> jax
 
 
 def _dispatch_forward(x: jax.Array, plan: SendPlan, capacity: int, axis: str) -> tuple[jax.Array, Any]:
-    return to_experts(x, plan, capacity, axis), (plan, x[:, :0])  # of x only the number of rows
+    return to_experts(x, plan, capacity, axis), (plan, x[:, :0])  # only the number of rows of x
 
 
 def _dispatch_backward(capacity: int, axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:

@@ -1,7 +1,7 @@
-"""Rows in the order of their experts, and back: the permutations around a grouped matrix product.
+"""Permutations around a grouped matrix product: rows into the order of their experts, and back.
 
 Each has a gradient that is a permutation too. That of a plain gather would be a scatter, which accelerators run row by
-row, and which adds up in no order that one can rely on.
+row, and which adds in no defined order.
 """
 
 from typing import NamedTuple
@@ -25,37 +25,37 @@ class Order(NamedTuple):
 
 
 def order_by(keys: jax.Array) -> Order:
-    """The stable order of int32 keys [rows]."""
+    """Return the stable order of int32 keys [rows]."""
     source = jnp.argsort(keys, stable=True).astype(jnp.int32)
     places = jnp.arange(len(keys), dtype=jnp.int32)
     return Order(source, jnp.zeros_like(places).at[source].set(places, unique_indices=True))
 
 
 def counts(keys: jax.Array, values: int) -> jax.Array:
-    """int32 [values], how often each of 0 .. values - 1 is among the keys; others are not counted."""
+    """Return int32 [values], how often each of 0 .. values - 1 is among the keys; others are not counted."""
     return jnp.sum(keys[:, None] == jnp.arange(values, dtype=keys.dtype), axis=0, dtype=jnp.int32)
 
 
 @jax.custom_vjp
 def permute(x: jax.Array, order: Order) -> jax.Array:
-    """Rows [rows, dim] sorted."""
+    """Return rows [rows, dim] sorted."""
     return x[order.source]
 
 
 @jax.custom_vjp
 def unpermute(x: jax.Array, order: Order) -> jax.Array:
-    """Sorted rows where they were."""
+    """Return sorted rows in their original order."""
     return x[order.target]
 
 
 @jax.custom_vjp
 def repeat_sorted(x: jax.Array, order: Order) -> jax.Array:
-    """Tokens [tokens, dim], each as often as it has experts, sorted: [tokens * top_k, dim]."""
+    """Return tokens [tokens, dim], each once for each of its experts, sorted: [tokens * top_k, dim]."""
     return x[order.source // (len(order.source) // len(x))]
 
 
 def combine(y: jax.Array, order: Order, weights: jax.Array) -> jax.Array:
-    """The weighted sum over its experts for each token, from what the experts made of it.
+    """Return the weighted sum of each token's expert outputs.
 
     Args:
         y: [tokens * top_k, dim], sorted.
@@ -91,7 +91,7 @@ def _unpermute_backward(order: Order, g: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _repeat_sorted_forward(x: jax.Array, order: Order) -> tuple[jax.Array, tuple[Order, jax.Array]]:
-    return repeat_sorted(x, order), (order, x[:, :0])  # of x only the number of rows and the type
+    return repeat_sorted(x, order), (order, x[:, :0])  # only the number of rows and the type of x
 
 
 def _repeat_sorted_backward(kept: tuple[Order, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:

@@ -1,8 +1,8 @@
 """Experts: many gated feed-forward networks, each token through the few that a router chose for it.
 
-Dropless: rows are sorted by expert and go through grouped matrix products, so that no expert has a fixed number of
-places. Over a mesh, experts lie on the axis `expert`, their width on `tensor`, and their inputs are cut by `fsdp`.
-Tokens travel to their experts' devices and back (`axlearn_like.layers.moe.all_to_all`).
+Dropless: rows are sorted by expert and go through grouped matrix products, so no expert has a fixed capacity. Over a
+mesh, experts are sharded by the axis `expert`, their width by `tensor`, and their inputs by `fsdp`. Tokens are sent to
+their experts' devices and back (`axlearn_like.layers.moe.all_to_all`).
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ from mesh.errors import UserError
 from mesh.manual import vary, varying
 from mesh.rules import manual_axis_sizes, partition
 
-_ROWS = 8  # capacities are multiples of so many rows
+_ROWS = 8  # capacities are multiples of this
 
 
 class Weights(NamedTuple):
-    """Of all experts of a device: arrays in the type of the activations, or how these are spread."""
+    """The weights of all experts of a device, in the type of the activations; or their partitions."""
 
     gate: Any
     up: Any
@@ -42,8 +42,8 @@ class Experts(Layer):
         num_experts: int = REQUIRED
         hidden: int = REQUIRED  # width of one expert
         product: ConfigBase = RaggedDot.Config()
-        # Rows that one device sends another at most, as a multiple of the mean; the rest is dropped and counted. None:
-        # as many as there can be, nothing is ever dropped, and memory is set aside for that.
+        # The most rows that one device sends another, as a multiple of the mean; the rest is dropped and counted. None:
+        # no limit: nothing is dropped, and memory is reserved for the worst case.
         capacity_factor: float | None = None
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -64,7 +64,7 @@ class Experts(Layer):
         self._num_experts, self._capacity_factor = cfg.num_experts, cfg.capacity_factor
 
     def __call__(self, x_btd: jax.Array, experts_btk: jax.Array, weights_btk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The weighted sum of each token's experts.
+        """Return the weighted sum of each token's experts.
 
         Args:
             x_btd: [batch, length, dim].
@@ -79,11 +79,11 @@ class Experts(Layer):
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return self._local(x_btd, experts_btk, weights_btk, weights)
-        # Inside a pipeline, say, an axis may be manual already.
+        # Inside a pipeline, for example, an axis may be manual already.
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         axes = tuple(name for name, kind in kinds if kind != AxisType.Manual)
         was = jax.typeof(x_btd).sharding.spec
-        # Tokens may be spread by length, but not over `tensor`, which has the experts' width here.
+        # Tokens may be sharded by length, but not over `tensor`, which shards the experts' width here.
         whole, spread = partition("batch", None, None), partition("batch", "length", None)
         rows = spread if spread is not None and was[1] == spread[1] else whole
         inner, outer = partition("experts", "embed", "hidden"), partition("experts", "hidden", "embed")
@@ -95,9 +95,9 @@ class Experts(Layer):
     def _on_device(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, cut: Weights
     ) -> tuple[jax.Array, jax.Array]:
-        """One device's tokens, with its part of the weights."""
+        """Return the result for one device's tokens, with its shard of the weights."""
         whole = Weights(*(_gathered(weight, axis) for weight, axis in zip(cut, (1, 1, 2), strict=True)))
-        # Said here, sums over devices happen once for each gradient instead of wherever two kinds of arrays meet.
+        # Declared here, sums over devices happen once per gradient instead of wherever two kinds of arrays meet.
         axes = frozenset[str]().union(*map(varying, (x, *whole)))
         x, experts, weights, whole = jax.tree.map(lambda a: vary(a, axes), (x, experts, weights, whole))
         y, dropped = self._local(x, experts, weights, whole)
@@ -115,19 +115,19 @@ class Experts(Layer):
         if devices == 1:
             y, dropped = self._network(rows, sizes, matrices), jnp.sum(weights * 0)
         else:
-            y, dropped = self._exchanged(rows, sizes, matrices, devices, top_k)
+            y, dropped = self._sent_to_experts(rows, sizes, matrices, devices, top_k)
         y = combine(y, order, weights.reshape(-1, top_k))
         return y.reshape(batch, length, dim), dropped
 
-    def _exchanged(
+    def _sent_to_experts(
         self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int, top_k: int
     ) -> tuple[jax.Array, jax.Array]:
-        """As `_network`, for experts that lie on several devices; also the fraction of rows that was dropped."""
+        """Return `_network` for experts that are on several devices, and the fraction of dropped rows."""
         axis, mine = "expert", self._num_experts // devices
         by_device = sizes.reshape(devices, mine)
         capacity = self._capacity(len(rows), devices, mine, top_k)
         plan = all_to_all.plan_sends(jnp.sum(by_device, axis=1), capacity, axis)
-        # How many rows come from each device for each expert here, were none dropped: these are the last of a sender.
+        # Rows from each device for each expert here if none were dropped; dropped ones are the last of a sender.
         ends = jnp.cumsum(jax.lax.all_to_all(by_device, axis, 0, 0, tiled=True), axis=1)
         place = jnp.arange(capacity, dtype=jnp.int32)
         expert = jnp.sum(place[:, None] >= ends[:, None, :], axis=-1, dtype=jnp.int32)
@@ -140,7 +140,7 @@ class Experts(Layer):
         return y, (len(rows) - jnp.sum(plan.sent)).astype(jnp.float32) / len(rows)
 
     def _capacity(self, rows: int, devices: int, mine: int, top_k: int) -> int:
-        """Rows for one pair of devices: of a token's experts, all on one device are `mine` at most."""
+        """Return the rows reserved for one pair of devices; at most `mine` experts of a token are on one device."""
         most = rows // top_k * min(top_k, mine)
         if self._capacity_factor is None:
             return most
@@ -148,10 +148,10 @@ class Experts(Layer):
         return min(most, -(-wanted // _ROWS) * _ROWS)
 
     def _network(self, x: jax.Array, sizes: jax.Array, matrices: Weights) -> jax.Array:
-        """Rows sorted by expert through their experts; rows beyond the sizes become zeros."""
+        """Return the output of each expert for its rows, sorted by expert; rows beyond the sizes become zeros."""
         live = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
         gate, up = self._product(x, matrices.gate, sizes), self._product(x, matrices.up, sizes)
-        # What a product says of rows without a group is not defined, and must not reach a gradient either.
+        # A product is undefined for rows without a group, and those must not reach a gradient either.
         hidden = no_fuse(jnp.where(live, jax.nn.silu(gate) * up, 0))
         return jnp.where(live, self._product(hidden, matrices.down, sizes), 0)
 
@@ -161,7 +161,7 @@ def _expert_axis_size() -> int:
 
 
 def _gathered(weight: jax.Array, axis: int) -> jax.Array:
-    """A matrix with its model width whole; the gradient is scattered again."""
+    """Return a matrix gathered over its model width; the gradient is scattered again."""
     if manual_axis_sizes("embed").get("fsdp", 1) == 1:
         return weight
     return jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)

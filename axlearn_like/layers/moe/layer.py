@@ -13,7 +13,7 @@ from axlearn_like.layers.moe.router import SoftmaxRouter
 
 
 class MoE(Layer):
-    """The weighted sum of a token's experts, plus a network that all tokens share where there is one."""
+    """The weighted sum of a token's experts, plus a shared network that all tokens use, if there is one."""
 
     class Config(ConfigBase["MoE"]):
         dim: int = REQUIRED
@@ -21,7 +21,7 @@ class MoE(Layer):
         router: ConfigBase = SoftmaxRouter.Config()
         experts: Experts.Config = Experts.Config()
         shared: ConfigBase | None = None  # e.g. SwiGLU.Config
-        record_routing: bool = False  # return what was chosen: 4 * top_k bytes per token and layer
+        record_routing: bool = False  # return the chosen experts: 4 * top_k bytes per token and layer
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         sizes = {"dim": cfg.dim, "num_experts": cfg.num_experts}
@@ -31,12 +31,12 @@ class MoE(Layer):
         self.record_routing = cfg.record_routing
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
-        """[b, t, d] -> [b, t, d].
+        """Return [b, t, d] for [b, t, d].
 
         Args:
             x_btd: activations.
-            routing: int32 [b, t, top_k], experts to be used instead of those that the router would choose, each with
-                the weight that the router gives it now; -1: chosen anew. None: all are chosen.
+            routing: int32 [b, t, top_k], experts to use instead of the router's choice, each with the weight that the
+                router gives it now; -1: the router chooses. None: it chooses all.
         """
         routed = self.router(x_btd, routing)
         y_btd, dropped = self.experts(x_btd, routed.experts, routed.weights)

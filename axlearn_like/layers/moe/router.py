@@ -1,4 +1,4 @@
-"""Routers: which experts each token goes to, and with which weights. All in float32."""
+"""Routers: the experts of each token, and their weights. All in float32."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from mesh.errors import UserError
 
 
 class Routed(NamedTuple):
-    """What a router decided.
+    """A router's choice.
 
     Attributes:
         experts: int32 [batch, length, top_k], no expert twice for a token.
@@ -39,7 +39,7 @@ class SoftmaxRouter(Layer):
         num_experts: int = REQUIRED
         top_k: int = REQUIRED
         renormalise: bool = True  # a token's weights sum to 1 (Qwen3's `norm_topk_prob`)
-        load_balance: float = 0.001  # weight of that loss; see `balance`
+        load_balance: float = 0.001  # weight of that loss (load_balance.py)
         z_loss: float = 0.0
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -49,7 +49,7 @@ class SoftmaxRouter(Layer):
         self.weights = {"load_balance": cfg.load_balance, "router_z": cfg.z_loss}
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> Routed:
-        """Routes [b, t, d]; `routing`, int32 [b, t, k], are experts to be taken again, -1: chosen anew."""
+        """Return the routing of [b, t, d]; `routing`, int32 [b, t, k]: experts to be used again, -1: chosen here."""
         logits = _logits(x_btd, self.weight_de[...])
         weights, total = exponentials(logits)
         probs = no_fuse(weights / total)
@@ -67,8 +67,9 @@ class SoftmaxRouter(Layer):
 class SigmoidRouter(Layer):
     """The top_k of sigmoid(x W) + bias, weighted without the bias: DeepSeek-V3 (arXiv 2412.19437, 2.1.2).
 
-    The bias balances the load and has no gradient of any loss: after each update of the other parameters it goes up by
-    a fixed step for experts with less than the mean load, down for the others (`axlearn_like.learner.expert_bias`).
+    The bias balances the load and has no gradient of any loss: after each update of the other parameters it is
+    increased by a fixed step for experts with less than the mean load, and decreased for the others
+    (`learner.expert_bias`).
     """
 
     class Config(ConfigBase["SigmoidRouter"]):
@@ -77,9 +78,9 @@ class SigmoidRouter(Layer):
         top_k: int = REQUIRED
         renormalise: bool = True  # a token's weights sum to `scale`
         scale: float = 1.0  # of the weights
-        groups: int = 1  # neighbouring experts form so many groups,
-        groups_kept: int = 1  # of which a token sees those with the best two experts
-        sequence_balance: float = 0.0001  # weight of that loss; see `balance`
+        groups: int = 1  # number of groups of neighbouring experts
+        groups_kept: int = 1  # groups that a token may use: those with the highest sum of their best two scores
+        sequence_balance: float = 0.0001  # weight of that loss (load_balance.py)
         z_loss: float = 0.0
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -101,7 +102,7 @@ class SigmoidRouter(Layer):
         self.weights = {"sequence_balance": cfg.sequence_balance, "router_z": cfg.z_loss}
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> Routed:
-        """As `SoftmaxRouter`."""
+        """Return the routing, see `SoftmaxRouter.__call__`."""
         logits, bias = _logits(x_btd, self.weight_de[...]), self.balance_bias_e[...]
         scores = no_fuse(jax.nn.sigmoid(logits))
         experts = _replayed(_top(self._seen(scores + bias), self.top_k), routing)
@@ -117,7 +118,7 @@ class SigmoidRouter(Layer):
         return Routed(experts, chosen * self.scale, weighted, load_balance.router_metrics(probs, experts))
 
     def _seen(self, choice: jax.Array) -> jax.Array:
-        """-inf for experts outside the token's groups; a group counts as the sum of its two best."""
+        """Return scores with -inf for experts outside the token's groups; a group scores the sum of its two best."""
         if self.groups == self.groups_kept:
             return choice
         choice = jax.lax.stop_gradient(choice)
@@ -135,13 +136,13 @@ def _check(cfg: Any) -> None:
 
 
 def _logits(x_btd: jax.Array, weight_de: jax.Array) -> jax.Array:
-    # TPUs multiply float32 in one pass of bfloat16 unless told otherwise; a choice must not depend on that.
+    # By default TPUs multiply float32 in one pass of bfloat16; a choice must not depend on that.
     with jax.default_matmul_precision("float32"):
         return no_fuse(project(x_btd.astype(jnp.float32), weight_de))
 
 
 def _top(scores: jax.Array, top_k: int) -> jax.Array:
-    """The experts with the highest scores, int32; of equals, the first."""
+    """Return the experts with the highest scores, int32; of equals, the first."""
     return jax.lax.top_k(jax.lax.stop_gradient(scores), top_k)[1]
 
 
@@ -150,11 +151,11 @@ def _replayed(chosen: jax.Array, routing: Any) -> jax.Array:
 
 
 def _pick(scores: jax.Array, experts: jax.Array) -> jax.Array:
-    """scores[..., experts], by comparison and sum of one number and zeros: exact, and no scatter in the gradient."""
+    """Return scores[..., experts] by comparison and a sum with zeros: exact, and no scatter in the gradient."""
     is_chosen = experts[..., None] == jnp.arange(scores.shape[-1], dtype=experts.dtype)
     return jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
 
 
 def _weighted(losses: dict[str, Callable[[], jax.Array]], weights: dict[str, float]) -> dict[str, jax.Array]:
-    """Losses times their weights, without those that have none."""
+    """Return losses times their weights, without those of weight 0."""
     return {name: weights[name] * loss() for name, loss in losses.items() if weights[name]}

@@ -1,12 +1,11 @@
-"""Layers around another layer, which make the weights that it computes with: low-rank updates, rounding.
+"""Layers around another layer that change the weights it computes with: low-rank updates, rounding.
 
-A wrapper stands where the layer stood. What a parent hands down (`dim`) goes on to the inner layer's config; what is
-read of the config or of the layer (`cache_shape`, ...) and is not the wrapper's own is the inner one's. Nothing of the
-inner layer is known but the names of its parameters, so every layer can be wrapped, and inside a scanned stack the
+A wrapper replaces the layer in its parent. What a parent passes down (`dim`) goes to the inner layer's config; what is
+read from the config or the layer (`cache_shape`, ...), and is not the wrapper's own, is the inner one's. A wrapper
+knows only the names of the inner layer's parameters, so every layer can be wrapped, and inside a scanned stack the
 weights of one layer exist at a time.
 
-For whoever has no use for the wrapping any more (an engine, an export), `plain_config` and `plain_params` give the
-model without it.
+`plain_config` and `plain_params` give the model without its wrappers, for an engine or an export.
 """
 
 import fnmatch
@@ -26,11 +25,11 @@ class Wrapper(Layer):
 
     class Config(ConfigBase["Wrapper"]):
         inner: ConfigBase = REQUIRED
-        match: str = "*"  # which matrices, by their paths in the inner layer
-        skip: str = "*router/*"  # which of these not: a router's choice is not to change with its rounding
+        match: str = "*"  # the matrices to change, by their paths in the inner layer
+        skip: str = "*router/*"  # matrices to leave out: a router's choice should not change with rounding
 
         def set(self, **values: Any) -> Self:
-            """Fields of its own; all others are set in a copy of the inner config."""
+            """Set own fields; all others are set in a copy of the inner config."""
             own = {name: values.pop(name) for name in list(values) if name in type(self).__dataclass_fields__}
             inner = own.get("inner", self.__dict__.get("inner"))
             if values and isinstance(inner, ConfigBase):
@@ -42,7 +41,7 @@ class Wrapper(Layer):
             def __getattr__(self, name: str) -> Any:
                 inner = self.__dict__.get("inner")
                 if isinstance(inner, ConfigBase) and not name.startswith("_"):
-                    return getattr(inner, name)  # whoever asks a layer's config for its sizes
+                    return getattr(inner, name)  # for code that reads sizes from a layer's config
                 return super().__getattr__(name)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -58,22 +57,22 @@ class Wrapper(Layer):
             )
 
     def weights(self, params: Params) -> Params:
-        """The inner layer's parameters as it is to compute with them; these may be stacks of many layers."""
+        """Return the inner layer's parameters as they are to be used; these may be stacks of many layers."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the inner layer."""
+        """Return what the inner layer returns, computed with `weights`."""
         graphdef, params = split(self.inner)
         return bind(graphdef, self.weights(params))(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner" or name.startswith("_"):  # asked before it is there, by copies and the like
+        if name == "inner" or name.startswith("_"):  # copies ask before `inner` exists
             raise AttributeError(name)
         return getattr(self.inner, name)
 
 
 def plain_config[C: ConfigBase[Any]](model: C) -> C:
-    """A copy of a model's config in which wrapped layers stand without their wrappers."""
+    """Return a copy of a model's config with every wrapper replaced by its inner layer."""
     plain: Any = model
     while isinstance(plain, Wrapper.Config):
         plain = plain.inner
@@ -84,7 +83,7 @@ def plain_config[C: ConfigBase[Any]](model: C) -> C:
 
 
 def plain_params(graphdef: nnx.GraphDef[Any], params: Params) -> Params:
-    """Parameters for `plain_config` that compute the same: what wrappers make of theirs, whole stacks at once.
+    """Return parameters for `plain_config` that compute the same: the wrappers' `weights`, whole stacks at once.
 
     Pure; to be jitted, under the mesh if there is one.
     """
@@ -101,7 +100,7 @@ def plain_params(graphdef: nnx.GraphDef[Any], params: Params) -> Params:
 
 
 def replaced(params: Params, new: dict[str, jax.Array]) -> Params:
-    """A copy of nested parameters with others at some paths."""
+    """Return a copy of nested parameters with others at some paths."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: new.get(path_name(path), leaf), params)
 
 
@@ -110,7 +109,7 @@ def _leaves(params: Params) -> list[tuple[str, jax.Array]]:
 
 
 def parameter(params: Params, name: str) -> jax.Array:
-    """The one at a path such as `experts/gate_edf`."""
+    """Return the parameter at a path such as `experts/gate_edf`."""
     found: Any = params
     for key in name.split("/"):
         found = found[key]

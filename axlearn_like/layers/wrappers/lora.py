@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA, Hu et al. 2021, arXiv 2106.09685): a frozen layer and small matrices that are trained."""
+"""Low-rank adaptation (LoRA, Hu et al. 2021, arXiv 2106.09685): a frozen layer and small trained matrices."""
 
 import math
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from mesh.errors import UserError
 
 
 class LoRA(Wrapper):
-    """The inner layer with W + alpha / rank * a b in the place of every matrix W.
+    """The inner layer with W + alpha / rank * a b in place of every matrix W.
 
-    Of `q_dkqh` the factors are `lora/q_a_dl`, random, and `lora/q_b_lkqh`, zero: at first the layer is the inner one.
-    Experts have factors of their own (`gate_a_edl`). They are spread as the matrix is, the rank whole.
+    The factors of `q_dkqh` are `lora/q_a_dl`, random, and `lora/q_b_lkqh`, zero: at first the layer is the inner one.
+    Experts have factors of their own (`gate_a_edl`). They are sharded as the matrix is, except for the rank.
 
-    The sum is made, one layer at a time, and then multiplied with: any layer can be wrapped, and merging changes
-    nothing but rounding. Saved is the optimizer's state, not work: the gradient of the sum is computed too.
+    The sum is computed, one layer at a time, and then multiplied with: any layer can be wrapped, and merging changes
+    nothing but rounding. It saves the optimizer's state, not work: the gradient of the sum is computed too.
 
-    What is trained, the learner says:
+    The learner chooses what is trained:
 
         groups=(Group.Config(match="*/lora/*"), Group.Config(frozen=True))
     """
@@ -49,7 +49,7 @@ class LoRA(Wrapper):
         self.lora = nnx.data(factors)
 
     def weights(self, params: Params) -> Params:
-        """With the low-rank products added."""
+        """Return the weights with the low-rank products added."""
         factors = nnx.to_pure_dict(nnx.state(self))["lora"]
         new = {}
         for name in self.names:
@@ -74,7 +74,7 @@ class FactorNames(NamedTuple):
 
 
 def factor_names(name: str, ndim: int) -> FactorNames:
-    """`q_dkqh` -> `q_a_dl`, `q_b_lkqh`, `...dl,...lkqh->...dkqh`."""
+    """Return the names of the factors: `q_dkqh` -> `q_a_dl`, `q_b_lkqh`, `...dl,...lkqh->...dkqh`."""
     suffix = shape_suffix(name, ndim)
     axes = matrix_axes(name, len(suffix))
     assert axes is not None, "only matrices have factors"
@@ -84,14 +84,14 @@ def factor_names(name: str, ndim: int) -> FactorNames:
 
 
 def _factors(name: str, weight: jax.Array, rank: int, rngs: nnx.Rngs) -> Iterator[tuple[str, nnx.Param[jax.Array]]]:
-    """Both factors of one layer's matrix, by their paths."""
+    """Yield both factors of one layer's matrix, by their paths."""
     names, axes = factor_names(name, weight.ndim), matrix_axes(name, weight.ndim)
     assert axes is not None
     meshless = jax.sharding.get_abstract_mesh().empty
     cut: Any = [None] * weight.ndim if meshless else jax.typeof(weight).sharding.spec
 
     def born(init: Initializer, *places: int | None) -> nnx.Param[jax.Array]:
-        """With the axes of the matrix at these places; None: the rank."""
+        """Return a factor with the axes of the matrix at these dimensions; None: the rank."""
         shape = tuple(rank if place is None else weight.shape[place] for place in places)
         spec = PartitionSpec(*(None if place is None else cut[place] for place in places))
         return nnx.Param(init(rngs.params(), shape, weight.dtype, out_sharding=None if meshless else spec))

@@ -13,7 +13,7 @@ from axlearn_like.learner.optimizers.elementwise import check_betas, decay_mask
 from axlearn_like.learner.param_labels import Matrices, path_name
 
 
-class Whole(NamedTuple):
+class Unfactored(NamedTuple):
     """The second moment of a parameter that is not factored."""
 
     nu: jax.Array
@@ -27,7 +27,7 @@ class Factored(NamedTuple):
 
 
 class AdafactorState(NamedTuple):
-    """Number of updates, and a `Whole` or `Factored` for every parameter."""
+    """Number of updates, and an `Unfactored` or `Factored` for every parameter."""
 
     count: jax.Array
     nu: Any
@@ -36,16 +36,17 @@ class AdafactorState(NamedTuple):
 class Adafactor(Configurable):
     """Adafactor, matrix by matrix: a stack of layers gets the updates of separate layers.
 
-    optax's chooses the two largest axes of an array to factor over, one of which may be the stack's, and clips and
-    scales by root mean squares over all layers together; for single matrices the two are the same (tests compare them),
-    but that its weight decay is not multiplied by the learning rate.
+    Not optax's, which chooses the two largest axes of an array to factor over, one of which may be the stack's, and
+    clips and scales by root mean squares over all layers together: for a stack of layers that is another optimizer. For
+    single matrices the updates are equal (tests compare them), except that optax does not multiply weight decay by the
+    rate.
     """
 
     class Config(ConfigBase["Adafactor"]):
         decay_rate: float = 0.8  # the second moment's decay is 1 - count ** -decay_rate
         eps: float = 1e-30  # added to squared gradients
         clip_rms: float | None = 1.0  # of a block's update; None: no clipping
-        min_param_rms: float | None = 1e-3  # the update is times the block's rms, at least this; None: it is not
+        min_param_rms: float | None = 1e-3  # the update is scaled by the block's rms, at least this; None: not scaled
         min_size: int = 128  # matrices with a shorter side are not factored
         momentum: float | None = None  # None: no first moment
         weight_decay: float = 0.0
@@ -63,7 +64,7 @@ class Adafactor(Configurable):
         self._matrices: Matrices = cfg.matrices.build()
 
     def transformation(self) -> optax.GradientTransformation:
-        """The un-scaled direction as an optax transformation."""
+        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
         momentum = [] if self._cfg.momentum is None else [optax.ema(self._cfg.momentum, debias=False)]
         return optax.chain(
             optax.GradientTransformation(self._init, self._update),
@@ -72,7 +73,7 @@ class Adafactor(Configurable):
         )
 
     def _factors(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Input and output axes of a parameter that is factored."""
+        """Return input and output axes of a parameter that is factored; None for others."""
         axes = self._matrices.axes(path_name(path), len(shape))
         if axes is None:
             return None
@@ -81,10 +82,10 @@ class Adafactor(Configurable):
         return sides if large else None
 
     def _init(self, params: Any) -> AdafactorState:
-        def moment(path: tuple[Any, ...], p: jax.Array) -> Whole | Factored:
+        def moment(path: tuple[Any, ...], p: jax.Array) -> Unfactored | Factored:
             sides, zeros = self._factors(path, p.shape), jnp.zeros_like(p)
             if sides is None:
-                return Whole(zeros)
+                return Unfactored(zeros)
             return Factored(jnp.mean(zeros, axis=sides[1]), jnp.mean(zeros, axis=sides[0]))
 
         return AdafactorState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(moment, params))
@@ -92,11 +93,11 @@ class Adafactor(Configurable):
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, AdafactorState]:
         beta = 1.0 - (state.count + 1).astype(jnp.float32) ** -self._cfg.decay_rate
 
-        def one(path: tuple[Any, ...], g: jax.Array, nu: Whole | Factored, p: jax.Array) -> Any:
+        def one(path: tuple[Any, ...], g: jax.Array, nu: Unfactored | Factored, p: jax.Array) -> Any:
             sides = self._factors(path, g.shape)
             update, nu = (
-                _whole(g, nu, beta, self._cfg.eps)
-                if isinstance(nu, Whole)
+                _unfactored(g, nu, beta, self._cfg.eps)
+                if isinstance(nu, Unfactored)
                 else _factored(g, nu, beta, self._cfg.eps, *(sides or ((), ())))
             )
             return self._scaled(update, p, self._matrices.block(path_name(path), g.ndim)), nu
@@ -113,20 +114,20 @@ class Adafactor(Configurable):
         return update
 
 
-def _whole(g: jax.Array, nu: Whole, beta: jax.Array, eps: float) -> tuple[jax.Array, Whole]:
+def _unfactored(g: jax.Array, nu: Unfactored, beta: jax.Array, eps: float) -> tuple[jax.Array, Unfactored]:
     moment = (beta * nu.nu + (1 - beta) * (g * g + eps)).astype(nu.nu.dtype)
-    return g * jax.lax.rsqrt(moment), Whole(moment)
+    return g * jax.lax.rsqrt(moment), Unfactored(moment)
 
 
 def _factored(
     g: jax.Array, nu: Factored, beta: jax.Array, eps: float, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> tuple[jax.Array, Factored]:
-    """Equation 4: the moment of an entry is (its row's * its column's) / the mean of the rows'."""
+    """Return equation 4: the moment of an entry is (its row's * its column's) / the mean of the rows'."""
     square = g * g + eps
     rows = (beta * nu.inputs + (1 - beta) * jnp.mean(square, axis=outputs)).astype(nu.inputs.dtype)
     columns = (beta * nu.outputs + (1 - beta) * jnp.mean(square, axis=inputs)).astype(nu.outputs.dtype)
-    rows_apart = jnp.expand_dims(rows, outputs)
-    ratio = rows_apart / jnp.mean(rows_apart, axis=inputs, keepdims=True)
+    rows_expanded = jnp.expand_dims(rows, outputs)
+    ratio = rows_expanded / jnp.mean(rows_expanded, axis=inputs, keepdims=True)
     return g * jax.lax.rsqrt(ratio) * jax.lax.rsqrt(jnp.expand_dims(columns, inputs)), Factored(rows, columns)
 
 

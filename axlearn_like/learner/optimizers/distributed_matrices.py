@@ -1,11 +1,11 @@
-"""Matrices that are spread over devices, brought to where whole ones can be computed on, and back.
+"""Whole matrices from stacks that are sharded over devices, and back.
 
 Orthogonalising a matrix needs all of it. Its shards are exchanged one mesh axis at a time, inside `jax.shard_map`:
 
-* where the stack divides, by an all-to-all between the stack and the axis that was cut: every device gets other, whole
+* where the stack divides, by an all-to-all between the stack and the sharded axis: every device gets other, complete
   matrices, and as many numbers as it had;
-* else the longer side of the matrix stays cut (sums over it are then sums over devices), and a cut of the shorter side
-  moves there;
+* else the longer side of the matrix stays sharded (sums over it are then sums over devices), and a sharding of the
+  shorter side moves there;
 * else the axis is gathered, and the devices along it compute the same.
 
 The compiler's own way from one sharding to the other would replicate the array in between wherever two mesh axes move.
@@ -29,19 +29,19 @@ class Move(NamedTuple):
     target: int | None
 
 
-class Plan(NamedTuple):
-    """How an array is brought together: in this order, and back in the other."""
+class GatherPlan(NamedTuple):
+    """The exchanges that bring an array together: in this order, and back in reverse."""
 
     spec: PartitionSpec
     moves: tuple[Move, ...]
     order: tuple[int, ...]  # array axes: the stack's, those of rows, those of columns
     rows: int  # how many axes are rows
     columns: int
-    cut: tuple[str, ...]  # mesh axes by which the columns are still cut after the moves
+    cut: tuple[str, ...]  # mesh axes that still shard the columns after the moves
     stack_spec: PartitionSpec  # of the stack's axes after the moves
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """One device's part of the array -> matrices [*stack, rows, columns]; inside `shard_map`."""
+        """Return matrices [*stack, rows, columns] of one device's part of the array; inside `shard_map`."""
         for name, source, target in self.moves:
             if target is None:
                 x = jax.lax.all_gather(x, name, axis=source, tiled=True)
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
         return as_matrices(x, self)
 
     def scatter(self, matrices: jax.Array, shard: jax.Array) -> jax.Array:
-        """The inverse; `shard` tells the shape."""
+        """Return the inverse; `shard` gives the shape."""
         shape = list(shard.shape)
         for name, source, target in self.moves:
             size = jax.lax.axis_size(name)
@@ -67,11 +67,11 @@ class Plan(NamedTuple):
         return x
 
 
-def make_plan(x: jax.Array, axes: MatrixAxes, *, whole: bool = False) -> Plan:
-    """The plan for an array, from its shape and sharding.
+def make_plan(x: jax.Array, axes: MatrixAxes, *, whole: bool = False) -> GatherPlan:
+    """Return the plan for an array, from its shape and sharding.
 
-    Rows are the shorter side of the matrices and columns the longer one, which may stay cut; with `whole`, rows are the
-    inputs and columns the outputs, and nothing stays cut.
+    Rows are the shorter side of the matrices and columns the longer one, which may stay sharded; with `whole`, rows are
+    the inputs and columns the outputs, and nothing stays sharded.
     """
     sharding = jax.typeof(x).sharding
     names = [[entry] if isinstance(entry, str) else list(entry or ()) for entry in sharding.spec]
@@ -84,7 +84,7 @@ def make_plan(x: jax.Array, axes: MatrixAxes, *, whole: bool = False) -> Plan:
     may_be_cut = () if whole else columns
     moves, cut = [], []
     for source in (*rows, *columns):
-        for name in reversed(names[source]):  # the innermost first: its pieces lie side by side
+        for name in reversed(names[source]):  # the innermost first: its pieces are adjacent
             size = sizes[name]
             target = next((a for a in axes.stack if local[a] % size == 0), None)
             if target is not None:
@@ -101,46 +101,46 @@ def make_plan(x: jax.Array, axes: MatrixAxes, *, whole: bool = False) -> Plan:
             moves.append(Move(name, source, target))
     order = (*axes.stack, *rows, *columns)
     stack_spec = PartitionSpec(*(tuple(names[axis]) or None for axis in axes.stack))
-    return Plan(sharding.spec, tuple(moves), order, len(rows), len(columns), tuple(cut), stack_spec)
+    return GatherPlan(sharding.spec, tuple(moves), order, len(rows), len(columns), tuple(cut), stack_spec)
 
 
 def on_matrices(
     x: jax.Array, axes: MatrixAxes, function: Callable[[jax.Array, tuple[str, ...]], jax.Array]
 ) -> jax.Array:
-    """`function` applied to the matrices of x: its result, with the shape and the sharding of x.
+    """Return `function` applied to the matrices of x, with the shape and the sharding of x.
 
     Args:
-        x: an array, spread over the mesh in force or not.
+        x: an array, sharded over the current mesh or not.
         axes: which of its axes form the matrices.
         function: `(matrices [..., rows, columns], names) -> the same shape`. The shorter side comes first. `columns` is
-            one device's part of the columns if there are `names`: mesh axes over which sums over columns must go.
-            Rows and columns may come in another order than in x.
+            one device's part of the columns if there are `names`: mesh axes over which sums over columns must go. Rows
+            and columns may come in another order than in x.
     """
     plan = make_plan(x, axes)
 
     def body(shard: jax.Array) -> jax.Array:
         return plan.scatter(function(plan.gather(shard), plan.cut), shard)
 
-    if not is_spread(plan):
+    if not is_sharded(plan):
         return body(x)
-    # A gathered array is the same along that axis, which the type of its slice does not tell.
+    # A gathered array is the same along that axis, which the type of its slice does not say.
     return jax.shard_map(body, in_specs=plan.spec, out_specs=plan.spec, check_vma=False)(x)
 
 
-def is_spread(plan: Plan) -> bool:
-    """Whether the array has mesh axes (even of size 1) in its sharding."""
+def is_sharded(plan: GatherPlan) -> bool:
+    """Return True if the array has mesh axes (even of size 1) in its sharding."""
     return any(entry is not None for entry in plan.spec)
 
 
-def as_matrices(x: jax.Array, plan: Plan) -> jax.Array:
-    """A whole array -> matrices [*stack, rows, columns]."""
+def as_matrices(x: jax.Array, plan: GatherPlan) -> jax.Array:
+    """Return matrices [*stack, rows, columns] of a complete array."""
     turned = x.transpose(plan.order)
     column, row = x.ndim - plan.columns, x.ndim - plan.columns - plan.rows
     sizes = math.prod(turned.shape[row:column]), math.prod(turned.shape[column:])
     return turned.reshape(*turned.shape[:row], *sizes)
 
 
-def from_matrices(matrices: jax.Array, plan: Plan, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse, for an array of this shape."""
+def from_matrices(matrices: jax.Array, plan: GatherPlan, shape: tuple[int, ...]) -> jax.Array:
+    """Return the inverse, for an array of this shape."""
     turned = matrices.reshape([shape[axis] for axis in plan.order])
     return turned.transpose(sorted(range(len(shape)), key=plan.order.__getitem__))

@@ -1,8 +1,8 @@
-"""Optimizers that treat every number alone: AdamW, Lion, SGD with momentum, and whatever optax has.
+"""Optimizers that treat every number alone: AdamW, Lion, SGD with momentum, and any transformation of optax.
 
-An optimizer makes the direction only, as an optax transformation: the learner multiplies it by minus the learning rate.
+An optimizer gives only the direction, as an optax transformation: the learner multiplies it by minus the learning rate.
 So decoupled weight decay is multiplied by the learning rate too. State has the type and the sharding of the parameters;
-see state_storage.py for less of it.
+state_storage.py reduces it.
 """
 
 import jax
@@ -12,16 +12,12 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.learner.errors import LearnerError, check, where
 from axlearn_like.learner.param_labels import kind_of, path_name
 
-# Kinds of parameters that weight decay may not shrink.
+# Kinds of parameters without weight decay.
 SPARED = ("scale", "bias")
 
 
 class AdamW(Configurable):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101).
-
-    The direction only: the learner multiplies by minus the learning rate. Moments are float32 as
-    the parameters are.
-    """
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101); moments are float32."""
 
     class Config(ConfigBase["AdamW"]):
         b1: float = 0.9
@@ -35,7 +31,7 @@ class AdamW(Configurable):
         self._cfg = cfg
 
     def transformation(self) -> optax.GradientTransformation:
-        """The un-scaled direction as an optax transformation."""
+        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
         return optax.chain(
             optax.scale_by_adam(self._cfg.b1, self._cfg.b2, self._cfg.eps),
             optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
@@ -45,7 +41,7 @@ class AdamW(Configurable):
 class Lion(Configurable):
     """The sign of a momentum (Chen et al. 2023, arXiv 2302.06675): one moment.
 
-    Take a learning rate 3 to 10 times lower, and a weight decay as much higher, than for AdamW.
+    Use a learning rate 3 to 10 times lower than for AdamW, and a weight decay as much higher.
     """
 
     class Config(ConfigBase["Lion"]):
@@ -58,7 +54,7 @@ class Lion(Configurable):
         self._cfg = cfg
 
     def transformation(self) -> optax.GradientTransformation:
-        """The un-scaled direction as an optax transformation."""
+        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
         return optax.chain(
             optax.scale_by_lion(self._cfg.b1, self._cfg.b2),
             optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
@@ -66,7 +62,7 @@ class Lion(Configurable):
 
 
 class SGD(Configurable):
-    """Gradient descent; with `momentum` the trace m <- momentum * m + g (Sutskever et al. 2013), 0: no state."""
+    """Gradient descent; with `momentum` the trace m <- momentum * m + g (Sutskever et al. 2013), with 0 no state."""
 
     class Config(ConfigBase["SGD"]):
         momentum: float = 0.9
@@ -80,19 +76,19 @@ class SGD(Configurable):
         self._cfg = cfg
 
     def transformation(self) -> optax.GradientTransformation:
-        """The un-scaled direction as an optax transformation."""
+        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
         cfg = self._cfg
         trace = optax.trace(cfg.momentum, cfg.nesterov) if cfg.momentum else optax.identity()
         return optax.chain(trace, optax.add_decayed_weights(cfg.weight_decay, mask=decay_mask))
 
 
 class Optax(Configurable):
-    """Any transformation that makes a direction, by its function: optax's `scale_by_*`, or another library's.
+    """Any transformation that gives a direction, by its function: optax's `scale_by_*`, or another library's.
 
         Optax.Config(direction=config_for(optax.contrib.scale_by_ademamix, b3=0.9999, alpha=5.0))
 
-    It is given whole parameters, which may be stacks and spread over devices; for one that is made for single matrices
-    see `Matrixwise`.
+    It gets whole parameters, which may be stacks and sharded over devices; for a transformation of single matrices see
+    `Matrixwise`.
     """
 
     class Config(ConfigBase["Optax"]):
@@ -103,7 +99,7 @@ class Optax(Configurable):
         self._cfg = cfg
 
     def transformation(self) -> optax.GradientTransformation:
-        """The un-scaled direction as an optax transformation."""
+        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
         return optax.chain(
             built_direction(self._cfg, self._cfg.direction),
             optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
@@ -111,7 +107,7 @@ class Optax(Configurable):
 
 
 def built_direction(cfg: ConfigBase, direction: ConfigBase) -> optax.GradientTransformation:
-    """What the config of a function of optax makes.
+    """Return the transformation that a config of an optax function builds.
 
     Raises:
         LearnerError: it is not a transformation of gradients.
@@ -123,18 +119,17 @@ def built_direction(cfg: ConfigBase, direction: ConfigBase) -> optax.GradientTra
 
 
 def check_betas(cfg: ConfigBase, *fields: str) -> None:
-    """Decay rates of moments are in [0, 1)."""
+    """Refuse decay rates of moments that are not in [0, 1)."""
     for field in fields:
         check(cfg, field, 0 <= getattr(cfg, field) < 1, "0 or more and below 1")
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
-    """True for parameters that weight decay may shrink: matrices, but not scales and biases.
+    """Return True for parameters with weight decay: matrices, but not scales and biases.
 
-    The number of axes alone does not tell: the norm scales of a scanned stack are [layers, dim],
-    two axes like a matrix. The name does, because every layer calls these parameters `scale` or
-    `bias` (with the shape suffix, as in `q_bias_nh`); so a name decides, and arrays with fewer than
-    two axes are spared whatever they are called.
+    The number of axes alone is not enough: the norm scales of a scanned stack are [layers, dim], two axes like a
+    matrix. Names decide, because every layer calls these parameters `scale` or `bias` (with the shape suffix, as in
+    `q_bias_nh`); arrays with fewer than two axes have no decay, whatever their names.
     """
 
     def decays(path: tuple[object, ...], leaf: jax.Array) -> bool:

@@ -1,4 +1,4 @@
-"""Optimizers made for single matrices, on stacks of them that are spread over devices."""
+"""Optimizers for single matrices, applied to stacks of them that are sharded over devices."""
 
 import math
 from collections.abc import Callable
@@ -9,21 +9,21 @@ import optax
 from jax.sharding import PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.learner.optimizers.distributed_matrices import Plan, is_spread, make_plan
+from axlearn_like.learner.optimizers.distributed_matrices import GatherPlan, is_sharded, make_plan
 from axlearn_like.learner.optimizers.elementwise import AdamW, built_direction, decay_mask
 from axlearn_like.learner.param_labels import Matrices, MatrixAxes, matrix_labels, path_name
 
 
 class Matrixwise(Configurable):
-    """A transformation of optax or of another library, applied to every matrix [inputs, outputs] by itself.
+    """A transformation of optax or of another library, applied to every matrix [inputs, outputs] alone.
 
         Matrixwise.Config(direction=config_for(scale_by_soap, every=20))
 
-    For methods of second order (SOAP, Shampoo, GaLore ...), which keep matrices of state for each matrix of weights:
-    the stack is spread over the devices, so that each computes whole matrices, and their state lies there. Mesh axes
-    that do not divide the stack compute the same, and hold the same state. A scalar of state called `count`, as optax
-    names it, is one for the whole stack: what is done every so often is done for all at once, and else not at all.
-    `others` is for embeddings, heads, scales, biases and the rest.
+    For second-order methods (SOAP, Shampoo, GaLore ...), which keep matrices of state for each matrix of weights: the
+    stack is sharded over the devices, so that each computes complete matrices, and their state is stored there. Mesh
+    axes that do not divide the stack compute the same, and hold the same state. A scalar of state called `count`, as
+    optax names it, is shared by the whole stack: what is done every so often is done for all matrices at once. `others`
+    is for embeddings, heads, scales, biases and the rest.
     """
 
     class Config(ConfigBase["Matrixwise"]):
@@ -39,7 +39,7 @@ class Matrixwise(Configurable):
         self._others = cfg.others.build()
 
     def transformation(self) -> optax.GradientTransformation:
-        """The un-scaled direction as an optax transformation."""
+        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
         matrices = optax.chain(
             optax.GradientTransformation(self._init, self._update),
             optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
@@ -81,7 +81,7 @@ class Matrixwise(Configurable):
         return made, state
 
     def _kept(self, x: jax.Array, axes: MatrixAxes) -> Any:
-        """For every array of the state of one matrix: 0 if each matrix of the stack has its own, else None."""
+        """Return, for every array of the state of one matrix, 0 if each matrix of the stack has its own, else None."""
         shape = tuple(math.prod(x.shape[axis] for axis in side) for side in (axes.inputs, axes.outputs))
         state = jax.eval_shape(self._direction.init, jax.ShapeDtypeStruct(shape, x.dtype))
 
@@ -92,18 +92,18 @@ class Matrixwise(Configurable):
 
 
 def _over_stack(function: Callable[..., Any], axes: MatrixAxes, ins: Any, outs: Any) -> Callable[..., Any]:
-    """`function` of one matrix, for arrays of them; `ins` and `outs` as `jax.vmap` has them."""
+    """Return `function` of one matrix, mapped over a stack; `ins` and `outs` as in `jax.vmap`."""
     for _ in axes.stack:
         function = jax.vmap(function, in_axes=ins, out_axes=outs)
     return function
 
 
-def _specs(kept: Any, plan: Plan) -> Any:
+def _specs(kept: Any, plan: GatherPlan) -> Any:
     one = lambda own: PartitionSpec() if own is None else plan.stack_spec  # noqa: E731
     return jax.tree.map(one, kept, is_leaf=lambda own: own is None)
 
 
-def _on_devices(body: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    if not is_spread(plan):
+def _on_devices(body: Callable[..., Any], plan: GatherPlan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    if not is_sharded(plan):
         return body
     return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -1,4 +1,8 @@
-"""Muon: momentum whose matrices are made orthogonal before they are applied."""
+"""Muon: momentum whose matrices are orthogonalised before they are applied.
+
+Not `optax.contrib.muon`: its products are refused under explicit sharding, and its state holds a transposed copy. For
+single matrices on one device the updates are equal (tests compare the two).
+"""
 
 import math
 from typing import Any, Literal, NamedTuple
@@ -29,12 +33,9 @@ class MuonState(NamedTuple):
 class Muon(Configurable):
     """Muon (Jordan et al. 2024) for weight matrices, `others` for embeddings, heads, scales, biases and the rest.
 
-    With `update_rms` a matrix's update has this root mean square, as an AdamW update about has (Liu et al. 2025, arXiv
+    With `update_rms` a matrix's update has this root mean square, about that of an AdamW update (Liu et al. 2025, arXiv
     2502.16982): learning rate and weight decay of AdamW can be kept. None: it is multiplied by
     sqrt(max(1, outputs / inputs)), as Jordan does.
-
-    optax.contrib.muon is the same for single matrices (tests compare the two), but its products are refused by
-    explicit sharding, and its state would hold one transposed copy.
     """
 
     class Config(ConfigBase["Muon"]):
@@ -58,7 +59,7 @@ class Muon(Configurable):
         self._others = cfg.others.build()
 
     def transformation(self) -> optax.GradientTransformation:
-        """The un-scaled direction as an optax transformation."""
+        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
         matrices = optax.chain(
             optax.GradientTransformation(self._init, self._update),
             optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
@@ -72,7 +73,7 @@ class Muon(Configurable):
         del params
         beta, count = self._cfg.beta, state.count + 1
         mu = jax.tree.map(lambda g, m: ((1 - beta) * g + beta * m).astype(m.dtype), updates, state.mu)
-        if self._cfg.nesterov:  # as optax has it: the momentum that the next update would have, were the gradient 0
+        if self._cfg.nesterov:  # as in optax: the momentum that the next update would have if the gradient were 0
             weight_mu, weight_g = beta / (1 - beta ** (count + 1)), (1 - beta) / (1 - beta**count)
             direction = jax.tree.map(lambda m, g: weight_mu * m + weight_g * g, mu, updates)
         else:
@@ -98,19 +99,20 @@ class Muon(Configurable):
 def orthogonalize(
     x: jax.Array, over: tuple[str, ...] = (), steps: int = 5, coefficients: Coefficients = JORDAN, eps: float = 1e-8
 ) -> jax.Array:
-    """Newton-Schulz: X <- aX + (bA + cA^2)X with A = X X^T, from X / |X|.
+    """Return the nearest (semi-)orthogonal matrices by Newton-Schulz iterations: only matrix products.
+
+    X <- aX + (bA + cA^2)X with A = X X^T, from X / |X|.
 
     Args:
         x: [..., rows, columns], best with rows <= columns. The products have its type.
-        over: inside `jax.shard_map`, the mesh axes by which the columns are cut: `x` is one device's part. The rows of
-            A^2 are then shared out to the devices too, if they divide.
+        over: inside `jax.shard_map`, the mesh axes that shard the columns: `x` is one device's part. The rows of A^2
+            are then divided among the devices too, if possible.
         steps: iterations.
         coefficients: a, b, c.
         eps: added to the norm.
 
     Returns:
-        Like `x`: U V^T of its singular value decomposition, roughly (see `JORDAN`); the same for every stack entry
-        alone.
+        Like `x`: approximately U V^T of its singular value decomposition (see `JORDAN`), for every matrix of the stack.
     """
     a, b, c = coefficients
     x32 = x.astype(jnp.float32)
@@ -125,7 +127,7 @@ def orthogonalize(
 
 
 def _polynomial(gram: jax.Array, over: tuple[str, ...], b: float, c: float) -> jax.Array:
-    """B A + c A^2, each device making some of the rows."""
+    """Return b A + c A^2, each device computing some of the rows."""
     shards = math.prod(jax.lax.axis_size(name) for name in over)
     if shards == 1 or gram.shape[-2] % shards:
         return b * gram + c * (gram @ gram)

@@ -9,14 +9,14 @@ import optax
 
 
 class Side(NamedTuple):
-    """Of rows (or columns): the moving average of G G^T (G^T G), and its eigenvectors as columns. float32 [n, n]."""
+    """Moving average of G G^T (rows) or G^T G (columns), and its eigenvectors as columns; float32 [n, n] each."""
 
     gram: jax.Array
     basis: jax.Array
 
 
 class SoapState(NamedTuple):
-    """Updates so far; the mean of gradients; the mean of their squares in the bases; the sides, None where too long."""
+    """Number of updates; means of gradients and, in the bases, of their squares; sides, None where too long."""
 
     count: jax.Array
     mu: jax.Array
@@ -28,17 +28,17 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, every: int = 10, largest: int = 10_000
 ) -> optax.GradientTransformation:
-    """SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3) of one matrix [rows, columns]; for `Matrixwise`.
+    """Return SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3) of one matrix [rows, columns], for `Matrixwise`.
 
-    The first gradient only gives the bases, so the first update is 0. All state is float32.
+    The first gradient only determines the bases, so the first update is 0. All state is float32.
 
     Args:
         b1: decay of the mean of gradients.
         b2: decay of the mean of squares, and of both sides' sums.
         eps: added to the root of the mean of squares.
-        every: updates from one turn of the bases (a step of power iteration and a QR decomposition, algorithm 4) to the
-            next.
-        largest: a longer side keeps the basis that it has, the identity.
+        every: updates between two rotations of the bases (a step of power iteration and a QR decomposition,
+            algorithm 4).
+        largest: a longer side keeps the identity as its basis.
     """
 
     def init(matrix: jax.Array) -> SoapState:
@@ -51,15 +51,15 @@ def scale_by_soap(
         g = gradient.astype(jnp.float32)
         left = _gathered(state.left, g, b2)
         right = _gathered(state.right, g.T, b2)
-        go_on = partial(_go_on, b1=b1, b2=b2, eps=eps, every=every)
-        made, state = jax.lax.cond(state.count == 0, _begin, go_on, g, state._replace(left=left, right=right))
+        continued = partial(_continue, b1=b1, b2=b2, eps=eps, every=every)
+        made, state = jax.lax.cond(state.count == 0, _begin, continued, g, state._replace(left=left, right=right))
         return made.astype(gradient.dtype), state._replace(count=state.count + 1)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _begin(g: jax.Array, state: SoapState) -> tuple[jax.Array, SoapState]:
-    """The first bases, the largest eigenvalues first."""
+    """Return the first bases, the largest eigenvalues first."""
 
     def solved(side: Side | None) -> Side | None:
         return None if side is None else side._replace(basis=jnp.linalg.eigh(side.gram)[1][:, ::-1])
@@ -67,18 +67,20 @@ def _begin(g: jax.Array, state: SoapState) -> tuple[jax.Array, SoapState]:
     return jnp.zeros_like(g), state._replace(left=solved(state.left), right=solved(state.right))
 
 
-def _go_on(g: jax.Array, state: SoapState, b1: float, b2: float, eps: float, every: int) -> tuple[jax.Array, SoapState]:
+def _continue(
+    g: jax.Array, state: SoapState, b1: float, b2: float, eps: float, every: int
+) -> tuple[jax.Array, SoapState]:
     mu = b1 * state.mu + (1 - b1) * g
     nu = b2 * state.nu + (1 - b2) * jnp.square(_into(g, state))
-    steps = state.count.astype(jnp.float32)  # the first gave none
+    steps = state.count.astype(jnp.float32)  # the first update is 0
     mean, square = _into(mu, state) / (1 - b1**steps), nu / (1 - b2**steps)
     made = _out_of(mean / (jnp.sqrt(square) + eps), state)
     state = state._replace(mu=mu, nu=nu)
-    return made, jax.lax.cond(state.count % every == 0, _turned, lambda state: state, state)
+    return made, jax.lax.cond(state.count % every == 0, _rotated, lambda state: state, state)
 
 
-def _turned(state: SoapState) -> SoapState:
-    """The bases after a step of power iteration; directions, with their squares, go in the order of their weight."""
+def _rotated(state: SoapState) -> SoapState:
+    """Return the bases after a step of power iteration; directions, with their squares, are sorted by weight."""
     nu, sides = state.nu, []
     for axis, side in enumerate((state.left, state.right)):
         if side is not None:

@@ -200,7 +200,7 @@ def test_a_mistake_in_the_last_file_is_found_before_the_first_is_tokenised(tmp_p
 def test_bad_records_are_refused_by_name(tmp_path):
     cfg = ArrayRecord.Config(files=str(tmp_path / "a"), tokenizer=BYTES, decode=text_record)
     (tmp_path / "a").write_text("no records " * 10_000)
-    with pytest.raises(InputError, match="a is not a whole ArrayRecord file"):
+    with pytest.raises(InputError, match="a is not a complete ArrayRecord file"):
         cfg.build()
     array_record(tmp_path / "a", b"\xc3\x28")
     with pytest.raises(InputError, match=r"a, record 0, field 'text' is not UTF-8: byte 0xc3 at offset 0"):

@@ -119,5 +119,5 @@ def test_names_and_stages_that_make_no_sense_are_refused():
     with pytest.raises(InputError, match="source a has no examples"):
         Mixture.Config(parts=(Part.Config(name="a", source=Numbered.Config(examples=0)),)).build()
     nested = Mixture.Config(parts=(Part.Config(name="b", source=Numbered.Config()),))
-    with pytest.raises(InputError, match="source a: Mixture is no source of examples"):
+    with pytest.raises(InputError, match="source a: Mixture is not a source of examples"):
         Mixture.Config(parts=(Part.Config(name="a", source=nested),)).build()

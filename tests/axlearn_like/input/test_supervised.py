@@ -121,7 +121,7 @@ def test_settings_and_sources_that_make_no_sense_are_refused():
         make(source=Counting.Config(examples=0))
     cfg = SupervisedInput.Config(source=Counting.Config(), seq_len=16, batch_size=4)
     for rows in ([], [-1, 0], [3, 4], [1, 1], [2, 1]):
-        with pytest.raises(InputError, match=r"rows \[.*\] of a batch; expected some of 0 to 3 .*, rising"):
+        with pytest.raises(InputError, match=r"rows \[.*\] of a batch; expected some of 0 to 3 .*, ascending"):
             cfg.build(rows=rows)
 
 

@@ -120,7 +120,7 @@ def test_what_is_damaged_is_made_again(tmp_path, capsys, what, how):
             texts(again)
     else:
         assert texts(again) == SAID
-        assert "are damaged and are made again" in capsys.readouterr().err
+        assert "are damaged; tokenising again" in capsys.readouterr().err
         capsys.readouterr()
         cfg.build()
         assert capsys.readouterr().err == ""

@@ -56,7 +56,7 @@ def test_a_group_without_parameters_is_refused(groups: tuple[Group.Config, ...],
 
 
 def test_groups_that_contradict_themselves_are_refused():
-    with pytest.raises(LearnerError, match=r"groups.0: expected no optimizer.* of a frozen group"):
+    with pytest.raises(LearnerError, match=r"groups.0: expected no optimizer.* in a frozen group"):
         learner(AdamW.Config(), groups=(Group.Config(frozen=True, lr_scale=0.1),)).build()
     with pytest.raises(LearnerError, match=r"groups.0.lr_scale: expected 0 or more"):
         learner(AdamW.Config(), groups=(Group.Config(lr_scale=-0.1),)).build()

@@ -26,4 +26,4 @@ def test_a_forced_kernel_that_cannot_is_refused(capsys):
     assert cli.main(["config", "kernels", "demo_sft", "--set", forced, "--platform", "cpu"]) == 2
     assert "no kernel can do this attention (Splash: for TPUs, not for cpu)" in capsys.readouterr().err
     assert cli.main(["config", "kernels", "demo_sft", "--length", "20", "--sequence", "4"]) == 2
-    assert "rows of 20 tokens cannot be cut over the mesh axis sequence 4" in capsys.readouterr().err
+    assert "rows of 20 tokens do not divide over the mesh axis sequence 4" in capsys.readouterr().err

@@ -10,9 +10,10 @@ from axlearn_like.kernels.attention.interface import SEQUENCE, AttentionSignatur
 
 
 class AllGather(ContextParallelism):
-    """Every device gathers the keys and values of the whole rows and mixes them for its own queries.
+    """Each device gathers the keys and values of whole rows and attends to them with its own queries.
 
-    Takes memory for all keys and values of one layer, and sends them before the first product; works with every kernel.
+    It needs memory for all keys and values of one layer, and receives them before the first product; it works with
+    every kernel.
     """
 
     class Config(ConfigBase["AllGather"]):
@@ -32,16 +33,16 @@ def on_one_device(
     sinks_kq: jax.Array | None,
     tables: Any,
 ) -> jax.Array:
-    """One device's queries, and the keys of whole rows."""
+    """Return the attention of one device's queries to the keys of whole rows."""
 
-    def whole(x: jax.Array) -> jax.Array:
+    def gathered(x: jax.Array) -> jax.Array:
         if signature.cp_size == 1:
             return x
         return zigzag.restore(jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True), signature.cp_size, signature.layout)
 
     return kernel.attend(
-        *(q_btkqh, whole(k_btkh), whole(v_btkh), signature),
-        segments=(segments_bt, whole(segments_bt)),
+        *(q_btkqh, gathered(k_btkh), gathered(v_btkh), signature),
+        segments=(segments_bt, gathered(segments_bt)),
         places_t=places_t,
         sinks_kq=sinks_kq,
         tables=tables,

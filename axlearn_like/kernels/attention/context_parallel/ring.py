@@ -1,11 +1,11 @@
-"""Ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values go round the devices that share a row.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values go around the devices that share a row.
 
-Each device mixes the block that it has while the next one is on its way, and merges softmaxes by their logarithmic
-sums; so no device ever holds the keys of a whole row. The backward pass goes round once more, gradients of keys and
-values travelling with them. What a device sees of another's block is all of a half or nothing, but for its own
-(zigzag.py), so all work equally long.
+Each device attends to the block that it holds while the next one is in transit, and merges softmaxes by their
+logarithmic sums; no device ever holds the keys of a whole row. The backward pass goes around once more, with the
+gradients of keys and values. A device sees all of a half of another device's block or nothing of it, except for its own
+block (zigzag.py), so that all devices work equally long.
 
-Arrays have heads in front of the length here: queries [b, k, q, t, h], keys and values [b, k, s, h].
+Arrays have heads before the length here: queries [b, k, q, t, h], keys and values [b, k, s, h].
 """
 
 import functools
@@ -17,18 +17,18 @@ import jax.numpy as jnp
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.interface import SEQUENCE, AttentionSignature, ContextParallelism, Kernel
 
-DIAGONAL, WHOLE = "diagonal", "whole"  # of a block: causal within itself; or all of it is visible, but for segments
+DIAGONAL, WHOLE = "diagonal", "whole"  # a block that is causal within itself; or fully visible, but for segments
 
 ALL = slice(None)
 
 
 class Blocks(Protocol):
-    """A kernel for one block. Segments and places are pairs, of queries [b, t], [t] and of keys [b, s], [s]."""
+    """A kernel for one block. Segments and places are pairs: of queries [b, t], [t] and of keys [b, s], [s]."""
 
     def forward(
         self, q_bkqth: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, segments: Any, places: Any, case: str
     ) -> tuple[jax.Array, jax.Array]:
-        """float32 mixed values [b, k, q, t, h], and logarithms of the sums of exponentials [b, k, q, t]."""
+        """Return float32 mixed values [b, k, q, t, h] and logarithms of the sums of exponentials [b, k, q, t]."""
         ...
 
     def backward(
@@ -43,12 +43,12 @@ class Blocks(Protocol):
         lse: jax.Array,
         d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """float32 gradients of queries, keys and values; `out` and `lse` are those over all blocks."""
+        """Return float32 gradients of queries, keys and values; `out` and `lse` are those over all blocks."""
         ...
 
 
 class Ring(ContextParallelism):
-    """Least memory, and sending hides behind products; needs a kernel that returns logarithmic sums."""
+    """Least memory, with transfers behind products; needs a kernel that returns logarithmic sums."""
 
     class Config(ConfigBase["Ring"]):
         pass
@@ -67,7 +67,7 @@ def on_one_device(
     sinks_kq: jax.Array | None,
     tables: Any,
 ) -> jax.Array:
-    """One device's queries, and the keys of all devices of the ring in turn; [b, t, k, q, h]."""
+    """Return the attention of one device's queries to the keys of all devices in turn; [b, t, k, q, h]."""
     del tables
     ring = _Ring(signature, kernel.blocks(signature))
     mixed = _attend(
@@ -133,10 +133,11 @@ class _Ring:
         return dq, tuple(self.next(d_kv))  # home
 
     def _one_of(self, number: jax.Array, more: Any, found: Any, kv: Any, theirs: Any) -> Any:
-        """`found` with what is seen of the block that has come so many hops.
+        """Return `found` with what is visible of the block that has come so many hops.
 
-        Cut in zigzag: if its device comes before, all queries see its first half and none its second; if behind, the
-        second half of the queries sees all of it. Cut straight: all of it, or nothing.
+        In zigzag order: of a device before this one, all queries see the first half of the block and nothing of the
+        second; of a device after it, the second half of the queries sees the whole block. In straight order: all of it
+        or nothing.
         """
         half = self.signature.length // self.signature.cp_size // 2
         straight = self.signature.layout == "straight"
@@ -185,12 +186,12 @@ _attend.defvjp(_forward, _backward)
 
 
 def _merged(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Mixed values over the keys of both."""
+    """Return the mixed values and logarithmic sums over the keys of both."""
     total = jnp.logaddexp(a[1], b[1])
     weights = (jnp.exp(x[1] - total)[..., None] for x in (a, b))
     return sum(x[0] * weight for x, weight in zip((a, b), weights, strict=True)), total  # pyright: ignore
 
 
 def _put(x: jax.Array, part: jax.Array, where: Any) -> jax.Array:
-    """X with a part of it replaced; or the part, if it is all."""
+    """Return x with a part of it replaced; the part itself if it is all of x."""
     return part if part.shape == x.shape else x.at[where].set(part)

@@ -1,8 +1,8 @@
-"""Rows cut over devices so that causal attention costs each of them the same.
+"""Zigzag order: rows sharded over devices so that causal attention costs each of them the same.
 
-With n devices a row is cut into 2n chunks; device i has chunks i and 2n - 1 - i (Llama 3, arXiv 2407.21783, 3.3.2). Cut
-straight, the last device has nearly twice the average work, and all wait for it. Positions and segment ids go where
-their tokens go, so only attention, which compares places in a row, must know.
+With n devices a row is cut into 2n chunks; device i has chunks i and 2n - 1 - i (Llama 3, arXiv 2407.21783, 3.3.2). In
+straight order the last device has nearly twice the average work, and all others wait for it. Positions and segment ids
+move with their tokens, so only attention, which compares indices in a row, has to know the order.
 """
 
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ from mesh.rules import axis_sizes, constrain
 
 
 def order(length: int, cp_size: int, layout: Layout = "zigzag") -> np.ndarray:
-    """int32 [length], the places in the row of the tokens as they lie on the devices.
+    """Return int32 [length]: for each token in the order on the devices, its index in the row.
 
     Raises:
-        UserError: the length cannot be cut so.
+        UserError: the length does not divide over the devices.
     """
     parts = 2 * cp_size if layout == "zigzag" else cp_size
     if length % parts:
         nearest = max(parts, round(length / parts) * parts)
         raise UserError(
-            f"rows of {length} tokens cannot be cut over the mesh axis sequence {cp_size}: "
+            f"rows of {length} tokens do not divide over the mesh axis sequence {cp_size}: "
             f"expected a multiple of {parts}, such as {nearest}"
         )
     places = np.arange(length, dtype=np.int32)
@@ -38,12 +38,12 @@ def order(length: int, cp_size: int, layout: Layout = "zigzag") -> np.ndarray:
 
 
 def inverse(length: int, cp_size: int) -> np.ndarray:
-    """int32 [length]: indexed with it, what lies in zigzag order is straight again."""
+    """Return int32 [length]: the indices that put a row in zigzag order back into straight order."""
     return np.argsort(order(length, cp_size)).astype(np.int32)
 
 
 def restore(x: jax.Array, cp_size: int, layout: Layout) -> jax.Array:
-    """Rows gathered from the devices [b, s, ...], in order."""
+    """Return rows gathered from the devices [b, s, ...] in straight order."""
     if layout == "straight" or cp_size == 1:
         return x
     chunks = x.reshape(x.shape[0], cp_size, 2, -1, *x.shape[2:])
@@ -51,14 +51,14 @@ def restore(x: jax.Array, cp_size: int, layout: Layout) -> jax.Array:
 
 
 def permute(batch: Mapping[str, Any], cp_size: int) -> dict[str, Any]:
-    """A host batch with its rows in zigzag order; whatever has no length stays."""
+    """Return a host batch with its rows in zigzag order; arrays without a length are unchanged."""
     return {name: x[:, order(x.shape[1], cp_size)] if x.ndim > 1 else x for name, x in batch.items()}
 
 
 def reorder(batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Layout]:
-    """Inside a step: the batch in the order in which its rows are to be worked on, and which that is.
+    """Return, inside a step, the batch in the order in which its rows are sharded, and the name of that order.
 
-    Where the mesh has no sequence axis, that is the batch as it came.
+    Without a sequence axis in the mesh the batch is returned unchanged.
     """
     cp_size = axis_sizes("length").get("sequence", 1)
     if cp_size == 1:

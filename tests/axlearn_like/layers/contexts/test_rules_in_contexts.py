@@ -99,13 +99,13 @@ def test_groups_of_completions():
 
 
 def test_a_cache_is_causal():
-    with pytest.raises(UserError, match="Attention.causal=False cannot be had with a cache"):
+    with pytest.raises(UserError, match="Attention.causal=False is not supported with a cache"):
         mixed(RowContext(positions()), WHOLE, causal=False, window=None)
 
 
 def test_the_paged_kernel_refuses_sinks():
     context = PagedContext(jnp.asarray(TABLE), jnp.zeros(2), jnp.ones(2), chunk=LENGTH, pages=17, kernel=True)
-    with pytest.raises(UserError, match="Attention.sinks: the TPU kernel of paged attention has none"):
+    with pytest.raises(UserError, match="Attention.sinks: the TPU kernel of paged attention does not support sinks"):
         mixed(context, WHOLE, (None, jnp.int32(0)))
 
 

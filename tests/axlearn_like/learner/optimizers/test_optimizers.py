@@ -178,7 +178,7 @@ def test_whatever_optax_has_is_an_optimizer():
         (SGD.Config(momentum=0.0, nesterov=True), "nesterov"),
         (Adafactor.Config(decay_rate=0.0), "decay_rate: expected above 0"),
         (Muon.Config(steps=0), "steps: expected 1 or more"),
-        (Muon.Config(matrices=Matrices.Config(splits={"kh": "khr"})), "cut in two by a comma"),
+        (Muon.Config(matrices=Matrices.Config(splits={"kh": "khr"})), "split in two by a comma"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(cfg: Any, message: str):

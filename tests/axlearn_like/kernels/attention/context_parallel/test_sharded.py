@@ -31,5 +31,5 @@ def test_zigzag_gives_each_device_an_early_and_a_late_chunk():
 
 
 def test_rows_that_cannot_be_cut_are_refused():
-    with pytest.raises(UserError, match="rows of 20 tokens cannot be cut over .* sequence 4: .* of 8, such as 16"):
+    with pytest.raises(UserError, match="rows of 20 tokens do not divide over .* sequence 4: .* of 8, such as 16"):
         zigzag.order(20, 4)
