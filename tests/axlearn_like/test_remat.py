@@ -1,4 +1,4 @@
-"""What is stored for the backward pass is what the mapping says, and the values are the same whatever it says."""
+"""Results stored for the backward pass are those of the mapping, and the values do not depend on it."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the TPU compiler keeps of a stack of layers: in which memory, and in which type. Needs it, but no TPU."""
+"""Stacks of layers compiled for a TPU: what is stored, in which memory and type. Needs the compiler, no TPU."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ LAYERS, DIM, HIDDEN, ROWS, LENGTH, DEVICES = 8, 256, 512, 4, 1024, 4
 
 
 def compile_small() -> dict[str, Any]:
-    """What is known of the gradient of a small decoder, fsdp over four chips, whose blocks' inputs are offloaded."""
+    """Return facts of the compiled gradient of a small decoder, fsdp over four chips, block inputs offloaded."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

@@ -1,4 +1,4 @@
-"""What the mesh is changes where arrays lie and how devices talk, and no result."""
+"""A mesh changes where arrays are stored and how devices communicate, and no result."""
 
 import itertools
 import math
@@ -109,6 +109,6 @@ def test_devices_talk_only_where_there_are_several(results):
 
 
 def test_tensor_parallelism_adds_its_own_sums(results):
-    """Of attention's and the feed-forward's outputs, forwards and backwards: these go over activations."""
+    """The outputs of attention and feed-forward are summed over devices, forwards and backwards."""
     fsdp, tensor = (int(results[m]["collectives.all-reduce"]) for m in ("fsdp", "fsdp_tensor"))
     assert tensor > fsdp

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
@@ -40,5 +41,10 @@ def json_lines(path: Path, *records: Any) -> str:
 
 
 def texts(source: Any) -> list[str]:
-    """What a source of bytes says."""
+    """Return the texts of a source of bytes."""
     return [bytes(int(t) for t in source[i]["tokens"] if t < 256).decode() for i in range(len(source))]
+
+
+def grain_examples(examples: int) -> grain.MapDataset:
+    """Return the examples of `Numbered` as a dataset of Grain."""
+    return grain.MapDataset.source(Numbered.Config(examples=examples).build())

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.config import ConfigBase, Configurable
@@ -33,6 +33,7 @@ def counts(sources, n):
     return np.stack([np.cumsum(sources == i) for i in range(n)], axis=1)
 
 
+@settings(deadline=None)
 @given(weights, st.lists(st.integers(1, 60), min_size=1, max_size=5))
 def test_fractions_are_within_one_example_at_every_moment(values, calls):
     mix, drawn = mixture(values), None

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.input.packing import FirstFit, FirstFitDecreasing, OneARow, TooLong, cut, plan_rows
@@ -12,7 +12,7 @@ needs = st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.i
 
 
 def first_fit(pieces: list[int], seq_len: int) -> list[int]:
-    """By its definition: the first row with room."""
+    """The definition: the first row with room."""
     free: list[int] = []
     rows = []
     for piece in pieces:
@@ -24,6 +24,7 @@ def first_fit(pieces: list[int], seq_len: int) -> list[int]:
     return rows
 
 
+@settings(deadline=None)
 @given(needs)
 def test_first_fit_is_what_its_name_says(case):
     seq_len, pieces = case
@@ -31,6 +32,7 @@ def test_first_fit_is_what_its_name_says(case):
     assert rows.tolist() == first_fit(pieces, seq_len)
 
 
+@settings(deadline=None)
 @given(needs)
 def test_longest_first(case):
     seq_len, pieces = case
@@ -40,6 +42,7 @@ def test_longest_first(case):
     assert rows.tolist() == [expected[i] for i in range(len(pieces))]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(2, 40), min_size=1), st.integers(1, 12))
 def test_split_pieces_make_every_token_but_the_first_a_target_once(lengths, seq_len):
     pieces = cut(np.array(lengths), seq_len, "split")
@@ -59,6 +62,7 @@ def test_long_examples_are_refused_by_number():
     assert len(cut(np.array([3, 9]), 8, "refuse").start) == 2
 
 
+@settings(deadline=None)
 @given(needs, st.randoms())
 def test_a_plan_has_every_piece_in_its_row(case, random):
     seq_len, lengths = case

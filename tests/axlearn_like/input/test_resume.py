@@ -85,7 +85,7 @@ def test_every_step_can_be_resumed_from():
 
 
 def test_a_process_reads_only_its_own_rows():
-    """With an index of lengths: else reading an example is the only way to know its length."""
+    """An index of lengths is needed: else reading an example is the only way to know its length."""
 
     class Indexed:
         digest, longest = "x", (4, "")

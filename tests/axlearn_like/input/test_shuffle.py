@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.input.shuffle import derived_seed, shuffled
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 def test_every_index_comes_once(length, seed):
     np.testing.assert_array_equal(np.sort(shuffled(np.arange(length), length, seed)), np.arange(length))

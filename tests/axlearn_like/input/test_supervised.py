@@ -6,7 +6,9 @@ import threading
 import numpy as np
 import pytest
 
+from axlearn_like.config import config_for
 from axlearn_like.input import InputError, OneARow, SupervisedInput
+from tests.axlearn_like.input.data import Numbered, grain_examples
 from tests.axlearn_like.tiny import Counting
 
 
@@ -150,3 +152,9 @@ def test_the_thread_that_makes_batches_ahead_ends():
     next(data)
     del data
     assert threading.active_count() == before
+
+
+def test_a_dataset_of_grain_is_a_source():
+    ours, grains = (make(source=source) for source in (Numbered.Config(), config_for(grain_examples, examples=17)))
+    for a, b in zip(itertools.islice(ours, 12), grains, strict=False):
+        assert_same(a, b)

@@ -20,7 +20,7 @@ SAID = [f"text {i} " + "x" * (i % 7) for i in range(50)]
 
 
 class SlowTokenizer(ByteTokenizer):
-    """Takes a while for each text, and writes down whenever it has encoded one."""
+    """A tokenizer that needs a while for each text, and logs each one that it has encoded."""
 
     class Config(ByteTokenizer.Config):
         log: str = ""
@@ -38,7 +38,7 @@ class SlowTokenizer(ByteTokenizer):
 
 
 class Wide(ByteTokenizer):
-    """Its ids are the last of the vocabulary."""
+    """A tokenizer whose ids are the last of the vocabulary."""
 
     def encode(self, text: str) -> list[int]:
         return [self.vocab_size - 1 - ord(c) for c in text]

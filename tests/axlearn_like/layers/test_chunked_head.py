@@ -41,7 +41,7 @@ def expected() -> tuple[float, np.ndarray, np.ndarray]:
 
 
 def sharded() -> dict[str, dict[str, Any]]:
-    """What `fused_linear_loss` makes of the inputs on eight devices, case by case."""
+    """Return the results of `fused_linear_loss` on eight devices, case by case."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)

@@ -1,4 +1,4 @@
-"""What a pipeline refuses, and what it costs. That it computes the same is in test_sharding.py, on eight devices."""
+"""Refusals of a pipeline, and its cost. That it computes the same is in test_sharding.py, on eight devices."""
 
 import jax
 import jax.numpy as jnp

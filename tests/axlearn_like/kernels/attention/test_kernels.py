@@ -59,7 +59,7 @@ def test_xla_is_the_equation(kind):
 
 @pytest.mark.parametrize("kind, fused", [("window, cap, sinks", False), ("causal", True)])
 def test_splash_is_the_equation(kind, fused):
-    """By the interpreter. 150 tokens: two blocks of 128, the second filled up."""
+    """The interpreter runs 150 tokens: two blocks of 128, the second padded."""
     x = reference.inputs(batch=1, length=150, heads=(1, 2), width=64, value_width=32)
     rules, sinks = RULES[kind]
     rules = ScoreRules(window=rules.window and 40, soft_cap=rules.soft_cap)
@@ -69,7 +69,7 @@ def test_splash_is_the_equation(kind, fused):
 
 @pytest.mark.parametrize("kind", ["causal", "window", "both cp_size"])
 def test_what_cudnn_is_asked_is_the_equation(kind):
-    """By the other implementation of the same function of JAX."""
+    """The other implementation of the same function of JAX is the reference."""
     x, rules = reference.inputs(batch=2, length=12, heads=(2, 3), width=8), RULES[kind][0]
     signature = AttentionSignature("gpu", np.dtype(jnp.float32), 12, 2, 3, 8, 8, rules)
     segments = jnp.asarray(x.segments)

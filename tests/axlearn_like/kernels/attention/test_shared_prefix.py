@@ -19,7 +19,7 @@ from mesh.cost.arithmetic import products
 
 
 def sees(rows: SharedPrefix, query: int, key: int) -> bool:
-    """By the words of the definition."""
+    """Return the definition: the prefix up to the query, and the own completion."""
 
     def completion(place: int) -> int:
         return -1 if place < rows.prefix else (place - rows.prefix) // rows.completion_size

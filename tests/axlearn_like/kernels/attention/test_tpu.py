@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of attention: no scores in memory, and keys on their way while others are used."""
+"""Attention compiled for TPUs: no scores in memory, and keys in transit while others are used."""
 
 import pytest
 

@@ -121,7 +121,7 @@ def expected(policy: Policy) -> np.ndarray:
 
 
 def test_scoring_is_a_plain_forward_pass(policy: Policy, expected: np.ndarray):
-    """Of another context, with another order of sums: equal up to rounding."""
+    """Scoring against another context, with another order of sums: equal up to rounding."""
     positions = jnp.broadcast_to(jnp.arange(LENGTH), policy.tokens.shape)
     context = PackedContext(positions=positions, segment_ids=jnp.ones_like(positions))
     plain = jax.jit(lambda params: bind(policy.graphdef, params)(policy.tokens, context))(policy.params)

@@ -53,7 +53,7 @@ def test_scoring_in_rows(expected):
 
 
 def prefilled(tokens: int) -> tuple[list[np.ndarray], Any]:
-    """What chunks of 40 tokens give, and the pool."""
+    """Return the outputs of chunks of 40 tokens, and the pool."""
     pool, found = make_empty(dtype=jnp.float32), []
     for start in range(0, tokens, 40):
         part = slice(start, min(start + 40, tokens))

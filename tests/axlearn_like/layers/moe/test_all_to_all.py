@@ -62,7 +62,7 @@ def test_rows_arrive_in_their_senders_block_and_come_back(capacity):
 
 
 def test_each_way_is_the_gradient_of_the_other():
-    """For any values, <there(x), w> = <x, back(w)>."""
+    """<dispatch(x), w> = <x, combine(w)> holds for any values."""
 
     def products(x: jax.Array, sizes: jax.Array, w: jax.Array) -> Any:
         plan = plan_sends(sizes, 5, "expert")

@@ -129,7 +129,7 @@ def test_routing_is_kept_only_where_it_is_asked_for():
 
 @pytest.mark.parametrize("cfg", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
 def test_a_token_is_the_same_to_the_bit_alone_and_in_any_batch(cfg):
-    """On CPUs in float32: what the engine draws and what the trainer scores are equal only then."""
+    """Engine and scoring agree to the bit (on CPUs in float32) only because of this."""
     layer, params = run(cfg)
     x = np.random.default_rng(4).normal(size=(9, 31, DIM)).astype(np.float32)
     together = np.asarray(layer(params, x)[0])
@@ -151,7 +151,7 @@ def test_a_decoder_adds_up_losses_and_returns_routing_by_layer():
         hidden = bind(graphdef, p).hidden(tokens, context, routing=routing)
         return hidden.x, hidden.aux
 
-    x, aux = forward(params, jnp.full((2, 2, 6, 2), -1))  # all anew
+    x, aux = forward(params, jnp.full((2, 2, 6, 2), -1))  # all chosen by the router
     assert aux.routing.shape == (2, 2, 6, 2)
     assert 2 * 0.5 < aux.losses["load_balance"] < 2 * 0.5 * EXPERTS  # of both layers
     again, replayed = forward(params, aux.routing)

@@ -102,7 +102,7 @@ def ragged_for_tpus() -> int:
 
 
 def with_capacity(cfg: MoE.Config, like: np.ndarray) -> tuple[np.ndarray, float]:
-    """What the layer says of X where a device, with one row, sends each of four at most 8 of its 18 rows."""
+    """Return the expected result where a device, with one row, sends each of four at most 8 of its 18 rows."""
     _, p = initialise(cfg)
     out, dropped, capacity = np.zeros_like(like), 0, 8
     for row in range(8):

@@ -56,7 +56,7 @@ def value_and_grad(
 
 
 def differences() -> dict[str, float]:
-    """By case, the largest difference to one device, relative to the largest entry."""
+    """Return, by case, the largest difference to one device, relative to the largest entry."""
     jax.config.update("jax_num_cpu_devices", 8)
     found = {}
     x = reference.inputs(batch=4, length=LENGTH, heads=(2, 2), width=4, value_width=6)
