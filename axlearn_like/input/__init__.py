@@ -1,8 +1,9 @@
 """Input of training: sources, their mixture, packing into rows, and batches that resume to the bit.
 
-Our own, except for prefetching, which is Grain's. Grain 0.2.18 (`MapDataset.shuffle`, `FirstFitPackIterDataset`) packs
-0.6 M tokens per CPU second where this packs 23 M, and its packed rows depend on the number of hosts: of 64 rows, 1 was
-the same on two hosts. Any Grain `MapDataset`, or other `RandomAccessDataSource`, of examples is a source.
+Our own, except for prefetching, which is Grain's. On the same machine Grain 0.2.18 (`MapDataset.shuffle`,
+`FirstFitPackIterDataset`) packs 0.6 M tokens per CPU second where this packs 12 M, and its packed rows depend on the
+number of hosts: of 64 rows, 1 was the same on two hosts. A Grain `MapDataset`, or other `RandomAccessDataSource`, of
+examples is a source.
 """
 
 from axlearn_like.input.encoding import Document, PromptAnswer, TokenIds

@@ -1,7 +1,7 @@
 """Muon: momentum whose matrices are orthogonalised before they are applied.
 
-Not `optax.contrib.muon`: its products are refused under explicit sharding, and its state holds a transposed copy. For
-single matrices on one device the updates are equal (tests compare the two).
+Not `optax.contrib.muon` (0.2.8): under explicit sharding its products raise ShardingTypeError, and its state holds a
+transposed copy. For single matrices on one device the updates are equal (tests compare the two).
 """
 
 import math

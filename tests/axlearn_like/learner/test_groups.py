@@ -45,7 +45,10 @@ def test_groups_without_rules_change_nothing():
     ("groups", "message"),
     [
         ((Group.Config(match="embeding/weight_vd"),), "Learner.groups.0.match.*did you mean 'embedding/weight_vd'"),
-        ((Group.Config(match="*norm*"), Group.Config(match="*scale")), "groups.1.match: all that .* is in earlier groups"),
+        (
+            (Group.Config(match="*norm*"), Group.Config(match="*scale")),
+            "groups.1.match: all that .* is in earlier groups",
+        ),
         ((Group.Config(match="*norm*", kinds=("matrix",)),), "groups.0: .* nothing is of kind matrix"),
     ],
 )
