@@ -25,10 +25,10 @@ from mesh.distributed import ProcessGroup
 from rl.controller.controller import Controller
 from rl.evaluation.evaluator import Evaluation
 from rl.objective import Objective
-from rl.parameter_server.client import WeightAccess
-from rl.parameter_server.pull.prefetcher import Follower
+from rl.parameter_server.client import ParameterServerClient
+from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.server import ParameterServer
-from rl.parameter_server.store.shard_server import Shard
+from rl.parameter_server.store.shard_server import ShardServer
 from rl.roles.protocols import BatchSource, LeaseSource, ScoreSource
 from rl.roles.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
@@ -186,7 +186,7 @@ class RLExperiment(Configurable):
         )
 
     def make_parameter_server(
-        self, *, index: int = 0, others: Sequence[Shard] = (), token: str | None = None
+        self, *, index: int = 0, others: Sequence[ShardServer] = (), token: str | None = None
     ) -> ParameterServer:
         """One process's part of it (see `ParameterServer`)."""
         return self.cfg.parameter_server.build(index=index, others=others, token=token)
@@ -203,21 +203,21 @@ class RLExperiment(Configurable):
         name: str,
         run: RunDirectory,
         controller: LeaseSource,
-        weights: WeightAccess,
+        weights: ParameterServerClient,
         verifier: ScoreSource,
         began: float | None = None,
     ) -> RolloutWorker:
         engine = self.make_engine()
-        puller = weights.puller(engine.weights_like, worker=name)
+        receiver = weights.receiver(engine.weights_like, worker=name)
         return RolloutWorker(
             name=name,
             engine=engine,
             tokenizer=self.tokenizer,
             seed=self.cfg.seed,
             controller=controller,
-            weights=Follower(
-                puller,
-                lambda params: engine.place(params, puller.approximations),
+            weights=Prefetcher(
+                receiver,
+                lambda params: engine.place(params, receiver.approximations),
                 newest=self.cfg.controller.weights != "pinned",
                 background=weights.remote,
             ),
@@ -231,7 +231,7 @@ class RLExperiment(Configurable):
         self,
         run: RunDirectory,
         controller: BatchSource,
-        weights: WeightAccess,
+        weights: ParameterServerClient,
         processes: ProcessGroup | None = None,
     ) -> PolicyTrainer:
         """`processes`: those that are the trainer together."""

@@ -15,7 +15,6 @@ LIMIT = 15
 KNOWN_CIRCLES: set[frozenset[str]] = {
     frozenset(f"axlearn_like.training.{name}" for name in ("evaluators", "loop", "program", "trainer")),
     frozenset(f"rl.rollout.{name}" for name in ("engine", "lifecycle", "model_runner", "validation")),
-    frozenset({"rl.parameter_server.client", "rl.parameter_server.server"}),
     frozenset({"rl.training.program", "rl.training.trainer"}),
     frozenset({"tools.commands.config", "tools.experiment"}),
 }

@@ -251,7 +251,7 @@ def deaths_followed(records: Records) -> Finding:
     ours = {"trainer", "controller", "parameter-server", "verifier", "driver"}
     ours |= {f"worker-{number}" for number in range(records.setting("workers", 0))}
     ours |= {f"trainer-{number}" for number in range(1, records.setting("trainer.processes", 1))}
-    ours |= {f"parameter-server-{number}" for number in range(1, records.setting("parameter_server.shards", 1))}
+    ours |= {f"parameter-server-{number}" for number in range(1, records.setting("parameter_server.shard_servers", 1))}
     broken, checked, unseen = [], 0, 0
     gone: Counter[str] = Counter()
     last: dict[str, tuple[int, str]] = {}

@@ -86,8 +86,8 @@ def _weights(events: list[dict[str, Any]]) -> dict[str, Any]:
         for name, values in seconds.items()
         if values
     }
-    moved = {name: sum(e[name] for e in pulls) for name in ("nbytes", "travelled")}
-    return {**figures, "pulled_bytes": moved["nbytes"], "travelled_bytes": moved["travelled"]}
+    moved = {name: sum(e[name] for e in pulls) for name in ("nbytes", "network")}
+    return {**figures, "pulled_bytes": moved["nbytes"], "network_bytes": moved["network"]}
 
 
 def _kill(kill: dict[str, Any], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Who reads a version from whom: workers that have it serve it to others, so that the parameter server sends it once.
 
-Store and forward: a reader becomes a source when it has its whole share. With places for ``fanout`` readers at each
+Store and forward: a reader becomes a source when it has its whole shard_set. With places for ``fanout`` readers at each
 source the number of holders grows by a factor (1 + fanout) in the time of ``fanout`` transfers, so that N readers are
-done in about ``1 + fanout * log(N) / log(1 + fanout)`` transfers while the server sends ``seeds`` copies.
+done in about ``1 + fanout * log(N) / log(1 + fanout)`` transfers while the server sends ``seeds`` replicas.
 
 This is policy only: no threads, no sockets; the caller holds a lock and asks again when something changed.
 """
@@ -17,7 +17,8 @@ from rl.parameter_server.errors import WeightsError
 
 # Readers in a row that got nothing from a source, after which it is taken for hung and is a source no longer.
 _STRIKES = 2
-# A reader that failed for a reason of its own lets others go first for this part of the patience, times its failures.
+# A reader that failed for a reason of its own lets others go first for this part of `transfer_timeout`, times its
+# failures in a row.
 _STEP_BACK = 0.1
 
 
@@ -30,16 +31,17 @@ class Grant:
     version: int
 
 
-class Relays:
-    """The sources of each (share, version) and the readers that they serve.
+class BroadcastScheduler:
+    """The sources of each (shard_set, version) and the readers that they serve.
 
-    A *share* names what is wanted (boxes and dtype); readers at the same position of equal meshes want the same one.
+    A *shard set* names what a reader wants (index ranges and dtypes). Readers at the same position of equal meshes want
+    the same one.
 
     Args:
-        fanout: readers that a holder serves at once, over all its shares and versions.
-        seeds: readers of one share and version that the server itself serves at once. It serves only while there is
+        fanout: readers that a source serves at once, over all its shares and versions.
+        seeds: readers of one shard_set and version that the server itself serves at once. It serves only while there is
             no other source, so that its reads are at most ``seeds`` + sources lost + server readers lost.
-        patience: seconds that a transfer may take that has its source to itself. A grant is void, and its place free,
+        transfer_timeout: seconds for a transfer that has its source to itself. A grant expires, and its place is free,
             after ``fanout`` (from the server: ``seeds``) times as long; a reader that finishes later still counts.
         clock: seconds; only differences matter.
         first_id: of grants; beyond those of a directory that died, whose readers may still report.
@@ -50,53 +52,53 @@ class Relays:
         *,
         fanout: int = 2,
         seeds: int = 1,
-        patience: float = 30.0,
+        transfer_timeout: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         first_id: int = 1,
     ):
-        for name, value in (("fanout", fanout), ("seeds", seeds), ("patience", patience)):
+        for name, value in (("fanout", fanout), ("seeds", seeds), ("transfer_timeout", transfer_timeout)):
             if not value > 0:
-                raise WeightsError(f"relays: {name} must be above 0, got {value}")
-        self._fanout, self._seeds, self._patience, self._clock = fanout, seeds, patience, clock
-        self._copies: dict[tuple[str, int], _Copies] = {}
-        self._holders: dict[str, _Holder] = {}
+                raise WeightsError(f"broadcast: {name} must be above 0, got {value}")
+        self._fanout, self._seeds, self._transfer_timeout, self._clock = fanout, seeds, transfer_timeout, clock
+        self._replicas: dict[tuple[str, int], _Replicas] = {}
+        self._sources: dict[str, _Source] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._changes: list[tuple[float, int]] = []  # a heap: when something changes by itself, the grant or 0
         self._ids = itertools.count(first_id)
 
-    def grant(self, reader: str, share: str, version: int) -> Grant | None:
+    def grant(self, reader: str, shard_set: str, version: int) -> Grant | None:
         """A place to read from, or None: wait. Asked again, a reader gets the grant that it already has."""
         self._expire()
-        copies = self._copies.setdefault((share, version), _Copies())
-        if (held := copies.transfers.get(reader)) is not None:
-            if held.live and (held.source is None or held.source.name in copies.sources):
+        replicas = self._replicas.setdefault((shard_set, version), _Replicas())
+        if (held := replicas.transfers.get(reader)) is not None:
+            if held.live and (held.source is None or held.source.name in replicas.sources):
                 return held.grant
             self._end(held)
-        if reader in copies.sources:  # it asks for what it had: it was restarted
-            self._drop_source(self._holders[reader])
-        if copies.steps_back(reader, self._clock()) or (place := self._place(copies)) is _NOWHERE:
-            copies.waiting.add(reader)
+        if reader in replicas.sources:  # it asks for what it had: it was restarted
+            self._drop_source(self._sources[reader])
+        if replicas.steps_back(reader, self._clock()) or (place := self._place(replicas)) is _NOWHERE:
+            replicas.waiting.add(reader)
             return None
-        copies.waiting.discard(reader)
-        return self._begin(copies, reader, place, version).grant
+        replicas.waiting.discard(reader)
+        return self._begin(replicas, reader, place, version).grant
 
     def done(self, grant_id: int, serves: bool) -> None:
-        """The reader has its share; if it ``serves``, it is a source from now on. Unknown grants are ignored."""
+        """The reader has its shard_set; if it ``serves``, it is a source from now on. Unknown grants are ignored."""
         self._expire()
         if (transfer := self._transfers.get(grant_id)) is None:
             return
         self._end(transfer)
-        copies = transfer.copies
-        copies.failures.pop(transfer.reader, None)
+        replicas = transfer.replicas
+        replicas.failures.pop(transfer.reader, None)
         if transfer.source is not None:
             transfer.source.strikes = 0
         if serves:
-            holder = self._holders.setdefault(transfer.reader, _Holder(transfer.reader, next(self._ids)))
-            holder.strikes = 0
-            if copies not in holder.copies:
-                holder.copies.append(copies)
-            copies.sources[holder.name] = holder
-            self._note_load(holder)
+            source = self._sources.setdefault(transfer.reader, _Source(transfer.reader, next(self._ids)))
+            source.strikes = 0
+            if replicas not in source.replicas:
+                source.replicas.append(replicas)
+            replicas.sources[source.name] = source
+            self._note_load(source)
 
     def failed(self, grant_id: int, source_is_dead: bool) -> None:
         """The reader got nothing. A source that is dead, or has not the version any more, is none from now on."""
@@ -110,27 +112,27 @@ class Relays:
             return
         if transfer.live:  # otherwise its time was up and the source has its strike
             self._strike(transfer.source)
-        until = self._clock() + transfer.copies.count_failure(transfer.reader) * _STEP_BACK * self._patience
-        transfer.copies.back_off[transfer.reader] = until
+        until = self._clock() + transfer.replicas.count_failure(transfer.reader) * _STEP_BACK * self._transfer_timeout
+        transfer.replicas.back_off[transfer.reader] = until
         heapq.heappush(self._changes, (until, 0))
 
-    def forget(self, holder: str) -> None:
+    def forget(self, worker: str) -> None:
         """A worker is gone: it reads no more and is no source. Its readers report their failures themselves."""
-        for transfer in [t for t in self._transfers.values() if t.reader == holder]:
+        for transfer in [t for t in self._transfers.values() if t.reader == worker]:
             self._end(transfer)
-        for copies in self._copies.values():
-            copies.waiting.discard(holder)
-        if holder in self._holders:
-            self._drop_source(self._holders[holder])
+        for replicas in self._replicas.values():
+            replicas.waiting.discard(worker)
+        if worker in self._sources:
+            self._drop_source(self._sources[worker])
 
     def drop_version(self, version: int) -> None:
         """Nobody is to read ``version`` any more. Transfers under way are forgotten, not stopped."""
-        for key in [key for key in self._copies if key[1] == version]:
-            copies = self._copies.pop(key)
-            for transfer in list(copies.transfers.values()):
+        for key in [key for key in self._replicas if key[1] == version]:
+            replicas = self._replicas.pop(key)
+            for transfer in list(replicas.transfers.values()):
                 self._end(transfer)
-            for holder in copies.sources.values():
-                holder.copies.remove(copies)
+            for source in replicas.sources.values():
+                source.replicas.remove(replicas)
 
     def next_change(self) -> float | None:
         """When, on the clock, a waiting reader may get a place although nothing is reported until then."""
@@ -142,30 +144,30 @@ class Relays:
             heapq.heappop(self._changes)
         return None
 
-    def sources(self, share: str, version: int) -> dict[str, int]:
+    def sources(self, shard_set: str, version: int) -> dict[str, int]:
         """The workers that serve, with the number of readers that each has now (over all that it serves)."""
-        copies = self._copies.get((share, version), _Copies())
-        return {name: holder.load for name, holder in copies.sources.items()}
+        replicas = self._replicas.get((shard_set, version), _Replicas())
+        return {name: source.load for name, source in replicas.sources.items()}
 
-    def _place(self, copies: "_Copies") -> "_Holder | None":
-        if copies.free:
-            return min(copies.free.values(), key=lambda holder: (holder.strikes, holder.load, holder.order))
-        if copies.sources or copies.from_server >= self._seeds:
+    def _place(self, replicas: "_Replicas") -> "_Source | None":
+        if replicas.free:
+            return min(replicas.free.values(), key=lambda source: (source.strikes, source.load, source.order))
+        if replicas.sources or replicas.from_server >= self._seeds:
             return _NOWHERE
         return None
 
-    def _begin(self, copies: "_Copies", reader: str, source: "_Holder | None", version: int) -> "_Transfer":
+    def _begin(self, replicas: "_Replicas", reader: str, source: "_Source | None", version: int) -> "_Transfer":
         grant = Grant(next(self._ids), source.name if source else None, version)
         readers = self._fanout if source else self._seeds
-        transfer = _Transfer(grant, reader, source, copies)
-        self._transfers[grant.id] = copies.transfers[reader] = transfer
-        heapq.heappush(self._changes, (self._clock() + readers * self._patience, grant.id))
+        transfer = _Transfer(grant, reader, source, replicas)
+        self._transfers[grant.id] = replicas.transfers[reader] = transfer
+        heapq.heappush(self._changes, (self._clock() + readers * self._transfer_timeout, grant.id))
         self._add_load(transfer, 1)
         return transfer
 
     def _end(self, transfer: "_Transfer") -> None:
         del self._transfers[transfer.grant.id]
-        del transfer.copies.transfers[transfer.reader]
+        del transfer.replicas.transfers[transfer.reader]
         if transfer.live:
             self._add_load(transfer, -1)
 
@@ -181,45 +183,45 @@ class Relays:
 
     def _add_load(self, transfer: "_Transfer", change: int) -> None:
         if transfer.source is None:
-            transfer.copies.from_server += change
+            transfer.replicas.from_server += change
         else:
             transfer.source.load += change
             self._note_load(transfer.source)
 
-    def _note_load(self, holder: "_Holder") -> None:
-        for copies in holder.copies:
-            if holder.load < self._fanout:
-                copies.free[holder.name] = holder
+    def _note_load(self, source: "_Source") -> None:
+        for replicas in source.replicas:
+            if source.load < self._fanout:
+                replicas.free[source.name] = source
             else:
-                copies.free.pop(holder.name, None)
+                replicas.free.pop(source.name, None)
 
-    def _strike(self, source: "_Holder | None") -> None:
+    def _strike(self, source: "_Source | None") -> None:
         if source is not None:
             source.strikes += 1
             if source.strikes >= _STRIKES:
                 self._drop_source(source)
 
-    def _drop_source(self, holder: "_Holder") -> None:
-        for copies in holder.copies:
-            copies.sources.pop(holder.name)
-            copies.free.pop(holder.name, None)
-        holder.copies.clear()
-        if self._holders.get(holder.name) is holder:  # not the next life of a worker of that name
-            del self._holders[holder.name]
+    def _drop_source(self, source: "_Source") -> None:
+        for replicas in source.replicas:
+            replicas.sources.pop(source.name)
+            replicas.free.pop(source.name, None)
+        source.replicas.clear()
+        if self._sources.get(source.name) is source:  # not the next life of a worker of that name
+            del self._sources[source.name]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Holder:
+class _Source:
     """A worker that serves."""
 
     name: str
     order: int  # of its becoming a source
     load: int = 0  # readers now
     strikes: int = 0  # readers in a row that got nothing
-    copies: "list[_Copies]" = dataclasses.field(default_factory=list)
+    replicas: "list[_Replicas]" = dataclasses.field(default_factory=list)
 
 
-_NOWHERE = _Holder("", 0)  # no place; None is the server's
+_NOWHERE = _Source("", 0)  # no place; None is the server's
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -228,17 +230,17 @@ class _Transfer:
 
     grant: Grant
     reader: str
-    source: _Holder | None
-    copies: "_Copies"
+    source: _Source | None
+    replicas: "_Replicas"
     live: bool = True
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Copies:
-    """One share of one version: who has it, who reads it, who waits for it."""
+class _Replicas:
+    """One shard_set of one version: who has it, who reads it, who waits for it."""
 
-    sources: dict[str, _Holder] = dataclasses.field(default_factory=dict)
-    free: dict[str, _Holder] = dataclasses.field(default_factory=dict)  # sources with a place left
+    sources: dict[str, _Source] = dataclasses.field(default_factory=dict)
+    free: dict[str, _Source] = dataclasses.field(default_factory=dict)  # sources with a place left
     transfers: dict[str, _Transfer] = dataclasses.field(default_factory=dict)  # by reader
     from_server: int = 0  # live transfers from the server
     waiting: set[str] = dataclasses.field(default_factory=set)

@@ -2,60 +2,59 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from axlearn_like.layers.base import Params
 from rl.parameter_server.directory import Directory
-from rl.parameter_server.pull.receiver import Puller, Relaying
+from rl.parameter_server.pull.receiver import Peer, Receiver
 from rl.parameter_server.push.publisher import Publisher
-from rl.parameter_server.rpc import RemoteDirectory, RemoteHolder, endpoint_from_text, endpoint_text, serve
-from rl.parameter_server.store.shard_server import Holder, Shard
-from rl.parameter_server.store.shard_store import PieceStore
+from rl.parameter_server.rpc import RemoteDirectory, RemoteShardServer, endpoint_from_text, endpoint_text, serve
+from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.store.shard_server import LocalShardServer, ShardServer
+from rl.parameter_server.store.shard_store import ShardStore
+from rl.parameter_server.transport.client import RpcClient
+from rl.parameter_server.transport.endpoint import Endpoint, own_address
+from rl.parameter_server.transport.server import RpcServer
 from rl.parameter_server.transport.shared_memory import host_identity
-from rl.parameter_server.transport.wire import Client, Endpoint, Server, own_address
-
-if TYPE_CHECKING:
-    from rl.parameter_server.server import ParameterServer
 
 
-class WeightAccess:
-    """Links to the directory and to the data shards, and what is made with them."""
+class ParameterServerClient:
+    """Links to the directory and to the shard servers, and what is made with them."""
 
     def __init__(
         self,
-        cfg: "ParameterServer.Config",
+        cfg: ParameterServer.Config,
         directory: Directory | RemoteDirectory,
-        shards: Sequence[Shard],
-        clients: Sequence[Client] = (),
-        known_as: str | None = None,
+        servers: Sequence[ShardServer],
+        clients: Sequence[RpcClient] = (),
+        advertised_host: str | None = None,
     ):
-        """`clients`: whose links these are, if they go over sockets. `known_as`: this host's address for others."""
-        self._known_as = known_as
-        self._cfg, self.directory, self._shards = cfg, directory, list(shards)
+        """`clients`: the RPC clients behind remote proxies, closed with this one; `advertised_host`: see `connect`."""
+        self._advertised_host = advertised_host
+        self._cfg, self.directory, self._servers = cfg, directory, list(servers)
         self.remote = isinstance(directory, RemoteDirectory)
-        self._closing: list[Client | Server] = list(clients)
+        self._closing: list[RpcClient | RpcServer] = list(clients)
 
     def publisher(self, *, pusher: str | None = None, process: int = 0, processes: int = 1) -> Publisher:
         """For one process of a trainer (see `Publisher`)."""
         shared = self.remote and self._cfg.shared_memory
         return Publisher(
-            self.directory, self._shards, pusher=pusher, process=process, processes=processes, shared_memory=shared
+            self.directory, self._servers, pusher=pusher, process=process, processes=processes, shared_memory=shared
         )
 
-    def puller(self, like: Params, worker: str | None = None) -> Puller:
+    def receiver(self, like: Params, worker: str | None = None) -> Receiver:
         """For arrays like these. As `worker` (a name of its own for every process) it serves others in turn, unless the
         server's memory can be mapped here, which is cheaper than any serving.
         """
         cfg = self._cfg
-        return Puller(
+        return Receiver(
             self.directory,
-            self._shards,
+            self._servers,
             like,
             codec=cfg.codec,
-            key_every=cfg.key_every,
+            full_every=cfg.full_every,
             shared_memory=self.remote and cfg.shared_memory,
             verify=cfg.verify,
-            relaying=self._relaying(worker) if worker is not None and cfg.relays and self._apart() else None,
+            peer=self._peer(worker) if worker is not None and cfg.peer_to_peer and self._apart() else None,
         )
 
     def close(self) -> None:
@@ -66,54 +65,69 @@ class WeightAccess:
     def _apart(self) -> bool:
         if not self.remote:
             return False
-        return not self._cfg.shared_memory or self._shards[0].host() != host_identity()
+        return not self._cfg.shared_memory or self._servers[0].host() != host_identity()
 
-    def _relaying(self, worker: str) -> Relaying:
-        cfg, holder = self._cfg, Holder(PieceStore())
+    def _peer(self, worker: str) -> Peer:
+        cfg, shard_server = self._cfg, LocalShardServer(ShardStore())
         tls = None if cfg.tls is None else cfg.tls.build()
         alone = cfg.host in ("127.0.0.1", "::1", "localhost")
-        known_as = None if alone else self._known_as or own_address()
-        server = Server(serve(holder), host=cfg.host if alone else "0.0.0.0", tls=tls, advertise=known_as)
+        advertised_host = None if alone else self._advertised_host or own_address()
+        server = RpcServer(
+            serve(shard_server), host=cfg.host if alone else "0.0.0.0", tls=tls, advertise=advertised_host
+        )
         self._closing.append(server)
-        links: dict[str, RemoteHolder] = {}
+        links: dict[str, RemoteShardServer] = {}
 
-        def link(endpoint: str) -> RemoteHolder:
+        def link(endpoint: str) -> RemoteShardServer:
             if endpoint not in links:
-                client = Client(endpoint_from_text(endpoint), name="worker", tls=tls)
+                client = RpcClient(endpoint_from_text(endpoint), name="worker", tls=tls)
                 self._closing.append(client)
-                links[endpoint] = RemoteHolder(client)
+                links[endpoint] = RemoteShardServer(client)
             return links[endpoint]
 
-        return Relaying(worker, endpoint_text(server.endpoint), holder, link)
+        return Peer(worker, endpoint_text(server.endpoint), shard_server, link)
 
 
 def connect(
-    cfg: "ParameterServer.Config",
+    cfg: ParameterServer.Config,
     locate: Sequence[Callable[[], Endpoint]],
     *,
-    patience: float = 90.0,
+    retry_timeout: float = 90.0,
     connect_timeout: float = 10.0,
     on_wait: Callable[[int, str, float], None] | None = None,
-    say_after: float = 30.0,
-    known_as: str | None = None,
-) -> WeightAccess:
-    """To the shards that these functions find, the directory's first; each is asked anew, for up to `patience` seconds,
-    when its shard is gone. `on_wait` and `say_after` are those of `Client`, the number of the shard before the rest.
-    `known_as`: this host's address for others, who may be served from here.
+    warn_after: float = 30.0,
+    advertised_host: str | None = None,
+) -> ParameterServerClient:
+    """Connect to the shard servers whose endpoints these functions resolve, the one with the directory first.
+
+    Args:
+        cfg: config of the parameter server.
+        locate: one function per shard server. A lost server is resolved again, for up to `retry_timeout` seconds.
+        retry_timeout: seconds.
+        connect_timeout: seconds.
+        on_wait: as in `RpcClient`, called with the number of the shard server before the other arguments.
+        warn_after: as in `RpcClient`.
+        advertised_host: this host's address as peers see it, who may read from here.
     """
     tls = None if cfg.tls is None else cfg.tls.build()
-    names = [f"parameter server (shard {number})" if number else "parameter server" for number in range(len(locate))]
+    names = [f"parameter server (server {number})" if number else "parameter server" for number in range(len(locate))]
     clients = [
-        Client(
+        RpcClient(
             where,
             name=name,
             tls=tls,
-            patience=patience,
+            retry_timeout=retry_timeout,
             connect_timeout=connect_timeout,
             on_wait=None if on_wait is None else partial(on_wait, number),
-            say_after=say_after,
+            warn_after=warn_after,
         )
         for number, (where, name) in enumerate(zip(locate, names, strict=True))
     ]
-    shards = [RemoteHolder(client) for client in clients]
-    return WeightAccess(cfg, RemoteDirectory(clients[0]), shards, clients, known_as)
+    servers = [RemoteShardServer(client) for client in clients]
+    return ParameterServerClient(cfg, RemoteDirectory(clients[0]), servers, clients, advertised_host)
+
+
+def connect_local(server: ParameterServer) -> ParameterServerClient:
+    """Return a client for roles in the process of shard server 0: no sockets, no copies."""
+    assert server.directory is not None, "only shard server 0 has the directory"
+    return ParameterServerClient(server.cfg, server.directory, [server.shard_server])

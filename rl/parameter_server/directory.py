@@ -1,11 +1,11 @@
 """The directory: which versions there are, who holds them, and who should read from whom.
 
-A version comes to be in three steps: a trainer `open`s it and gets a key; each of its processes pushes its pieces under
-that key; each `seal`s. With the last seal, if the boxes cover every tensor exactly, the version is published, at
-once and whole. A trainer that dies in between leaves pieces under a key that nobody will ever ask for.
+A version is published in three steps: a trainer calls `open` and gets a key; each of its processes pushes its shards
+under that key; each process calls `commit`. The last commit publishes the version atomically, if the shards cover every
+tensor exactly. A trainer that dies in between leaves shards under a key that nobody will ever request.
 
-The directory lives in one process and remembers nothing on disk: if it dies, the trainer, which keeps the versions
-still in use, publishes them again. It counts a version as lost when a data shard that held a part of it was restarted.
+The directory lives in one process and stores nothing on disk: if it dies, the trainer, which keeps the versions still
+in use, publishes them again. A version is lost when a shard server that held a part of it was restarted.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rl.parameter_server.broadcast import Grant, Relays
-from rl.parameter_server.errors import AttemptOver, WeightsError
+from rl.parameter_server.broadcast import BroadcastScheduler, Grant
+from rl.parameter_server.errors import PublishAborted, WeightsError
 from rl.parameter_server.fingerprint import fingerprint_version
 from rl.parameter_server.index_ranges import check_cover
-from rl.parameter_server.manifest import Manifest, Seal, manifest_from_text, to_text
-from rl.parameter_server.store.shard_server import Shard
+from rl.parameter_server.manifest import Commit, Manifest, manifest_from_text, to_text
+from rl.parameter_server.store.shard_server import ShardServer
 
 
 class Directory:
@@ -30,25 +30,25 @@ class Directory:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        servers: Sequence[ShardServer],
         *,
         keep: int,
-        relays: Relays,
-        spills: bool = False,
+        broadcast: BroadcastScheduler,
+        offloads: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`spills`: the shards write versions that are no longer kept to a disk or bucket, and can bring them back."""
-        self._shards, self._keep, self._relays, self._clock = list(shards), keep, relays, clock
-        self._spills = spills
-        self._leaving: dict[int, Manifest] = {}  # by key: being spilled
+        """`offloads`: the shard servers write evicted versions to a disk or bucket, and can restore them."""
+        self._servers, self._keep, self._broadcast, self._clock = list(servers), keep, broadcast, clock
+        self._offloads = offloads
+        self._leaving: dict[int, Manifest] = {}  # by key: being offloaded
         self._coming: set[int] = set()  # keys: being brought back
         self._next_key = secrets.randbits(40) << 20  # never one that a directory before this one has given
-        self._open: dict[int, dict[str, Any]] = {}  # key -> version, pusher, seals
+        self._open: dict[int, dict[str, Any]] = {}  # key -> version, pusher, commits
         self._published: deque[int] = deque(maxlen=256)  # keys
         self._versions: dict[int, Manifest] = {}
-        self._incarnations: dict[int, dict[int, str]] = {}  # version -> shard -> incarnation
+        self._incarnations: dict[int, dict[int, str]] = {}  # version -> server -> incarnation
         self._checksums: dict[int, str] = {}
-        self._holders: dict[str, str] = {}  # worker -> endpoint, as text
+        self._shard_servers: dict[str, str] = {}  # worker -> endpoint, as text
         self._changed = threading.Condition()
 
     # ---- trainers
@@ -64,55 +64,55 @@ class Directory:
                 raise WeightsError(f"version {version} is older than all that are kept (held: {self._held()})")
             for key, attempt in self._open.items():
                 same = (attempt["version"], attempt["pusher"], attempt["processes"]) == (version, pusher, processes)
-                if same and len(attempt["seals"]) < processes:
+                if same and len(attempt["commits"]) < processes:
                     return key
             self._next_key += 1
             self._open = {k: a for k, a in self._open.items() if a["pusher"] == pusher}  # others are dead
-            self._open[self._next_key] = {"version": version, "pusher": pusher, "processes": processes, "seals": {}}
+            self._open[self._next_key] = {"version": version, "pusher": pusher, "processes": processes, "commits": {}}
             return self._next_key
 
-    def seal(self, seal: Seal) -> bool:
-        """One process has pushed all its pieces; True if that has published the version.
+    def commit(self, commit: Commit) -> bool:
+        """One process has pushed all its shards; True if that has published the version.
 
         Raises:
-            WeightsError: the pieces do not make up the tensors, the processes disagree, a shard was restarted
+            WeightsError: the shards do not make up the tensors, the processes disagree, a server was restarted
                 meanwhile, or the version was published before with other contents.
         """
         with self._changed:
-            attempt = self._open.get(seal.key)
+            attempt = self._open.get(commit.key)
             if attempt is None:
-                raise AttemptOver(
-                    f"version {seal.version}: this attempt to publish it is over: the parameter server was restarted, "
-                    "or another trainer began"
+                raise PublishAborted(
+                    f"version {commit.version}: publishing was aborted: the parameter server was restarted, or "
+                    " another trainer started"
                 )
-            attempt["seals"][seal.process] = seal
-            if len(attempt["seals"]) < seal.processes:
+            attempt["commits"][commit.process] = commit
+            if len(attempt["commits"]) < commit.processes:
                 return False
-            seals = [attempt["seals"][process] for process in sorted(attempt["seals"])]
+            commits = [attempt["commits"][process] for process in sorted(attempt["commits"])]
         try:
-            manifest, incarnations = _join(seals)
-            self._check_alive(incarnations, seal.version)
+            manifest, incarnations = _join(commits)
+            self._check_alive(incarnations, commit.version)
             with self._changed:
                 leaving = self._publish(manifest, incarnations)
-                self._published.append(seal.key)
+                self._published.append(commit.key)
         finally:
             with self._changed:
-                self._open.pop(seal.key, None)
+                self._open.pop(commit.key, None)
                 self._changed.notify_all()
         if leaving:
-            threading.Thread(target=self._spill, args=(leaving,), name="spill", daemon=True).start()
+            threading.Thread(target=self._offload, args=(leaving,), name="offload", daemon=True).start()
         self._sweep()
         return True
 
     def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
         """What has become of an attempt within `timeout` seconds: whether it was published, or, as long as that is
-        open, the trainer processes whose seals are awaited (none: all are here, and it is being decided).
+        open, the trainer processes whose commits are awaited (none: all are here, and it is being decided).
         """
         with self._changed:
             self._changed.wait_for(lambda: key not in self._open, timeout)
             if (attempt := self._open.get(key)) is None:
                 return key in self._published
-            return [process for process in range(attempt["processes"]) if process not in attempt["seals"]]
+            return [process for process in range(attempt["processes"]) if process not in attempt["commits"]]
 
     def rewind(self, version: int) -> None:
         """The trainer restarted from this version: forget every later one, they will be made again."""
@@ -120,9 +120,9 @@ class Directory:
             for later in [v for v in self._checksums if v > version]:
                 del self._checksums[later]
                 self._forget(later)
-        if self._spills:
-            for shard in self._shards:
-                shard.forget_spilled(version)
+        if self._offloads:
+            for server in self._servers:
+                server.drop_offloaded(version)
 
     # ---- everyone
 
@@ -137,7 +137,7 @@ class Directory:
             return min(self._versions, default=-1)
 
     def versions(self) -> list[int]:
-        """Held in whole, oldest first, after a look at whether their shards still live: what a trainer asks who wants
+        """Held in whole, oldest first, after a look at whether their servers still live: what a trainer asks who wants
         to know whether anything has to be published again.
         """
         with self._changed:
@@ -145,7 +145,7 @@ class Directory:
         now = self._alive()
         with self._changed:
             for version, incarnations in known.items():
-                if any(now.get(shard) != name for shard, name in incarnations.items()):
+                if any(now.get(server) != name for server, name in incarnations.items()):
                     self._forget(version)
             return sorted(self._versions)
 
@@ -155,7 +155,7 @@ class Directory:
         Raises:
             WeightsError: not there in time; says what is.
         """
-        if self._spills and version not in self.versions():
+        if self._offloads and version not in self.versions():
             self._bring_back(version)
         with self._changed:
             if not self._changed.wait_for(lambda: version in self._versions, timeout):
@@ -173,47 +173,47 @@ class Directory:
     # ---- workers that serve each other
 
     def grant(
-        self, worker: str, endpoint: str, share: str, version: int, timeout: float = 0.0
+        self, worker: str, endpoint: str, shard_set: str, version: int, timeout: float = 0.0
     ) -> tuple[int, str | None] | None:
-        """From whom a worker, which itself can be read from at `endpoint`, may read its share now: (number of the
-        grant, endpoint; None: the shards of the server). None if all places are taken for `timeout` seconds.
+        """From whom a worker, which itself can be read from at `endpoint`, may read its shard_set now: (number of the
+        grant, endpoint; None: the servers of the server). None if all places are taken for `timeout` seconds.
         """
         end = self._clock() + timeout
         with self._changed:
-            if self._holders.setdefault(worker, endpoint) != endpoint:  # it was restarted, and holds nothing
-                self._relays.forget(worker)
-                self._holders[worker] = endpoint
+            if self._shard_servers.setdefault(worker, endpoint) != endpoint:  # it was restarted, and holds nothing
+                self._broadcast.forget(worker)
+                self._shard_servers[worker] = endpoint
             while True:
-                granted: Grant | None = self._relays.grant(worker, share, version)
+                granted: Grant | None = self._broadcast.grant(worker, shard_set, version)
                 if granted is not None:
-                    return granted.id, None if granted.source is None else self._holders[granted.source]
+                    return granted.id, None if granted.source is None else self._shard_servers[granted.source]
                 if (left := end - self._clock()) <= 0:
                     return None
                 self._changed.wait(min(left, 0.5))
 
     def done(self, grant: int, serves: bool) -> None:
-        """The worker has its share and, if it `serves`, gives it to others."""
+        """The worker has its shard_set and, if it `serves`, gives it to others."""
         with self._changed:
-            self._relays.done(grant, serves)
+            self._broadcast.done(grant, serves)
             self._changed.notify_all()
 
     def failed(self, grant: int, source_is_dead: bool) -> None:
         """The worker could not read it."""
         with self._changed:
-            self._relays.failed(grant, source_is_dead)
+            self._broadcast.failed(grant, source_is_dead)
             self._changed.notify_all()
 
     def forget(self, worker: str) -> None:
         """A worker has gone."""
         with self._changed:
-            self._holders.pop(worker, None)
-            self._relays.forget(worker)
+            self._shard_servers.pop(worker, None)
+            self._broadcast.forget(worker)
             self._changed.notify_all()
 
     # ---- parts
 
     def _publish(self, manifest: Manifest, incarnations: dict[int, str]) -> list[Manifest]:
-        """Returns those that have to be spilled now."""
+        """Returns those that have to be offloaded now."""
         version = manifest.version
         known = self._checksums.setdefault(version, manifest.checksum)
         if known != manifest.checksum:
@@ -225,7 +225,7 @@ class Directory:
             self._versions[version], self._incarnations[version] = manifest, incarnations
         leaving = []
         for old in sorted(self._versions)[: -self._keep]:
-            if self._spills:
+            if self._offloads:
                 leaving.append(self._versions[old])
             self._forget(old)
         self._leaving |= {one.key: one for one in leaving}
@@ -237,15 +237,15 @@ class Directory:
     def _forget(self, version: int) -> None:
         self._versions.pop(version, None)
         self._incarnations.pop(version, None)
-        self._relays.drop_version(version)
+        self._broadcast.drop_version(version)
 
-    def _spill(self, leaving: Sequence[Manifest]) -> None:
+    def _offload(self, leaving: Sequence[Manifest]) -> None:
         for manifest in leaving:
             try:
-                for shard in self._shards:
-                    shard.spill(manifest.key, manifest.version, to_text(manifest))
+                for server in self._servers:
+                    server.offload(manifest.key, manifest.version, to_text(manifest))
             except WeightsError as error:  # it is an old version; the run does not depend on it
-                logging.getLogger(__name__).warning("version %d was not spilled: %s", manifest.version, error)
+                logging.getLogger(__name__).warning("version %d was not offloaded: %s", manifest.version, error)
             with self._changed:
                 del self._leaving[manifest.key]
         self._sweep()
@@ -256,7 +256,7 @@ class Directory:
             key = self._next_key
             self._coming.add(key)  # or a sweep meanwhile would take it for rubbish
         try:
-            texts = [shard.recall(version, key) for shard in self._shards]
+            texts = [server.restore(version, key) for server in self._servers]
             if None in texts or not texts[0]:
                 return
             manifest = dataclasses.replace(manifest_from_text(texts[0]), key=key)
@@ -270,28 +270,28 @@ class Directory:
                 self._coming.discard(key)
 
     def _sweep(self) -> None:
-        """Let shards drop what belongs to no version, held or under way. One that is dead has nothing to drop."""
+        """Let servers drop what belongs to no version, held or under way. One that is dead has nothing to drop."""
         with self._changed:
             keys = {*(m.key for m in self._versions.values()), *self._open, *self._leaving, *self._coming}
-        for shard in self._shards:
+        for server in self._servers:
             try:
-                shard.keep(keys)
+                server.keep(keys)
             except WeightsError:
                 continue
 
     def _check_alive(self, incarnations: dict[int, str], version: int) -> None:
         now = self._alive()
-        for shard, name in incarnations.items():
-            if now.get(shard) != name:
-                raise AttemptOver(
-                    f"version {version}: data shard {shard} of the parameter server was restarted while it was pushed"
+        for server, name in incarnations.items():
+            if now.get(server) != name:
+                raise PublishAborted(
+                    f"version {version}: shard server {server} was restarted while the version was pushed"
                 )
 
     def _alive(self) -> dict[int, str]:
         alive = {}
-        for number, shard in enumerate(self._shards):
+        for number, server in enumerate(self._servers):
             try:
-                alive[number] = shard.incarnation()
+                alive[number] = server.incarnation()
             except WeightsError:
                 continue
         return alive
@@ -300,26 +300,26 @@ class Directory:
         return ", ".join(map(str, sorted(self._versions))) or "none"
 
 
-def _join(seals: Sequence[Seal]) -> tuple[Manifest, dict[int, str]]:
-    first = seals[0]
-    for seal in seals[1:]:
-        if seal.tensors != first.tensors or seal.fingerprints != first.fingerprints:
+def _join(commits: Sequence[Commit]) -> tuple[Manifest, dict[int, str]]:
+    first = commits[0]
+    for commit in commits[1:]:
+        if commit.tensors != first.tensors or commit.fingerprints != first.fingerprints:
             raise WeightsError(
-                f"version {first.version}: trainer processes {first.process} and {seal.process} have other tensors or "
-                "contents; are they of one run?"
+                f"version {first.version}: trainer processes {first.process} and {commit.process} committed different "
+                "tensors or contents; do they belong to one run?"
             )
-    pieces = tuple(piece for seal in seals for piece in seal.pieces)
-    boxes: dict[str, list[Any]] = {tensor.path: [] for tensor in first.tensors}
-    for piece in pieces:
-        boxes[piece.tensor].append(piece.box)
+    shards = tuple(shard for commit in commits for shard in commit.shards)
+    index_ranges: dict[str, list[Any]] = {tensor.path: [] for tensor in first.tensors}
+    for shard in shards:
+        index_ranges[shard.tensor].append(shard.index_range)
     for tensor in first.tensors:
-        check_cover(f"version {first.version}, {tensor.path}", tensor.shape, boxes[tensor.path])
+        check_cover(f"version {first.version}, {tensor.path}", tensor.shape, index_ranges[tensor.path])
     incarnations: dict[int, str] = {}
-    for seal in seals:
-        for shard, name in seal.incarnations.items():
-            if incarnations.setdefault(shard, name) != name:
-                raise AttemptOver(
-                    f"version {first.version}: data shard {shard} was restarted between two processes' pushes"
+    for commit in commits:
+        for server, name in commit.incarnations.items():
+            if incarnations.setdefault(server, name) != name:
+                raise PublishAborted(
+                    f"version {first.version}: shard server {server} was restarted between two processes' pushes"
                 )
     checksum = fingerprint_version(first.fingerprints)
-    return Manifest(first.version, first.key, first.tensors, pieces, first.fingerprints, checksum), incarnations
+    return Manifest(first.version, first.key, first.tensors, shards, first.fingerprints, checksum), incarnations

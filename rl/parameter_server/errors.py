@@ -8,12 +8,12 @@ class WeightsError(UserError):
 
 
 class VersionGone(WeightsError):
-    """The version is not held (any more) where it was asked for; another holder may have it."""
+    """The version is not held (any more) where it was asked for; another shard server may have it."""
 
 
 class WrongBase(WeightsError):
     """A delta does not fit what it was to be added to; the whole has to be sent."""
 
 
-class AttemptOver(WeightsError):
+class PublishAborted(WeightsError):
     """What was pushed so far is lost, because the server was restarted; the version has to be pushed from the start."""

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -25,6 +26,18 @@ from rl.parameter_server.errors import WeightsError
 
 LANES = 4  # sums of 32 bits for an array
 BLOCK = 1 << 32  # elements that one 32-bit index tells apart
+
+
+def digest_of(data: Any) -> str:
+    """Return the XXH3-128 digest of an array's bytes (in C order) or of a buffer: it finds accidents, not attacks."""
+    if isinstance(data, np.ndarray):
+        data = as_bytes(data)
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """Return the array's bytes, uint8 [nbytes]; a view where the array is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def fingerprints(params: Params) -> dict[str, str]:

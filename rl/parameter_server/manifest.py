@@ -1,11 +1,11 @@
-"""What a version of the weights is: its tensors, the pieces they are cut into, and what their contents must be."""
+"""What a version of the weights is: its tensors, the shards they are cut into, and what their contents must be."""
 
 import dataclasses
 import json
 from collections.abc import Iterable
 from typing import Any
 
-from rl.parameter_server.index_ranges import Box
+from rl.parameter_server.index_ranges import IndexRange
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,22 +18,22 @@ class TensorSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor, as one trainer process pushed it to one data shard of the server. `digest` is XXH3-128."""
+class Shard:
+    """Shard of a tensor, as a trainer process pushed it to a shard server. `digest` is the XXH3-128 of its bytes."""
 
     tensor: str
-    box: Box
+    index_range: IndexRange
     digest: str
-    shard: int
+    server: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seal:
-    """What one of `processes` trainer processes says when all its pieces of a version have been taken.
+class Commit:
+    """What one of `processes` trainer processes says when all its shards of a version have been taken.
 
     Attributes:
-        key: of this attempt to publish the version; the stores hold its pieces under it (see `Directory.open`).
-        incarnations: of the data shards that took the pieces: a shard that has been restarted since has lost them.
+        key: of this attempt to publish the version; the stores hold its shards under it (see `Directory.open`).
+        incarnations: of the shard servers that took the shards: a server that has been restarted since has lost them.
         fingerprints: contents of every tensor by path (see fingerprint.py), from all processes the same.
     """
 
@@ -42,7 +42,7 @@ class Seal:
     process: int
     processes: int
     tensors: tuple[TensorSpec, ...]
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
     fingerprints: dict[str, str]
     incarnations: dict[int, str]
 
@@ -54,28 +54,28 @@ class Manifest:
     version: int
     key: int
     tensors: tuple[TensorSpec, ...]
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
     fingerprints: dict[str, str]
     checksum: str
 
-    def pieces_of(self) -> dict[str, list[Piece]]:
+    def shards_by_tensor(self) -> dict[str, list[Shard]]:
         """By tensor."""
-        by_tensor: dict[str, list[Piece]] = {tensor.path: [] for tensor in self.tensors}
-        for piece in self.pieces:
-            by_tensor[piece.tensor].append(piece)
+        by_tensor: dict[str, list[Shard]] = {tensor.path: [] for tensor in self.tensors}
+        for shard in self.shards:
+            by_tensor[shard.tensor].append(shard)
         return by_tensor
 
 
-def to_text(record: Seal | Manifest) -> str:
+def to_text(record: Commit | Manifest) -> str:
     """As JSON."""
     return json.dumps(dataclasses.asdict(record), separators=(",", ":"))
 
 
-def seal_from_text(text: str) -> Seal:
+def commit_from_text(text: str) -> Commit:
     """The inverse of `to_text`."""
     raw = json.loads(text)
-    incarnations = {int(shard): name for shard, name in raw.pop("incarnations").items()}
-    return Seal(**_with_parts(raw), incarnations=incarnations)
+    incarnations = {int(server): name for server, name in raw.pop("incarnations").items()}
+    return Commit(**_with_parts(raw), incarnations=incarnations)
 
 
 def manifest_from_text(text: str) -> Manifest:
@@ -83,12 +83,12 @@ def manifest_from_text(text: str) -> Manifest:
     return Manifest(**_with_parts(json.loads(text)))
 
 
-def as_box(bounds: Iterable[Iterable[int]]) -> Box:
-    """A box that has been through JSON."""
+def as_index_range(bounds: Iterable[Iterable[int]]) -> IndexRange:
+    """An index range that has been through JSON."""
     return tuple((start, stop) for start, stop in bounds)
 
 
 def _with_parts(raw: dict[str, Any]) -> dict[str, Any]:
     tensors = tuple(TensorSpec(t["path"], tuple(t["shape"]), t["dtype"]) for t in raw["tensors"])
-    pieces = tuple(Piece(**{**p, "box": as_box(p["box"])}) for p in raw["pieces"])
-    return {**raw, "tensors": tensors, "pieces": pieces}
+    shards = tuple(Shard(**{**p, "index_range": as_index_range(p["index_range"])}) for p in raw["shards"])
+    return {**raw, "tensors": tensors, "shards": shards}

@@ -7,38 +7,40 @@ from typing import Any
 
 import numpy as np
 
-from rl.parameter_server.digest import as_bytes
 from rl.parameter_server.directory import Directory
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.index_ranges import Box, shape_of
-from rl.parameter_server.manifest import Manifest, Seal, as_box, manifest_from_text, seal_from_text, to_text
-from rl.parameter_server.store.memory import MEMORY
-from rl.parameter_server.store.shard_server import Answer, Holder, Pushed, ReadOptions, Wanted
-from rl.parameter_server.transport.wire import Body, Client, Endpoint
+from rl.parameter_server.fingerprint import as_bytes
+from rl.parameter_server.index_ranges import IndexRange, shape_of
+from rl.parameter_server.manifest import Commit, Manifest, as_index_range, commit_from_text, manifest_from_text, to_text
+from rl.parameter_server.store.buffer_pool import BUFFERS
+from rl.parameter_server.store.shard_server import LocalShardServer, ReadOptions, ReadReply, ShardData, ShardId
+from rl.parameter_server.transport.client import RpcClient
+from rl.parameter_server.transport.endpoint import Endpoint
+from rl.parameter_server.transport.server import Body
 
 type Reply = dict[str, Any] | tuple[dict[str, Any], Sequence[Any]]
 type Handle = Callable[[str, dict[str, Any], Body], Reply]
 
-_ENCODE_SECONDS = 60.0  # that a holder may take over what one request asks for
-_SPILL_SECONDS = 3600.0  # that writing a version to a bucket, or reading it, may take
+_ENCODE_SECONDS = 60.0  # that a shard server may take over what one request asks for
+_OFFLOAD_SECONDS = 3600.0  # that writing a version to a bucket, or reading it, may take
 _PLAIN = (
     *("open", "outcome", "rewind", "latest", "oldest", "versions", "newer"),
     *("grant", "done", "failed", "forget"),
 )
 
 
-def serve(holder: Holder, directory: Directory | None = None) -> Handle:
-    """The requests that a holder answers, and the directory if it lives here."""
+def serve(shard_server: LocalShardServer, directory: Directory | None = None) -> Handle:
+    """The requests that a shard server answers, and the directory if it lives here."""
 
     def handle(operation: str, fields: dict[str, Any], body: Body) -> Reply:
         if (answer := _OPERATIONS.get(operation)) is not None:
-            return answer(holder, fields, body)
+            return answer(shard_server, fields, body)
         if operation in _PLAIN_OF_HOLDER:
-            return {"result": getattr(holder, operation)(**fields)}
+            return {"result": getattr(shard_server, operation)(**fields)}
         if directory is not None and operation in _PLAIN:
             return {"result": getattr(directory, operation)(**fields)}
-        if directory is not None and operation == "seal":
-            return {"result": directory.seal(seal_from_text(fields["seal"]))}
+        if directory is not None and operation == "commit":
+            return {"result": directory.commit(commit_from_text(fields["commit"]))}
         if directory is not None and operation == "manifest":
             return {"result": to_text(directory.manifest(**fields))}
         raise WeightsError(f"unknown operation {operation!r}")
@@ -49,11 +51,11 @@ def serve(holder: Holder, directory: Directory | None = None) -> Handle:
 class RemoteDirectory:
     """A `Directory` elsewhere; its methods, but for those of other types than JSON's, are taken as they are."""
 
-    def __init__(self, client: Client):
+    def __init__(self, client: RpcClient):
         self._client = client
 
-    def seal(self, seal: Seal) -> bool:
-        return self._call("seal", seal=to_text(seal))
+    def commit(self, commit: Commit) -> bool:
+        return self._call("commit", commit=to_text(commit))
 
     def manifest(self, version: int, timeout: float = 0.0) -> Manifest:
         return manifest_from_text(self._call("manifest", version=version, timeout=timeout))
@@ -80,9 +82,9 @@ class RemoteDirectory:
         return self._call("newer", version=version, timeout=timeout)
 
     def grant(
-        self, worker: str, endpoint: str, share: str, version: int, timeout: float = 0.0
+        self, worker: str, endpoint: str, shard_set: str, version: int, timeout: float = 0.0
     ) -> tuple[int, str | None] | None:
-        what = {"worker": worker, "endpoint": endpoint, "share": share, "version": version}
+        what = {"worker": worker, "endpoint": endpoint, "shard_set": shard_set, "version": version}
         granted = self._call("grant", timeout=timeout, **what)
         return None if granted is None else (granted[0], granted[1])
 
@@ -100,10 +102,10 @@ class RemoteDirectory:
         return reply["result"]
 
 
-class RemoteHolder:
-    """A `Holder` elsewhere."""
+class RemoteShardServer:
+    """A `LocalShardServer` elsewhere."""
 
-    def __init__(self, client: Client):
+    def __init__(self, client: RpcClient):
         self._client = client
 
     def incarnation(self) -> str:
@@ -115,30 +117,30 @@ class RemoteHolder:
     def keep(self, keys: Collection[int]) -> None:
         self._client.call("keep", {"keys": list(keys)})
 
-    def spill(self, key: int, version: int, manifest: str) -> None:
+    def offload(self, key: int, version: int, manifest: str) -> None:
         fields = {"key": key, "version": version, "manifest": manifest}
-        self._client.call("spill", fields, timeout=_SPILL_SECONDS)
+        self._client.call("offload", fields, timeout=_OFFLOAD_SECONDS)
 
-    def recall(self, version: int, key: int) -> str | None:
-        return self._client.call("recall", {"version": version, "key": key}, timeout=_SPILL_SECONDS)[0]["result"]
+    def restore(self, version: int, key: int) -> str | None:
+        return self._client.call("restore", {"version": version, "key": key}, timeout=_OFFLOAD_SECONDS)[0]["result"]
 
-    def forget_spilled(self, after: int) -> None:
-        self._client.call("forget_spilled", {"after": after}, timeout=_SPILL_SECONDS)
+    def drop_offloaded(self, after: int) -> None:
+        self._client.call("drop_offloaded", {"after": after}, timeout=_OFFLOAD_SECONDS)
 
-    def write(self, key: int, pieces: Sequence[Pushed]) -> None:
-        entries = [(tensor, box, array.dtype.name, digest) for tensor, box, array, digest in pieces]
-        buffers = [memoryview(as_bytes(array)) for _, _, array, _ in pieces]
-        nbytes = sum(array.nbytes for _, _, array, _ in pieces)
-        self._client.call("write", {"key": key, "pieces": entries}, buffers, timeout=_seconds(nbytes))
+    def write(self, key: int, shards: Sequence[ShardData]) -> None:
+        entries = [(tensor, index_range, array.dtype.name, digest) for tensor, index_range, array, digest in shards]
+        buffers = [memoryview(as_bytes(array)) for _, _, array, _ in shards]
+        nbytes = sum(array.nbytes for _, _, array, _ in shards)
+        self._client.call("write", {"key": key, "shards": entries}, buffers, timeout=_seconds(nbytes))
 
-    def adopt(self, key: int, segment: str, pieces: Sequence[tuple[str, Box, str, int, str]]) -> None:
-        fields = {"key": key, "segment": segment, "pieces": list(pieces)}
-        end = max((offset for _, _, _, offset, _ in pieces), default=0)  # of the last piece: near enough
+    def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None:
+        fields = {"key": key, "segment": segment, "shards": list(shards)}
+        end = max((offset for _, _, _, offset, _ in shards), default=0)  # of the last shard: near enough
         self._client.call("adopt", fields, timeout=_seconds(end))
 
     def read(
-        self, key: int, wanted: Sequence[Wanted], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
-    ) -> list[Answer]:
+        self, key: int, wanted: Sequence[ShardId], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
+    ) -> list[ReadReply]:
         memory: list[np.ndarray] = []
 
         def into(fields: dict[str, Any], nbytes: int) -> list[memoryview]:
@@ -146,14 +148,14 @@ class RemoteHolder:
             memory.clear()
             for index, answer in enumerate(fields["answers"]):
                 target = targets[index] if targets and answer["codec"] == "raw" and answer["nbytes"] else None
-                make = MEMORY.empty if answer["codec"] == "raw" else np.empty  # others are of a new size each time
+                make = BUFFERS.empty if answer["codec"] == "raw" else np.empty  # others are of a new size each time
                 memory.append(make((answer["nbytes"],), np.uint8) if target is None else target)
             return [memoryview(part) for part in memory]
 
         fields = {"key": key, "wanted": list(wanted), "options": dataclasses.asdict(options)}
         reply, _ = self._client.call("read", fields, into=into, timeout=_ENCODE_SECONDS)
         return [
-            Answer(a["codec"], a["digest"], data, None if a["location"] is None else tuple(a["location"]))
+            ReadReply(a["codec"], a["digest"], data, None if a["location"] is None else tuple(a["location"]))
             for a, data in zip(reply["answers"], memory, strict=True)
         ]
 
@@ -163,27 +165,30 @@ def _seconds(nbytes: int) -> float:
     return nbytes / 50e6
 
 
-def _write(holder: Holder, fields: dict[str, Any], body: Body) -> Reply:
-    pieces = []
-    for tensor, bounds, dtype, digest in fields["pieces"]:
-        array = MEMORY.empty(shape_of(box := as_box(bounds)), dtype)
+def _write(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
+    shards = []
+    for tensor, bounds, dtype, digest in fields["shards"]:
+        array = BUFFERS.empty(shape_of(index_range := as_index_range(bounds)), dtype)
         body.read_into(memoryview(as_bytes(array)))
-        pieces.append((tensor, box, array, digest))
-    holder.write(fields["key"], pieces)
+        shards.append((tensor, index_range, array, digest))
+    shard_server.write(fields["key"], shards)
     return {}
 
 
-def _adopt(holder: Holder, fields: dict[str, Any], body: Body) -> Reply:
+def _adopt(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
     del body
-    pieces = [(tensor, as_box(box), dtype, offset, digest) for tensor, box, dtype, offset, digest in fields["pieces"]]
-    holder.adopt(fields["key"], fields["segment"], pieces)
+    shards = [
+        (tensor, as_index_range(index_range), dtype, offset, digest)
+        for tensor, index_range, dtype, offset, digest in fields["shards"]
+    ]
+    shard_server.adopt(fields["key"], fields["segment"], shards)
     return {}
 
 
-def _read(holder: Holder, fields: dict[str, Any], body: Body) -> Reply:
+def _read(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
     del body
-    wanted = [(tensor, as_box(box)) for tensor, box in fields["wanted"]]
-    answers = holder.read(fields["key"], wanted, ReadOptions(**fields["options"]))
+    wanted = [(tensor, as_index_range(index_range)) for tensor, index_range in fields["wanted"]]
+    answers = shard_server.read(fields["key"], wanted, ReadOptions(**fields["options"]))
     parts = [as_bytes(a.data) if isinstance(a.data, np.ndarray) else np.frombuffer(a.data, np.uint8) for a in answers]
     listed = [
         {"codec": a.codec, "digest": a.digest, "nbytes": part.nbytes, "location": a.location}
@@ -192,12 +197,12 @@ def _read(holder: Holder, fields: dict[str, Any], body: Body) -> Reply:
     return {"answers": listed}, [memoryview(part) for part in parts]
 
 
-_OPERATIONS: dict[str, Callable[[Holder, dict[str, Any], Body], Reply]] = {
+_OPERATIONS: dict[str, Callable[[LocalShardServer, dict[str, Any], Body], Reply]] = {
     "write": _write,
     "adopt": _adopt,
     "read": _read,
 }
-_PLAIN_OF_HOLDER = ("incarnation", "host", "keep", "spill", "recall", "forget_spilled")
+_PLAIN_OF_HOLDER = ("incarnation", "host", "keep", "offload", "restore", "drop_offloaded")
 
 
 def endpoint_text(endpoint: Endpoint) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rl.roles.messages import Group, Lease, Rollout, Score
 
 if TYPE_CHECKING:
-    from rl.parameter_server.pull.fetch import Moved
+    from rl.parameter_server.pull.fetch import PullStats
     from rl.rollout.model_runner.runner import PlacedWeights
 
 
@@ -37,10 +37,10 @@ class BatchSource(Protocol):
 
 
 class WeightSource(Protocol):
-    """The parameter server, for a rollout worker: see `rl.parameter_server.pull.prefetcher.Follower`."""
+    """The parameter server, for a rollout worker: see `rl.parameter_server.pull.prefetcher.Prefetcher`."""
 
-    def take(self, version: int, timeout: float = 0.0) -> tuple[PlacedWeights, Moved]: ...
-    def newer(self) -> tuple[int, PlacedWeights, Moved] | None: ...
+    def take(self, version: int, timeout: float = 0.0) -> tuple[PlacedWeights, PullStats]: ...
+    def newer(self) -> tuple[int, PlacedWeights, PullStats] | None: ...
 
 
 class ScoreSource(Protocol):

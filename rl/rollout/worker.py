@@ -13,7 +13,7 @@ from axlearn_like.run.events import EventLog, span
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.pull.fetch import Moved
+from rl.parameter_server.pull.fetch import PullStats
 from rl.roles.messages import Group, Lease, Rollout
 from rl.roles.protocols import LeaseSource, ScoreSource, WeightSource
 from rl.rollout.engine import RolloutEngine, Swap
@@ -165,10 +165,10 @@ class RolloutWorker:
         return span(self._events, self.name, event, **fields)
 
 
-def _figures(moved: Moved) -> dict[str, Any]:
+def _figures(moved: PullStats) -> dict[str, Any]:
     """Of a pull, whose `seconds` are those that the worker has waited; most of the transfer goes on beside drawing."""
     seconds = round(moved.seconds, 4)
-    figures = {"nbytes": moved.needed, "travelled": moved.travelled, "by": moved.by, "checksum": moved.checksum}
+    figures = {"nbytes": moved.needed, "network": moved.network, "source": moved.source, "checksum": moved.checksum}
     return {**figures, "transfer_seconds": seconds}
 
 

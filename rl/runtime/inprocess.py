@@ -7,6 +7,7 @@ import jax
 from axlearn_like.run.directory import RunDirectory
 from mesh import make_mesh
 from rl.experiment import RLExperiment
+from rl.parameter_server.client import connect_local
 
 
 def run_inprocess(
@@ -20,7 +21,7 @@ def run_inprocess(
     The worker generates every work item that can be leased, then the trainer updates once, and so on.
     """
     controller = experiment.make_controller(run)
-    weights = experiment.make_parameter_server().access()
+    weights = connect_local(experiment.make_parameter_server())
     with experiment.make_verifier() as verifier:
         trainer = experiment.make_trainer(run, controller, weights)
         worker = experiment.make_worker("worker-0", run, controller, weights, verifier)

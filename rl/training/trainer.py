@@ -33,8 +33,8 @@ from mesh.distributed import ProcessGroup, to_host
 from mesh.mesh import PlaceholderDevice
 from mesh.rules import batch_axes
 from rl.objective import Objective
-from rl.parameter_server.client import WeightAccess
-from rl.parameter_server.push.coordinated import CommonPush
+from rl.parameter_server.client import ParameterServerClient
+from rl.parameter_server.push.coordinated import CoordinatedPush
 from rl.parameter_server.push.publisher import Publisher
 from rl.parameter_server.push.snapshot import Snapshot
 from rl.roles.messages import Group
@@ -126,7 +126,7 @@ class PolicyTrainer(Configurable):
         *,
         run: RunDirectory,
         controller: BatchSource,
-        weights: WeightAccess,
+        weights: ParameterServerClient,
         initial: Callable[[Any], Params] | None = None,
         seed: int = 0,
         processes: ProcessGroup | None = None,
@@ -150,7 +150,7 @@ class PolicyTrainer(Configurable):
         self._checkpointer = cfg.checkpoint.build(directory=run.checkpoints / "rl")
         self._learner = cfg.learner.build()
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
-        self._push: CommonPush | None = None  # of the current one
+        self._push: CoordinatedPush | None = None  # of the current one
         self._saving: set[int] = set()  # steps whose checkpoints may still be on their way to the disk
         with jax.set_mesh(self._mesh):
             abstract = jax.eval_shape(lambda: cfg.model.build(rngs=nnx.Rngs(0)))
@@ -174,7 +174,7 @@ class PolicyTrainer(Configurable):
             self._versions.rewind(self.step)
         self._all.barrier()
         for snapshot in self._recent:
-            CommonPush(self._publisher.again(snapshot), self._publisher, self._all).settle()
+            CoordinatedPush(self._publisher.republish(snapshot), self._publisher, self._all).settle()
         self._publish()
         self.settle()
         if self._all.leader:
@@ -250,7 +250,7 @@ class PolicyTrainer(Configurable):
 
     # ---- parts
 
-    def _make_publisher(self, weights: WeightAccess) -> Publisher:
+    def _make_publisher(self, weights: ParameterServerClient) -> Publisher:
         pusher = self._all.broadcast(secrets.token_hex(8))  # of this start
         return weights.publisher(pusher=pusher, process=self._all.index, processes=self._all.count)
 
@@ -365,8 +365,8 @@ class PolicyTrainer(Configurable):
                 self._controller.published(version)
 
         with jax.set_mesh(self._mesh):
-            push = self._publisher.begin(self.state["params"], version, published)
-        self._push = CommonPush(push, self._publisher, self._all)
+            push = self._publisher.publish_async(self.state["params"], version, published)
+        self._push = CoordinatedPush(push, self._publisher, self._all)
 
     def _copied(self) -> Snapshot:
         """The current version on the host: then the next update may overwrite it."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from rl.parameter_server.rpc import Handle, Reply
 from rl.parameter_server.server import ParameterServer
-from rl.parameter_server.transport.connection import LinkError
-from rl.parameter_server.transport.wire import Body
+from rl.parameter_server.transport.connection import TransportError
+from rl.parameter_server.transport.server import Body
 
-_TROUBLED = ("open", "write", "adopt", "seal", "manifest", "read", "newer")
+_TROUBLED = ("open", "write", "adopt", "commit", "manifest", "read", "newer")
 
 
 class FlakyServer(ParameterServer):
@@ -42,10 +42,10 @@ class FlakyServer(ParameterServer):
                 time.sleep(self._flaws.seconds)
             drop = kind > 1.0 - self._flaws.dropped
             if drop and not late:
-                raise LinkError("dropped before it was looked at")
+                raise TransportError("dropped before it was looked at")
             reply = honest(operation, fields, body)
             if drop:
-                raise LinkError("dropped when it was done")
+                raise TransportError("dropped when it was done")
             return reply
 
         return handle

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.base import Params
-from rl.parameter_server.client import WeightAccess, connect
+from rl.parameter_server.client import ParameterServerClient, connect, connect_local
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.server import ParameterServer
-from rl.parameter_server.transport.wire import Endpoint
+from rl.parameter_server.transport.endpoint import Endpoint
 from tests.chaos.proxy import Harm, Plan, Proxy
 from tests.rl.parameter_server.small import host, publish, pull
 
@@ -23,11 +23,11 @@ def version(number: int) -> Params:
     return {"w": np.random.default_rng(number).standard_normal(SIZE).astype(np.float32)}
 
 
-def through(proxy: Proxy, server: ParameterServer, patience: float = 30.0) -> WeightAccess:
+def through(proxy: Proxy, server: ParameterServer, retry_timeout: float = 30.0) -> ParameterServerClient:
     """As a role that always asks where the server is, and is told of the proxy."""
     endpoint = Endpoint("127.0.0.1", proxy.port, server.listen().token)
     where: Callable[[], Endpoint] = lambda: endpoint  # noqa: E731
-    return connect(CFG, [where], patience=patience, connect_timeout=1.0)
+    return connect(CFG, [where], retry_timeout=retry_timeout, connect_timeout=1.0)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -39,9 +39,9 @@ def test_every_version_arrives_whole_through_connections_that_fail_in_turn(seed:
     with Proxy(server.listen().port, [Plan("silence"), *plans]) as proxy:
         for number in range(8):
             publish(through(proxy, server), version(number), number)
-            access = through(proxy, server)
-            assert host(pull(access, version(0), number, timeout=5.0)) == host(version(number))
-            assert access.directory.latest() == number
+            client = through(proxy, server)
+            assert host(pull(client, version(0), number, timeout=5.0)) == host(version(number))
+            assert client.directory.latest() == number
         assert proxy.connections > 3 * 8, "some had to be made again"
     server.close()
 
@@ -49,12 +49,12 @@ def test_every_version_arrives_whole_through_connections_that_fail_in_turn(seed:
 def test_a_push_that_breaks_off_shows_nothing_of_its_version() -> None:
     server = CFG.build()
     with Proxy(server.listen().port, [Plan("cut", "up", SIZE)] * 2) as proxy:
-        impatient = through(proxy, server, patience=0.0)
+        impatient = through(proxy, server, retry_timeout=0.0)
         with pytest.raises(WeightsError, match="write failed"):
             publish(impatient, version(0), 0)
-        assert server.access().directory.latest() == -1
+        assert connect_local(server).directory.latest() == -1
         publish(through(proxy, server), version(0), 0)
-        assert server.access().directory.latest() == 0
+        assert connect_local(server).directory.latest() == 0
     server.close()
 
 
@@ -62,5 +62,5 @@ def test_a_server_that_is_never_there_is_named_when_patience_ends() -> None:
     server = CFG.build()
     with Proxy(server.listen().port, [Plan("refuse")] * 1000) as proxy:
         with pytest.raises(WeightsError, match=rf"parameter server 127.0.0.1:{proxy.port}: latest failed: "):
-            through(proxy, server, patience=1.0).directory.latest()
+            through(proxy, server, retry_timeout=1.0).directory.latest()
     server.close()

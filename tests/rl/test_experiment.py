@@ -15,6 +15,7 @@ from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment, warm_start_directory
+from rl.parameter_server.client import connect_local
 from rl.rollout.sampling import Sampler
 from rl.tasks.mixture import TaskFamily, TaskMixture, encode_prompt
 from tests.axlearn_like.tiny import tiny_trainer
@@ -87,7 +88,7 @@ def test_the_first_version_is_the_same_for_trainer_evaluation_and_workers(tmp_pa
     cfg = tiny_experiment()
     experiment = cfg.build()
     with tiny_run(tmp_path / "r", cfg) as run:
-        weights = experiment.make_parameter_server().access()
+        weights = connect_local(experiment.make_parameter_server())
         trainer = experiment.make_trainer(run, experiment.make_controller(run), weights)
         trainer.start()
         expected = host(experiment.initial_params(run, make_mesh()))
@@ -107,7 +108,7 @@ def test_after_a_warm_start_the_first_version_is_its_result(tmp_path: Path):
         params = jax.tree.map(jax.numpy.asarray, learned)
         checkpointer.save(3, {"params": params, "step": jax.numpy.int32(3)}, {})
         checkpointer.close()
-        weights = experiment.make_parameter_server().access()
+        weights = connect_local(experiment.make_parameter_server())
         trainer = experiment.make_trainer(run, experiment.make_controller(run), weights)
         assert host(trainer.state["params"]) == host(learned)
         assert host(experiment.initial_params(run, make_mesh())) == host(learned)

@@ -13,6 +13,7 @@ from axlearn_like.run.metrics import read_rows
 from experiments.grpo_bench import grpo_bench
 from mesh import make_mesh
 from rl.experiment import RLExperiment
+from rl.parameter_server.client import connect_local
 from tools.bench.grpo_job import GrpoJob
 from tools.bench.step_protocol import StepServer
 
@@ -46,7 +47,7 @@ def build_step(job: GrpoJob) -> tuple[Callable[[StepServer, int], None], int]:
     cfg = experiment_config(job)
     experiment = cfg.build()
     run = RunDirectory.open("run", to_text(cfg))
-    controller, weights = experiment.make_controller(run), experiment.make_parameter_server().access()
+    controller, weights = experiment.make_controller(run), connect_local(experiment.make_parameter_server())
     trainer = experiment.make_trainer(run, controller, weights)
     worker = experiment.make_worker("worker-0", run, controller, weights, experiment.make_verifier())
     trainer.start()

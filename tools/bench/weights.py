@@ -131,7 +131,7 @@ def _reshard(result: Mapping[str, Any]) -> Rows:
 
 def _fan_out(result: Mapping[str, Any]) -> Rows:
     found = []
-    for way in ("relays", "direct"):
+    for way in ("peer_to_peer", "direct"):
         one = result["fan_out"][way]
         text = f"{one['server_copies']:.2f} copies from the server, {one['seconds_to_last']:.2f} s to the last"
         found.append([f"{result['fan_out']['workers']} workers, {way}", text])

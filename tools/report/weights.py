@@ -28,7 +28,7 @@ def section(run: Run) -> str:
     )
     if not rows:
         return ""
-    pulled, travelled = (number(figures.get(name)) or 0.0 for name in ("pulled_bytes", "travelled_bytes"))
+    pulled, travelled = (number(figures.get(name)) or 0.0 for name in ("pulled_bytes", "network_bytes"))
     heads = "".join(f'<th class="num">{kind}</th>' for kind in KINDS)
     return (
         f'<div class="card scroll"><h3>Weights on their way</h3><table><thead><tr><th>seconds</th><th></th>{heads}</tr>'

@@ -1,9 +1,9 @@
-"""The parameter server's design on paper: what large policies on TPU fleets cost in bytes and, at best, in seconds.
+"""Analytical model of the parameter server: bytes, and lower bounds in seconds, of large policies on TPU fleets.
 
     python -m tools.studies.weights_at_scale              # the tables of docs/benchmarks/weights-at-scale.md
     python -m tools.studies.weights_at_scale --markdown   # rewrites them there
 
-Every figure is a bound computed from bandwidths, or a simulation of the relays' policy; none is a measurement.
+Every figure is a bound computed from bandwidths, or a simulation of the broadcast scheduler; none is a measurement.
 Units: bytes, seconds, bytes per second; GB is 1e9 bytes.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from tools.studies.relay_simulation import Outcome, simulate
+from tools.studies.broadcast_simulation import Outcome, simulate
 
 GB = 1e9
 DOC = Path(__file__).parents[2] / "docs" / "benchmarks" / "weights-at-scale.md"
@@ -23,7 +23,7 @@ BEGIN, END = "<!-- computed: python -m tools.studies.weights_at_scale --markdown
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Host:
-    """A machine: accelerators and links. The sources of the figures are in docs/benchmarks/weights-at-scale.md."""
+    """Machine with accelerators and NICs. The sources of the figures are in docs/benchmarks/weights-at-scale.md."""
 
     name: str
     chips: int
@@ -43,7 +43,7 @@ SERVER = Host("server", chips=0, hbm=0, pcie=0, nic=25 * GB, memory=704 * GB, co
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """A policy of ``params`` bf16 values, a trainer, parameter-server hosts, and workers (replicas) that draw."""
+    """Policy of `params` bfloat16 values, its trainer hosts, shard-server hosts, and rollout workers (replicas)."""
 
     policy: str
     params: float
@@ -63,17 +63,17 @@ class Case:
 
     @property
     def pushed(self) -> float:
-        """Bytes from a trainer host; from a server host it is `total / server_hosts`."""
+        """Bytes that a trainer host sends; a server host receives `total / server_hosts`."""
         return self.total / self.trainer_hosts
 
     @property
     def share(self) -> float:
-        """Bytes to a worker's host: every value once in a worker, spread evenly over its chips."""
+        """Bytes that a worker host receives: a worker holds every value once, sharded evenly over its chips."""
         return self.total / self.worker_hosts
 
     @property
     def server_links(self) -> float:
-        """Worker NICs that the servers can fill with each share."""
+        """Number of worker NICs that the servers can saturate with each shard set."""
         return self.server_hosts * SERVER.nic / self.worker_hosts / self.host.nic
 
 
@@ -88,7 +88,7 @@ CASES = (
 
 
 def push_bounds(case: Case) -> dict[str, float]:
-    """Seconds that each part needs for one push at the least. Pushes are not compressed.
+    """Return a lower bound in seconds for each resource of one push. Pushes are not compressed.
 
     Host memory sees every byte twice (written by one device, read by the next); device memory is read whole.
     """
@@ -102,8 +102,9 @@ def push_bounds(case: Case) -> dict[str, float]:
 
 
 def pull_bounds(case: Case, ratio: float = 1.0, codec: bool = False) -> dict[str, float]:
-    """The same for one worker that pulls alone, `ratio` times compressed. The servers encode with all their cores, it
-    decodes with its own, in host memory, and all of it goes to the devices.
+    """Return a lower bound in seconds for each resource when one worker pulls alone, compressed `ratio` times.
+
+    The servers encode with all their cores, the worker decodes with its own, in host memory, and copies to the devices.
     """
     host = case.host
     encode = case.total / case.server_hosts / GB * ENCODE / SERVER.cores if codec else 0.0
@@ -118,49 +119,51 @@ def pull_bounds(case: Case, ratio: float = 1.0, codec: bool = False) -> dict[str
 
 
 def binding(bounds: dict[str, float]) -> str:
-    """The longest of them, with its name."""
+    """Return the largest bound, with its name."""
     name = max(bounds, key=lambda part: bounds[part])
     return f"{seconds(bounds[name])} ({name})"
 
 
-def pipelined(workers: int, pieces: int) -> float:
-    """Transfers until the last of a chain of workers has all, if each passes on a piece while it reads the next."""
-    return 1 + (workers - 1) / pieces
+def pipelined(workers: int, chunks: int) -> float:
+    """Return the transfers until the end of a chain in which each worker forwards a chunk while it reads the next."""
+    return 1 + (workers - 1) / chunks
 
 
-def without_relays(case: Case) -> float:
-    """Seconds until the servers have sent everything to every worker."""
+def direct(case: Case) -> float:
+    """Return the seconds until the servers have sent every version to every worker."""
     return max(case.workers * case.total / (case.server_hosts * SERVER.nic), case.share / case.host.nic)
 
 
-def with_relays(case: Case, fanout: int, seeds: int = 1) -> Outcome:
-    """Simulated with as many readers of each share as workers; the shares are read beside each other."""
+def broadcast(case: Case, fanout: int, seeds: int = 1) -> Outcome:
+    """Simulate as many readers of each shard set as there are workers; shard sets are read concurrently."""
     return simulate(case.workers, fanout=fanout, seeds=seeds, server_egress=case.server_links)
 
 
 def hop(case: Case, ratio: float) -> float:
-    """Seconds from reader to reader: each holder encodes for those who read from it, each reader decodes."""
+    """Return the seconds from one reader to the next: each source encodes for its readers, each reader decodes."""
     return case.share / ratio / case.host.nic + case.share / GB * (ENCODE + DECODE) / case.host.cores
 
 
 def seconds(value: float) -> str:
+    """Format seconds for a table."""
     return f"{value:.2g} s" if value < 1 else f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown."""
+    """Format a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
 
 
-STEP = 30.0  # seconds that all workers may take to have a version: one training step, assumed
+STEP = 30.0  # seconds in which all workers must have a version: one training step, assumed
 ENCODE, DECODE = 0.55, 0.4  # CPU seconds for a GB of weights, 3 % changed; measured, docs/concepts/weight-codecs.md
-CALLS, CALLS_PER_SECOND = 4, 2000  # of a worker host to the directory a version, and what that answers; assumed
-PIECE = 64e6  # bytes, of the pipelined chain that is not built
-HELD = 0.8  # part of a server host's memory that may hold versions
+CALLS, CALLS_PER_SECOND = 4, 2000  # calls per worker host and version, and what one directory answers; assumed
+CHUNK = 64e6  # bytes; of the pipelined chain, which is not implemented
+HELD = 0.8  # fraction of a server host's memory for versions
 
 
 def hosts_table() -> str:
+    """Return the table of machines."""
     rows = (
         (
             host.name,
@@ -179,6 +182,7 @@ def hosts_table() -> str:
 
 
 def bytes_table() -> str:
+    """Return the table of bytes per host."""
     head = ["case", "weights, GB", "trainer hosts", "GB each", "server hosts", "GB each"]
     head += ["hosts a worker", "GB each", "GB a chip", "two versions, % of HBM"]
     rows = (
@@ -200,7 +204,7 @@ def bytes_table() -> str:
 
 
 def dense_table() -> str:
-    """All bounds of a push and of the pull of one worker, nothing compressed."""
+    """Return all bounds of an uncompressed push, and of an uncompressed pull by one worker."""
     parts = (("push", push_bounds), ("pull", pull_bounds))
     tables = []
     for title, bounds in parts:
@@ -211,6 +215,7 @@ def dense_table() -> str:
 
 
 def delta_table() -> str:
+    """Return the binding bound of a pull by delta, for two compression ratios."""
     head = ["case", "pull, 10x", "pull, 30x", "pull, 30x, with a codec that costs nothing"]
     rows = (
         (
@@ -223,10 +228,10 @@ def delta_table() -> str:
     return table(head, rows)
 
 
-def relays_table() -> str:
-    """In transfers, however large; the worst of five seeds where workers die."""
-    head = ["readers of a share", "no relays", "fanout 1", "fanout 2", "fanout 1, stream 1/2", "fanout 2, stream 1/2"]
-    head += ["fanout 1, deaths", "copies sent then", "chain of 512 pieces"]
+def broadcast_table() -> str:
+    """Return the simulated broadcasts, in transfers; with deaths, the worst of five seeds."""
+    head = ["readers of a shard set", "direct", "fanout 1", "fanout 2", "fanout 1, stream 1/2", "fanout 2, stream 1/2"]
+    head += ["fanout 1, deaths", "copies sent then", "chain of 512 chunks"]
     rows = []
     for readers in (8, 64, 128, 1000):
         killed = [simulate(readers, fanout=1, death_rate=0.02, seed=seed) for seed in range(5)]
@@ -245,25 +250,32 @@ def relays_table() -> str:
 
 
 def fanout_table() -> str:
-    """Until the last worker has a version in host memory; a delta is passed on as it came, once decoded."""
-    head = ["case", "workers", "no relays", "fanout 1", "fanout 2", "fanout 1, n seeds", "fanout 1, delta 10x"]
-    head += ["pipelined, not built"]
+    """Return the seconds until the last worker has a version in host memory. Deltas are decoded before forwarding."""
+    head = ["case", "workers", "direct", "fanout 1", "fanout 2", "fanout 1, n seeds", "fanout 1, delta 10x"]
+    head += ["pipelined, not implemented"]
     rows = []
     for case in CASES:
         transfer = case.share / case.host.nic
-        one, two = (with_relays(case, fanout).finished * transfer for fanout in (1, 2))
-        chain = pipelined(case.workers, math.ceil(case.share / PIECE)) * transfer
+        one, two = (broadcast(case, fanout).finished * transfer for fanout in (1, 2))
+        chain = pipelined(case.workers, math.ceil(case.share / CHUNK)) * transfer
         first = case.total / (case.server_hosts * SERVER.nic)
         seeds = max(1, round(case.server_links))
-        seeded = f"{seconds(with_relays(case, 1, seeds).finished * transfer)} ({seeds})"
-        delta = with_relays(case, 1).finished * hop(case, 10)
-        times = [seconds(time) for time in (without_relays(case), one, two, delta, max(chain, first))]
+        seeded = f"{seconds(broadcast(case, 1, seeds).finished * transfer)} ({seeds})"
+        delta = broadcast(case, 1).finished * hop(case, 10)
+        times = [seconds(time) for time in (direct(case), one, two, delta, max(chain, first))]
         rows.append((case.name, case.workers, *times[:3], seeded, *times[3:]))
     return table(head, rows)
 
 
 def memory_table() -> str:
-    head = ["case", "GB a version and server host", "versions that fit", "server hosts for 4", "two shares at a worker"]
+    """Return how many versions fit into host memory."""
+    head = [
+        "case",
+        "GB a version and server host",
+        "versions that fit",
+        "server hosts for 4",
+        "two versions at a worker host",
+    ]
     rows = (
         (
             case.name,
@@ -278,9 +290,9 @@ def memory_table() -> str:
 
 
 def limits_table() -> str:
-    """Where each way of growing stops to help, for all workers to have a version within `STEP`."""
-    head = ["case", "server hosts that a push can fill", "workers, no relays", "workers, fanout 1"]
-    head += ["workers, fanout 1, delta 10x", "workers that the directory answers"]
+    """Return where each way of scaling stops to help, if all workers must have a version within `STEP`."""
+    head = ["case", "server hosts that a push can saturate", "workers, direct", "workers, fanout 1"]
+    head += ["workers, fanout 1, delta 10x", "workers that one directory can serve"]
     rows = (
         (
             case.name,
@@ -296,13 +308,16 @@ def limits_table() -> str:
 
 
 def readers_within(limit: float, transfer: float, first: float) -> str:
-    """Holders double with every transfer; the first is slower where the server's NICs are."""
+    """Return the readers done within `limit` seconds: sources double with every transfer of `transfer` seconds.
+
+    The first transfer, from the server, takes `first` seconds if that is longer.
+    """
     doublings = math.floor((limit - max(first, transfer)) / transfer + 1e-9)
     return "0" if doublings < 0 else f"{2**doublings:,}" if doublings < 20 else "over 1,000,000"
 
 
 def tables() -> str:
-    """Everything that the page quotes, with its headings."""
+    """Return all tables of the page, with their headings."""
     parts = (
         ("Hosts", "Given or assumed; see the sources below.", hosts_table()),
         ("Bytes", "Computed, not measured.", bytes_table()),
@@ -313,13 +328,17 @@ def tables() -> str:
             "on all cores of a host.",
             delta_table(),
         ),
-        ("Relays, in transfers", "Simulated with the code that decides, not measured.", relays_table()),
+        (
+            "Peer-to-peer broadcast, in transfers",
+            "Simulated with the production scheduler, not measured.",
+            broadcast_table(),
+        ),
         ("All workers, dense", "Simulated rounds times computed seconds of a transfer, not measured.", fanout_table()),
         ("Memory", f"Computed, not measured; versions may take {HELD:.0%} of a server host.", memory_table()),
         (
-            "Where it stops",
-            f"Computed, not measured: all workers within {STEP:g} s; {CALLS} calls to the directory for a worker host "
-            f"and version, {CALLS_PER_SECOND:,} answered a second (assumed).",
+            "Limits of scaling",
+            f"Computed, not measured: all workers within {STEP:g} s; {CALLS} calls to the directory per worker host "
+            f"and version, {CALLS_PER_SECOND:,} answered per second (assumed).",
             limits_table(),
         ),
     )
@@ -327,7 +346,7 @@ def tables() -> str:
 
 
 def with_tables(text: str) -> str:
-    """A page with the tables between its marks made anew."""
+    """Return the page with the tables between its markers regenerated."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + "\n" + tables() + "\n" + END + rest.split(END)[1]
 
@@ -335,7 +354,7 @@ def with_tables(text: str) -> str:
 @click.command()
 @click.option("--markdown", is_flag=True, help="Write the tables into docs/benchmarks/weights-at-scale.md.")
 def main(markdown: bool) -> None:
-    """Compute what the parameter server can reach at most on fleets of TPUs."""
+    """Compute upper limits of the parameter server on fleets of TPUs."""
     if markdown:
         DOC.write_text(with_tables(DOC.read_text()))
     else:

@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from rl.parameter_server.codecs.layout import (
-    SEAL,
+    CHECKSUM_NBYTES,
     Blob,
+    add_checksum,
     check_size,
     contiguous,
     flat_bytes,
     from_bytes,
     is_float,
-    seal,
-    unseal,
+    strip_checksum,
 )
 
 
@@ -34,19 +34,19 @@ class Bf16Codec:
         del base
         array = contiguous(array)
         dtype = np.dtype(ml_dtypes.bfloat16) if is_float(array.dtype) else array.dtype
-        blob = np.empty(SEAL + array.size * dtype.itemsize, np.uint8)
+        blob = np.empty(CHECKSUM_NBYTES + array.size * dtype.itemsize, np.uint8)
         if dtype == array.dtype:
-            blob[SEAL:] = flat_bytes(array)
+            blob[CHECKSUM_NBYTES:] = flat_bytes(array)
         else:  # the cast of ml_dtypes, which is faster than integer arithmetic in numpy
             with np.errstate(invalid="ignore"):  # signalling NaNs
-                blob[SEAL:].view(dtype)[:] = array.reshape(-1)
-        return seal(blob)
+                blob[CHECKSUM_NBYTES:].view(dtype)[:] = array.reshape(-1)
+        return add_checksum(blob)
 
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
         del base
-        body, dtype = unseal(self.name, blob), np.dtype(dtype)
+        body, dtype = strip_checksum(self.name, blob), np.dtype(dtype)
         if dtype == ml_dtypes.bfloat16 or not is_float(dtype):
             return from_bytes(self.name, body, shape, dtype)
         check_size(self.name, body, 2 * math.prod(shape), shape, ml_dtypes.bfloat16)

@@ -17,7 +17,16 @@ import xxhash
 import zstandard
 from numpy.typing import DTypeLike
 
-from rl.parameter_server.codecs.layout import SEAL, Blob, contiguous, flat_bytes, from_bytes, is_float, seal, unseal
+from rl.parameter_server.codecs.layout import (
+    CHECKSUM_NBYTES,
+    Blob,
+    add_checksum,
+    contiguous,
+    flat_bytes,
+    from_bytes,
+    is_float,
+    strip_checksum,
+)
 from rl.parameter_server.codecs.streams import StreamReader, StreamWriter
 from rl.parameter_server.errors import WeightsError, WrongBase
 
@@ -58,7 +67,7 @@ class DeltaCodec:
             WeightsError: the blob is damaged, or of another shape or dtype.
             WrongBase: `base` is not what the delta was made against. (A whole array needs none.)
         """
-        content = unseal(self.name, blob)
+        content = strip_checksum(self.name, blob)
         kind, body = bytes(content[:1]), content[1:]
         if kind == bytes([DENSE]):
             return from_bytes(self.name, body, shape, dtype)
@@ -112,7 +121,7 @@ def _apply(result: np.ndarray, gaps: StreamReader, distances: StreamReader) -> N
         where = np.cumsum(gap, out=gap)
         where += last
         last = int(where[-1])
-        flat[where] = _moved(flat[where], distance, ordered)
+        flat[where] = _stats(flat[where], distance, ordered)
 
 
 def _distance(old: np.ndarray, new: np.ndarray, ordered: bool) -> np.ndarray:
@@ -127,7 +136,7 @@ def _distance(old: np.ndarray, new: np.ndarray, ordered: bool) -> np.ndarray:
     return codes
 
 
-def _moved(old: np.ndarray, codes: np.ndarray, ordered: bool) -> np.ndarray:
+def _stats(old: np.ndarray, codes: np.ndarray, ordered: bool) -> np.ndarray:
     """The new values: the inverse of `_distance`. Overwrites `codes`."""
     codes += 1
     steps = (codes >> 1).view(_signed(codes.dtype))
@@ -186,4 +195,4 @@ def _copy(source: np.ndarray, target: np.ndarray) -> int:
 
 
 def _blob(kind: int, *parts: np.ndarray) -> memoryview:
-    return seal(np.concatenate([np.zeros(SEAL, np.uint8), np.array([kind], np.uint8), *parts]))
+    return add_checksum(np.concatenate([np.zeros(CHECKSUM_NBYTES, np.uint8), np.array([kind], np.uint8), *parts]))

@@ -7,15 +7,15 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from rl.parameter_server.codecs.layout import (
-    SEAL,
+    CHECKSUM_NBYTES,
     Blob,
+    add_checksum,
     check_size,
     contiguous,
     flat_bytes,
     from_bytes,
     is_float,
-    seal,
-    unseal,
+    strip_checksum,
 )
 from rl.parameter_server.errors import WeightsError
 
@@ -47,10 +47,10 @@ class Int8Codec:
         del base
         array = contiguous(array)
         if not is_float(array.dtype):
-            return seal(np.concatenate([np.empty(SEAL, np.uint8), flat_bytes(array)]))
-        flat, codes_start = array.reshape(-1), SEAL + 4 * _blocks(array.size)
+            return add_checksum(np.concatenate([np.empty(CHECKSUM_NBYTES, np.uint8), flat_bytes(array)]))
+        flat, codes_start = array.reshape(-1), CHECKSUM_NBYTES + 4 * _blocks(array.size)
         blob = np.empty(codes_start + array.size, np.uint8)
-        scales, codes = blob[SEAL:codes_start].view(np.float32), blob[codes_start:].view(np.int8)
+        scales, codes = blob[CHECKSUM_NBYTES:codes_start].view(np.float32), blob[codes_start:].view(np.int8)
         for first in range(0, array.size, _AT_ONCE):
             some = flat[first : first + _AT_ONCE]
             with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, and is refused
@@ -62,13 +62,13 @@ class Int8Codec:
             scales[first // BLOCK :][: len(scale)] = scale
             blocks /= scale[:, None]
             codes[first : first + len(some)] = np.rint(blocks, out=blocks).reshape(-1)[: len(some)]
-        return seal(blob)
+        return add_checksum(blob)
 
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
         del base
-        body, dtype = unseal(self.name, blob), np.dtype(dtype)
+        body, dtype = strip_checksum(self.name, blob), np.dtype(dtype)
         if not is_float(dtype):
             return from_bytes(self.name, body, shape, dtype)
         count = math.prod(shape)

@@ -13,7 +13,7 @@ from rl.parameter_server.errors import WeightsError
 type Blob = bytes | bytearray | memoryview
 
 _CHECKSUM = struct.Struct("<Q")
-SEAL = _CHECKSUM.size  # bytes in front of a sealed body
+CHECKSUM_NBYTES = _CHECKSUM.size  # bytes in front of a sealed body
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
@@ -59,19 +59,20 @@ def check_size(codec: str, body: Blob, expected: int, shape: Sequence[int], dtyp
         )
 
 
-def seal(blob: np.ndarray) -> memoryview:
-    """Puts the checksum (XXH3, 64 bits) of what follows it into the first 8 bytes of a blob, uint8 [SEAL + body]."""
-    _CHECKSUM.pack_into(blob.data, 0, xxhash.xxh3_64_intdigest(blob[SEAL:]))
+def add_checksum(blob: np.ndarray) -> memoryview:
+    """Write the checksum (XXH3, 64 bits) of a blob's body into its first 8 bytes; the blob is uint8 [8 + body]."""
+    _CHECKSUM.pack_into(blob.data, 0, xxhash.xxh3_64_intdigest(blob[CHECKSUM_NBYTES:]))
     return blob.data
 
 
-def unseal(codec: str, blob: Blob) -> memoryview:
+def strip_checksum(codec: str, blob: Blob) -> memoryview:
     """The body of a sealed blob.
 
     Raises:
         WeightsError: the body is not the one that was sealed.
     """
     view = memoryview(blob).cast("B")
-    if len(view) < SEAL or _CHECKSUM.unpack_from(view)[0] != xxhash.xxh3_64_intdigest(view[SEAL:]):
+    body = view[CHECKSUM_NBYTES:]
+    if len(view) < CHECKSUM_NBYTES or _CHECKSUM.unpack_from(view)[0] != xxhash.xxh3_64_intdigest(body):
         raise WeightsError(f"{codec} weights are damaged: {len(view)} bytes arrived that do not match their checksum")
-    return view[SEAL:]
+    return body

@@ -12,7 +12,7 @@ class RawCodec:
     """The bytes in C order, nothing else. Encoding a contiguous array copies nothing: the blob is a view of it.
 
     The only codec without a checksum: a change that leaves the length as it was is noticed by who compares the digest
-    of the piece, not here.
+    of the shard, not here.
     """
 
     name = "raw"

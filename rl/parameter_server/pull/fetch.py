@@ -1,4 +1,4 @@
-"""Reading boxes of a version from a holder: ask in batches, decode, verify, and put parts together."""
+"""Fetch index ranges of a version from a shard server: ask in batches, decode, verify, and put parts together."""
 
 import dataclasses
 import threading
@@ -8,37 +8,37 @@ from typing import Any
 import numpy as np
 
 from rl.parameter_server.codecs import get_codec
-from rl.parameter_server.digest import as_bytes, digest_of
 from rl.parameter_server.errors import WeightsError, WrongBase
-from rl.parameter_server.index_ranges import Box, covering, describe, shape_of, slices, within
+from rl.parameter_server.fingerprint import as_bytes, digest_of
+from rl.parameter_server.index_ranges import IndexRange, covering, describe, shape_of, slices, within
 from rl.parameter_server.manifest import Manifest
-from rl.parameter_server.store.memory import MEMORY
-from rl.parameter_server.store.shard_server import Answer, HolderLink, ReadOptions, Wanted, view
+from rl.parameter_server.store.buffer_pool import BUFFERS
+from rl.parameter_server.store.shard_server import ReadOptions, ReadReply, ShardId, ShardReader, view
 from rl.parameter_server.transport.shared_memory import Segment, SegmentGone
 
-_BATCH = 16 << 20  # decoded bytes that one request asks for, or one box if it is larger
+_BATCH = 16 << 20  # decoded bytes that one request asks for, or one index range if it is larger
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What one holder has of a box that is wanted."""
+    """What one shard server has of an index range that is wanted."""
 
     tensor: str
-    box: Box
-    outer: Box  # the wanted one, which holds `box`
+    index_range: IndexRange
+    outer: IndexRange  # the wanted one, which holds `index_range`
     dtype: np.dtype[Any]
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(shape_of(self.box), dtype=np.int64)) * self.dtype.itemsize
+        return int(np.prod(shape_of(self.index_range), dtype=np.int64)) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(slots=True)
-class Moved:
-    """What one pull has moved, in bytes.
+class PullStats:
+    """What one pull has stats, in bytes.
 
     Attributes:
-        needed: in the boxes that the devices need, each counted once.
+        needed: in the index ranges that the devices need, each counted once.
         read: decoded bytes that were asked for; `needed`, if none was asked for twice.
         travelled: over sockets, encoded.
         mapped: used in shared memory.
@@ -49,74 +49,76 @@ class Moved:
 
     needed: int = 0
     read: int = 0
-    travelled: int = 0
+    network: int = 0
     mapped: int = 0
-    by: str = "server"
+    source: str = "server"
     seconds: float = 0.0
     checksum: str = ""
 
 
-def parts_by_shard(
-    manifest: Manifest, wanted: Sequence[Wanted], dtypes: Mapping[str, np.dtype[Any]]
+def parts_by_server(
+    manifest: Manifest, wanted: Sequence[ShardId], dtypes: Mapping[str, np.dtype[Any]]
 ) -> dict[int, list[Part]]:
-    """Cut boxes where the trainer's pieces end, by the data shard that has the piece."""
-    pieces = manifest.pieces_of()
+    """Cut index ranges where the trainer's shards end, by the shard server that has the shard."""
+    shards = manifest.shards_by_tensor()
     parts: dict[int, list[Part]] = {}
-    plans: dict[tuple[Any, ...], list[tuple[Box, int]]] = {}  # tensors of one shape and sharding share theirs
-    for tensor, box in wanted:
-        held = {piece.box: piece.shard for piece in pieces[tensor]}
-        name = (box, tuple(held.items()))
+    plans: dict[tuple[Any, ...], list[tuple[IndexRange, int]]] = {}  # tensors of one shape and sharding share theirs
+    for tensor, index_range in wanted:
+        held = {shard.index_range: shard.server for shard in shards[tensor]}
+        name = (index_range, tuple(held.items()))
         if name not in plans:
             plans[name] = [
-                (part, next(shard for outer, shard in held.items() if within(part, outer)))
-                for part in covering(box, list(held)) or [box]
+                (part, next(server for outer, server in held.items() if within(part, outer)))
+                for part in covering(index_range, list(held)) or [index_range]
             ]
-        for part, shard in plans[name]:
-            parts.setdefault(shard, []).append(Part(tensor, part, box, dtypes[tensor]))
+        for part, server in plans[name]:
+            parts.setdefault(server, []).append(Part(tensor, part, index_range, dtypes[tensor]))
     return parts
 
 
-class Reading:
-    """The boxes of one version as they come in, from one holder or several at a time."""
+class Fetch:
+    """The index ranges of one version as they come in, from one shard server or several at a time."""
 
     def __init__(
         self,
         key: int,
         options: ReadOptions,
-        bases: Mapping[Wanted, np.ndarray],
+        bases: Mapping[ShardId, np.ndarray],
         segments: dict[str, Segment],
-        moved: Moved,
+        stats: PullStats,
     ):
-        """`bases`: boxes that the reader has of the version `options.base`. `segments`: those mapped so far."""
-        self._key, self._options, self._bases, self._moved = key, options, bases, moved
+        """`bases`: index ranges that the reader has of the version `options.base`. `segments`: those mapped so far."""
+        self._key, self._options, self._bases, self._stats = key, options, bases, stats
         self._segments = segments
         self._lock = threading.Lock()
-        self.boxes: dict[Wanted, np.ndarray] = {}
+        self.index_ranges: dict[ShardId, np.ndarray] = {}
         self.mapped: set[str] = set()  # names of segments in use
 
-    def read(self, link: HolderLink, parts: Sequence[Part]) -> None:
+    def read(self, server: ShardReader, parts: Sequence[Part]) -> None:
         """Fetch these parts.
 
         Raises:
-            VersionGone: the holder does not have (all of) them any more.
-            WeightsError: damaged twice, or the holder is gone.
+            VersionGone: the shard server does not have (all of) them any more.
+            WeightsError: damaged twice, or the shard server is gone.
         """
         for batch in _batches(parts):
             targets = [self._target(part) for part in batch]
-            wanted = [(part.tensor, part.box) for part in batch]
-            answers = link.read(self._key, wanted, self._options, [None if t is None else as_bytes(t) for t in targets])
+            wanted = [(part.tensor, part.index_range) for part in batch]
+            answers = server.read(
+                self._key, wanted, self._options, [None if t is None else as_bytes(t) for t in targets]
+            )
             for part, target, answer in zip(batch, targets, answers, strict=True):
                 try:
                     array = self._decode(part, answer)
                 except (WrongBase, _Damaged, SegmentGone):
                     again = dataclasses.replace(self._options, codec="raw", base=None, host=None)
-                    (answer,) = link.read(self._key, [(part.tensor, part.box)], again)
+                    (answer,) = server.read(self._key, [(part.tensor, part.index_range)], again)
                     array = self._decode(part, answer)
                 self._put(part, target, array)
 
     def _target(self, part: Part) -> np.ndarray | None:
-        """Where in its box a part goes, if that is one run of memory and not the whole box."""
-        if part.box == part.outer:
+        """Where in its index range a part goes, if that is one run of memory and not the whole index range."""
+        if part.index_range == part.outer:
             return None
         place = self._place(part)
         return place if place.flags.c_contiguous else None
@@ -124,29 +126,29 @@ class Reading:
     def _place(self, part: Part) -> np.ndarray:
         with self._lock:
             name = (part.tensor, part.outer)
-            if name not in self.boxes:
-                self.boxes[name] = MEMORY.empty(shape_of(part.outer), part.dtype)
-            return self.boxes[name][(*slices(part.box, part.outer), ...)]
+            if name not in self.index_ranges:
+                self.index_ranges[name] = BUFFERS.empty(shape_of(part.outer), part.dtype)
+            return self.index_ranges[name][(*slices(part.index_range, part.outer), ...)]
 
     def _put(self, part: Part, target: np.ndarray | None, array: np.ndarray) -> None:
         with self._lock:
-            self._moved.read += array.nbytes
-            if part.box == part.outer:
-                self.boxes[part.tensor, part.outer] = array
+            self._stats.read += array.nbytes
+            if part.index_range == part.outer:
+                self.index_ranges[part.tensor, part.outer] = array
                 return
         if target is None or not np.may_share_memory(target, array):
             np.copyto(self._place(part), array)
 
-    def _decode(self, part: Part, answer: Answer) -> np.ndarray:
+    def _decode(self, part: Part, answer: ReadReply) -> np.ndarray:
         if answer.location is not None:
             return self._map(part, *answer.location)
-        codec, shape = get_codec(answer.codec), shape_of(part.box)
+        codec, shape = get_codec(answer.codec), shape_of(part.index_range)
         local = isinstance(answer.data, np.ndarray) and answer.data.dtype == part.dtype and answer.data.shape == shape
         if local and answer.codec == "raw":
             return answer.data
         data = answer.data
         with self._lock:
-            self._moved.travelled += len(data)
+            self._stats.network += len(data)
         if not codec.lossless and digest_of(data) != answer.digest:
             raise self._damaged(part)
         if answer.codec == "raw":
@@ -157,7 +159,7 @@ class Reading:
             base = None
             if codec.needs_base:
                 held = self._bases[part.tensor, part.outer]
-                base = held[(*slices(part.box, part.outer), ...)]
+                base = held[(*slices(part.index_range, part.outer), ...)]
             array = codec.decode(memoryview(data), shape=shape, dtype=part.dtype, base=base)
         if codec.lossless and digest_of(array) != answer.digest:
             raise self._damaged(part)
@@ -169,11 +171,11 @@ class Reading:
             if segment is None:
                 segment = self._segments[name] = Segment.attach(name)
             self.mapped.add(name)
-            self._moved.mapped += part.nbytes
-        return view(segment.buffer, offset, part.box, part.dtype.name)
+            self._stats.mapped += part.nbytes
+        return view(segment.buffer, offset, part.index_range, part.dtype.name)
 
     def _damaged(self, part: Part) -> "_Damaged":
-        return _Damaged(f"{part.tensor}{describe(part.box)}: damaged on the way (digests differ)")
+        return _Damaged(f"{part.tensor}{describe(part.index_range)}: damaged on the way (digests differ)")
 
 
 class _Damaged(WeightsError):

@@ -7,17 +7,17 @@ from typing import Any
 
 from axlearn_like.layers.base import Params
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.pull.receiver import Moved, Puller
+from rl.parameter_server.pull.receiver import PullStats, Receiver
 
 _WAIT = 2.0  # seconds that one question for newer versions waits at the directory
 
 
-class Follower:
+class Prefetcher:
     """One version ahead of its worker, on a thread of its own. Its methods are called by the worker's thread alone."""
 
     def __init__(
         self,
-        puller: Puller,
+        receiver: Receiver,
         place: Callable[[Params], Any],
         *,
         newest: bool,
@@ -28,16 +28,16 @@ class Follower:
         newest: always fetch the newest version; else the one that follows the version in use.
         background: fetch ahead at all.
         """
-        self._puller, self._place, self._newest = puller, place, newest
-        self._pulling = threading.Lock()  # a puller does one thing at a time
-        self._ready: tuple[int, Any, Moved] | None = None
+        self._receiver, self._place, self._newest = receiver, place, newest
+        self._pulling = threading.Lock()  # a receiver does one thing at a time
+        self._ready: tuple[int, Any, PullStats] | None = None
         self._used = -1
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
         self._background = background
 
-    def take(self, version: int, timeout: float = 0.0) -> tuple[Any, Moved]:
-        """Exactly this version, as the engine uses it, and what was moved for it.
+    def take(self, version: int, timeout: float = 0.0) -> tuple[Any, PullStats]:
+        """Exactly this version, as the engine uses it, and what was stats for it.
 
         Raises:
             WeightsError: not to be had within `timeout` seconds.
@@ -47,10 +47,10 @@ class Follower:
                 self._ready = self._pull(version, timeout)
             return self._hand_out(self._ready)
 
-    def newer(self) -> tuple[int, Any, Moved] | None:
+    def newer(self) -> tuple[int, Any, PullStats] | None:
         """A version above the one in use, if it is here already. Never waits."""
         if not self._background:
-            latest = self._puller.directory.latest()
+            latest = self._receiver.directory.latest()
             if latest <= self._used:
                 return None
             return (latest, *self.take(latest))
@@ -67,29 +67,29 @@ class Follower:
 
     @property
     def approximations(self) -> tuple[str, ...]:
-        return self._puller.approximations
+        return self._receiver.approximations
 
     def close(self) -> None:
         self._closed.set()
 
-    def _still_there(self, ready: tuple[int, Any, Moved]) -> bool:
+    def _still_there(self, ready: tuple[int, Any, PullStats]) -> bool:
         """Not if a trainer that died made it, and its successor something else, or nothing yet, of that number."""
         try:
-            return self._puller.directory.manifest(ready[0]).checksum == ready[2].checksum
+            return self._receiver.directory.manifest(ready[0]).checksum == ready[2].checksum
         except WeightsError:
             return False
 
-    def _hand_out(self, ready: tuple[int, Any, Moved]) -> tuple[Any, Moved]:
+    def _hand_out(self, ready: tuple[int, Any, PullStats]) -> tuple[Any, PullStats]:
         self._used, self._ready = ready[0], None
         if self._background and not self._thread.is_alive() and not self._closed.is_set():
             self._thread.start()
         return ready[1:]
 
-    def _pull(self, version: int, timeout: float) -> tuple[int, Any, Moved]:
+    def _pull(self, version: int, timeout: float) -> tuple[int, Any, PullStats]:
         began = time.monotonic()
-        placed = self._place(self._puller.pull(version, timeout))
-        self._puller.moved.seconds = time.monotonic() - began
-        return version, placed, self._puller.moved
+        placed = self._place(self._receiver.pull(version, timeout))
+        self._receiver.stats.seconds = time.monotonic() - began
+        return version, placed, self._receiver.stats
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -99,7 +99,7 @@ class Follower:
                 self._closed.wait(0.05)  # one ahead is enough
                 continue
             try:
-                latest = self._puller.directory.newer(known, _WAIT)
+                latest = self._receiver.directory.newer(known, _WAIT)
                 if latest <= known:
                     continue
                 with self._pulling:

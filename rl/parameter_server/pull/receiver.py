@@ -1,8 +1,9 @@
-"""The worker's side: a version as arrays on this process's devices, moving only the boxes that they need.
+"""The worker's side: a version as arrays on this process's devices, moving only the index ranges that they need.
 
-What a box is read from: the data shards of the parameter server, cut where the trainer's pieces end; or another worker
-that wanted the same and has it. Shared memory is mapped, not copied. Everything is verified twice: the bytes of each
-box as they arrive, and the contents of each tensor on the devices, by the fingerprint that the trainer's devices gave.
+An index range is read from the shard servers of the parameter server, cut where the trainer's shards end, or from
+another worker that needed the same one and has it. Shared memory is mapped, not copied. Everything is verified twice:
+the bytes of each index range as they arrive, and the contents of each tensor on the devices, against the fingerprint
+that the trainer's devices computed.
 """
 
 import dataclasses
@@ -16,84 +17,87 @@ import numpy as np
 
 from axlearn_like.layers.base import Params
 from rl.parameter_server.codecs import get_codec
-from rl.parameter_server.digest import digest_of
 from rl.parameter_server.errors import VersionGone, WeightsError
-from rl.parameter_server.fingerprint import fingerprints, path_name
-from rl.parameter_server.index_ranges import needed_boxes
+from rl.parameter_server.fingerprint import digest_of, fingerprints, path_name
+from rl.parameter_server.index_ranges import needed_index_ranges
 from rl.parameter_server.manifest import Manifest
-from rl.parameter_server.pull.fetch import Moved, Part, Reading, parts_by_shard
-from rl.parameter_server.store.shard_server import Holder, HolderLink, ReadOptions, Wanted
+from rl.parameter_server.pull.fetch import Fetch, Part, PullStats, parts_by_server
+from rl.parameter_server.store.shard_server import LocalShardServer, ReadOptions, ShardId, ShardReader
 from rl.parameter_server.transport.shared_memory import Segment, host_identity
 
 _PAUSE = 0.2  # seconds between attempts
 
 
 class VersionDirectory(Protocol):
-    """What a puller asks of the directory."""
+    """What a receiver asks of the directory."""
 
     def latest(self) -> int: ...
     def newer(self, version: int, timeout: float = 0.0) -> int: ...
     def manifest(self, version: int, timeout: float = 0.0) -> Manifest: ...
     def grant(
-        self, worker: str, endpoint: str, share: str, version: int, timeout: float = 0.0
+        self, worker: str, endpoint: str, shard_set: str, version: int, timeout: float = 0.0
     ) -> tuple[int, str | None] | None: ...
     def done(self, grant: int, serves: bool) -> None: ...
     def failed(self, grant: int, source_is_dead: bool) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Relaying:
+class Peer:
     """How a worker's process takes part in serving others.
 
     Attributes:
         name: of the process.
         endpoint: where it serves, as text.
-        holder: what it serves from.
-        link: makes a link to the holder at an endpoint.
+        shard server: what it serves from.
+        server: makes a server to the shard server at an endpoint.
     """
 
     name: str
     endpoint: str
-    holder: Holder
-    link: Callable[[str], HolderLink]
+    shard_server: LocalShardServer
+    connect: Callable[[str], ShardReader]
 
 
-class Puller:
+class Receiver:
     """Pulls versions as arrays like those given: nested dicts of what has a shape, a dtype and a sharding."""
 
     def __init__(
         self,
         directory: VersionDirectory,
-        shards: Sequence[HolderLink],
+        servers: Sequence[ShardReader],
         like: Params,
         *,
         codec: str = "raw",
-        key_every: int = 0,
+        full_every: int = 0,
         shared_memory: bool = True,
         verify: bool = True,
-        relaying: Relaying | None = None,
+        peer: Peer | None = None,
         streams: int = 2,
     ):
         """Args:
-        codec: how boxes travel (see codecs).
-        key_every: versions that are a multiple of it travel whole, whatever the codec; 0: none.
+        codec: how index ranges travel (see codecs).
+        full_every: versions that are a multiple of it travel whole, whatever the codec; 0: none.
         verify: contents by fingerprint on the devices, where the codec is lossless and the type the trainer's.
-        streams: connections to each holder at a time: while what came by one is verified, more comes by the other.
+        streams: concurrent connections to each shard server: one receives while the data of the other is verified.
         """
-        self.directory, self._shards = directory, list(shards)
-        self._codec, self._key_every, self._streams = get_codec(codec), key_every, streams
+        self.directory, self._servers = directory, list(servers)
+        self._codec, self._full_every, self._streams = get_codec(codec), full_every, streams
         self._host = host_identity() if shared_memory else None
-        self._verify, self._relaying = verify, relaying
-        self._threads = ThreadPoolExecutor(streams * max(1, len(self._shards)), "pull")
+        self._verify, self._peer = verify, peer
+        self._threads = ThreadPoolExecutor(streams * max(1, len(self._servers)), "pull")
         self._like = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]}
         self._tree = jax.tree.structure(like)
-        self._needed = {name: needed_boxes(leaf.sharding, leaf.shape) for name, leaf in self._like.items()}
-        self._wanted: list[Wanted] = [(name, box) for name, boxes in self._needed.items() for box in boxes]
+        self._needed = {name: needed_index_ranges(leaf.sharding, leaf.shape) for name, leaf in self._like.items()}
+        self._wanted: list[ShardId] = [
+            (name, index_range) for name, index_ranges in self._needed.items() for index_range in index_ranges
+        ]
         self._dtypes = {name: np.dtype(leaf.dtype) for name, leaf in self._like.items()}
-        self._share = digest_of(repr((self._wanted, self._dtypes)).encode())
-        self._held: tuple[int, dict[Wanted, np.ndarray]] | None = None  # key and boxes of the version pulled last
+        self._shard_set = digest_of(repr((self._wanted, self._dtypes)).encode())
+        self._held: tuple[int, dict[ShardId, np.ndarray]] | None = (
+            None  # key and index ranges of the version pulled last
+        )
         self._segments: dict[str, Segment] = {}
-        self.moved = Moved()  # by the last pull
+        self.stats = PullStats()  # by the last pull
 
     @property
     def approximations(self) -> tuple[str, ...]:
@@ -101,7 +105,7 @@ class Puller:
         return () if self._codec.lossless else (f"{self._codec.name}-weights",)
 
     def pull(self, version: int, timeout: float = 0.0) -> Params:
-        """The arrays, placed. Waits up to `timeout` seconds for the version and for all of its pieces.
+        """The arrays, placed. Waits up to `timeout` seconds for the version and for all of its shards.
 
         Raises:
             WeightsError: not to be had in time, damaged, or of other shapes than the policy's.
@@ -113,34 +117,34 @@ class Puller:
             self._check_shapes(manifest)
             try:
                 params = self._place(self._fetch(manifest, end))
-            except VersionGone:  # a shard was restarted: the trainer is about to publish again
+            except VersionGone:  # a server was restarted: the trainer is about to publish again
                 if time.monotonic() >= end:
                     raise
                 time.sleep(_PAUSE)
                 continue
             self._check_contents(manifest, params)
-            self.moved.seconds = time.monotonic() - began
+            self.stats.seconds = time.monotonic() - began
             return params
 
     # ---- parts
 
-    def _fetch(self, manifest: Manifest, end: float) -> dict[Wanted, np.ndarray]:
-        self.moved = Moved(checksum=manifest.checksum)
+    def _fetch(self, manifest: Manifest, end: float) -> dict[ShardId, np.ndarray]:
+        self.stats = PullStats(checksum=manifest.checksum)
         bases = {} if self._held is None else self._held[1]
-        reading = Reading(manifest.key, self._options(manifest), bases, self._segments, self.moved)
-        if self._relaying is None:
-            self._from_server(manifest, reading)
+        fetch = Fetch(manifest.key, self._options(manifest), bases, self._segments, self.stats)
+        if self._peer is None:
+            self._from_server(manifest, fetch)
         else:
-            self._from_anyone(manifest, reading, end, self._relaying)
-        self.moved.needed = sum(array.nbytes for array in reading.boxes.values())
-        self._segments = {name: self._segments[name] for name in reading.mapped}
+            self._from_anyone(manifest, fetch, end, self._peer)
+        self.stats.needed = sum(array.nbytes for array in fetch.index_ranges.values())
+        self._segments = {name: self._segments[name] for name in fetch.mapped}
         if self._codec.needs_base:
-            self._held = manifest.key, reading.boxes
-        return reading.boxes
+            self._held = manifest.key, fetch.index_ranges
+        return fetch.index_ranges
 
     def _options(self, manifest: Manifest) -> ReadOptions:
         whole = self._codec.needs_base and (
-            self._held is None or (self._key_every and manifest.version % self._key_every == 0)
+            self._held is None or (self._full_every and manifest.version % self._full_every == 0)
         )
         casts = {
             spec.path: self._dtypes[spec.path].name
@@ -154,54 +158,52 @@ class Puller:
             host=self._host,
         )
 
-    def _from_server(self, manifest: Manifest, reading: Reading) -> None:
-        by_shard = parts_by_shard(manifest, self._wanted, self._dtypes)
-        self._read_all([(self._shards[number], parts) for number, parts in by_shard.items()], reading)
+    def _from_server(self, manifest: Manifest, fetch: Fetch) -> None:
+        by_server = parts_by_server(manifest, self._wanted, self._dtypes)
+        self._read_all([(self._servers[number], parts) for number, parts in by_server.items()], fetch)
 
-    def _from_anyone(self, manifest: Manifest, reading: Reading, end: float, relaying: Relaying) -> None:
+    def _from_anyone(self, manifest: Manifest, fetch: Fetch, end: float, peer: Peer) -> None:
         """From whom the directory says; from the next, if that one fails."""
-        parts = [Part(tensor, box, box, self._dtypes[tensor]) for tensor, box in self._wanted]
+        parts = [Part(tensor, index_range, index_range, self._dtypes[tensor]) for tensor, index_range in self._wanted]
         while True:
             left = end - time.monotonic()
-            granted = self.directory.grant(
-                relaying.name, relaying.endpoint, self._share, manifest.version, max(0.0, left)
-            )
+            granted = self.directory.grant(peer.name, peer.endpoint, self._shard_set, manifest.version, max(0.0, left))
             if granted is None:
                 raise WeightsError(
-                    f"version {manifest.version}: no place to read from for {max(0.0, left):.0f} s, holders are busy"
+                    f"version {manifest.version}: no free source to read from for {max(0.0, left):.0f} s"
                 )
             grant, source = granted
             try:
                 if source is None:
-                    self._from_server(manifest, reading)
+                    self._from_server(manifest, fetch)
                 else:
-                    self._read_all([(relaying.link(source), parts)], reading)
-                    self.moved.by = "worker"
+                    self._read_all([(peer.connect(source), parts)], fetch)
+                    self.stats.source = "worker"
             except WeightsError:
                 self.directory.failed(grant, source is not None)
                 if source is None:
                     raise
                 continue
-            self._offer(manifest, reading, relaying)
+            self._offer(manifest, fetch, peer)
             self.directory.done(grant, True)
             return
 
-    def _offer(self, manifest: Manifest, reading: Reading, relaying: Relaying) -> None:
+    def _offer(self, manifest: Manifest, fetch: Fetch, peer: Peer) -> None:
         """Hold it for others, and the one before as a base."""
-        before = relaying.holder.store.versions()[-1:]
-        relaying.holder.store.add(manifest.key, [(*name, array) for name, array in reading.boxes.items()])
-        relaying.holder.keep({manifest.key, *before})
+        before = peer.shard_server.store.versions()[-1:]
+        peer.shard_server.store.add(manifest.key, [(*name, array) for name, array in fetch.index_ranges.items()])
+        peer.shard_server.keep({manifest.key, *before})
 
-    def _read_all(self, work: Sequence[tuple[HolderLink, Sequence[Part]]], reading: Reading) -> None:
-        shares = [(link, parts[n :: self._streams]) for link, parts in work for n in range(self._streams)]
-        for done in [self._threads.submit(reading.read, link, share) for link, share in shares if share]:
+    def _read_all(self, work: Sequence[tuple[ShardReader, Sequence[Part]]], fetch: Fetch) -> None:
+        shares = [(server, parts[n :: self._streams]) for server, parts in work for n in range(self._streams)]
+        for done in [self._threads.submit(fetch.read, server, share) for server, share in shares if share]:
             done.result()
 
-    def _place(self, boxes: dict[Wanted, np.ndarray]) -> Params:
+    def _place(self, index_ranges: dict[ShardId, np.ndarray]) -> Params:
         def put(name: str, leaf: Any) -> jax.Array:
             arrays = [
-                jax.device_put(boxes[name, box], device)
-                for box, devices in self._needed[name].items()
+                jax.device_put(index_ranges[name, index_range], device)
+                for index_range, devices in self._needed[name].items()
                 for device in devices
             ]
             return jax.make_array_from_single_device_arrays(tuple(leaf.shape), leaf.sharding, arrays)

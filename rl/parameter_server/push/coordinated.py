@@ -7,11 +7,11 @@ from rl.parameter_server.push.snapshot import Snapshot
 _SKEW = 0.5  # seconds by which one process may know later than another that a version is published
 
 
-class CommonPush:
+class CoordinatedPush:
     """Every process of the trainer has one for each of its pushes, and all ask the same of it in the same order.
 
     A parameter server that dies may have told some of them that the version is published, and others never. The others
-    try again, which needs the seals of all: so those push it once more, too.
+    try again, which needs the commits of all: so those push it once more, too.
     """
 
     def __init__(self, push: Push, publisher: Publisher, processes: ProcessGroup):
@@ -27,7 +27,7 @@ class CommonPush:
         if not self._all.any(pending):
             return True
         if not pending:
-            self._push = self._publisher.again(self._push.snapshot())
+            self._push = self._publisher.republish(self._push.snapshot())
         return False
 
     def settle(self) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's side: every process pushes the pieces it owns, from its own memory, and seals the version.
+"""The trainer's side: every process pushes the shards it owns, from its own memory, and commits the version.
 
 Copying to the host is all that the next update has to wait for; what follows runs beside it on a thread.
 """
@@ -11,25 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from axlearn_like.layers.base import Params
-from rl.parameter_server.digest import digest_of
-from rl.parameter_server.errors import AttemptOver, VersionGone, WeightsError
-from rl.parameter_server.fingerprint import begin_fingerprints
-from rl.parameter_server.manifest import Piece, Seal
-from rl.parameter_server.push.snapshot import Copied, Snapshot, take
-from rl.parameter_server.store.shard_server import Shard
+from rl.parameter_server.errors import PublishAborted, VersionGone, WeightsError
+from rl.parameter_server.fingerprint import begin_fingerprints, digest_of
+from rl.parameter_server.manifest import Commit, Shard
+from rl.parameter_server.push.snapshot import HostShard, Snapshot, take
+from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.shared_memory import Segment, host_identity
 
 _ATTEMPTS = 5  # to publish one version, each of which a restart of the server may end
 _PATIENCE = 600.0  # seconds that other processes of the trainer may lag behind
-_CHUNK = 16 << 20  # bytes that one request carries, or one piece if it is larger
-_STREAMS = 2  # requests to a shard at a time: while it verifies one, the next is on its way
+_CHUNK = 16 << 20  # bytes that one request carries, or one shard if it is larger
+_STREAMS = 2  # requests to a server at a time: while it verifies one, the next is on its way
 
 
 class VersionRegister(Protocol):
     """What a publisher asks of the directory."""
 
     def open(self, version: int, pusher: str, processes: int) -> int: ...
-    def seal(self, seal: Seal) -> bool: ...
+    def commit(self, commit: Commit) -> bool: ...
     def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]: ...
 
 
@@ -39,7 +38,7 @@ class Publisher:
     def __init__(
         self,
         directory: VersionRegister,
-        shards: Sequence[Shard],
+        servers: Sequence[ShardServer],
         *,
         pusher: str | None = None,
         process: int = 0,
@@ -48,7 +47,7 @@ class Publisher:
     ):
         if pusher is None and processes > 1:
             raise WeightsError("publisher: the processes of a trainer need one `pusher` name, another for every start")
-        self._directory, self._shards = directory, list(shards)
+        self._directory, self._servers = directory, list(servers)
         self._pusher = pusher or secrets.token_hex(8)
         self._process, self._processes = process, processes
         self._shared_memory = shared_memory
@@ -57,7 +56,9 @@ class Publisher:
         """Copy the part of a version that this process owns; the arrays may be donated afterwards."""
         return self._take(params, version).wait()
 
-    def begin(self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None) -> "Push":
+    def publish_async(
+        self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None
+    ) -> "Push":
         """Publish on a thread; `then` is called when it is done.
 
         All processes of the trainer call this in the same order, since the contents' fingerprints are computed by all
@@ -65,12 +66,12 @@ class Publisher:
         """
         return Push(self._take(params, version), self.publish, then)
 
-    def again(self, snapshot: Snapshot) -> "Push":
+    def republish(self, snapshot: Snapshot) -> "Push":
         """Publish, on a thread, what was copied before."""
         return Push(snapshot, self.publish, lambda snapshot: None)
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Push this process's pieces and seal. With the last process's seal the version is there for all to read.
+        """Push this process's shards and commit. With the last process's commit the version is there for all to read.
 
         May be repeated: what is published already, with the same contents, stays as it is.
 
@@ -80,9 +81,9 @@ class Publisher:
         for attempt in range(_ATTEMPTS):
             key = self._directory.open(snapshot.version, self._pusher, self._processes)
             try:
-                if self._directory.seal(self._push(snapshot, key)) or self._wait_for_others(snapshot.version, key):
+                if self._directory.commit(self._push(snapshot, key)) or self._wait_for_others(snapshot.version, key):
                     return
-            except AttemptOver:
+            except PublishAborted:
                 if attempt == _ATTEMPTS - 1:
                     raise
 
@@ -90,71 +91,73 @@ class Publisher:
         return take(params, version, begin_fingerprints(params), shared=self._shared_memory)
 
     def _wait_for_others(self, version: int, key: int) -> bool:
-        """Until the last process has sealed; False if the attempt came to nothing and has to be made again."""
+        """Until the last process has committed; False if the attempt came to nothing and has to be made again."""
         began = time.monotonic()
         while not isinstance(outcome := self._directory.outcome(key, 5.0), bool):
             if (waited := time.monotonic() - began) > _PATIENCE:
                 raise WeightsError(
-                    f"version {version}: waited {waited:.0f} s for the seals of trainer processes {outcome} "
+                    f"version {version}: waited {waited:.0f} s for the commits of trainer processes {outcome} "
                     f"(this is process {self._process} of {self._processes})"
                 )
         return outcome
 
-    def _push(self, snapshot: Snapshot, key: int) -> Seal:
-        pieces, incarnations = [], {}
+    def _push(self, snapshot: Snapshot, key: int) -> Commit:
+        shards, incarnations = [], {}
         for number, mine in self._assign(snapshot.owned).items():
-            shard = self._shards[number]
-            incarnations[number] = shard.incarnation()
-            digests = self._give(shard, key, snapshot.memory, mine) or self._send(shard, key, mine)
-            pieces += [Piece(p.tensor, p.box, mark, number) for p, mark in zip(mine, digests, strict=True)]
-        return Seal(
+            server = self._servers[number]
+            incarnations[number] = server.incarnation()
+            digests = self._give(server, key, snapshot.memory, mine) or self._send(server, key, mine)
+            shards += [Shard(p.tensor, p.index_range, mark, number) for p, mark in zip(mine, digests, strict=True)]
+        return Commit(
             version=snapshot.version,
             key=key,
             process=self._process,
             processes=self._processes,
             tensors=snapshot.tensors,
-            pieces=tuple(pieces),
+            shards=tuple(shards),
             fingerprints=snapshot.fingerprints,
             incarnations=incarnations,
         )
 
-    def _send(self, shard: Shard, key: int, pieces: Sequence[Copied]) -> list[str]:
-        """Write pieces to a shard; their digests."""
+    def _send(self, server: ShardServer, key: int, shards: Sequence[HostShard]) -> list[str]:
+        """Write shards to a server; their digests."""
 
-        def send(chunk: Sequence[Copied]) -> list[str]:
-            digests = [digest_of(piece.array) for piece in chunk]
-            shard.write(key, [(p.tensor, p.box, p.array, mark) for p, mark in zip(chunk, digests, strict=True)])
+        def send(chunk: Sequence[HostShard]) -> list[str]:
+            digests = [digest_of(shard.array) for shard in chunk]
+            server.write(
+                key, [(p.tensor, p.index_range, p.array, mark) for p, mark in zip(chunk, digests, strict=True)]
+            )
             return digests
 
-        first, *others = _chunks(pieces)
+        first, *others = _chunks(shards)
         if not others:
             return send(first)
         with ThreadPoolExecutor(_STREAMS, "push") as pool:
             return [digest for digests in pool.map(send, [first, *others]) for digest in digests]
 
-    def _give(self, shard: Shard, key: int, memory: Segment | None, pieces: Sequence[Copied]) -> list[str]:
-        """Let a shard on this host take the snapshot's memory as it is; the pieces' digests, none if that cannot be."""
-        if memory is None or shard.host() != host_identity():
+    def _give(self, server: ShardServer, key: int, memory: Segment | None, shards: Sequence[HostShard]) -> list[str]:
+        """Let a server on this host map the snapshot's memory. Return the shards' digests, or [] if it cannot."""
+        if memory is None or server.host() != host_identity():
             return []
-        digests = [digest_of(piece.array) for piece in pieces]
+        digests = [digest_of(shard.array) for shard in shards]
         entries = [
-            (piece.tensor, piece.box, piece.array.dtype.name, piece.offset, digest)
-            for piece, digest in zip(pieces, digests, strict=True)
+            (shard.tensor, shard.index_range, shard.array.dtype.name, shard.offset, digest)
+            for shard, digest in zip(shards, digests, strict=True)
         ]
         try:
-            shard.adopt(key, memory.name, entries)
+            server.adopt(key, memory.name, entries)
         except VersionGone:
             return []  # pushed before, and dropped by its adopter since
         return digests
 
-    def _assign(self, pieces: Sequence[Copied]) -> dict[int, list[Copied]]:
-        """Pieces to data shards: the largest first, each to the shard with the fewest bytes so far."""
-        loads = [0] * len(self._shards)
-        assigned: dict[int, list[Copied]] = {}
-        for piece in sorted(pieces, key=lambda piece: -piece.nbytes):
+    def _assign(self, shards: Sequence[HostShard]) -> dict[int, list[HostShard]]:
+        """Pieces to shard servers: the largest first, each to the server with the fewest bytes so far."""
+        loads = [0] * len(self._servers)
+        assigned: dict[int, list[HostShard]] = {}
+        for shard in sorted(shards, key=lambda shard: -shard.nbytes):
             number = min(range(len(loads)), key=lambda n: (loads[n], (n - self._process) % len(loads)))
-            loads[number] += piece.nbytes
-            assigned.setdefault(number, []).append(piece)
+            loads[number] += shard.nbytes
+            assigned.setdefault(number, []).append(shard)
         return assigned
 
 
@@ -192,13 +195,13 @@ class Push:
             self._ended.set()
 
 
-def _chunks(pieces: Sequence[Copied]) -> list[list[Copied]]:
-    chunks: list[list[Copied]] = []
+def _chunks(shards: Sequence[HostShard]) -> list[list[HostShard]]:
+    chunks: list[list[HostShard]] = []
     room = 0
-    for piece in pieces:
-        if piece.nbytes > room or not chunks:
+    for shard in shards:
+        if shard.nbytes > room or not chunks:
             chunks.append([])
             room = _CHUNK
-        chunks[-1].append(piece)
-        room -= piece.nbytes
+        chunks[-1].append(shard)
+        room -= shard.nbytes
     return chunks

@@ -1,6 +1,6 @@
 """A version of the weights in the memory of one trainer process: what it pushes, once or, if the server dies, again.
 
-It is made on threads, the largest pieces first, and who asks for a piece waits for that one: so the first are on their
+It is made on threads, the largest shards first, and who asks for a shard waits for that one: so the first are on their
 way to the server while the last are copied from the device.
 """
 
@@ -16,48 +16,56 @@ from axlearn_like.layers.base import Params
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.fingerprint import fingerprint_version, path_name
-from rl.parameter_server.index_ranges import Box, box_of, needed_boxes, owned_pieces, shape_of, slices, within
+from rl.parameter_server.index_ranges import (
+    IndexRange,
+    index_range_of,
+    needed_index_ranges,
+    owned_shards,
+    shape_of,
+    slices,
+    within,
+)
 from rl.parameter_server.manifest import TensorSpec
-from rl.parameter_server.store.memory import ALIGNMENT, MEMORY
+from rl.parameter_server.store.buffer_pool import ALIGNMENT, BUFFERS
 from rl.parameter_server.transport.shared_memory import Segment
 
 _COPIES = 4  # at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Copied:
-    """A box on the host."""
+class HostShard:
+    """an index range on the host."""
 
     tensor: str
-    box: Box
+    index_range: IndexRange
     nbytes: int
     offset: int  # in the snapshot's memory
     copy: Future[np.ndarray]
 
     @property
     def array(self) -> np.ndarray:
-        """What is in the box, as soon as it is copied; raises what went wrong with that."""
+        """What is in the index range, as soon as it is copied; raises what went wrong with that."""
         return self.copy.result()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """Attributes:
-    owned: what this process has to push: every element of the weights lies in one piece of one process.
-    others: boxes that its devices hold too, and other processes push.
+    owned: what this process has to push: every element of the weights lies in one shard of one process.
+    others: index ranges that its devices hold too, and other processes push.
     """
 
     version: int
     tensors: tuple[TensorSpec, ...]
-    owned: tuple[Copied, ...]
-    others: tuple[Copied, ...]
+    owned: tuple[HostShard, ...]
+    others: tuple[HostShard, ...]
     kept: Future[tuple[Segment | None, np.ndarray]]
     marks: Future[dict[str, str]]
 
     def wait(self) -> "Snapshot":
         """Until all is copied, and the devices' arrays may be given up."""
-        for piece in self.owned + self.others:
-            piece.copy.result()
+        for shard in self.owned + self.others:
+            shard.copy.result()
         return self
 
     @property
@@ -67,7 +75,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.owned)
+        return sum(shard.nbytes for shard in self.owned)
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -83,15 +91,15 @@ class Snapshot:
         """The weights on the devices again, sharded as `like`.
 
         Raises:
-            WeightsError: this process's copy does not hold a box that its devices need.
+            WeightsError: this process's copy does not hold an index range that its devices need.
         """
-        held: dict[str, list[Copied]] = {}
-        for piece in self.owned + self.others:
-            held.setdefault(piece.tensor, []).append(piece)
+        held: dict[str, list[HostShard]] = {}
+        for shard in self.owned + self.others:
+            held.setdefault(shard.tensor, []).append(shard)
 
         def put(path: Any, leaf: jax.Array) -> jax.Array:
-            pieces = held.get(name := path_name(path), [])
-            return _assemble(f"version {self.version}, {name}", pieces, leaf.shape, leaf.sharding)
+            shards = held.get(name := path_name(path), [])
+            return _assemble(f"version {self.version}, {name}", shards, leaf.shape, leaf.sharding)
 
         return jax.tree_util.tree_map_with_path(put, like)
 
@@ -110,11 +118,11 @@ def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, s
     named = [(path_name(path), leaf) for path, leaf in leaves]
     owned, others = [], []
     for turn, (name, leaf) in enumerate(named):
-        mine = dict(owned_pieces(leaf, turn))
-        here = {box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
-        owned += [(name, box, part) for box, part in mine.items()]
-        others += [(name, box, part) for box, part in here.items() if box not in mine]
-    owned.sort(key=lambda piece: -piece[2].nbytes)  # as they are sent
+        mine = dict(owned_shards(leaf, turn))
+        here = {index_range_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+        owned += [(name, index_range, part) for index_range, part in mine.items()]
+        others += [(name, index_range, part) for index_range, part in here.items() if index_range not in mine]
+    owned.sort(key=lambda shard: -shard[2].nbytes)  # as they are sent
     for _, _, part in owned + others:
         part.copy_to_host_async()
     pool = ThreadPoolExecutor(_COPIES + 1, "copy")  # one for what waits for the fingerprints
@@ -127,8 +135,8 @@ def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, s
 
 
 def _copy(
-    parts: Sequence[tuple[str, Box, jax.Array]], shared: bool, pool: ThreadPoolExecutor
-) -> tuple[Future[tuple[Segment | None, np.ndarray]], tuple[Copied, ...]]:
+    parts: Sequence[tuple[str, IndexRange, jax.Array]], shared: bool, pool: ThreadPoolExecutor
+) -> tuple[Future[tuple[Segment | None, np.ndarray]], tuple[HostShard, ...]]:
     offsets, end = [], 0
     for _, _, part in parts:
         offsets.append(end)
@@ -136,11 +144,11 @@ def _copy(
 
     def memory() -> tuple[Segment | None, np.ndarray]:
         segment = _segment(end) if shared and end else None
-        return segment, MEMORY.empty((end,), np.uint8) if segment is None else segment.buffer
+        return segment, BUFFERS.empty((end,), np.uint8) if segment is None else segment.buffer
 
-    def copy(box: Box, part: jax.Array, offset: int) -> np.ndarray:
+    def copy(index_range: IndexRange, part: jax.Array, offset: int) -> np.ndarray:
         segment, buffer = kept.result()
-        array = buffer[offset : offset + part.nbytes].view(np.dtype(part.dtype)).reshape(shape_of(box))
+        array = buffer[offset : offset + part.nbytes].view(np.dtype(part.dtype)).reshape(shape_of(index_range))
         if segment is None:
             np.copyto(array, np.asarray(part))
         else:
@@ -149,8 +157,8 @@ def _copy(
 
     kept = pool.submit(memory)
     return kept, tuple(
-        Copied(tensor, box, part.nbytes, offset, pool.submit(copy, box, part, offset))
-        for (tensor, box, part), offset in zip(parts, offsets, strict=True)
+        HostShard(tensor, index_range, part.nbytes, offset, pool.submit(copy, index_range, part, offset))
+        for (tensor, index_range, part), offset in zip(parts, offsets, strict=True)
     )
 
 
@@ -161,12 +169,14 @@ def _segment(nbytes: int) -> Segment | None:
         return None  # /dev/shm is small in many containers; the bytes take the socket then
 
 
-def _assemble(name: str, pieces: Sequence[Copied], shape: Sequence[int], sharding: jax.sharding.Sharding) -> jax.Array:
+def _assemble(
+    name: str, shards: Sequence[HostShard], shape: Sequence[int], sharding: jax.sharding.Sharding
+) -> jax.Array:
     arrays = []
-    for box, devices in needed_boxes(sharding, shape).items():
-        piece = next((piece for piece in pieces if within(box, piece.box)), None)
-        if piece is None:
-            raise WeightsError(f"{name}: box {box} is not in this process's copy")
-        part = piece.array[(*slices(box, piece.box), ...)]
+    for index_range, devices in needed_index_ranges(sharding, shape).items():
+        shard = next((shard for shard in shards if within(index_range, shard.index_range)), None)
+        if shard is None:
+            raise WeightsError(f"{name}: index range {index_range} is not in this process's copy")
+        part = shard.array[(*slices(index_range, shard.index_range), ...)]
         arrays += [jax.device_put(part, device) for device in devices]
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)

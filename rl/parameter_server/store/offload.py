@@ -1,6 +1,6 @@
 """Versions of the weights on disk or in a bucket, for when those in memory are gone.
 
-A version is a directory `v<version>` with an object for each distinct content of a piece, named by its digest, and
+A version is a directory `v<version>` with an object for each distinct content of a shard, named by its digest, and
 the object `manifest`, written last: without it there is no version. One process at a time writes to a directory of
 versions; any number may read.
 """
@@ -21,23 +21,23 @@ import tensorstore as ts
 
 from axlearn_like.run.object_store import open_store, store_text
 from mesh import UserError
-from rl.parameter_server.digest import digest_of
 from rl.parameter_server.errors import VersionGone, WeightsError
-from rl.parameter_server.index_ranges import Box, shape_of
+from rl.parameter_server.fingerprint import digest_of
+from rl.parameter_server.index_ranges import IndexRange, shape_of
 
-_IN_FLIGHT = 256 << 20  # bytes of pieces being written or read ahead, if that is more than one piece
+_IN_FLIGHT = 256 << 20  # bytes of shards being written or read ahead, if that is more than one shard
 _MANIFEST = "manifest"
 
 
 class _Record(NamedTuple):
     tensor: str
-    box: Box
+    index_range: IndexRange
     dtype: str
     digest: str  # xxh3_128 of the bytes
     nbytes: int
 
 
-class Spill:
+class OffloadStore:
     """Saves versions to a directory of TensorStore's KvStore, and reads them back. Its methods block."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Spill:
         url: str | Mapping[str, Any],
         keep: int,
         *,
-        setting: str = "spill",
+        setting: str = "offload",
         timeout: float = 120.0,
         retries: int = 6,
     ) -> None:
@@ -69,16 +69,16 @@ class Spill:
         self._lock = threading.Lock()  # of those who change something
         self._store = open_store(url, setting, timeout=timeout, retries=retries)
 
-    def save(self, version: int, manifest: str, pieces: Iterable[tuple[str, Box, np.ndarray]]) -> int:
+    def save(self, version: int, manifest: str, shards: Iterable[tuple[str, IndexRange, np.ndarray]]) -> int:
         """Writes a version; it is listed when all of it has been written, and if that fails, never.
 
         Args:
             version: the version's number.
             manifest: any text, which `load` returns.
-            pieces: tensor, box, and what is in the box.
+            shards: tensor, index range, and what is in the index range.
 
         Returns:
-            The bytes of the pieces written. Pieces with the same bytes are written once.
+            The bytes of the shards written. Pieces with the same bytes are written once.
 
         Raises:
             WeightsError: naming the object that could not be written (disk full, bucket out of reach).
@@ -87,8 +87,8 @@ class Spill:
             before = self.versions()
             pending: deque[tuple[str, int, ts.Future[Any]]] = deque()
             try:
-                records = self._write_pieces(version, pieces, pending)
-                body = json.dumps({"manifest": manifest, "pieces": records}, separators=(",", ":")).encode()
+                records = self._write_shards(version, shards, pending)
+                body = json.dumps({"manifest": manifest, "shards": records}, separators=(",", ":")).encode()
                 signed = digest_of(body).encode() + b"\n" + body
                 name = f"v{version}/{_MANIFEST}"
                 self._wait("write", name, self._store.write(name, signed))
@@ -107,8 +107,8 @@ class Spill:
         """The versions that are there whole, ascending."""
         return self._listed(self._keys())
 
-    def load(self, version: int) -> tuple[str, Iterator[tuple[str, Box, np.ndarray]]]:
-        """The manifest of a version, and its pieces (read-only arrays), read as one goes along.
+    def load(self, version: int) -> tuple[str, Iterator[tuple[str, IndexRange, np.ndarray]]]:
+        """The manifest of a version, and its shards (read-only arrays), read as one goes along.
 
         Raises:
             VersionGone: the version is not there, or no longer (from the iterator, too).
@@ -119,15 +119,16 @@ class Spill:
         found = self._wait("read", name, self._store.read(name))
         if found.state == "missing":
             held = ", ".join(map(str, self.versions())) or "none"
-            raise VersionGone(f"spill {self.url} has no version {version}; versions there: {held}")
+            raise VersionGone(f"offload {self.url} has no version {version}; versions there: {held}")
         digest, _, body = found.value.partition(b"\n")
         if digest_of(body).encode() != digest:
-            raise WeightsError(f"spill {self.url}: {name} is damaged ({len(found.value)} bytes)")
+            raise WeightsError(f"offload {self.url}: {name} is damaged ({len(found.value)} bytes)")
         raw = json.loads(body)
         records = [
-            _Record(tensor, tuple((start, stop) for start, stop in box), *rest) for tensor, box, *rest in raw["pieces"]
+            _Record(tensor, tuple((start, stop) for start, stop in index_range), *rest)
+            for tensor, index_range, *rest in raw["shards"]
         ]
-        return raw["manifest"], self._read_pieces(version, records)
+        return raw["manifest"], self._read_shards(version, records)
 
     def retire(self) -> list[int]:
         """Deletes all but the newest `keep` versions, and what was left half-written before those.
@@ -148,19 +149,19 @@ class Spill:
         with self._lock:
             self._delete(version)
 
-    def _write_pieces(
+    def _write_shards(
         self,
         version: int,
-        pieces: Iterable[tuple[str, Box, np.ndarray]],
+        shards: Iterable[tuple[str, IndexRange, np.ndarray]],
         pending: deque[tuple[str, int, ts.Future[Any]]],
     ) -> list[_Record]:
-        """The records of the pieces when all are written; `pending` has what has not been waited for on an error."""
+        """The records of the shards when all are written; `pending` has what has not been waited for on an error."""
         records: list[_Record] = []
         written: set[str] = set()
         in_flight = 0
-        for tensor, box, array in pieces:
+        for tensor, index_range, array in shards:
             data = array.tobytes()
-            record = _Record(tensor, box, array.dtype.name, digest_of(data), len(data))
+            record = _Record(tensor, index_range, array.dtype.name, digest_of(data), len(data))
             records.append(record)
             if record.digest in written:
                 continue
@@ -179,7 +180,7 @@ class Spill:
         self._wait("write", name, future)
         return nbytes
 
-    def _read_pieces(self, version: int, records: list[_Record]) -> Iterator[tuple[str, Box, np.ndarray]]:
+    def _read_shards(self, version: int, records: list[_Record]) -> Iterator[tuple[str, IndexRange, np.ndarray]]:
         ahead: deque[tuple[_Record, ts.Future[ts.KvStore.ReadResult]]] = deque()
         in_flight, following = 0, iter(records)
         record = next(following, None)
@@ -191,11 +192,11 @@ class Spill:
                 continue
             first, future = ahead.popleft()
             in_flight -= first.nbytes
-            yield first.tensor, first.box, self._checked(version, first, future)
+            yield first.tensor, first.index_range, self._checked(version, first, future)
 
     def _checked(self, version: int, record: _Record, future: "ts.Future[ts.KvStore.ReadResult]") -> np.ndarray:
         name = f"v{version}/{record.digest}"
-        what = f"spill {self.url}: {name} (version {version}, tensor {record.tensor!r})"
+        what = f"offload {self.url}: {name} (version {version}, tensor {record.tensor!r})"
         found = self._wait("read", name, future)
         if found.state == "missing":
             if version not in self.versions():
@@ -203,7 +204,7 @@ class Spill:
             raise WeightsError(f"{what} is missing")
         if len(found.value) != record.nbytes or digest_of(found.value) != record.digest:
             raise WeightsError(f"{what} is damaged: {len(found.value)} bytes, of {record.nbytes} that were written")
-        return np.frombuffer(found.value, np.dtype(record.dtype)).reshape(shape_of(record.box))
+        return np.frombuffer(found.value, np.dtype(record.dtype)).reshape(shape_of(record.index_range))
 
     def _keys(self) -> list[tuple[int, str]]:
         """Version and name of all objects."""
@@ -230,6 +231,6 @@ class Spill:
             return future.result(timeout=self._timeout)
         except TimeoutError as error:
             reason = f"no answer within {self._timeout:g} s"
-            raise WeightsError(f"spill {self.url}: cannot {verb} {name}: {reason}") from error
+            raise WeightsError(f"offload {self.url}: cannot {verb} {name}: {reason}") from error
         except (ValueError, OSError, RuntimeError) as error:
-            raise WeightsError(f"spill {self.url}: cannot {verb} {name}: {error}") from error
+            raise WeightsError(f"offload {self.url}: cannot {verb} {name}: {error}") from error

@@ -1,4 +1,4 @@
-"""Whoever has pieces of the weights and gives them out: data shards of the parameter server, and workers.
+"""Whoever has shards of the weights and gives them out: shard servers of the parameter server, and workers.
 
 The stores know versions by *keys*: each attempt to publish a version has its own, so what a trainer that died has left
 half pushed is never mistaken for a part of the next attempt (see directory.py).
@@ -14,24 +14,24 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl.parameter_server.codecs import get_codec
-from rl.parameter_server.digest import digest_of
 from rl.parameter_server.errors import VersionGone, WeightsError
-from rl.parameter_server.index_ranges import Box
-from rl.parameter_server.store.offload import Spill
-from rl.parameter_server.store.shard_store import PieceStore
+from rl.parameter_server.fingerprint import digest_of
+from rl.parameter_server.index_ranges import IndexRange
+from rl.parameter_server.store.offload import OffloadStore
+from rl.parameter_server.store.shard_store import ShardStore
 from rl.parameter_server.transport.shared_memory import Segment, host_identity
 
-type Wanted = tuple[str, Box]  # tensor, box
-type Pushed = tuple[str, Box, np.ndarray, str]  # tensor, box, array, digest
+type ShardId = tuple[str, IndexRange]  # tensor, index range
+type ShardData = tuple[str, IndexRange, np.ndarray, str]  # tensor, index range, array, digest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How pieces are to come.
+    """How shards are to come.
 
     Attributes:
         codec: a name of `rl.parameter_server.codecs`.
-        base: for codecs that need one, the key of what the reader holds. A holder without it sends the whole, raw.
+        base: for delta codecs, the key of the version that the reader holds. A server without it sends raw shards.
         dtype: wanted by the reader where the pushed one is another; only bfloat16 for float32.
         host: the reader's `host_identity`, if it can map shared memory.
     """
@@ -43,8 +43,8 @@ class ReadOptions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
-    """One piece as it comes.
+class ReadReply:
+    """One shard as it comes.
 
     Attributes:
         codec: how it is encoded, which may be less than was asked for.
@@ -59,35 +59,35 @@ class Answer:
     location: tuple[str, int] | None = None
 
 
-class HolderLink(Protocol):
-    """A holder, here or elsewhere."""
+class ShardReader(Protocol):
+    """A shard server, here or elsewhere."""
 
     def read(
-        self, key: int, wanted: Sequence[Wanted], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
-    ) -> list[Answer]:
+        self, key: int, wanted: Sequence[ShardId], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
+    ) -> list[ReadReply]:
         """Where one of `targets` is given (uint8, of the decoded size), raw bytes that travel are put there."""
         ...
 
 
-class Shard(HolderLink, Protocol):
-    """A data shard of the parameter server, here or elsewhere."""
+class ShardServer(ShardReader, Protocol):
+    """A shard server of the parameter server, here or elsewhere."""
 
     def incarnation(self) -> str: ...
     def host(self) -> str: ...
-    def write(self, key: int, pieces: Sequence[Pushed]) -> None: ...
-    def adopt(self, key: int, segment: str, pieces: Sequence[tuple[str, Box, str, int, str]]) -> None: ...
+    def write(self, key: int, shards: Sequence[ShardData]) -> None: ...
+    def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None: ...
     def keep(self, keys: Collection[int]) -> None: ...
-    def spill(self, key: int, version: int, manifest: str) -> None: ...
-    def recall(self, version: int, key: int) -> str | None: ...
-    def forget_spilled(self, after: int) -> None: ...
+    def offload(self, key: int, version: int, manifest: str) -> None: ...
+    def restore(self, version: int, key: int) -> str | None: ...
+    def drop_offloaded(self, after: int) -> None: ...
 
 
-class Holder:
+class LocalShardServer:
     """Gives out what a store holds, encoded once for all who want the same."""
 
-    def __init__(self, store: PieceStore, spill: Spill | None = None):
-        """`spill`: where versions go that are no longer kept in memory."""
-        self.store, self._spill = store, spill
+    def __init__(self, store: ShardStore, offload: OffloadStore | None = None):
+        """`offload`: where versions go that are no longer kept in memory."""
+        self.store, self._offload = store, offload
         self._incarnation = secrets.token_hex(8)
         self._encoded: dict[tuple[Any, ...], Future[bytes]] = {}
         self._lock = threading.Lock()
@@ -99,27 +99,29 @@ class Holder:
     def host(self) -> str:
         return host_identity()
 
-    def write(self, key: int, pieces: Sequence[Pushed]) -> None:
-        """Take pieces; the arrays are kept as they are.
+    def write(self, key: int, shards: Sequence[ShardData]) -> None:
+        """Take shards; the arrays are kept as they are.
 
         Raises:
             WeightsError: the bytes of one are not those of its digest; then none is taken.
         """
-        for tensor, box, array, digest in pieces:
+        for tensor, index_range, array, digest in shards:
             if (found := digest_of(array)) != digest:
-                raise WeightsError(f"{tensor} {box}: damaged on the way: digest {found}, expected {digest}")
-        self._add(key, pieces)
+                raise WeightsError(f"{tensor} {index_range}: damaged on the way: digest {found}, expected {digest}")
+        self._add(key, shards)
 
-    def adopt(self, key: int, segment: str, pieces: Sequence[tuple[str, Box, str, int, str]]) -> None:
-        """Take pieces (tensor, box, dtype, offset, digest) that lie in shared memory, without a copy."""
+    def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None:
+        """Take shards (tensor, index range, dtype, offset, digest) that lie in shared memory, without a copy."""
         memory = Segment.attach(segment)
         arrays = [
-            (tensor, box, view(memory.buffer, offset, box, dtype), digest)
-            for tensor, box, dtype, offset, digest in pieces
+            (tensor, index_range, view(memory.buffer, offset, index_range, dtype), digest)
+            for tensor, index_range, dtype, offset, digest in shards
         ]
-        for tensor, box, array, digest in arrays:
+        for tensor, index_range, array, digest in arrays:
             if (found := digest_of(array)) != digest:
-                raise WeightsError(f"{tensor} {box}: damaged in shared memory: digest {found}, expected {digest}")
+                raise WeightsError(
+                    f"{tensor} {index_range}: damaged in shared memory: digest {found}, expected {digest}"
+                )
         self._add(key, arrays, memory)
 
     def keep(self, keys: Collection[int]) -> None:
@@ -129,58 +131,70 @@ class Holder:
             for known in [known for known in self._encoded if known[0] not in keys]:
                 del self._encoded[known]
 
-    def spill(self, key: int, version: int, manifest: str) -> None:
+    def offload(self, key: int, version: int, manifest: str) -> None:
         """Write what is held under a key to the disk or bucket, if there is one."""
-        if self._spill is not None and version not in self._spill.versions():
-            self._spill.save(version, manifest, self.store.pieces(key))
-            self._spill.retire()
+        if self._offload is not None and version not in self._offload.versions():
+            self._offload.save(version, manifest, self.store.shards(key))
+            self._offload.retire()
 
-    def recall(self, version: int, key: int) -> str | None:
-        """Hold a spilled version again, under a new key; its manifest as it was given, or None if there is none."""
-        if self._spill is None or version not in self._spill.versions():
+    def restore(self, version: int, key: int) -> str | None:
+        """Hold a offloaded version again, under a new key; its manifest as it was given, or None if there is none."""
+        if self._offload is None or version not in self._offload.versions():
             return None
-        manifest, pieces = self._spill.load(version)
-        self.store.add(key, list(pieces))
+        manifest, shards = self._offload.load(version)
+        self.store.add(key, list(shards))
         return manifest
 
-    def forget_spilled(self, after: int) -> None:
-        """Delete what was spilled of later versions: they will be made again."""
-        if self._spill is not None:
-            for version in self._spill.versions():
+    def drop_offloaded(self, after: int) -> None:
+        """Delete what was offloaded of later versions: they will be made again."""
+        if self._offload is not None:
+            for version in self._offload.versions():
                 if version > after:
-                    self._spill.remove(version)
+                    self._offload.remove(version)
 
     def read(
-        self, key: int, wanted: Sequence[Wanted], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
-    ) -> list[Answer]:
-        """The boxes asked for, each in the cheapest form that the options allow.
+        self, key: int, wanted: Sequence[ShardId], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
+    ) -> list[ReadReply]:
+        """The index ranges asked for, each in the cheapest form that the options allow.
 
         Raises:
             VersionGone: the version is not held here.
         """
         del targets  # nothing travels
         same_host = options.host == host_identity()
-        return [self._answer(key, tensor, box, options, same_host) for tensor, box in wanted]
+        return [self._answer(key, tensor, index_range, options, same_host) for tensor, index_range in wanted]
 
-    def _add(self, key: int, pieces: Sequence[Pushed], memory: Segment | None = None) -> None:
-        """Hold pieces whose digests are verified."""
-        arrays, digests = [piece[:3] for piece in pieces], [digest for *_, digest in pieces]
+    def _add(self, key: int, shards: Sequence[ShardData], memory: Segment | None = None) -> None:
+        """Hold shards whose digests are verified."""
+        arrays, digests = [shard[:3] for shard in shards], [digest for *_, digest in shards]
         self.store.add(key, arrays, keep_alive=memory, digests=digests)
 
-    def _answer(self, key: int, tensor: str, box: Box, options: ReadOptions, same_host: bool) -> Answer:
+    def _answer(
+        self, key: int, tensor: str, index_range: IndexRange, options: ReadOptions, same_host: bool
+    ) -> ReadReply:
         dtype, store = options.dtype.get(tensor), self.store
-        if same_host and (location := store.where(key, tensor, box, dtype)) is not None:
-            return Answer("raw", store.digest(key, tensor, box, dtype), b"", (location.segment, location.offset))
+        if same_host and (location := store.where(key, tensor, index_range, dtype)) is not None:
+            return ReadReply(
+                "raw", store.digest(key, tensor, index_range, dtype), b"", (location.segment, location.offset)
+            )
         codec = get_codec(options.codec)
         if codec.needs_base and options.base not in store.versions():
             codec = get_codec("raw")
         if codec.name == "raw":
-            return Answer("raw", store.digest(key, tensor, box, dtype), store.read(key, tensor, box, dtype))
-        blob = self._encode_once(key, tensor, box, dtype, codec.name, options.base if codec.needs_base else None)
-        return Answer(codec.name, store.digest(key, tensor, box, dtype) if codec.lossless else digest_of(blob), blob)
+            return ReadReply(
+                "raw", store.digest(key, tensor, index_range, dtype), store.read(key, tensor, index_range, dtype)
+            )
+        blob = self._encode_once(
+            key, tensor, index_range, dtype, codec.name, options.base if codec.needs_base else None
+        )
+        return ReadReply(
+            codec.name, store.digest(key, tensor, index_range, dtype) if codec.lossless else digest_of(blob), blob
+        )
 
-    def _encode_once(self, key: int, tensor: str, box: Box, dtype: str | None, codec: str, base: int | None) -> bytes:
-        name = (key, tensor, box, dtype, codec, base)
+    def _encode_once(
+        self, key: int, tensor: str, index_range: IndexRange, dtype: str | None, codec: str, base: int | None
+    ) -> bytes:
+        name = (key, tensor, index_range, dtype, codec, base)
         with self._lock:
             future = self._encoded.get(name)
             mine = future is None
@@ -188,8 +202,8 @@ class Holder:
                 future = self._encoded[name] = Future()
         if mine:
             try:
-                array = self.store.read(key, tensor, box, dtype)
-                against = None if base is None else self.store.read(base, tensor, box, dtype)
+                array = self.store.read(key, tensor, index_range, dtype)
+                against = None if base is None else self.store.read(base, tensor, index_range, dtype)
                 future.set_result(bytes(get_codec(codec).encode(array, against)))
             except BaseException as error:
                 with self._lock:
@@ -198,13 +212,13 @@ class Holder:
         return future.result()
 
 
-def view(memory: np.ndarray, offset: int, box: Box, dtype: str) -> np.ndarray:
+def view(memory: np.ndarray, offset: int, index_range: IndexRange, dtype: str) -> np.ndarray:
     """The array at an offset of uint8 memory.
 
     Raises:
         VersionGone: it does not reach that far.
     """
-    shape = tuple(stop - start for start, stop in box)
+    shape = tuple(stop - start for start, stop in index_range)
     kind = np.dtype(dtype)
     end = offset + int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     if end > memory.nbytes:

@@ -1,6 +1,6 @@
-"""The pieces of the versions that one process holds: of a parameter server's shard, or of a worker that serves others.
+"""The shards of the versions that one process holds: of a parameter server's shard, or of a worker that serves others.
 
-Nothing here knows which pieces make up a whole tensor: that is the directory's business. Memory is never freed by
+Nothing here knows which shards make up a whole tensor: that is the directory's business. BufferPool is never freed by
 hand: what is read is a view that keeps its memory alive, so a version can be dropped while it is being read.
 """
 
@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mesh import UserError, did_you_mean
-from rl.parameter_server.digest import as_bytes, digest_of
 from rl.parameter_server.errors import VersionGone, WeightsError
-from rl.parameter_server.index_ranges import Box, covering, describe, shape_of, slices, volume, within
+from rl.parameter_server.fingerprint import as_bytes, digest_of
+from rl.parameter_server.index_ranges import IndexRange, covering, describe, shape_of, slices, volume, within
 from rl.parameter_server.transport.shared_memory import Segment
 
 # Between these numpy and XLA agree to the bit, NaN included. To float16 they give NaN different payloads.
@@ -25,14 +25,14 @@ _CONVERTIBLE = ("bfloat16", "float32")
 
 
 class Location(NamedTuple):
-    """Where the bytes of a box lie in shared memory."""
+    """Where the bytes of an index range lie in shared memory."""
 
     segment: str
     offset: int
 
 
-class PieceStore:
-    """Pieces (tensor, box, array) by version. Thread-safe; its lock is never held while bytes are copied or compared.
+class ShardStore:
+    """Shards (tensor, index range, array) by version. Thread-safe; no lock is held while bytes are copied or compared.
 
     Arrays that are read are read-only, since most are the memory of the store itself.
     """
@@ -44,94 +44,98 @@ class PieceStore:
     def add(
         self,
         version: int,
-        pieces: Sequence[tuple[str, Box, np.ndarray]],
+        shards: Sequence[tuple[str, IndexRange, np.ndarray]],
         *,
         keep_alive: object = None,
         digests: Sequence[str] = (),
     ) -> None:
-        """Hold the pieces: all of them or, if one is refused, none. A version is held from its first piece on.
+        """Hold the shards: all of them or, if one is refused, none. A version is held from its first shard on.
 
         Args:
             version: the version's number.
-            pieces: tensor, box, and the array with what is in the box. Contiguous arrays are kept as they are, and
-                the caller leaves them alone from now on. A piece that is held already must have the same bytes.
+            shards: tensor, index range, and the array of that part. Contiguous arrays are kept without a copy, and the
+                caller must not change them any more. A shard that is held already must have the same bytes.
             keep_alive: what the arrays' memory depends on; let go after the last reader of any of them. If it is a
-                `Segment` made by this process, it is the store's from now on: its name goes when none of its pieces
+                `Segment` made by this process, it is the store's from now on: its name goes when none of its shards
                 is held any more (at once, if all of them were held before).
-            digests: of the pieces, by their order, if the caller has computed them.
+            digests: of the shards, by their order, if the caller has computed them.
 
         Raises:
-            WeightsError: a piece has not the shape of its box, not the dtype of its tensor's other pieces, or not
-                the bytes of the same piece that is held.
+            WeightsError: the shape is not that of the index range, the dtype not that of the tensor's other shards, or
+                the bytes are not those of the same shard that is held.
         """
         segment = keep_alive if isinstance(keep_alive, Segment) else None
-        arriving: dict[tuple[str, Box], _Piece] = {}
-        for tensor, box, array in pieces:
-            name = _name(version, tensor, box)
-            if array.shape != shape_of(box):
+        arriving: dict[tuple[str, IndexRange], _Shard] = {}
+        for tensor, index_range, array in shards:
+            name = _name(version, tensor, index_range)
+            if array.shape != shape_of(index_range):
                 raise WeightsError(f"{name}: the array that came has the shape {array.shape}")
             tied = _tied(array, keep_alive)
-            piece = _Piece(tied, segment if segment is not None and _lies_in(tied, segment) else None)
-            _require_same(name, arriving.setdefault((tensor, box), piece).array, piece.array)
-        compared: dict[tuple[str, Box], _Piece] = {}
+            shard = _Shard(tied, segment if segment is not None and _lies_in(tied, segment) else None)
+            _require_same(name, arriving.setdefault((tensor, index_range), shard).array, shard.array)
+        compared: dict[tuple[str, IndexRange], _Shard] = {}
         while True:
             with self._lock:
                 entry = self._versions.get(version) or _Version(version)
-                held = {key: piece for key in arriving if (piece := entry.get(*key)) is not None}
-                if all(compared.get(key) is piece for key, piece in held.items()):
-                    entry.insert({key: piece for key, piece in arriving.items() if key not in held})
+                held = {key: shard for key in arriving if (shard := entry.get(*key)) is not None}
+                if all(compared.get(key) is shard for key, shard in held.items()):
+                    entry.insert({key: shard for key, shard in arriving.items() if key not in held})
                     if entry.tensors:
                         self._versions[version] = entry
                     kept = self._segments()
                     break
-            for key, piece in held.items():
-                _require_same(_name(version, *key), piece.array, arriving[key].array)
+            for key, shard in held.items():
+                _require_same(_name(version, *key), shard.array, arriving[key].array)
             compared = held
-        for (tensor, box, _), digest in zip(pieces, digests, strict=bool(digests)):
-            if (tensor, box) not in held:
-                entry.digests.get((tensor, box, None), lambda known=digest: known)
+        for (tensor, index_range, _), digest in zip(shards, digests, strict=bool(digests)):
+            if (tensor, index_range) not in held:
+                entry.digests.get((tensor, index_range, None), lambda known=digest: known)
         if segment is not None and segment.name not in kept:
             segment.unlink()
 
-    def read(self, version: int, tensor: str, box: Box, dtype: str | None = None) -> np.ndarray:
-        """What is in the box, C-contiguous: a view where it lies in one piece without gaps, else assembled.
+    def read(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> np.ndarray:
+        """What is in the index range, C-contiguous: a view where it lies in one shard without gaps, else assembled.
 
         Args:
-            version, tensor, box: of what.
-            dtype: name of the dtype it is to have, if not that of the pieces. Rounds to nearest even, as
+            version, tensor, index range: of what.
+            dtype: name of the dtype it is to have, if not that of the shards. Rounds to nearest even, as
                 `jnp.astype`. Pieces are converted whole, each once, and the conversions kept as long as the version.
 
         Raises:
-            VersionGone: no piece of the version is held.
-            WeightsError: the box is not held whole, or there is no conversion to the dtype.
+            VersionGone: no shard of the version is held.
+            WeightsError: the index range is not held whole, or there is no conversion to the dtype.
         """
-        return self._entry(version).read(tensor, box, dtype)
+        return self._entry(version).read(tensor, index_range, dtype)
 
-    def where(self, version: int, tensor: str, box: Box, dtype: str | None = None) -> Location | None:
+    def where(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> Location | None:
         """Where in shared memory the bytes of `read` lie; None if they do not, or not in one run. Raises as `read`."""
-        piece = self._entry(version).view(tensor, box, dtype)
-        if piece is None or piece.segment is None or not piece.array.size:
+        shard = self._entry(version).view(tensor, index_range, dtype)
+        if shard is None or shard.segment is None or not shard.array.size:
             return None
-        return Location(piece.segment.name, _address(piece.array) - _address(piece.segment.buffer))
+        return Location(shard.segment.name, _address(shard.array) - _address(shard.segment.buffer))
 
-    def digest(self, version: int, tensor: str, box: Box, dtype: str | None = None) -> str:
+    def digest(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> str:
         """xxh3_128 of the bytes of `read`, in hexadecimal; computed once. Raises as `read`."""
         entry = self._entry(version)
 
         def compute() -> str:
-            return digest_of(entry.read(tensor, box, dtype))
+            return digest_of(entry.read(tensor, index_range, dtype))
 
-        return entry.digests.get((tensor, box, dtype), compute)
+        return entry.digests.get((tensor, index_range, dtype), compute)
 
     def versions(self) -> list[int]:
-        """The versions of which pieces are held, ascending."""
+        """The versions of which shards are held, ascending."""
         with self._lock:
             return sorted(self._versions)
 
-    def pieces(self, version: int) -> list[tuple[str, Box, np.ndarray]]:
+    def shards(self, version: int) -> list[tuple[str, IndexRange, np.ndarray]]:
         """All that is held of the version, conversions apart. Raises VersionGone."""
         tensors = self._entry(version).tensors
-        return [(tensor, box, piece.array) for tensor, held in list(tensors.items()) for box, piece in held.items()]
+        return [
+            (tensor, index_range, shard.array)
+            for tensor, held in list(tensors.items())
+            for index_range, shard in held.items()
+        ]
 
     def drop(self, version: int) -> None:
         """Forget the version, if it is held. What was read of it stays readable."""
@@ -142,10 +146,10 @@ class PieceStore:
         self._keep(lambda number: number in versions)
 
     def nbytes(self, version: int | None = None) -> int:
-        """Bytes of the pieces held and of their conversions, of one version or of all."""
+        """Bytes of the shards held and of their conversions, of one version or of all."""
         with self._lock:
             entries = [entry for number, entry in self._versions.items() if version in (None, number)]
-        return sum(piece.array.nbytes for entry in entries for piece in entry.everything())
+        return sum(shard.array.nbytes for entry in entries for shard in entry.everything())
 
     def _entry(self, version: int) -> "_Version":
         with self._lock:
@@ -171,7 +175,7 @@ class PieceStore:
         return {name: segment for entry in self._versions.values() for name, segment in entry.segments.items()}
 
 
-class _Piece(NamedTuple):
+class _Shard(NamedTuple):
     array: np.ndarray  # read-only, C-contiguous
     segment: Segment | None  # the shared memory that it lies in
 
@@ -181,55 +185,59 @@ class _Version:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.tensors: dict[str, dict[Box, _Piece]] = {}
+        self.tensors: dict[str, dict[IndexRange, _Shard]] = {}
         self.segments: dict[str, Segment] = {}
-        self.conversions: _Once[_Piece] = _Once()
-        self._rooms: dict[tuple[str, Box, str], _Piece | None] = {}  # where in shared memory conversions are to be put
+        self.conversions: _Once[_Shard] = _Once()
+        self._rooms: dict[
+            tuple[str, IndexRange, str], _Shard | None
+        ] = {}  # where in shared memory conversions are to be put
         self._segments_of_rooms: list[Segment] = []
         self._withdrawn = False
         self._rooms_lock = threading.Lock()
         self.digests: _Once[str] = _Once()
 
-    def get(self, tensor: str, box: Box) -> _Piece | None:
-        return self.tensors.get(tensor, {}).get(box)
+    def get(self, tensor: str, index_range: IndexRange) -> _Shard | None:
+        return self.tensors.get(tensor, {}).get(index_range)
 
-    def insert(self, pieces: dict[tuple[str, Box], _Piece]) -> None:
-        new: dict[str, dict[Box, _Piece]] = {}
-        for (tensor, box), piece in pieces.items():
+    def insert(self, shards: dict[tuple[str, IndexRange], _Shard]) -> None:
+        new: dict[str, dict[IndexRange, _Shard]] = {}
+        for (tensor, index_range), shard in shards.items():
             held = new.setdefault(tensor, dict(self.tensors.get(tensor, {})))
-            held[box] = piece
-            other_box, other = next(iter(held.items()))
-            if (piece.array.dtype, piece.array.ndim) != (other.array.dtype, other.array.ndim):
+            held[index_range] = shard
+            other_index_range, other = next(iter(held.items()))
+            if (shard.array.dtype, shard.array.ndim) != (other.array.dtype, other.array.ndim):
                 raise WeightsError(
-                    f"{_name(self.number, tensor, box)}: {piece.array.ndim}-d {piece.array.dtype} came, but the piece "
-                    f"{describe(other_box)} is {other.array.ndim}-d {other.array.dtype}"
+                    f"{_name(self.number, tensor, index_range)}: got {shard.array.ndim}-d {shard.array.dtype}, but the "
+                    f"shard {describe(other_index_range)} is {other.array.ndim}-d {other.array.dtype}"
                 )
         self.tensors |= new
-        self.segments |= {piece.segment.name: piece.segment for piece in pieces.values() if piece.segment is not None}
+        self.segments |= {shard.segment.name: shard.segment for shard in shards.values() if shard.segment is not None}
 
-    def view(self, tensor: str, box: Box, dtype: str | None) -> _Piece | None:
-        """The box as a part without gaps of one piece, if it is that."""
-        outer = _around(box, self._of(tensor, box))
+    def view(self, tensor: str, index_range: IndexRange, dtype: str | None) -> _Shard | None:
+        """The index range as a part without gaps of one shard, if it is that."""
+        outer = _around(index_range, self._of(tensor, index_range))
         if outer is None:
             return None
-        piece = self._converted(tensor, outer, dtype)
-        part = piece.array[(*slices(box, outer), ...)]
-        return _Piece(part, piece.segment) if part.flags.c_contiguous else None
+        shard = self._converted(tensor, outer, dtype)
+        part = shard.array[(*slices(index_range, outer), ...)]
+        return _Shard(part, shard.segment) if part.flags.c_contiguous else None
 
-    def read(self, tensor: str, box: Box, dtype: str | None) -> np.ndarray:
-        piece = self.view(tensor, box, dtype)
-        if piece is not None:
-            return piece.array
-        held = self._of(tensor, box)
-        parts = _parts(box, tuple(sorted(held)))
-        if not parts and volume(box):
+    def read(self, tensor: str, index_range: IndexRange, dtype: str | None) -> np.ndarray:
+        shard = self.view(tensor, index_range, dtype)
+        if shard is not None:
+            return shard.array
+        held = self._of(tensor, index_range)
+        parts = _parts(index_range, tuple(sorted(held)))
+        if not parts and volume(index_range):
             more = f", ... ({len(held)} in all)" if len(held) > 8 else ""
             listed = ", ".join(map(describe, sorted(held)[:8])) + more
-            raise WeightsError(f"{_name(self.number, tensor, box)} is not held whole; boxes held: {listed}")
-        array = np.empty(shape_of(box), dtype or next(iter(held.values())).array.dtype)
+            raise WeightsError(
+                f"{_name(self.number, tensor, index_range)} is not held whole; index ranges held: {listed}"
+            )
+        array = np.empty(shape_of(index_range), dtype or next(iter(held.values())).array.dtype)
         for part, outer in parts:
             source = self._converted(tensor, outer, dtype).array[(*slices(part, outer), ...)]
-            np.copyto(_bits(array)[(*slices(part, box), ...)], _bits(source))
+            np.copyto(_bits(array)[(*slices(part, index_range), ...)], _bits(source))
         array.flags.writeable = False
         return array
 
@@ -240,59 +248,62 @@ class _Version:
             for segment in self._segments_of_rooms:
                 segment.unlink()
 
-    def everything(self) -> list[_Piece]:
+    def everything(self) -> list[_Shard]:
         """Pieces and conversions."""
-        return [piece for held in list(self.tensors.values()) for piece in held.values()] + self.conversions.done()
+        return [shard for held in list(self.tensors.values()) for shard in held.values()] + self.conversions.done()
 
-    def _of(self, tensor: str, box: Box) -> dict[Box, _Piece]:
+    def _of(self, tensor: str, index_range: IndexRange) -> dict[IndexRange, _Shard]:
         held = self.tensors.get(tensor)
         if held is None:
             raise WeightsError(
-                f"version {self.number} of the weights: no piece of tensor {tensor!r} is held here"
+                f"version {self.number} of the weights: no shard of tensor {tensor!r} is held here"
                 + did_you_mean(tensor, list(self.tensors))
             )
-        if len(box) != len(other := next(iter(held))):
+        if len(index_range) != len(other := next(iter(held))):
             raise WeightsError(
-                f"{_name(self.number, tensor, box)}: a tensor of {len(other)} dimensions was asked for {len(box)}"
+                f"{_name(self.number, tensor, index_range)}: {len(index_range)} dimensions requested of a tensor with "
+                f"{len(other)}"
             )
         return held
 
-    def _converted(self, tensor: str, box: Box, dtype: str | None) -> _Piece:
-        piece = self.tensors[tensor][box]
-        if dtype in (None, piece.array.dtype.name):
-            return piece
-        for name in (piece.array.dtype.name, dtype):
+    def _converted(self, tensor: str, index_range: IndexRange, dtype: str | None) -> _Shard:
+        shard = self.tensors[tensor][index_range]
+        if dtype in (None, shard.array.dtype.name):
+            return shard
+        for name in (shard.array.dtype.name, dtype):
             if name not in _CONVERTIBLE:
                 raise WeightsError(
-                    f"{_name(self.number, tensor, box)} is {piece.array.dtype} and cannot be had as {dtype}: "
+                    f"{_name(self.number, tensor, index_range)} is {shard.array.dtype} and cannot be had as {dtype}: "
                     f"the conversions are between {' and '.join(_CONVERTIBLE)}"
                 )
 
-        def convert() -> _Piece:
-            room = self._room(tensor, box, dtype) if piece.segment else None
-            room = room or _Piece(np.empty(shape_of(box), dtype), None)
+        def convert() -> _Shard:
+            room = self._room(tensor, index_range, dtype) if shard.segment else None
+            room = room or _Shard(np.empty(shape_of(index_range), dtype), None)
             with np.errstate(over="ignore", invalid="ignore"):  # to inf, and NaN to NaN, without a word, as in jax
-                np.copyto(room.array, piece.array, casting="unsafe")
-            return _Piece(_tied(room.array, room.segment), room.segment)
+                np.copyto(room.array, shard.array, casting="unsafe")
+            return _Shard(_tied(room.array, room.segment), room.segment)
 
-        return self.conversions.get((tensor, box, dtype), convert)
+        return self.conversions.get((tensor, index_range, dtype), convert)
 
-    def _room(self, tensor: str, box: Box, dtype: str) -> _Piece | None:
-        """Shared memory for the conversion of a piece that lies there itself; None if there is not so much.
+    def _room(self, tensor: str, index_range: IndexRange, dtype: str) -> _Shard | None:
+        """Shared memory for the conversion of a shard that lies there itself; None if there is not so much.
 
-        One segment for the conversions of all such pieces: whoever needs one of them will need most.
+        One segment for the conversions of all such shards: whoever needs one of them will need most.
         """
-        wanted = (tensor, box, dtype)
+        wanted = (tensor, index_range, dtype)
         with self._rooms_lock:
             if wanted not in self._rooms:
                 (other,) = set(_CONVERTIBLE) - {dtype}
-                boxes = [
-                    (name, box)
+                index_ranges = [
+                    (name, index_range)
                     for name, held in list(self.tensors.items())
-                    for box, piece in held.items()
-                    if piece.segment and piece.array.dtype.name == other and (name, box, dtype) not in self._rooms
+                    for index_range, shard in held.items()
+                    if shard.segment
+                    and shard.array.dtype.name == other
+                    and (name, index_range, dtype) not in self._rooms
                 ]
-                sizes = [volume(box) * np.dtype(dtype).itemsize for _, box in boxes]
+                sizes = [volume(index_range) * np.dtype(dtype).itemsize for _, index_range in index_ranges]
                 *starts, end = itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
                 segment = None
                 with contextlib.suppress(UserError):
@@ -300,9 +311,9 @@ class _Version:
                     self._segments_of_rooms.append(segment)
                     if self._withdrawn:
                         segment.unlink()
-                for (name, box), start, size in zip(boxes, starts, sizes, strict=True):
-                    self._rooms[name, box, dtype] = segment and _Piece(
-                        segment.buffer[start : start + size].view(dtype).reshape(shape_of(box)), segment
+                for (name, index_range), start, size in zip(index_ranges, starts, sizes, strict=True):
+                    self._rooms[name, index_range, dtype] = segment and _Shard(
+                        segment.buffer[start : start + size].view(dtype).reshape(shape_of(index_range)), segment
                     )
             return self._rooms[wanted]
 
@@ -336,7 +347,7 @@ class _Once[T]:
 
 
 class _Tied:
-    """Memory for `np.asarray`: arrays over it keep the owner alive, and cannot be written to."""
+    """BufferPool for `np.asarray`: arrays over it keep the owner alive, and cannot be written to."""
 
     def __init__(self, array: np.ndarray, owner: object) -> None:
         self.owner = (array, owner)
@@ -367,16 +378,17 @@ def _lies_in(array: np.ndarray, segment: Segment) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _parts(box: Box, held: tuple[Box, ...]) -> list[tuple[Box, Box]]:
-    """What the box is assembled from, each part with a held box that has it. Of a thousand pieces this takes longer
-    than to copy them, but it is the same for every version.
+def _parts(index_range: IndexRange, held: tuple[IndexRange, ...]) -> list[tuple[IndexRange, IndexRange]]:
+    """Return the parts that make up the index range, each with a held index range that contains it.
+
+    For a thousand shards this takes longer than copying them, but it is the same for every version.
     """
-    return [(part, outer) for part in covering(box, held) if (outer := _around(part, held)) is not None]
+    return [(part, outer) for part in covering(index_range, held) if (outer := _around(part, held)) is not None]
 
 
-def _around(box: Box, held: Collection[Box]) -> Box | None:
-    """A held box that has all of the box."""
-    return box if box in held else next((outer for outer in held if within(box, outer)), None)
+def _around(index_range: IndexRange, held: Collection[IndexRange]) -> IndexRange | None:
+    """A held index range that has all of the index range."""
+    return index_range if index_range in held else next((outer for outer in held if within(index_range, outer)), None)
 
 
 def _require_same(name: str, held: np.ndarray, arrived: np.ndarray) -> None:
@@ -386,5 +398,5 @@ def _require_same(name: str, held: np.ndarray, arrived: np.ndarray) -> None:
         raise WeightsError(f"{name} is held, and came again with other bytes")
 
 
-def _name(version: int, tensor: str, box: Box) -> str:
-    return f"version {version} of the weights, tensor {tensor!r}, box {describe(box)}"
+def _name(version: int, tensor: str, index_range: IndexRange) -> str:
+    return f"version {version} of the weights, tensor {tensor!r}, index range {describe(index_range)}"

@@ -14,13 +14,13 @@ from rl.parameter_server.transport.connection import (
     MAX_NBYTES,
     REPLY,
     REQUEST,
-    Link,
-    LinkError,
+    Connection,
+    TransportError,
     encode_header,
     view_of,
 )
 from rl.parameter_server.transport.endpoint import Endpoint
-from rl.parameter_server.transport.handshake import enter
+from rl.parameter_server.transport.handshake import client_handshake
 from rl.parameter_server.transport.tls import Tls, reason_of
 from rl.roles.timeouts import Waits
 
@@ -36,21 +36,22 @@ class Unreachable(WeightsError):
     """No answer: nobody listens, the connection broke, nothing came in time, or the token or certificate is wrong."""
 
 
-class Client:
+class RpcClient:
     """Asks a server. Thread-safe: calls at the same time take a connection each, which are kept for later calls.
 
     Args:
-        where: the server; or a function that says where it is now: it is asked again when a call has failed, and the
-            call is repeated, for up to `patience` seconds. What it raises (UserError, OSError) is such a failure too.
+        where: the server, or a function that resolves its current endpoint. After a failed call the endpoint is
+            resolved again and the call repeated, for up to `retry_timeout` seconds. A UserError or OSError of the
+            function counts as a failed call.
         name: of the server, for errors.
         connect_timeout: seconds to connect, and that the server may make no progress.
-        patience: seconds.
+        retry_timeout: seconds.
         tls: our own certificate, or other options than to verify the server by its endpoint's `tls_ca`.
         max_nbytes: an answer that announces more is refused.
         on_wait: told what a call waits for, and for how many seconds it has, once it has lasted (with all repetitions)
-            `say_after` seconds, and whenever that has doubled. Its field `timeout`, if it has one, is time in which
+            `warn_after` seconds, and whenever that has doubled. Its field `timeout`, if it has one, is time in which
             nothing need come.
-        say_after: seconds.
+        warn_after: seconds.
     """
 
     def __init__(
@@ -59,20 +60,20 @@ class Client:
         *,
         name: str,
         connect_timeout: float = 10.0,
-        patience: float = 90.0,
+        retry_timeout: float = 90.0,
         tls: Tls | None = None,
         max_nbytes: int = MAX_NBYTES,
         on_wait: OnWait | None = None,
-        say_after: float = 30.0,
+        warn_after: float = 30.0,
     ):
         self._locate = None if isinstance(where, Endpoint) else where
         self._endpoint = where if isinstance(where, Endpoint) else None
-        self._name, self._connect_timeout, self._patience = name, connect_timeout, patience
+        self._name, self._connect_timeout, self._retry_timeout = name, connect_timeout, retry_timeout
         self._tls, self._max_nbytes = tls, max_nbytes
-        self._on_wait, self._say_after = on_wait, say_after
+        self._on_wait, self._warn_after = on_wait, warn_after
         self._lock = threading.Lock()
-        self._idle: list[tuple[Endpoint, Link]] = []
-        self._busy: set[Link] = set()
+        self._idle: list[tuple[Endpoint, Connection]] = []
+        self._busy: set[Connection] = set()
         self._closed = threading.Event()
 
     def call(
@@ -114,7 +115,7 @@ class Client:
                     assert self._locate is not None
                     endpoint = self._endpoint = self._locate()
                 return self._exchange(endpoint, header, views, into, wait, tell)
-            except LinkError as error:
+            except TransportError as error:
                 reason, cause = str(error), error
             except (OSError, WeightsError) as error:
                 if endpoint is not None:
@@ -124,7 +125,7 @@ class Client:
                 self._endpoint = None  # asked again, now or by the next call
             began = began or time.monotonic()
             spent = time.monotonic() - began
-            if self._locate is None or spent > self._patience or self._closed.is_set():
+            if self._locate is None or spent > self._retry_timeout or self._closed.is_set():
                 tried = f" (tried {tries} times in {spent:.0f} s)" if tries > 1 else ""
                 raise Unreachable(f"{self._peer(endpoint)}: {operation} failed: {reason}{tried}") from cause
             tell()
@@ -134,12 +135,12 @@ class Client:
         """Closes all connections; calls that are under way fail."""
         self._closed.set()
         with self._lock:
-            links = [link for _, link in self._idle]
+            connections = [connection for _, connection in self._idle]
             self._idle.clear()
-            for link in self._busy:
-                link.abort()
-        for link in links:
-            link.close()
+            for connection in self._busy:
+                connection.abort()
+        for connection in connections:
+            connection.close()
 
     def _peer(self, endpoint: Endpoint | None) -> str:
         return f"{self._name} {endpoint.address}" if endpoint else self._name
@@ -153,58 +154,58 @@ class Client:
         wait: float,
         tell: Callable[[], None],
     ) -> tuple[Fields, bytearray | None]:
-        """One request and its answer. LinkError: no answer; WeightsError: the answer."""
-        link, reply, kind, nbytes = self._ask(endpoint, header, views, wait, tell)
+        """One request and its answer. TransportError: no answer; WeightsError: the answer."""
+        connection, reply, kind, nbytes = self._ask(endpoint, header, views, wait, tell)
         kept = False
         try:
             data = None
             if kind == ERROR:
-                link.drain(nbytes)
+                connection.drain(nbytes)
             elif into is None:
                 data = bytearray(nbytes)
-                link.read_into([memoryview(data)])
+                connection.read_into([memoryview(data)])
             else:
                 targets = [view_of(target) for target in into(reply, nbytes)]
                 room = sum(target.nbytes for target in targets)
                 if room != nbytes:
                     raise WeightsError(f"{self._peer(endpoint)}: {nbytes:,} bytes came for memory of {room:,}")
-                link.read_into(targets)
+                connection.read_into(targets)
             kept = True
         finally:
-            self._give_back(endpoint, link, kept)
+            self._give_back(endpoint, connection, kept)
         if kind == ERROR:
             raise _error_of(reply, self._peer(endpoint))
         return reply, data
 
     def _ask(
         self, endpoint: Endpoint, header: bytes, views: list[memoryview], wait: float, tell: Callable[[], None]
-    ) -> tuple[Link, Fields, int, int]:
-        """Sends a request; the link with the answer's bytes still to read, its fields, kind and bytes."""
+    ) -> tuple[Connection, Fields, int, int]:
+        """Sends a request; the connection with the answer's bytes still to read, its fields, kind and bytes."""
         while True:
-            link, used = self._take(endpoint)
+            connection, used = self._take(endpoint)
             try:
                 try:
-                    link.send_message(REQUEST, header, views)
-                except LinkError as error:
+                    connection.send_message(REQUEST, header, views)
+                except TransportError as error:
                     if error.stalled:
                         raise
                     # The server may have refused the request before all was sent: its answer says why.
-                    message = self._refusal(link)
+                    message = self._refusal(connection)
                     if message is None:
                         raise
                 else:
-                    message = link.read_message(self._await(link, wait, tell))
+                    message = connection.read_message(self._await(connection, wait, tell))
                 if message is None:
-                    raise LinkError("the connection was closed")
+                    raise TransportError("the connection was closed")
                 kind, reply, nbytes = message
                 if kind not in (REPLY, ERROR):
-                    raise LinkError("not an answer")
+                    raise TransportError("not an answer")
                 if nbytes > self._max_nbytes:
-                    raise LinkError(f"refused: an answer of {nbytes:,} bytes (at most {self._max_nbytes:,})")
-                return link, reply, kind, nbytes
+                    raise TransportError(f"refused: an answer of {nbytes:,} bytes (at most {self._max_nbytes:,})")
+                return connection, reply, kind, nbytes
             except BaseException as error:
-                self._give_back(endpoint, link, keep=False)
-                if not (used and isinstance(error, LinkError) and not error.stalled):
+                self._give_back(endpoint, connection, keep=False)
+                if not (used and isinstance(error, TransportError) and not error.stalled):
                     raise
                 self._forget_idle(endpoint)  # closed while it was idle, when the server was started again: once more
 
@@ -212,7 +213,7 @@ class Client:
         """To be called now and then in the course of a call."""
         if (on_wait := self._on_wait) is None:
             return lambda: None
-        waits = Waits(self._say_after + float((fields or {}).get("timeout", 0.0)))
+        waits = Waits(self._warn_after + float((fields or {}).get("timeout", 0.0)))
         waits.begin(operation)
 
         def tell() -> None:
@@ -221,74 +222,74 @@ class Client:
 
         return tell
 
-    def _await(self, link: Link, wait: float, tell: Callable[[], None]) -> float:
+    def _await(self, connection: Connection, wait: float, tell: Callable[[], None]) -> float:
         """Returns when an answer has begun or `wait` is over, and how much of `wait` is left then."""
         if self._on_wait is None:
             return wait
         give_up = time.monotonic() + wait
-        while not link.readable(max(0.0, min(_LOOK, give_up - time.monotonic()))):
+        while not connection.readable(max(0.0, min(_LOOK, give_up - time.monotonic()))):
             tell()
             if time.monotonic() >= give_up:
                 break
         return max(_NOW, give_up - time.monotonic())
 
-    def _refusal(self, link: Link) -> tuple[int, Fields, int] | None:
+    def _refusal(self, connection: Connection) -> tuple[int, Fields, int] | None:
         try:
-            return link.read_message(1.0)
-        except LinkError:
+            return connection.read_message(1.0)
+        except TransportError:
             return None
 
-    def _take(self, endpoint: Endpoint) -> tuple[Link, bool]:
+    def _take(self, endpoint: Endpoint) -> tuple[Connection, bool]:
         """A connection, and whether it has been used before."""
         with self._lock:
             if self._closed.is_set():
-                raise LinkError("the client is closed")
+                raise TransportError("the client is closed")
             for at in reversed(range(len(self._idle))):
                 if self._idle[at][0] == endpoint:
-                    link = self._idle.pop(at)[1]
-                    self._busy.add(link)
-                    return link, True
-        link = self._connect(endpoint)
+                    connection = self._idle.pop(at)[1]
+                    self._busy.add(connection)
+                    return connection, True
+        connection = self._connect(endpoint)
         with self._lock:
-            self._busy.add(link)
-        return link, False
+            self._busy.add(connection)
+        return connection, False
 
-    def _connect(self, endpoint: Endpoint) -> Link:
+    def _connect(self, endpoint: Endpoint) -> Connection:
         try:
             sock = socket.create_connection((endpoint.host, endpoint.port), self._connect_timeout)
         except TimeoutError as error:
-            raise LinkError(f"no connection within {self._connect_timeout:g} s", stalled=True) from error
+            raise TransportError(f"no connection within {self._connect_timeout:g} s", stalled=True) from error
         except OSError as error:
-            raise LinkError(error.strerror or str(error)) from error
+            raise TransportError(error.strerror or str(error)) from error
         if endpoint.tls_ca:
             tls = self._tls = self._tls or Tls.Config(ca=endpoint.tls_ca).build()
             try:
                 sock = tls.client_context.wrap_socket(sock, server_hostname=endpoint.host)
             except OSError as error:
                 sock.close()
-                raise LinkError(reason_of(error)) from error
-        link = Link(sock, self._connect_timeout)
+                raise TransportError(reason_of(error)) from error
+        connection = Connection(sock, self._connect_timeout)
         try:
-            enter(link, endpoint.token)
+            client_handshake(connection, endpoint.token)
         except BaseException:
-            link.close()
+            connection.close()
             raise
-        return link
+        return connection
 
-    def _give_back(self, endpoint: Endpoint, link: Link, keep: bool) -> None:
+    def _give_back(self, endpoint: Endpoint, connection: Connection, keep: bool) -> None:
         with self._lock:
-            self._busy.discard(link)
+            self._busy.discard(connection)
             if keep and endpoint == self._endpoint and not self._closed.is_set():
-                self._idle.append((endpoint, link))
+                self._idle.append((endpoint, connection))
                 return
-        link.close()
+        connection.close()
 
     def _forget_idle(self, endpoint: Endpoint) -> None:
         with self._lock:
-            gone = [link for place, link in self._idle if place == endpoint]
+            gone = [connection for place, connection in self._idle if place == endpoint]
             self._idle = [one for one in self._idle if one[0] != endpoint]
-        for link in gone:
-            link.close()
+        for connection in gone:
+            connection.close()
 
 
 def _error_of(reply: Fields, peer: str) -> WeightsError:

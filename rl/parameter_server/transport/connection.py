@@ -32,7 +32,7 @@ _SCRATCH = 1 << 18
 _TLS_RECORD = 1 << 14
 
 
-class LinkError(Exception):
+class TransportError(Exception):
     """The connection is of no more use.
 
     Attributes:
@@ -64,7 +64,7 @@ def encode_header(header: dict[str, Any]) -> bytes:
     return encoded
 
 
-class Link:
+class Connection:
     """A connected socket, plain or TLS, used by one thread at a time; only `abort` may come from another.
 
     Args:
@@ -78,13 +78,13 @@ class Link:
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._wait: float | None = -1.0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that is gone is noticed on idle links
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that is gone is noticed on idle connections
         for option, seconds in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
 
     def send_message(self, kind: int, header: bytes, body: Sequence[memoryview] = ()) -> None:
-        """Sends a message. Raises LinkError."""
+        """Sends a message. Raises TransportError."""
         self._wait_at_most(self.stall)
         frame = _FRAME.pack(_MAGIC, kind, len(header), sum(view.nbytes for view in body))
         self._send([memoryview(frame + header), *body])
@@ -99,24 +99,24 @@ class Link:
             Kind, header, bytes of the body.
 
         Raises:
-            LinkError: there is none, or it is not one of ours.
+            TransportError: there is none, or it is not one of ours.
         """
         frame = bytearray(_FRAME.size)
         if not self._read_waiting(frame, wait):
             return None
         magic, kind, length, nbytes = _FRAME.unpack(frame)
         if magic != _MAGIC:
-            raise LinkError("what came is not a message of this protocol")
+            raise TransportError("what came is not a message of this protocol")
         if length > MAX_HEADER:
-            raise LinkError(f"refused: a header of {length:,} bytes (at most {MAX_HEADER:,})")
+            raise TransportError(f"refused: a header of {length:,} bytes (at most {MAX_HEADER:,})")
         encoded = bytearray(length)
         self.read_into([memoryview(encoded)])
         try:
             header = json.loads(encoded)
         except (ValueError, RecursionError) as error:
-            raise LinkError(f"a header that is not JSON: {error}") from error
+            raise TransportError(f"a header that is not JSON: {error}") from error
         if not isinstance(header, dict):
-            raise LinkError("a header that is not a JSON object")
+            raise TransportError("a header that is not a JSON object")
         return kind, header, nbytes
 
     def readable(self, seconds: float) -> bool:
@@ -128,23 +128,23 @@ class Link:
         return bool(watch.poll(seconds * 1000))
 
     def read_into(self, views: Iterable[memoryview]) -> None:
-        """Fills these views of bytes, in order. Raises LinkError."""
+        """Fills these views of bytes, in order. Raises TransportError."""
         self._wait_at_most(self.stall)
         self._read(list(views))
 
     def send(self, data: bytes) -> None:
-        """Sends a few bytes that are no message. Raises LinkError."""
+        """Sends a few bytes that are no message. Raises TransportError."""
         self._wait_at_most(self.stall)
         self._send([memoryview(data)])
 
     def read(self, nbytes: int) -> bytes:
-        """A few bytes. Raises LinkError."""
+        """A few bytes. Raises TransportError."""
         data = bytearray(nbytes)
         self.read_into([memoryview(data)])
         return bytes(data)
 
     def drain(self, nbytes: int) -> None:
-        """Reads and forgets. Raises LinkError."""
+        """Reads and forgets. Raises TransportError."""
         scratch = memoryview(bytearray(min(nbytes, _SCRATCH)))
         while nbytes:
             count = min(nbytes, _SCRATCH)
@@ -154,12 +154,12 @@ class Link:
     def refuse(self, kind: int, header: bytes, nbytes: int) -> None:
         """A last answer to someone who may be sending still: a close at once would throw the answer away unread."""
         self.send_message(kind, header)
-        with contextlib.suppress(OSError, LinkError):
+        with contextlib.suppress(OSError, TransportError):
             self._sock.shutdown(socket.SHUT_WR)
             self.drain(min(nbytes, 1 << 30))
 
     def abort(self) -> None:
-        """Ends what another thread waits for on this link."""
+        """Ends what another thread waits for on this connection."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # not SSLSocket's, which is not for other threads
 
@@ -181,7 +181,7 @@ class Link:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
         except OSError as error:
-            raise LinkError(_reason(error)) from error
+            raise TransportError(_reason(error)) from error
 
     def _read_waiting(self, frame: bytearray, wait: float | None) -> bool:
         """False if the other side ended before the first byte."""
@@ -201,9 +201,9 @@ class Link:
             else:
                 _in_batches(views, self._sock.sendmsg)
         except (BlockingIOError, TimeoutError) as error:
-            raise LinkError(f"nothing was taken for {self._wait:g} s", stalled=True) from error
+            raise TransportError(f"nothing was taken for {self._wait:g} s", stalled=True) from error
         except OSError as error:
-            raise LinkError(_reason(error)) from error
+            raise TransportError(_reason(error)) from error
 
     def _send_tls(self, views: list[memoryview]) -> None:
         small = bytearray()  # a record for every few bytes would be dear
@@ -230,9 +230,9 @@ class Link:
             else:
                 _in_batches(views, self._receive)
         except (BlockingIOError, TimeoutError) as error:
-            raise LinkError(f"nothing came for {self._wait:g} s", stalled=True) from error
+            raise TransportError(f"nothing came for {self._wait:g} s", stalled=True) from error
         except OSError as error:
-            raise LinkError(_reason(error)) from error
+            raise TransportError(_reason(error)) from error
 
     def _receive(self, views: list[memoryview]) -> int:
         return self._some(self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0], False)
@@ -244,7 +244,7 @@ class Link:
         return count
 
 
-class _Ended(LinkError):
+class _Ended(TransportError):
     """The other side closed the connection; `nothing` of what was asked for had come."""
 
     def __init__(self, nothing: bool):

@@ -18,13 +18,13 @@ from rl.parameter_server.transport.connection import (
     MAX_NBYTES,
     REPLY,
     REQUEST,
-    Link,
-    LinkError,
+    Connection,
+    TransportError,
     encode_header,
     view_of,
 )
 from rl.parameter_server.transport.endpoint import Endpoint
-from rl.parameter_server.transport.handshake import let_in
+from rl.parameter_server.transport.handshake import server_handshake
 from rl.parameter_server.transport.tls import Tls
 
 _HANDSHAKE_S = 10.0  # a stranger gets no more
@@ -40,8 +40,8 @@ class Body:
         nbytes: of the whole.
     """
 
-    def __init__(self, link: Link, nbytes: int):
-        self._link, self._left = link, nbytes
+    def __init__(self, connection: Connection, nbytes: int):
+        self._connection, self._left = connection, nbytes
         self.nbytes = nbytes
 
     def read_into(self, *memory: Buffer) -> None:
@@ -50,7 +50,7 @@ class Body:
         asked = sum(view.nbytes for view in views)
         if asked > self._left:
             raise ValueError(f"{asked:,} bytes asked for, {self._left:,} of {self.nbytes:,} are left")
-        self._link.read_into(views)
+        self._connection.read_into(views)
         self._left -= asked
 
     def read(self) -> bytearray:
@@ -61,11 +61,11 @@ class Body:
 
     def drain(self) -> None:
         """Forgets what is left."""
-        self._link.drain(self._left)
+        self._connection.drain(self._left)
         self._left = 0
 
 
-class Server:
+class RpcServer:
     """Answers requests by `handle`, with a thread for each connection.
 
     What `handle` raises travels to the caller: a WeightsError as itself, all else as a WeightsError. Operations should
@@ -100,7 +100,7 @@ class Server:
         self._context = tls.server_context if tls else None
         self._max_nbytes, self._stall, self._max_connections = max_nbytes, stall, max_connections
         self._lock = threading.Lock()
-        self._serving: dict[threading.Thread, Link | None] = {}
+        self._serving: dict[threading.Thread, Connection | None] = {}
         self._closed = False
         self._listener = _listen(host, port)
         token = token or secrets.token_hex(16)
@@ -117,9 +117,9 @@ class Server:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         self._listener.close()
-        for link in serving.values():
-            if link:
-                link.abort()
+        for connection in serving.values():
+            if connection:
+                connection.abort()
         give_up = time.monotonic() + 2.0
         for thread in (self._acceptor, *serving):
             if thread is not threading.current_thread():
@@ -143,61 +143,61 @@ class Server:
                 sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
-        link: Link | None = None
+        connection: Connection | None = None
         try:
-            link = self._let_in(sock)
-            while not self._closed and self._answer_one(link):
+            connection = self._server_handshake(sock)
+            while not self._closed and self._answer_one(connection):
                 pass
-        except (LinkError, OSError):
+        except (TransportError, OSError):
             pass  # the other side is gone, or a stranger: nobody to tell
         finally:
             with self._lock:
                 self._serving.pop(threading.current_thread(), None)
-            if link:
-                link.close()
+            if connection:
+                connection.close()
             sock.close()
 
-    def _let_in(self, sock: socket.socket) -> Link:
-        """The link of someone who knows the token."""
+    def _server_handshake(self, sock: socket.socket) -> Connection:
+        """The connection of someone who knows the token."""
         sock.settimeout(_HANDSHAKE_S)
         if self._context:
             sock = self._context.wrap_socket(sock, server_side=True)
-        link = Link(sock, _HANDSHAKE_S)
+        connection = Connection(sock, _HANDSHAKE_S)
         with self._lock:
-            self._serving[threading.current_thread()] = link
+            self._serving[threading.current_thread()] = connection
             closed = self._closed
-        if closed:  # `close` has not seen this link
-            raise LinkError("closed")
-        let_in(link, self.endpoint.token)
-        link.stall = self._stall
-        return link
+        if closed:  # `close` has not seen this connection
+            raise TransportError("closed")
+        server_handshake(connection, self.endpoint.token)
+        connection.stall = self._stall
+        return connection
 
-    def _answer_one(self, link: Link) -> bool:
+    def _answer_one(self, connection: Connection) -> bool:
         """False when the client has ended. All that a request holds on to is let go when this returns."""
-        message = link.read_message(wait=None)
+        message = connection.read_message(wait=None)
         if message is None:
             return False
         kind, request, nbytes = message
         operation, fields = request.get("operation"), request.get("fields")
         if kind != REQUEST or not isinstance(operation, str) or not isinstance(fields, dict):
-            raise LinkError("not a request")
+            raise TransportError("not a request")
         if nbytes > self._max_nbytes:
             text = f"{operation}: refused: {nbytes:,} bytes announced, at most {self._max_nbytes:,} are taken"
-            link.refuse(ERROR, _error_header(WeightsError(text)), nbytes)
+            connection.refuse(ERROR, _error_header(WeightsError(text)), nbytes)
             return False
-        body = Body(link, nbytes)
+        body = Body(connection, nbytes)
         try:
             answer = self._handle(operation, fields, body)
             reply, buffers = answer if isinstance(answer, tuple) else (answer, ())
             kind, header, views = REPLY, encode_header(reply), [view_of(buffer) for buffer in buffers]
-        except LinkError:
+        except TransportError:
             raise
         except Exception as error:
             if not isinstance(error, UserError | ValueError | KeyError | OSError):
                 logging.getLogger(__name__).warning("%s failed", operation, exc_info=True)  # a bug
             kind, header, views = ERROR, _error_header(error), []
         body.drain()
-        link.send_message(kind, header, views)
+        connection.send_message(kind, header, views)
         return True
 
 

@@ -1,4 +1,4 @@
-"""Memory that the processes of one user on one host share: what one has written, others read in place.
+"""BufferPool that the processes of one user on one host share: what one has written, others read in place.
 
 A segment is a file of mode 0600 in /dev/shm (the folder of temporary files where there is none). Every process that
 maps it holds a lock on it, which the kernel drops when the process ends, however it ends: so the last one to let go
@@ -215,5 +215,5 @@ def _too_small(folder: Path, nbytes: int, reason: str | None) -> str:
         free = f", of which {facts.f_bavail * facts.f_frsize:,} of {facts.f_blocks * facts.f_frsize:,} are free"
     return (
         f"cannot set aside {nbytes:,} bytes of shared memory in {folder}{free}: {reason}; "
-        "a container is given more with --shm-size (docker) or an emptyDir of medium Memory (Kubernetes)"
+        "a container is given more with --shm-size (docker) or an emptyDir of medium BufferPool (Kubernetes)"
     )

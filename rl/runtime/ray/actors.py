@@ -25,11 +25,12 @@ from mesh import UserError, enable_compilation_cache, make_mesh
 from mesh.devices import configure_cpu_devices
 from mesh.distributed import ProcessGroup, free_address, join, process_name
 from rl.experiment import RLExperiment
-from rl.parameter_server.client import WeightAccess, connect
+from rl.parameter_server.client import ParameterServerClient, connect
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.rpc import RemoteHolder
+from rl.parameter_server.rpc import RemoteShardServer
 from rl.parameter_server.server import ParameterServer
-from rl.parameter_server.transport.wire import Client, Endpoint
+from rl.parameter_server.transport.client import RpcClient
+from rl.parameter_server.transport.endpoint import Endpoint
 from rl.roles.timeouts import Timeouts, Waits
 from rl.runtime.ray.shutdown import GracefulShutdown
 
@@ -126,7 +127,7 @@ class RemoteServer(RemoteRole):
 
 def server_names(cfg: RLExperiment.Config) -> list[str]:
     """Return the names of the parameter server's actors, the one with the directory first."""
-    return ["parameter-server", *(f"parameter-server-{n}" for n in range(1, cfg.parameter_server.shards))]
+    return ["parameter-server", *(f"parameter-server-{n}" for n in range(1, cfg.parameter_server.shard_servers))]
 
 
 def trainer_names(cfg: RLExperiment.Config) -> list[str]:
@@ -140,7 +141,7 @@ def connect_services(
     cfg: RLExperiment.Config,
     events: EventLog,
     over: Callable[[], bool] = lambda: False,
-) -> tuple[Any, WeightAccess, Any]:
+) -> tuple[Any, ParameterServerClient, Any]:
     """Connect `caller` to the controller, the parameter server and the verifier."""
     timeouts, known = cfg.timeouts, {"caller": caller, "events": events, "over": over}
     controller = RemoteRole("controller", actors["controller"], timeouts, **known)
@@ -155,8 +156,8 @@ def connect_services(
         cfg.parameter_server,
         locate,
         on_wait=on_wait,
-        say_after=timeouts.warn_after,
-        known_as=ray.util.get_node_ip_address(),
+        warn_after=timeouts.warn_after,
+        advertised_host=ray.util.get_node_ip_address(),
     )
     verifier = RemoteRole("verifier", actors["verifier"], timeouts, limit=timeouts.batch, **known)
     return controller, weights, verifier
@@ -276,8 +277,8 @@ class RoleHost:
         others = [self._shard(name) for name in names[1:]] if index == 0 else []
         return experiment.make_parameter_server(index=index, others=others, token=self._token)
 
-    def _shard(self, name: str) -> RemoteHolder:
-        """Connect the directory to a shard. It never waits: a dead shard must be an error at once."""
+    def _shard(self, name: str) -> RemoteShardServer:
+        """Connect the directory to a shard server. It never waits: a dead one must be an error at once."""
 
         def locate() -> Endpoint:
             try:
@@ -285,4 +286,4 @@ class RoleHost:
             except (RayError, ValueError) as error:
                 raise WeightsError(f"{name} is not running: {error}") from error
 
-        return RemoteHolder(Client(locate, name=name, connect_timeout=_SHARD_TIMEOUT, patience=0.0))
+        return RemoteShardServer(RpcClient(locate, name=name, connect_timeout=_SHARD_TIMEOUT, retry_timeout=0.0))

@@ -24,7 +24,7 @@ def check_machine(cfg: RLExperiment.Config) -> None:
     """
     if not os.environ.get("RAY_ADDRESS"):
         check_memory(cfg.workers, psutil.virtual_memory().available, cfg.trainer.processes)
-        for shard in range(cfg.parameter_server.shards):
+        for shard in range(cfg.parameter_server.shard_servers):
             check_port(cfg.parameter_server.host, cfg.parameter_server.port and cfg.parameter_server.port + shard)
 
 

@@ -131,7 +131,7 @@ def test_how_long_workers_took_to_become_productive(tmp_path: Path):
 
 def test_weights_are_told_by_push_transfer_wait_pause_and_age(tmp_path: Path):
     def pull(time: float, version: int, wait: float, transfer: float) -> dict[str, Any]:
-        what = {"version": version, "nbytes": 1000, "travelled": 40, "transfer_seconds": transfer}
+        what = {"version": version, "nbytes": 1000, "network": 40, "transfer_seconds": transfer}
         return event(time, "worker-0", "pull", seconds=wait, **what)
 
     events = [
@@ -152,5 +152,5 @@ def test_weights_are_told_by_push_transfer_wait_pause_and_age(tmp_path: Path):
         "pause": {"median": 0.02, "max": 0.03},
         "age": {"median": 1.5, "max": 1.5},
         "pulled_bytes": 2000,
-        "travelled_bytes": 80,
+        "network_bytes": 80,
     }

@@ -1,11 +1,12 @@
-"""A server of the wire and a client of it; what the server does is in wire_bed.py."""
+"""A server of the wire and a client of it; what the server does is in rpc_bed.py."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from rl.parameter_server.transport.wire import Client, Server
-from tests.rl.parameter_server.transport.wire_bed import Store
+from rl.parameter_server.transport.client import RpcClient
+from rl.parameter_server.transport.server import RpcServer
+from tests.rl.parameter_server.transport.rpc_bed import Store
 
 
 @pytest.fixture
@@ -14,15 +15,15 @@ def store() -> Store:
 
 
 @pytest.fixture
-def server(store: Store) -> Iterator[Server]:
-    running = Server(store)
+def server(store: Store) -> Iterator[RpcServer]:
+    running = RpcServer(store)
     yield running
     store.release.set()
     running.close()
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    asking = Client(server.endpoint, name="parameter server")
+def client(server: RpcServer) -> Iterator[RpcClient]:
+    asking = RpcClient(server.endpoint, name="parameter server")
     yield asking
     asking.close()

@@ -6,19 +6,19 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.base import Params
-from rl.parameter_server.client import WeightAccess
+from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.fingerprint import path_name
 
 
-def publish(access: WeightAccess, params: Params, version: int) -> None:
+def publish(client: ParameterServerClient, params: Params, version: int) -> None:
     """As a trainer that has just started does it."""
-    publisher = access.publisher()
+    publisher = client.publisher()
     publisher.publish(publisher.copy(jax.tree.map(jax.numpy.asarray, params), version))
 
 
-def pull(access: WeightAccess, like: Params, version: int, timeout: float = 0.0) -> Params:
+def pull(client: ParameterServerClient, like: Params, version: int, timeout: float = 0.0) -> Params:
     """As a worker that has just started does it."""
-    return access.puller(on_device(like)).pull(version, timeout)
+    return client.receiver(on_device(like)).pull(version, timeout)
 
 
 def on_device(params: Params) -> Params:

@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.layers.base import Params
 from mesh import make_mesh
-from rl.parameter_server.client import WeightAccess, connect
+from rl.parameter_server.client import ParameterServerClient, connect
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.server import ParameterServer
-from rl.parameter_server.transport.wire import Endpoint
+from rl.parameter_server.transport.endpoint import Endpoint
 from tests.elsewhere import ROOT, elsewhere
 from tests.rl.parameter_server.small import host
 from tests.rl.parameter_server.test_server import Deployment
@@ -64,7 +64,7 @@ def same_everywhere(params: Params, version: int) -> bool:
 
 
 def local_bytes(params: Params) -> int:
-    """Of the distinct boxes on this process's devices: the least that has to move."""
+    """Of the distinct index ranges on this process's devices: the least that has to move."""
     return sum(
         {str(shard.index): shard.data.nbytes for shard in array.addressable_shards}[index]
         for array in params.values()
@@ -83,17 +83,22 @@ def test_every_pair_of_meshes():
 
 def every_pair() -> list[tuple[str, bool, int, int]]:
     found, version = [], 0
-    server = ParameterServer.Config(shared_memory=False, shards=1).build()
-    access = connect(server.cfg, [server.listen])
-    publisher = access.publisher()
+    server = ParameterServer.Config(shared_memory=False, shard_servers=1).build()
+    client = connect(server.cfg, [server.listen])
+    publisher = client.publisher()
     for trainer in TRAINERS:
-        publisher.begin(on_mesh(trainer, version), version).wait()
+        publisher.publish_async(on_mesh(trainer, version), version).wait()
         for worker in WORKERS:
             like = on_mesh(worker, 99)
-            puller = access.puller(like)
-            params = puller.pull(version)
+            receiver = client.receiver(like)
+            params = receiver.pull(version)
             found.append(
-                (f"{trainer} -> {worker}", same_everywhere(params, version), puller.moved.travelled, local_bytes(like))
+                (
+                    f"{trainer} -> {worker}",
+                    same_everywhere(params, version),
+                    receiver.stats.network,
+                    local_bytes(like),
+                )
             )
         version += 1
     return found
@@ -102,8 +107,8 @@ def every_pair() -> list[tuple[str, bool, int, int]]:
 # ---- several processes on both sides
 
 
-def test_two_trainer_processes_to_two_worker_processes_through_three_shards():
-    deployment = Deployment(ParameterServer.Config(shared_memory=False, shards=3), remote=True)
+def test_two_trainer_processes_to_two_worker_processes_through_three_shard_servers():
+    deployment = Deployment(ParameterServer.Config(shared_memory=False, shard_servers=3), remote=True)
     places = endpoints(deployment)
     with ThreadPoolExecutor(4) as pool:
         address = free_address()
@@ -112,10 +117,10 @@ def test_two_trainer_processes_to_two_worker_processes_through_three_shards():
         workers = [pool.submit(elsewhere, work, places, address, p, environ=FOUR) for p in (0, 1)]
         pushed = sum(trainer.result() for trainer in trainers)
         pulled = [worker.result() for worker in workers]
-    manifest = deployment.access().directory.manifest(1)
+    manifest = deployment.connect().directory.manifest(1)
     deployment.close()
     assert pushed == sum(array.nbytes for array in whole(1).values())  # each byte once, though data is replicated
-    assert {piece.shard for piece in manifest.pieces} == {0, 1, 2}
+    assert {shard.server for shard in manifest.shards} == {0, 1, 2}
     for same, moved, least in pulled:
         assert same and moved == least
 
@@ -126,7 +131,7 @@ def train(places: list[dict[str, Any]], address: str, process: int) -> int:
     publisher = reach(places).publisher(pusher="one trainer", process=process, processes=2)
     nbytes = 0
     for version in (0, 1):
-        push = publisher.begin(on_mesh({"data": 2, "fsdp": 2, "tensor": 2}, version), version)
+        push = publisher.publish_async(on_mesh({"data": 2, "fsdp": 2, "tensor": 2}, version), version)
         push.wait()
         nbytes = push.snapshot().nbytes
     return nbytes
@@ -136,52 +141,52 @@ def work(places: list[dict[str, Any]], address: str, process: int) -> tuple[bool
     """Pulls version 1 for a mesh over both worker processes."""
     jax.distributed.initialize(address, 2, process)
     like = on_mesh({"expert": 2, "tensor": 4}, 99)
-    puller = reach(places).puller(like)
-    params = puller.pull(1, timeout=100)
-    return same_everywhere(params, 1), puller.moved.travelled, local_bytes(like)
+    receiver = reach(places).receiver(like)
+    params = receiver.pull(1, timeout=100)
+    return same_everywhere(params, 1), receiver.stats.network, local_bytes(like)
 
 
 # ---- a pusher that dies
 
 
-@pytest.mark.parametrize("when", ["before its last piece", "before its seal"])
+@pytest.mark.parametrize("when", ["before its last shard", "before its commit"])
 def test_half_a_version_is_never_seen_and_its_successor_publishes_the_whole(when: str):
-    deployment = Deployment(ParameterServer.Config(shared_memory=False, shards=2), remote=True)
+    deployment = Deployment(ParameterServer.Config(shared_memory=False, shard_servers=2), remote=True)
     program = f"import {__name__} as m; m.die_while_pushing({endpoints(deployment)!r}, {when!r})"
     command = [sys.executable, "-c", program]
     died = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, check=False
     )
     assert died.returncode == -signal.SIGKILL, died.stderr
-    access = deployment.access()
-    assert access.directory.latest() == -1
+    client = deployment.connect()
+    assert client.directory.latest() == -1
     assert deployment.held() > 0  # what it pushed is there, and to be had by nobody
     with pytest.raises(WeightsError, match="version 0 not published"):
-        access.puller(on_mesh({}, 0)).pull(0)
-    publisher = access.publisher()
-    publisher.begin(on_mesh({}, 5), 0).wait()  # other contents: nothing of the dead one's is left in it
-    assert host(access.puller(on_mesh({}, 0)).pull(0)) == host(whole(5))
+        client.receiver(on_mesh({}, 0)).pull(0)
+    publisher = client.publisher()
+    publisher.publish_async(on_mesh({}, 5), 0).wait()  # other contents: nothing of the dead one's is left in it
+    assert host(client.receiver(on_mesh({}, 0)).pull(0)) == host(whole(5))
     assert deployment.held() == sum(array.nbytes for array in whole(5).values())
     deployment.close()
 
 
 def die_while_pushing(places: list[dict[str, Any]], when: str) -> None:
-    access = reach(places)
-    last = access.publisher()
-    if when == "before its seal":
-        last._directory.seal = lambda seal: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore
+    client = reach(places)
+    last = client.publisher()
+    if when == "before its commit":
+        last._directory.commit = lambda commit: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore
     else:
-        shard = last._shards[1]
-        shard.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore
-    last.begin(on_mesh({}, 0), 0).wait()
+        server = last._servers[1]
+        server.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore
+    last.publish_async(on_mesh({}, 0), 0).wait()
 
 
 def endpoints(deployment: Deployment) -> list[dict[str, Any]]:
     return [dataclasses.asdict(server.listen()) for server in deployment.servers]
 
 
-def reach(places: list[dict[str, Any]]) -> WeightAccess:
-    cfg = ParameterServer.Config(shared_memory=False, shards=len(places))
+def reach(places: list[dict[str, Any]]) -> ParameterServerClient:
+    cfg = ParameterServer.Config(shared_memory=False, shard_servers=len(places))
     return connect(cfg, [lambda place=place: Endpoint(**place) for place in places])
 
 

@@ -1,4 +1,4 @@
-"""Boxes of real shardings: eight devices in one process, and two processes of four devices each."""
+"""Index ranges of real shardings: eight devices in one process, and two processes of four devices each."""
 
 import itertools
 import socket
@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh import make_mesh
 from rl.parameter_server.index_ranges import (
-    Box,
+    IndexRange,
     check_cover,
     covering,
-    needed_boxes,
-    owned_pieces,
+    needed_index_ranges,
+    owned_shards,
     shape_of,
     slices,
     volume,
@@ -48,7 +48,7 @@ TENSORS: dict[str, tuple[tuple[int, ...], PartitionSpec]] = {
 }
 
 
-def test_moving_by_boxes_is_device_put() -> None:
+def test_moving_by_index_ranges_is_device_put() -> None:
     moved = elsewhere(move_everything, environ={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
     assert moved["pairs"] == len(MESHES) ** 2 * len(TENSORS)
     assert moved["elements"] == moved["union"]  # each needed element once, and nothing else
@@ -67,43 +67,49 @@ def test_two_processes_own_everything_once_and_need_only_their_own() -> None:
         calls = [threads.submit(elsewhere, one_of_two, address, process, environ=environ) for process in (0, 1)]
         both = [call.result() for call in calls]
     for pair, name in itertools.product(range(len(PAIRS)), TENSORS):
-        owned = [as_box(box) for process in both for box in process[pair][name]["owned"]]
+        owned = [as_index_range(index_range) for process in both for index_range in process[pair][name]["owned"]]
         check_cover(name, TENSORS[name][0], owned)
-        for box in [as_box(box) for process in both for box in process[pair][name]["needed"]]:
-            assert sum(map(volume, covering(box, owned))) == volume(box)
+        for index_range in [
+            as_index_range(index_range) for process in both for index_range in process[pair][name]["needed"]
+        ]:
+            assert sum(map(volume, covering(index_range, owned))) == volume(index_range)
     # On a mesh whose tensor axis lies within a process, each needs all 96 elements; over eight devices, its half.
     needed = [
-        [sum(volume(as_box(box)) for box in pair["experts/all"]["needed"]) for pair in process] for process in both
+        [sum(volume(as_index_range(index_range)) for index_range in pair["experts/all"]["needed"]) for pair in process]
+        for process in both
     ]
     assert needed == [[96, 48, 48]] * 2
 
 
 def move_everything() -> dict[str, int]:
-    """Each tensor from each mesh to each other by boxes and numpy; how many elements travelled, and the fewest."""
+    """Move each tensor from each mesh to each other one with numpy; return how many were moved, and the fewest."""
     elements = union = pairs = 0
     for (name, (shape, spec)), source, target in itertools.product(TENSORS.items(), MESHES, MESHES):
         value = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
-        sent = [(box, np.asarray(data)) for box, data in owned_pieces(jax.device_put(value, on(source, spec)))]
-        check_cover(name, shape, [box for box, _ in sent])
+        sent = [
+            (index_range, np.asarray(data))
+            for index_range, data in owned_shards(jax.device_put(value, on(source, spec)))
+        ]
+        check_cover(name, shape, [index_range for index_range, _ in sent])
         there = on(target, spec)
         expected = {shard.device: np.asarray(shard.data) for shard in jax.device_put(value, there).addressable_shards}
         wanted = np.zeros(shape, bool)
-        for box, devices in needed_boxes(there, shape).items():
-            arrived, moved = assemble(box, sent)
+        for index_range, devices in needed_index_ranges(there, shape).items():
+            arrived, moved = assemble(index_range, sent)
             elements += moved
             assert all(np.array_equal(arrived, expected.pop(device)) for device in devices)
-            wanted[tuple(slice(*ends) for ends in box)] = True
+            wanted[tuple(slice(*ends) for ends in index_range)] = True
         assert not expected
         union, pairs = union + int(wanted.sum()), pairs + 1
     return {"pairs": pairs, "elements": elements, "union": union}
 
 
-def assemble(box: Box, held: list[tuple[Box, np.ndarray]]) -> tuple[np.ndarray, int]:
-    """What is in the box, put together from pieces; and the elements read for it."""
-    arrived, moved = np.full(shape_of(box), np.nan, np.float32), 0
-    for part in covering(box, [piece for piece, _ in held]):
-        piece, data = next((piece, data) for piece, data in held if covering(part, [piece]) == [part])
-        arrived[(*slices(part, box), ...)] = data[(*slices(part, piece), ...)]
+def assemble(index_range: IndexRange, held: list[tuple[IndexRange, np.ndarray]]) -> tuple[np.ndarray, int]:
+    """What is in the index range, put together from shards; and the elements read for it."""
+    arrived, moved = np.full(shape_of(index_range), np.nan, np.float32), 0
+    for part in covering(index_range, [shard for shard, _ in held]):
+        shard, data = next((shard, data) for shard, data in held if covering(part, [shard]) == [part])
+        arrived[(*slices(part, index_range), ...)] = data[(*slices(part, shard), ...)]
         moved += volume(part)
     return arrived, moved
 
@@ -115,7 +121,7 @@ def owners_by_turn() -> list[list[list[int]]]:
         jax.device_put(np.zeros(8), on({"tensor": 2, "data": 2}, PartitionSpec("tensor"))),
     ]
     return [
-        [sorted(device.id for _, data in owned_pieces(array, turn) for device in data.devices()) for turn in range(10)]
+        [sorted(device.id for _, data in owned_shards(array, turn) for device in data.devices()) for turn in range(10)]
         for array in arrays
     ]
 
@@ -128,8 +134,8 @@ def one_of_two(address: str, process: int) -> list[dict[str, Any]]:
         for name, (shape, spec) in TENSORS.items():
             array = jax.make_array_from_callback(shape, on(trainer, spec), lambda i, s=shape: np.zeros(s)[i])
             by_tensor[name] = {
-                "owned": [box for box, _ in owned_pieces(array)],
-                "needed": list(needed_boxes(on(worker, spec), shape)),
+                "owned": [index_range for index_range, _ in owned_shards(array)],
+                "needed": list(needed_index_ranges(on(worker, spec), shape)),
             }
     return found
 
@@ -139,5 +145,5 @@ def on(mesh: dict[str, int], spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(make_mesh(mesh, jax.devices()[:size]), spec)
 
 
-def as_box(ends: list[list[int]]) -> Box:
+def as_index_range(ends: list[list[int]]) -> IndexRange:
     return tuple((start, stop) for start, stop in ends)

@@ -16,9 +16,10 @@ from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
+from rl.parameter_server.client import connect_local
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.pull.fetch import Moved
-from rl.parameter_server.pull.prefetcher import Follower
+from rl.parameter_server.pull.fetch import PullStats
+from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.roles.messages import Group, Score
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.runner import PlacedWeights
@@ -56,14 +57,14 @@ class Place:
         self.controller: Controller = EXPERIMENT.controller_cfg.build(
             clock=self.clock, events=EventLog(self.run.events_path)
         )
-        self.weights = EXPERIMENT.make_parameter_server().access()
+        self.weights = connect_local(EXPERIMENT.make_parameter_server())
         publish(self.weights, WEIGHTS[0], 0)
         self.controller.begin(0, 0)
         self._engine = engine
 
-    def follower(self) -> Follower:
-        puller = self.weights.puller(self._engine.weights_like)
-        return Follower(puller, self._engine.place, newest=False, background=False)
+    def prefetcher(self) -> Prefetcher:
+        receiver = self.weights.receiver(self._engine.weights_like)
+        return Prefetcher(receiver, self._engine.place, newest=False, background=False)
 
     def worker(self, name: str, weights: Any = None, verifier: Any = None) -> RolloutWorker:
         self._engine.version = -1  # as that of a new process
@@ -73,7 +74,7 @@ class Place:
             tokenizer=EXPERIMENT.tokenizer,
             seed=CFG.seed,
             controller=self.controller,
-            weights=weights or self.follower(),
+            weights=weights or self.prefetcher(),
             verifier=verifier or EXPERIMENT.make_verifier(),
             events=EventLog(self.run.events_path),
             pull_timeout=0.0,
@@ -235,7 +236,7 @@ def test_a_worker_that_hears_that_its_lease_is_void_drops_the_work(tmp_path: Pat
     place = Place(tmp_path, experiment.make_engine())
     place.controller = experiment.controller_cfg.build(clock=lambda: 0.0, events=EventLog(place.run.events_path))
     place.controller.begin(0, 0)
-    worker = place.worker("slow", weights=Slow(place.follower(), lambda: place.controller.join("slow")))
+    worker = place.worker("slow", weights=Slow(place.prefetcher(), lambda: place.controller.join("slow")))
     assert worker.run_once()
     assert place.controller.status()["rejected"] == 0 and place.events("score") == []
     assert worker.run_once() and len(place.events("score")) == 1
@@ -274,15 +275,15 @@ def test_the_first_rollouts_accepted_are_told_with_the_seconds_since_the_start(p
 class Slow:
     """Takes so long over the first pull that the lease for which it was made goes to another worker."""
 
-    def __init__(self, follower: Follower, meanwhile: Callable[[], None]):
-        self._follower = follower
+    def __init__(self, prefetcher: Prefetcher, meanwhile: Callable[[], None]):
+        self._prefetcher = prefetcher
         self._meanwhile: Callable[[], None] | None = meanwhile
 
-    def take(self, version: int, timeout: float = 0.0) -> tuple[PlacedWeights, Moved]:
+    def take(self, version: int, timeout: float = 0.0) -> tuple[PlacedWeights, PullStats]:
         if self._meanwhile is not None:
             self._meanwhile, meanwhile = None, self._meanwhile
             meanwhile()
-        return self._follower.take(version, timeout)
+        return self._prefetcher.take(version, timeout)
 
 
 def test_a_lease_that_expired_during_generation_is_dropped_before_scoring(place: Place, undisturbed: list[Group]):
@@ -292,7 +293,7 @@ def test_a_lease_that_expired_during_generation_is_dropped_before_scoring(place:
         place.clock.now += CFG.controller.lease_seconds
         taken.append(place.controller.lease("faster"))
 
-    worker = place.worker("slow", weights=Slow(place.follower(), meanwhile))
+    worker = place.worker("slow", weights=Slow(place.prefetcher(), meanwhile))
     assert worker.run_once()
     assert (len(place.events("generate")), len(place.events("score"))) == (1, 0)
     assert place.controller.status()["rejected"] == 1
@@ -372,7 +373,7 @@ def test_in_flight_newer_weights_are_taken_up_between_dispatches(
     experiment.controller_cfg.weights = "in_flight"
     run = RunDirectory.attach(tmp_path)
     controller = experiment.make_controller(run)
-    weights = experiment.make_parameter_server().access()
+    weights = connect_local(experiment.make_parameter_server())
     publish(weights, WEIGHTS[0], 0)
     questions: Iterator[Callable[[], None]] = itertools.chain(
         [lambda: None, lambda: publish(weights, WEIGHTS[1], 1)], itertools.repeat(lambda: None)

@@ -15,7 +15,7 @@ from mesh import UserError, make_mesh, shard_batch
 from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
 from rl.objective.presets import grpo
-from rl.parameter_server.client import WeightAccess
+from rl.parameter_server.client import ParameterServerClient, connect_local
 from rl.roles.messages import Group, Lease
 from rl.rollout.engine import Request
 from rl.rollout.sampling import Sampler
@@ -52,7 +52,7 @@ class Roles:
     experiment: RLExperiment
     run: RunDirectory
     controller: Controller
-    weights: WeightAccess
+    weights: ParameterServerClient
     trainer: PolicyTrainer
     worker: RolloutWorker
     address: Address
@@ -61,7 +61,7 @@ class Roles:
     def make(path: Path, cfg: RLExperiment.Config, initial: Params | None = None) -> "Roles":
         experiment, run = cfg.build(), tiny_run(path, cfg)
         controller = experiment.make_controller(run)
-        weights = experiment.make_parameter_server().access()
+        weights = connect_local(experiment.make_parameter_server())
         address: Any = Address(controller)
         if initial is None:
             trainer = experiment.make_trainer(run, address, weights)

@@ -16,7 +16,7 @@ from mesh import UserError, enable_compilation_cache
 from mesh.devices import configure_cpu_devices
 from mesh.distributed import ProcessGroup, join
 from rl.experiment import RLExperiment
-from rl.parameter_server.client import WeightAccess
+from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
 from rl.roles.messages import Group
 from rl.run import RLRun
@@ -94,8 +94,8 @@ class Forgetful:
             self._keys.add(key)
         return key
 
-    def seal(self, seal: Any) -> bool:
-        return self._directory.seal(seal) and seal.key not in self._keys
+    def commit(self, commit: Any) -> bool:
+        return self._directory.commit(commit) and commit.key not in self._keys
 
     def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
         found = self._directory.outcome(key, timeout)
@@ -121,7 +121,9 @@ def as_one_of_two(
     return {"step": trainer.step, "told": controller.told, "local": jax.local_device_count()}
 
 
-def make_trainer(path: Path, cfg: RLExperiment.Config, controller: Scripted, weights: WeightAccess) -> PolicyTrainer:
+def make_trainer(
+    path: Path, cfg: RLExperiment.Config, controller: Scripted, weights: ParameterServerClient
+) -> PolicyTrainer:
     """As `RLExperiment.make_trainer` does it after a warm start."""
     return cfg.build().trainer_cfg.build(
         run=RunDirectory.attach(path),
@@ -152,7 +154,7 @@ def alone(places: list[dict[str, Any]], run: str) -> list[list[Any]]:
 
 @pytest.fixture
 def deployment() -> Any:
-    made = Deployment(ParameterServer.Config(shared_memory=False, shards=2), remote=True)
+    made = Deployment(ParameterServer.Config(shared_memory=False, shard_servers=2), remote=True)
     yield made
     made.close()
 

@@ -55,13 +55,13 @@ def test_nothing_is_read_twice_whatever_the_meshes() -> None:
     result = reshard.measure(quick=True)
     assert result["reshard_overread"] == 1.0
     assert set(result["reshard"]["overread"]) == {"tensor 2", "tensor 4"}
-    assert all(one["travelled"] == one["needed"] > 0 for one in result["reshard"]["bytes"].values())
+    assert all(one["network"] == one["needed"] > 0 for one in result["reshard"]["bytes"].values())
 
 
 def test_workers_that_serve_each_other_take_one_copy_from_the_server() -> None:
     found = fan_out.measure(quick=True)["fan_out"]
-    assert found["relays"]["server_copies"] == pytest.approx(1.0)
-    assert found["relays"]["by_workers"] == found["workers"] - 1
+    assert found["peer_to_peer"]["server_copies"] == pytest.approx(1.0)
+    assert found["peer_to_peer"]["by_workers"] == found["workers"] - 1
     assert found["direct"]["server_copies"] == pytest.approx(found["workers"])
     assert found["direct"]["by_workers"] == 0
 

@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from tools.studies import weights_at_scale
-from tools.studies.relay_simulation import simulate
+from tools.studies.broadcast_simulation import simulate
 from tools.studies.weights_at_scale import CASES, DOC, GB, binding, pipelined, pull_bounds, push_bounds, readers_within
 
 V5P_32B, V5P_671B = CASES[0], CASES[3]
@@ -52,7 +52,7 @@ def test_a_delta_moves_fewer_bytes_over_nics_and_the_same_over_pcie() -> None:
     assert dense["decode"] == dense["encode"] == 0.0
 
 
-def test_relays_stop_where_the_next_doubling_does_not_fit() -> None:
+def test_a_broadcast_stops_where_the_next_doubling_does_not_fit() -> None:
     assert [readers_within(limit, transfer=1.0, first=1.0) for limit in (0.9, 1, 1.9, 2, 4)] == [
         "0",
         "1",
@@ -70,11 +70,11 @@ def test_more_seeds_save_doublings_and_cost_copies() -> None:
     assert outcome.finished == pytest.approx(5) and outcome.server_copies == pytest.approx(8)
 
 
-def test_a_slow_stream_wants_more_than_one_reader_at_a_source() -> None:
+def test_slow_streams_need_more_than_one_reader_per_source() -> None:
     assert simulate(100, fanout=2, stream=0.5).finished < simulate(100, fanout=1, stream=0.5).finished
     assert simulate(100, fanout=1).finished < simulate(100, fanout=2).finished
 
 
-def test_a_chain_takes_one_transfer_and_a_piece_for_each_further_reader() -> None:
+def test_a_chain_takes_one_transfer_and_a_chunk_for_each_further_reader() -> None:
     assert pipelined(1, 10) == 1
     assert pipelined(11, 10) == 2

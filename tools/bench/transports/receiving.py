@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from rl.parameter_server.transport.client import RpcClient
+from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.shared_memory import Segment
-from rl.parameter_server.transport.wire import Client, Endpoint
 from tools.bench.transports.yardsticks import ROOT, payload
 
 Pull = Callable[[], np.ndarray]  # moves the payload once; where it then is
@@ -70,7 +71,7 @@ def _sender(way: str, nbytes: int, options: dict[str, str]) -> Iterator[tuple[di
 
 def _sockets(connections: int, *, fresh: bool = False) -> Callable[[Endpoint, int], Pull]:
     def prepare(endpoint: Endpoint, nbytes: int) -> Pull:
-        client = Client(endpoint, name="sender", connect_timeout=120)
+        client = RpcClient(endpoint, name="sender", connect_timeout=120)
         kept = np.zeros(nbytes, np.uint8)
         cuts = [nbytes * at // connections for at in range(connections + 1)]
         pool = ThreadPoolExecutor(connections)
@@ -93,7 +94,7 @@ def _sockets(connections: int, *, fresh: bool = False) -> Callable[[Endpoint, in
 
 
 def _memory(endpoint: Endpoint, nbytes: int) -> Pull:
-    client = Client(endpoint, name="sender", connect_timeout=120)
+    client = RpcClient(endpoint, name="sender", connect_timeout=120)
 
     def pull() -> np.ndarray:
         fields, _ = client.call("read")

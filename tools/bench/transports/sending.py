@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from rl.parameter_server.transport.server import Body, RpcServer
 from rl.parameter_server.transport.shared_memory import Segment
 from rl.parameter_server.transport.tls import Tls
-from rl.parameter_server.transport.wire import Body, Server
 from tools.bench.transports.yardsticks import payload
 
 Address = dict[str, Any]
@@ -50,7 +50,7 @@ def _serve(source: np.ndarray, tls: Tls | None, with_digests: bool) -> Address:
         part = source[fields["start"] : fields["stop"]]
         return {"digest": xxhash.xxh3_128_hexdigest(part) if with_digests else ""}, [part]
 
-    server = Server(handle, tls=tls)
+    server = RpcServer(handle, tls=tls)
     _kept.append(server)
     return dataclasses.asdict(server.endpoint)
 
@@ -65,7 +65,7 @@ def _segments(source: np.ndarray, options: dict[str, str]) -> Address:
         _segment.append(segment)
         return {"name": segment.name}
 
-    server = Server(handle)
+    server = RpcServer(handle)
     _kept.append(server)
     return dataclasses.asdict(server.endpoint)
 
@@ -75,12 +75,12 @@ def _held_segment(source: np.ndarray, options: dict[str, str]) -> Address:
     segment = Segment.create(source.nbytes)
     segment.write(source)
     _segment.append(segment)
-    server = Server(lambda operation, fields, body: {"name": segment.name})
+    server = RpcServer(lambda operation, fields, body: {"name": segment.name})
     _kept.append(server)
     return dataclasses.asdict(server.endpoint)
 
 
-_kept: list[Server] = []
+_kept: list[RpcServer] = []
 _segment: list[Segment] = []
 SENDERS: dict[str, Callable[[np.ndarray, dict[str, str]], Address]] = {
     "wire": _wire,

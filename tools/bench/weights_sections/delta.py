@@ -48,15 +48,15 @@ def through_the_server(versions: Sequence[Version]) -> list[float]:
     access = connect(server.cfg, [server.listen])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {path: jax.ShapeDtypeStruct(array.shape, BF16, sharding=here) for path, array in versions[0].items()}
-    publisher, puller = access.publisher(), access.puller(like)
+    publisher, receiver = access.publisher(), access.receiver(like)
     ratios = []
     for number, version in enumerate(versions):
-        publisher.begin({path: jnp.asarray(array) for path, array in version.items()}, number).wait()
-        pulled = puller.pull(number)
+        publisher.publish_async({path: jnp.asarray(array) for path, array in version.items()}, number).wait()
+        pulled = receiver.pull(number)
         for path, array in version.items():
             if not np.array_equal(np.asarray(pulled[path]).view(np.uint16), array.astype(BF16).view(np.uint16)):
                 raise AssertionError(f"version {number}: {path} came otherwise")
-        ratios.append(puller.moved.needed / puller.moved.travelled)
+        ratios.append(receiver.stats.needed / receiver.stats.network)
     server.close()
     return ratios[1:]
 

@@ -1,8 +1,8 @@
-"""Eight workers wait for a version and pull it: from the server and from each other, or all from the server, by turns.
+"""Eight workers pull one version: alternately with peer-to-peer broadcast, and all of them directly from the server.
 
-Each in a process of its own, over sockets. The server counts what it sends; seconds are from the publication to the
-last worker's arrays. On one machine all of it is the same memory and the same cores, so relays cannot be faster here:
-what they spare is the server's link.
+Each worker is a process of its own; all data goes over sockets. The server counts the bytes that it sends; seconds are
+from the publication to the last worker's arrays. On one machine everything shares memory and cores, so the broadcast
+cannot be faster here: what it saves is the server's network bandwidth.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from tools.bench.weights_sections.roles import Process
 
 WORKERS = 8
 ROUNDS = 5
-_WAYS = {"relays": True, "direct": False}
+_WAYS = {"peer_to_peer": True, "direct": False}
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -28,8 +28,8 @@ def measure(*, quick: bool) -> dict[str, Any]:
         fleet = [stack.enter_context(Process("worker", **reach, name=f"worker-{at}")) for at in range(workers)]
         version, nbytes = 0, 0
         for at in range(1 + rounds):
-            for way, relays in _WAYS.items():
-                one = _once(server, trainer, fleet, version, relays)
+            for way, peer_to_peer in _WAYS.items():
+                one = _once(server, trainer, fleet, version, peer_to_peer)
                 version, nbytes = version + 1, int(one["nbytes"])
                 if at:  # the first warms up
                     found[way].append(one)
@@ -37,11 +37,13 @@ def measure(*, quick: bool) -> dict[str, Any]:
     return {"fan_out": {"workers": workers, "nbytes": nbytes, "rounds": rounds, **ways}}
 
 
-def _once(server: Process, trainer: Process, fleet: list[Process], version: int, relays: bool) -> dict[str, float]:
+def _once(
+    server: Process, trainer: Process, fleet: list[Process], version: int, peer_to_peer: bool
+) -> dict[str, float]:
     server.ask("sent")
     before = server.cpu_s() + sum(worker.cpu_s() for worker in fleet)
     for worker in fleet:
-        worker.tell("pull", version=version, relays=relays)
+        worker.tell("pull", version=version, peer_to_peer=peer_to_peer)
     published = trainer.ask("publish", version=version, shared=False)
     pulls = [worker.answer() for worker in fleet]
     after = server.cpu_s() + sum(worker.cpu_s() for worker in fleet)
@@ -50,7 +52,7 @@ def _once(server: Process, trainer: Process, fleet: list[Process], version: int,
         "server_copies": server.ask("sent")["nbytes"] / published["nbytes"],
         "seconds_to_last": max(pull["at"] for pull in pulls) - published["at"],
         "seconds_to_median": statistics.median(pull["at"] for pull in pulls) - published["at"],
-        "by_workers": sum(pull["by"] == "worker" for pull in pulls),
+        "by_workers": sum(pull["source"] == "worker" for pull in pulls),
         "cpu_s": after - before,
     }
 

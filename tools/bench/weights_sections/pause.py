@@ -1,6 +1,6 @@
 """What new weights do to an engine that draws: the pause of the swap, the transfer beside it, the age of the weights.
 
-A trainer publishes the benchmark's policy every 0.3 s; this process draws with it, a `Follower` fetches the newest
+A trainer publishes the benchmark's policy every 0.3 s; this process draws with it, a `Prefetcher` fetches the newest
 version on its thread and places it for the engine, and between two dispatches the engine exchanges a pointer.
 Separate figures: `pause` (nothing draws: the question for newer weights and `set_weights`), `transfer_s` (call to
 arrays as the engine wants them, beside drawing), `age_s` (since the next version was published, 0 if there is none) and
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.parameter_server.pull.prefetcher import Follower
+from rl.parameter_server.pull.prefetcher import Prefetcher
 from tools.bench.rollout_sections.bed import Bed
 from tools.bench.weights_sections.role import reach
 from tools.bench.weights_sections.roles import Process
@@ -45,8 +45,8 @@ def draw_and_follow(
     engine = bed.engine(max_num_seqs=max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=new)
     trainer.ask("begin", first=first, every=EVERY_S, shared=shared)
     access = reach(server.ready, shared_memory=shared)
-    follower = Follower(access.puller(engine.weights_like), engine.place, newest=True)
-    engine.set_weights(follower.take(first, 60.0)[0], first)
+    prefetcher = Prefetcher(access.receiver(engine.weights_like), engine.place, newest=True)
+    engine.set_weights(prefetcher.take(first, 60.0)[0], first)
     for request in bed.requests([new] * max_num_seqs, prompt_tokens=bed.job.prompt_tokens):
         engine.submit(request)
     engine.step()  # compiles
@@ -54,7 +54,7 @@ def draw_and_follow(
     uses: list[tuple[int, float]] = []  # version and time of each dispatch
     while len(pauses) < swaps:
         began, swapped = time.monotonic(), engine.stats()["swap_seconds"]
-        found = follower.newer()
+        found = prefetcher.newer()
         if found is not None:
             version, placed, moved = found
             engine.set_weights(placed, version)
@@ -66,7 +66,7 @@ def draw_and_follow(
         for _ in engine.step():
             engine.submit(bed.request(new, prompt_tokens=bed.job.prompt_tokens))
         turns.append(time.monotonic() - began)
-    follower.close()
+    prefetcher.close()
     published = trainer.ask("end")["published"]
     engine.abort_all()
     age, behind = _ages(uses, published)

@@ -30,7 +30,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     with Process("resharding", devices=8) as process:
         for worker in WORKERS[: 2 if quick else None]:
             moved[_name(worker)] = process.ask("overread", trainer=TRAINER, worker=worker, cut=cut)
-    overread = {name: max(one["read"], one["travelled"]) / one["needed"] for name, one in moved.items()}
+    overread = {name: max(one["read"], one["network"]) / one["needed"] for name, one in moved.items()}
     return {
         "reshard_overread": max(overread.values()),
         "reshard": {"trainer": _name(TRAINER), "overread": overread, "bytes": moved},

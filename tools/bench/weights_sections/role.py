@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from rl.parameter_server.client import WeightAccess, connect
-from rl.parameter_server.pull.receiver import Puller
+from rl.parameter_server.client import ParameterServerClient, connect
+from rl.parameter_server.pull.receiver import Receiver
 from rl.parameter_server.server import ParameterServer
-from rl.parameter_server.transport.wire import Endpoint
+from rl.parameter_server.transport.endpoint import Endpoint
 from tools.bench.weights_sections import model
 
 Answer = dict[str, Any]
@@ -48,7 +48,7 @@ class Server(Role):
     def __init__(self, keep: int = 1):
         self._server = ParameterServer.Config(keep=keep).build()
         self._sent, self._lock = 0, threading.Lock()
-        holder, read = self._server.holder, self._server.holder.read
+        shard_server, read = self._server.shard_server, self._server.shard_server.read
 
         def counted(*args: Any) -> Any:
             answers = read(*args)
@@ -56,7 +56,7 @@ class Server(Role):
                 self._sent += sum(memoryview(answer.data).nbytes for answer in answers)
             return answers
 
-        holder.read = counted  # pyright: ignore
+        shard_server.read = counted  # pyright: ignore
 
     def ready(self) -> Answer:
         endpoint = self._server.listen()
@@ -79,7 +79,7 @@ class Trainer(Role):
         """`copy_s`: until the trainer may overwrite its arrays; `wall_s`: until others can read the version."""
         params = jax.block_until_ready(model.updated(self._params, version))
         with Clocks() as clocks:
-            push = self._publishers[shared].begin(params, version)
+            push = self._publishers[shared].publish_async(params, version)
             nbytes, copied = push.snapshot().nbytes, time.monotonic()
             push.wait()
         return {
@@ -123,7 +123,7 @@ class PolicyTrainer(Role):
 
     def _publish(self, version: int, shared: bool) -> None:
         params = jax.block_until_ready(jax.tree.map(lambda leaf: leaf * 1.0001, self._params))
-        self._publishers[shared].begin(params, version).wait()
+        self._publishers[shared].publish_async(params, version).wait()
         self._published.append((version, time.monotonic()))
 
 
@@ -134,20 +134,20 @@ class Resharding(Role):
         jax.config.update("jax_num_cpu_devices", devices)
 
     def overread(self, trainer: dict[str, int], worker: dict[str, int], cut: int) -> Answer:
-        """Bytes needed, asked for and moved."""
+        """Bytes needed, asked for and stats."""
         from tools.bench.weights_sections.reshard import spread
 
         server = ParameterServer.Config(shared_memory=False).build()
         access = connect(server.cfg, [server.listen])
-        access.publisher().begin(spread(trainer, cut), 0).wait()
+        access.publisher().publish_async(spread(trainer, cut), 0).wait()
         like = spread(worker, cut)
-        puller = access.puller(like)
-        pulled = puller.pull(0)
+        receiver = access.receiver(like)
+        pulled = receiver.pull(0)
         if not all(map(jax.numpy.array_equal, jax.tree.leaves(pulled), jax.tree.leaves(like))):
             raise AssertionError(f"{trainer} -> {worker}: other weights came")
         server.close()
-        moved = puller.moved
-        return {"needed": moved.needed, "read": moved.read, "travelled": moved.travelled}
+        stats = receiver.stats
+        return {"needed": stats.needed, "read": stats.read, "network": stats.network}
 
 
 class Worker(Role):
@@ -155,39 +155,39 @@ class Worker(Role):
 
     def __init__(self, place: dict[str, Any], cut: int = 1, name: str | None = None):
         self._place, self._cut, self._name = place, cut, name
-        self._accesses: list[WeightAccess] = []
-        self._pullers: dict[tuple[bool, bool, bool], Puller] = {}
+        self._accesses: list[ParameterServerClient] = []
+        self._receivers: dict[tuple[bool, bool, bool], Receiver] = {}
 
-    def pull(self, version: int, shared: bool = False, verify: bool = True, relays: bool = False) -> Answer:
+    def pull(self, version: int, shared: bool = False, verify: bool = True, peer_to_peer: bool = False) -> Answer:
         """To arrays on the device. Those of the version before are let go of afterwards, as a worker does."""
-        puller = self._puller(shared, verify, relays)
+        receiver = self._receiver(shared, verify, peer_to_peer)
         with Clocks() as clocks:
-            params = jax.block_until_ready(puller.pull(version, 60.0))
+            params = jax.block_until_ready(receiver.pull(version, 60.0))
         if int(params["layer0"]["ffn_norm"][0]) != version:
             raise AssertionError(f"version {version} was asked for")
         self._in_use = params
-        moved = puller.moved
+        stats = receiver.stats
         return {
             "wall_s": clocks.wall_s,
             "cpu_s": clocks.cpu_s,
             "at": clocks.began + clocks.wall_s,
-            "needed": moved.needed,
-            "read": moved.read,
-            "travelled": moved.travelled,
-            "mapped": moved.mapped,
-            "by": moved.by,
+            "needed": stats.needed,
+            "read": stats.read,
+            "network": stats.network,
+            "mapped": stats.mapped,
+            "source": stats.source,
         }
 
-    def _puller(self, shared: bool, verify: bool, relays: bool) -> Puller:
-        key = (shared, verify, relays)
-        if key not in self._pullers:
-            access = reach(self._place, shared_memory=shared, verify=verify, relays=relays)
+    def _receiver(self, shared: bool, verify: bool, peer_to_peer: bool) -> Receiver:
+        key = (shared, verify, peer_to_peer)
+        if key not in self._receivers:
+            access = reach(self._place, shared_memory=shared, verify=verify, peer_to_peer=peer_to_peer)
             self._accesses.append(access)
-            self._pullers[key] = access.puller(model.like(self._cut), self._name)
-        return self._pullers[key]
+            self._receivers[key] = access.receiver(model.like(self._cut), self._name)
+        return self._receivers[key]
 
 
-def reach(place: dict[str, Any], **settings: Any) -> WeightAccess:
+def reach(place: dict[str, Any], **settings: Any) -> ParameterServerClient:
     """The parameter server at a place."""
     endpoint = Endpoint(**place)
     return connect(ParameterServer.Config().set(**settings), [lambda: endpoint])

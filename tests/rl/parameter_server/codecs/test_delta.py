@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from rl.parameter_server.codecs import delta
 from rl.parameter_server.codecs.delta import DELTA, DENSE, DeltaCodec
-from rl.parameter_server.codecs.layout import SEAL
+from rl.parameter_server.codecs.layout import CHECKSUM_NBYTES
 from rl.parameter_server.errors import WeightsError, WrongBase
 from tests.rl.parameter_server.codecs.arrays import bits, changed, dtypes, random_bits, seeds, shapes
 
 CODEC, BF16 = DeltaCodec(), np.dtype(ml_dtypes.bfloat16)
-EMPTY_DELTA = SEAL + 1 + 32 + 2 * 9  # checksum, kind, head, two empty frames
+EMPTY_DELTA = CHECKSUM_NBYTES + 1 + 32 + 2 * 9  # checksum, kind, head, two empty frames
 
 
 def kind(blob: delta.Blob) -> int:
-    return memoryview(blob)[SEAL]
+    return memoryview(blob)[CHECKSUM_NBYTES]
 
 
 def decode(blob: delta.Blob, base: np.ndarray) -> np.ndarray:
@@ -42,7 +42,7 @@ def test_sparse_changes_keep_every_bit(
         blob = CODEC.encode(array, base)
         decoded = decode(blob, base)
     assert bits(decoded) == bits(array) and bits(base) == before
-    assert len(blob) <= array.nbytes + SEAL + 1
+    assert len(blob) <= array.nbytes + CHECKSUM_NBYTES + 1
     assert bytes(CODEC.encode(array, base)) == bytes(blob)  # however much was looked at at a time
 
 
@@ -106,7 +106,7 @@ def test_masters_that_all_change_take_less_than_themselves() -> None:
 def test_other_weights_travel_whole() -> None:
     base, array = weights(), random_bits(1, (20_000,), BF16)
     blob = CODEC.encode(array, base)
-    assert kind(blob) == DENSE and len(blob) == array.nbytes + SEAL + 1
+    assert kind(blob) == DENSE and len(blob) == array.nbytes + CHECKSUM_NBYTES + 1
     nowhere = CODEC.decode(blob, shape=array.shape, dtype=BF16)  # a whole array needs no base
     assert bits(nowhere) == bits(decode(blob, base)) == bits(array)
 
@@ -161,9 +161,9 @@ def test_bytes_that_no_encoder_wrote(seed: int, in_head: bool) -> None:
     base = weights(1000, seed)
     array = changed(base, seed, 0.1)
     blob = bytearray(CODEC.encode(array, base))
-    for place in rng.integers(SEAL, SEAL + 33 if in_head else len(blob), int(rng.integers(1, 4))):
+    for place in rng.integers(CHECKSUM_NBYTES, CHECKSUM_NBYTES + 33 if in_head else len(blob), int(rng.integers(1, 4))):
         blob[place] = int(rng.integers(256))
-    struct.pack_into("<Q", blob, 0, xxhash.xxh3_64_intdigest(blob[SEAL:]))
+    struct.pack_into("<Q", blob, 0, xxhash.xxh3_64_intdigest(blob[CHECKSUM_NBYTES:]))
     try:
         decoded = decode(blob, base)
     except WeightsError:

@@ -1,4 +1,4 @@
-"""A holder refuses what is damaged, and encodes once for all who want the same."""
+"""A shard server refuses what is damaged, and encodes once for all who want the same."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rl.parameter_server.codecs import get_codec
-from rl.parameter_server.digest import as_bytes, digest_of
 from rl.parameter_server.errors import VersionGone, WeightsError
-from rl.parameter_server.store.shard_server import Holder, ReadOptions
-from rl.parameter_server.store.shard_store import PieceStore
+from rl.parameter_server.fingerprint import as_bytes, digest_of
+from rl.parameter_server.store.shard_server import LocalShardServer, ReadOptions
+from rl.parameter_server.store.shard_store import ShardStore
 from rl.parameter_server.transport.shared_memory import Segment, host_identity
 
 BOX = ((0, 1000), (0, 8))
@@ -18,56 +18,56 @@ NEW = np.where(np.arange(1000)[:, None] % 50 == 0, np.nextafter(BASE, np.float32
 
 
 @pytest.fixture
-def holder() -> Holder:
-    made = Holder(PieceStore())
+def shard_server() -> LocalShardServer:
+    made = LocalShardServer(ShardStore())
     for key, array in ((1, BASE), (2, NEW)):
         made.write(key, [("w", BOX, array, digest_of(array))])
     return made
 
 
-def test_damaged_pieces_are_refused_and_nothing_of_their_request_is_held(holder: Holder):
+def test_damaged_shards_are_refused_and_nothing_of_their_request_is_held(shard_server: LocalShardServer):
     good, bad = BASE + 1, BASE + 2
     with pytest.raises(WeightsError, match="w .*damaged on the way"):
-        holder.write(3, [("v", BOX, good, digest_of(good)), ("w", BOX, bad, digest_of(good))])
+        shard_server.write(3, [("v", BOX, good, digest_of(good)), ("w", BOX, bad, digest_of(good))])
     with pytest.raises(VersionGone):
-        holder.read(3, [("v", BOX)], ReadOptions())
+        shard_server.read(3, [("v", BOX)], ReadOptions())
 
 
-def test_damaged_shared_memory_is_refused(holder: Holder):
+def test_damaged_shared_memory_is_refused(shard_server: LocalShardServer):
     segment = Segment.create(BASE.nbytes)
     np.copyto(segment.buffer, as_bytes(BASE))
     segment.buffer[17] ^= 1
     with pytest.raises(WeightsError, match="damaged in shared memory"):
-        holder.adopt(3, segment.name, [("w", BOX, "float32", 0, digest_of(BASE))])
+        shard_server.adopt(3, segment.name, [("w", BOX, "float32", 0, digest_of(BASE))])
     segment.buffer[17] ^= 1
-    holder.adopt(3, segment.name, [("w", BOX, "float32", 0, digest_of(BASE))])
-    (answer,) = holder.read(3, [("w", BOX)], ReadOptions(host=host_identity()))
+    shard_server.adopt(3, segment.name, [("w", BOX, "float32", 0, digest_of(BASE))])
+    (answer,) = shard_server.read(3, [("w", BOX)], ReadOptions(host=host_identity()))
     assert answer.location == (segment.name, 0) and not answer.data
 
 
-def test_the_digest_that_was_verified_is_the_one_that_is_given_out(holder: Holder):
+def test_the_digest_that_was_verified_is_the_one_that_is_given_out(shard_server: LocalShardServer):
     array = BASE + 1
     digest = digest_of(array)
-    holder.write(3, [("w", BOX, array, digest)])
-    array[17, 3] = 9  # damage in the holder's memory: a reader shall notice
-    (answer,) = holder.read(3, [("w", BOX)], ReadOptions())
+    shard_server.write(3, [("w", BOX, array, digest)])
+    array[17, 3] = 9  # damage in the shard server's memory: a reader shall notice
+    (answer,) = shard_server.read(3, [("w", BOX)], ReadOptions())
     assert answer.digest == digest != digest_of(answer.data)
 
 
-def test_pieces_that_reach_beyond_their_segment_are_refused(holder: Holder):
+def test_shards_that_reach_beyond_their_segment_are_refused(shard_server: LocalShardServer):
     segment = Segment.create(BASE.nbytes)
     with pytest.raises(WeightsError, match="ends before byte"):
-        holder.adopt(3, segment.name, [("w", BOX, "float32", 64, digest_of(BASE))])
+        shard_server.adopt(3, segment.name, [("w", BOX, "float32", 64, digest_of(BASE))])
 
 
-def test_many_readers_of_one_delta_cost_one_encoding(holder: Holder, monkeypatch: pytest.MonkeyPatch):
+def test_many_readers_of_one_delta_cost_one_encoding(shard_server: LocalShardServer, monkeypatch: pytest.MonkeyPatch):
     codec, encoded = get_codec("delta"), []
     encode = type(codec).encode
     monkeypatch.setattr(type(codec), "encode", lambda *args: (encoded.append(1), encode(*args))[1])
     options = ReadOptions(codec="delta", base=1)
     with ThreadPoolExecutor(8) as pool:
         answers = [
-            part for done in pool.map(lambda _: holder.read(2, [("w", BOX)], options), range(16)) for part in done
+            part for done in pool.map(lambda _: shard_server.read(2, [("w", BOX)], options), range(16)) for part in done
         ]
     assert len(encoded) == 1
     for answer in answers:
@@ -76,14 +76,14 @@ def test_many_readers_of_one_delta_cost_one_encoding(holder: Holder, monkeypatch
         assert len(answer.data) < BASE.nbytes / 20
 
 
-def test_a_base_that_is_not_held_gives_the_whole(holder: Holder):
-    (answer,) = holder.read(2, [("w", BOX)], ReadOptions(codec="delta", base=77))
+def test_a_base_that_is_not_held_gives_the_whole(shard_server: LocalShardServer):
+    (answer,) = shard_server.read(2, [("w", BOX)], ReadOptions(codec="delta", base=77))
     assert answer.codec == "raw" and np.array_equal(answer.data, NEW)
 
 
-def test_what_is_not_kept_is_gone_with_what_was_encoded_of_it(holder: Holder):
-    holder.read(2, [("w", BOX)], ReadOptions(codec="delta", base=1))
-    holder.keep([1])
+def test_what_is_not_kept_is_gone_with_what_was_encoded_of_it(shard_server: LocalShardServer):
+    shard_server.read(2, [("w", BOX)], ReadOptions(codec="delta", base=1))
+    shard_server.keep([1])
     with pytest.raises(VersionGone):
-        holder.read(2, [("w", BOX)], ReadOptions(codec="delta", base=1))
-    assert not holder._encoded
+        shard_server.read(2, [("w", BOX)], ReadOptions(codec="delta", base=1))
+    assert not shard_server._encoded

@@ -16,8 +16,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rl.parameter_server.errors import VersionGone, WeightsError
-from rl.parameter_server.index_ranges import Box, slices, volume, whole
-from rl.parameter_server.store.shard_store import PieceStore
+from rl.parameter_server.index_ranges import IndexRange, slices, volume, whole
+from rl.parameter_server.store.shard_store import ShardStore
 from rl.parameter_server.transport.shared_memory import Segment
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -27,24 +27,27 @@ def _bytes(array: np.ndarray) -> bytes:
     return array.tobytes()
 
 
-def _partition(draw: st.DrawFn, box: Box, cuts: int) -> list[Box]:
-    """The box, cut at random places."""
-    axes = [axis for axis, (start, stop) in enumerate(box) if stop - start > 1]
+def _partition(draw: st.DrawFn, index_range: IndexRange, cuts: int) -> list[IndexRange]:
+    """The index range, cut at random places."""
+    axes = [axis for axis, (start, stop) in enumerate(index_range) if stop - start > 1]
     if not cuts or not axes:
-        return [box]
+        return [index_range]
     axis = draw(st.sampled_from(axes))
-    cut = draw(st.integers(box[axis][0] + 1, box[axis][1] - 1))
-    low, high = ((*box[:axis], part, *box[axis + 1 :]) for part in ((box[axis][0], cut), (cut, box[axis][1])))
+    cut = draw(st.integers(index_range[axis][0] + 1, index_range[axis][1] - 1))
+    low, high = (
+        (*index_range[:axis], part, *index_range[axis + 1 :])
+        for part in ((index_range[axis][0], cut), (cut, index_range[axis][1]))
+    )
     return _partition(draw, low, cuts - 1) + _partition(draw, high, cuts - 1)
 
 
 @st.composite
-def _partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+def _partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[IndexRange]:
     return _partition(draw, whole(shape), draw(st.integers(0, 3)))
 
 
 @st.composite
-def _boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+def _index_ranges(draw: st.DrawFn, shape: tuple[int, ...]) -> IndexRange:
     ends = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
     return tuple((start, stop) for start, stop in ends)
 
@@ -68,59 +71,63 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = PieceStore()
+        self.store = ShardStore()
         self.full = {version: _full(version) for version in range(3)}
         self.masks: dict[int, dict[str, np.ndarray]] = {}
-        self.boxes: dict[int, dict[tuple[str, Box], np.ndarray]] = {}
+        self.index_ranges: dict[int, dict[tuple[str, IndexRange], np.ndarray]] = {}
 
     @rule(data=st.data(), version=st.integers(0, 2), name=st.sampled_from(list(SHAPES)), in_segment=st.booleans())
     def add(self, data: st.DataObject, version: int, name: str, in_segment: bool) -> None:
         partition = data.draw(_partitions(SHAPES[name]))
-        chosen = [box for box in partition if data.draw(st.booleans())]
-        arrays = [self.full[version][name][(*slices(box, whole(SHAPES[name])), ...)].copy() for box in chosen]
+        chosen = [index_range for index_range in partition if data.draw(st.booleans())]
+        arrays = [
+            self.full[version][name][(*slices(index_range, whole(SHAPES[name])), ...)].copy() for index_range in chosen
+        ]
         segment = Segment.create(4096) if in_segment else None
         if segment is not None:
             arrays = _placed(segment, arrays)
         self.store.add(
-            version, [(name, box, array) for box, array in zip(chosen, arrays, strict=True)], keep_alive=segment
+            version,
+            [(name, index_range, array) for index_range, array in zip(chosen, arrays, strict=True)],
+            keep_alive=segment,
         )
-        for box, array in zip(chosen, arrays, strict=True):
+        for index_range, array in zip(chosen, arrays, strict=True):
             masks = self.masks.setdefault(version, {n: np.zeros(shape, bool) for n, shape in SHAPES.items()})
-            masks[name][(*slices(box, whole(SHAPES[name])), ...)] = True
-            self.boxes.setdefault(version, {}).setdefault((name, box), array)
+            masks[name][(*slices(index_range, whole(SHAPES[name])), ...)] = True
+            self.index_ranges.setdefault(version, {}).setdefault((name, index_range), array)
 
-    @precondition(lambda self: self.boxes)
+    @precondition(lambda self: self.index_ranges)
     @rule(data=st.data())
     def add_other_bytes(self, data: st.DataObject) -> None:
-        version = data.draw(st.sampled_from(sorted(self.boxes)))
-        name, box = data.draw(st.sampled_from(sorted(self.boxes[version])))
-        if volume(box):
-            other = self.boxes[version][name, box].copy()
+        version = data.draw(st.sampled_from(sorted(self.index_ranges)))
+        name, index_range = data.draw(st.sampled_from(sorted(self.index_ranges[version])))
+        if volume(index_range):
+            other = self.index_ranges[version][name, index_range].copy()
             other.reshape(-1).view(np.uint8)[-1] ^= 1
             with pytest.raises(WeightsError, match="came again with other bytes"):
-                self.store.add(version, [("new", ((0, 1),), np.ones(1)), (name, box, other)])
+                self.store.add(version, [("new", ((0, 1),), np.ones(1)), (name, index_range, other)])
 
     @rule(data=st.data(), version=st.integers(0, 2), name=st.sampled_from(list(SHAPES)), narrow=st.booleans())
     def read(self, data: st.DataObject, version: int, name: str, narrow: bool) -> None:
-        box = data.draw(_boxes(SHAPES[name]))
+        index_range = data.draw(_index_ranges(SHAPES[name]))
         dtype = data.draw(st.sampled_from(["bfloat16", "float32"])) if narrow else None
         if version not in self.masks:
             with pytest.raises(VersionGone, match=f"version {version} "):
-                self.store.read(version, name, box, dtype)
+                self.store.read(version, name, index_range, dtype)
             return
-        part = (*slices(box, whole(SHAPES[name])), ...)
-        known = any(held == name for held, _ in self.boxes[version])
+        part = (*slices(index_range, whole(SHAPES[name])), ...)
+        known = any(held == name for held, _ in self.index_ranges[version])
         if not known or not self.masks[version][name][part].all():
             with pytest.raises(WeightsError, match=f"version {version} .*{name}"):
-                self.store.read(version, name, box, dtype)
+                self.store.read(version, name, index_range, dtype)
             return
         with np.errstate(all="ignore"):
             expected = self.full[version][name][part].astype(dtype or DTYPES[name])
-        array = self.store.read(version, name, box, dtype)
+        array = self.store.read(version, name, index_range, dtype)
         assert (array.shape, array.dtype, _bytes(array)) == (expected.shape, expected.dtype, _bytes(expected))
         assert array.flags.c_contiguous and not array.flags.writeable
-        assert self.store.digest(version, name, box, dtype) == xxhash.xxh3_128_hexdigest(_bytes(expected))
-        where = self.store.where(version, name, box, dtype)
+        assert self.store.digest(version, name, index_range, dtype) == xxhash.xxh3_128_hexdigest(_bytes(expected))
+        where = self.store.where(version, name, index_range, dtype)
         if where is not None:
             memory = Segment.attach(where.segment).buffer[where.offset :][: expected.nbytes]
             assert _bytes(memory) == _bytes(expected)
@@ -129,21 +136,23 @@ class StoreMachine(RuleBasedStateMachine):
     def drop(self, version: int) -> None:
         self.store.drop(version)
         self.masks.pop(version, None)
-        self.boxes.pop(version, None)
+        self.index_ranges.pop(version, None)
 
     @rule(versions=st.sets(st.integers(0, 2)))
     def drop_all_but(self, versions: set[int]) -> None:
         self.store.drop_all_but(versions)
         for version in set(self.masks) - versions:
-            del self.masks[version], self.boxes[version]
+            del self.masks[version], self.index_ranges[version]
 
     @invariant()
     def same(self) -> None:
-        assert self.store.versions() == sorted(self.boxes)
-        for version, boxes in self.boxes.items():
-            held = self.store.pieces(version)
-            assert {(name, box): _bytes(array) for name, box, array in held} == {k: _bytes(a) for k, a in boxes.items()}
-            assert self.store.nbytes(version) >= sum(array.nbytes for array in boxes.values())
+        assert self.store.versions() == sorted(self.index_ranges)
+        for version, index_ranges in self.index_ranges.items():
+            held = self.store.shards(version)
+            assert {(name, index_range): _bytes(array) for name, index_range, array in held} == {
+                k: _bytes(a) for k, a in index_ranges.items()
+            }
+            assert self.store.nbytes(version) >= sum(array.nbytes for array in index_ranges.values())
 
     def teardown(self) -> None:
         self.store.drop_all_but(())
@@ -173,7 +182,7 @@ def _until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> N
 
 
 def test_reads_without_a_copy_where_it_can() -> None:
-    store, array = PieceStore(), np.arange(24, dtype=np.float32).reshape(6, 4)
+    store, array = ShardStore(), np.arange(24, dtype=np.float32).reshape(6, 4)
     store.add(1, [("w", ((2, 8), (0, 4)), array)])
     assert np.shares_memory(store.read(1, "w", ((2, 8), (0, 4))), array)
     assert np.shares_memory(store.read(1, "w", ((3, 5), (0, 4))), array[1:3])
@@ -184,7 +193,7 @@ def test_reads_without_a_copy_where_it_can() -> None:
 
 
 def test_messages_name_what_is_asked_for_and_what_is_held() -> None:
-    store = PieceStore()
+    store = ShardStore()
     with pytest.raises(VersionGone, match="version 3 .* versions held: none"):
         store.read(3, "w", ())
     store.add(4, [("layers/w", ((0, 2), (0, 4)), np.zeros((2, 4)))])
@@ -194,25 +203,25 @@ def test_messages_name_what_is_asked_for_and_what_is_held() -> None:
         store.read(4, "layers/v", ((0, 2), (0, 4)))
     with pytest.raises(WeightsError, match=r"version 4 .*'layers/w'.*\[1:3, 0:4\].*held: \[0:2, 0:4\]"):
         store.read(4, "layers/w", ((1, 3), (0, 4)))
-    with pytest.raises(WeightsError, match="2 dimensions was asked for 1"):
+    with pytest.raises(WeightsError, match="1 dimensions requested of a tensor with 2"):
         store.where(4, "layers/w", ((1, 3),))
     with pytest.raises(WeightsError, match="float64 and cannot be had as bfloat16"):
         store.digest(4, "layers/w", ((0, 2), (0, 4)), "bfloat16")
 
 
-def test_refuses_pieces_that_do_not_fit() -> None:
-    store = PieceStore()
+def test_refuses_shards_that_do_not_fit() -> None:
+    store = ShardStore()
     with pytest.raises(WeightsError, match=r"\[0:3\].*shape \(2,\)"):
         store.add(1, [("a", ((0, 2),), np.zeros(2)), ("b", ((0, 3),), np.zeros(2))])
     with pytest.raises(WeightsError, match="other bytes"):
         store.add(1, [("a", ((0, 2),), np.zeros(2)), ("a", ((0, 2),), np.ones(2))])
     assert store.versions() == []
     store.add(1, [("a", ((0, 2),), np.zeros(2))])
-    with pytest.raises(WeightsError, match=r"1-d float32 came, but the piece \[0:2\] is 1-d float64"):
+    with pytest.raises(WeightsError, match=r"got 1-d float32, but the shard \[0:2\] is 1-d float64"):
         store.add(1, [("b", (), np.zeros(())), ("a", ((2, 4),), np.zeros(2, np.float32))])
     with pytest.raises(WeightsError, match="held as float64, and came again as float32"):
         store.add(1, [("a", ((0, 2),), np.zeros(2, np.float32))])
-    assert [name for name, *_ in store.pieces(1)] == ["a"]
+    assert [name for name, *_ in store.shards(1)] == ["a"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -223,14 +232,14 @@ def test_converts_as_jax_does(dtype: str) -> None:
         array = np.concatenate([bits, ties, ties + 1, ties - 1]).view(np.float32)
     else:
         array = np.arange(1 << 16, dtype=np.uint16).view(BFLOAT16)
-    store = PieceStore()
+    store = ShardStore()
     store.add(1, [("w", whole(array.shape), array)])
     expected = np.asarray(jnp.asarray(array).astype(dtype))
     assert _bytes(store.read(1, "w", whole(array.shape), dtype)) == _bytes(expected)
 
 
 def test_workers_of_another_dtype_cost_one_conversion() -> None:
-    store, array = PieceStore(), np.random.default_rng(0).standard_normal((1024, 512)).astype(np.float32)
+    store, array = ShardStore(), np.random.default_rng(0).standard_normal((1024, 512)).astype(np.float32)
     store.add(1, [("w", whole(array.shape), array)])
     assert store.nbytes() == array.nbytes
     starts, reads = threading.Barrier(8), []
@@ -257,7 +266,7 @@ class _Owner:
 
 
 def test_memory_goes_when_the_last_reader_is_done() -> None:
-    store, array, owner = PieceStore(), np.arange(64, dtype=np.float32).astype(BFLOAT16), _Owner()
+    store, array, owner = ShardStore(), np.arange(64, dtype=np.float32).astype(BFLOAT16), _Owner()
     memory, kept = weakref.ref(array), weakref.ref(owner)
     store.add(1, [("w", ((0, 64),), array)], keep_alive=owner)
     converted = weakref.ref(store.read(1, "w", ((0, 64),), "float32").base)
@@ -274,7 +283,7 @@ def test_memory_goes_when_the_last_reader_is_done() -> None:
 
 
 def test_a_segment_is_unlinked_with_the_last_version_that_lies_in_it() -> None:
-    store, segment = PieceStore(), Segment.create(4096)
+    store, segment = ShardStore(), Segment.create(4096)
     file = Path("/dev/shm") / segment.name
     first, second = _placed(segment, [np.arange(100, dtype=np.float32), np.arange(50, dtype=np.int32)])
     store.add(1, [("a", ((0, 100),), first)], keep_alive=segment)
@@ -294,7 +303,7 @@ def test_a_segment_is_unlinked_with_the_last_version_that_lies_in_it() -> None:
 
 
 def test_what_does_not_lie_in_the_segment_is_not_said_to() -> None:
-    store, segment = PieceStore(), Segment.create(4096)
+    store, segment = ShardStore(), Segment.create(4096)
     (array,) = _placed(segment, [np.arange(100, dtype=np.float32).reshape(10, 10)])
     transposed, elsewhere = array.T, np.ones(3, np.float32)
     store.add(1, [("t", ((0, 10), (0, 10)), transposed), ("e", ((0, 3),), elsewhere)], keep_alive=segment)
@@ -304,7 +313,7 @@ def test_what_does_not_lie_in_the_segment_is_not_said_to() -> None:
 
 
 def test_a_segment_that_brings_nothing_new_is_unlinked_at_once() -> None:
-    store, segment = PieceStore(), Segment.create(4096)
+    store, segment = ShardStore(), Segment.create(4096)
     (array,) = _placed(segment, [np.arange(100, dtype=np.float32)])
     store.add(1, [("a", ((0, 100),), array.copy())])
     store.add(1, [("a", ((0, 100),), array)], keep_alive=segment)
@@ -313,7 +322,7 @@ def test_a_segment_that_brings_nothing_new_is_unlinked_at_once() -> None:
 
 
 def test_a_segment_of_another_process_goes_when_the_store_lets_it_go() -> None:
-    store, made = PieceStore(), Segment.create(4096)
+    store, made = ShardStore(), Segment.create(4096)
     file, (array,) = Path("/dev/shm") / made.name, _placed(made, [np.arange(100, dtype=np.float32)])
     attached = Segment.attach(made.name)
     view = attached.buffer[:400].view(np.float32)
@@ -329,13 +338,17 @@ def test_a_segment_of_another_process_goes_when_the_store_lets_it_go() -> None:
 
 
 def test_conversions_of_what_lies_in_shared_memory_lie_there_too() -> None:
-    store, segment = PieceStore(), Segment.create(4096)
+    store, segment = ShardStore(), Segment.create(4096)
     full = np.random.default_rng(0).standard_normal((10, 30)).astype(np.float32)
-    boxes: list[Box] = [((0, 3), (0, 30)), ((3, 10), (0, 30))]
+    index_ranges: list[IndexRange] = [((0, 3), (0, 30)), ((3, 10), (0, 30))]
     arrays = _placed(segment, [full[:3], full[3:]])
-    store.add(1, [("w", box, array) for box, array in zip(boxes, arrays, strict=True)], keep_alive=segment)
-    found = [store.where(1, "w", box, "bfloat16") for box in (*boxes, ((4, 6), (0, 30)))]
-    for where, (rows, _) in zip(found, (*boxes, ((4, 6), (0, 30))), strict=True):
+    store.add(
+        1,
+        [("w", index_range, array) for index_range, array in zip(index_ranges, arrays, strict=True)],
+        keep_alive=segment,
+    )
+    found = [store.where(1, "w", index_range, "bfloat16") for index_range in (*index_ranges, ((4, 6), (0, 30)))]
+    for where, (rows, _) in zip(found, (*index_ranges, ((4, 6), (0, 30))), strict=True):
         assert where is not None and where.segment not in ("", segment.name)
         memory = Segment.attach(where.segment).buffer[where.offset :][: (rows[1] - rows[0]) * 60]
         assert _bytes(memory) == _bytes(full[slice(*rows)].astype(BFLOAT16))
@@ -349,9 +362,9 @@ def test_conversions_of_what_lies_in_shared_memory_lie_there_too() -> None:
 def test_converts_where_there_is_no_shared_memory_left(checkout: Path) -> None:
     script = """
 import resource, numpy as np
-from rl.parameter_server.store.shard_store import PieceStore
+from rl.parameter_server.store.shard_store import ShardStore
 from rl.parameter_server.transport.shared_memory import Segment
-store, segment = PieceStore(), Segment.create(1 << 16)
+store, segment = ShardStore(), Segment.create(1 << 16)
 array = segment.buffer.view(np.float32)
 array[:] = np.arange(1 << 14)
 store.add(1, [("w", ((0, 1 << 14),), array)], keep_alive=segment)
@@ -366,7 +379,7 @@ print("done")
 
 
 def test_readers_beside_versions_that_come_and_go() -> None:
-    store, stop, failures, reads = PieceStore(), threading.Event(), [], [0] * 4
+    store, stop, failures, reads = ShardStore(), threading.Event(), [], [0] * 4
     shape = (64, 96)
 
     def array_of(version: int) -> np.ndarray:
@@ -377,19 +390,19 @@ def test_readers_beside_versions_that_come_and_go() -> None:
         while not stop.is_set():
             version = int(rng.choice(store.versions() or [0]))
             rows, columns = (sorted(rng.integers(0, size + 1, 2).tolist()) for size in shape)
-            box = ((rows[0], rows[1]), (columns[0], columns[1]))
+            index_range = ((rows[0], rows[1]), (columns[0], columns[1]))
             dtype = [None, "bfloat16"][int(rng.integers(2))]
             try:
-                array = store.read(version, "w", box, dtype)
-                digest = store.digest(version, "w", box, dtype)
+                array = store.read(version, "w", index_range, dtype)
+                digest = store.digest(version, "w", index_range, dtype)
             except VersionGone:
                 continue
             except BaseException as error:
                 failures.append(error)
                 return
-            expected = array_of(version)[(*slices(box, whole(shape)), ...)].astype(dtype or np.float32)
+            expected = array_of(version)[(*slices(index_range, whole(shape)), ...)].astype(dtype or np.float32)
             if _bytes(array) != _bytes(expected) or digest != xxhash.xxh3_128_hexdigest(_bytes(expected)):
-                failures.append((version, box, dtype))
+                failures.append((version, index_range, dtype))
             reads[worker] += 1
 
     workers = [threading.Thread(target=read, args=(worker,)) for worker in range(len(reads))]
@@ -400,9 +413,13 @@ def test_readers_beside_versions_that_come_and_go() -> None:
     while not failures and (version < 30 or min(reads) < 20) and time.monotonic() < deadline:
         version += 1
         full, segment = array_of(version), Segment.create(64 * 96 * 4 + 256)
-        halves: list[Box] = [((0, 40), (0, 96)), ((40, 64), (0, 96))]
+        halves: list[IndexRange] = [((0, 40), (0, 96)), ((40, 64), (0, 96))]
         arrays = _placed(segment, [full[0:40], full[40:64]])
-        store.add(version, [("w", box, array) for box, array in zip(halves, arrays, strict=True)], keep_alive=segment)
+        store.add(
+            version,
+            [("w", index_range, array) for index_range, array in zip(halves, arrays, strict=True)],
+            keep_alive=segment,
+        )
         del full, arrays, segment
         store.drop_all_but(range(version - 1, version + 1))
     stop.set()

@@ -9,13 +9,15 @@ import threading
 import pytest
 
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.transport.wire import Client, Endpoint, Server, Unreachable
-from tests.rl.parameter_server.transport.wire_bed import Store, connections, say, until
+from rl.parameter_server.transport.client import RpcClient, Unreachable
+from rl.parameter_server.transport.endpoint import Endpoint
+from rl.parameter_server.transport.server import RpcServer
+from tests.rl.parameter_server.transport.rpc_bed import Store, connections, say, until
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "gänzlich falsch"])
-def test_without_the_token_nothing_is_served(server: Server, client: Client, store: Store, token: str):
-    stranger = Client(dataclasses.replace(server.endpoint, token=token), name="parameter server")
+def test_without_the_token_nothing_is_served(server: RpcServer, client: RpcClient, store: Store, token: str):
+    stranger = RpcClient(dataclasses.replace(server.endpoint, token=token), name="parameter server")
     with pytest.raises(Unreachable, match=r"parameter server 127.0.0.1:\d+: store failed: wrong token"):
         stranger.call("store", {"name": "w"}, [b"bad"])
     client.call("store", {"name": "v"}, [b"good"])
@@ -38,7 +40,7 @@ def test_a_server_that_does_not_know_the_token_is_given_nothing():
 
     thread = threading.Thread(target=impostor)
     thread.start()
-    client = Client(Endpoint("127.0.0.1", listener.getsockname()[1], "secret"), name="parameter server")
+    client = RpcClient(Endpoint("127.0.0.1", listener.getsockname()[1], "secret"), name="parameter server")
     with pytest.raises(Unreachable, match="the server does not know the token"):
         client.call("store", {"name": "w"}, [b"weights"])
     thread.join(20)
@@ -46,7 +48,7 @@ def test_a_server_that_does_not_know_the_token_is_given_nothing():
     assert not heard
 
 
-def test_the_token_is_not_shown_and_does_not_travel(server: Server, client: Client):
+def test_the_token_is_not_shown_and_does_not_travel(server: RpcServer, client: RpcClient):
     assert server.endpoint.token not in repr(server.endpoint)
     assert Endpoint(**json.loads(json.dumps(dataclasses.asdict(server.endpoint)))) == server.endpoint
 
@@ -54,7 +56,7 @@ def test_the_token_is_not_shown_and_does_not_travel(server: Server, client: Clie
 @pytest.mark.parametrize(
     "garbage", [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100), b"\xff" * (1 << 20), b"AXLW" + bytes(60)]
 )
-def test_strangers_are_sent_away(server: Server, client: Client, garbage: bytes):
+def test_strangers_are_sent_away(server: RpcServer, client: RpcClient, garbage: bytes):
     answer = say(server.endpoint, garbage)
     assert len(answer) <= 40 + 33 and not answer[40:].strip(b"\0")
     client.call("echo")
@@ -74,15 +76,15 @@ def test_strangers_are_sent_away(server: Server, client: Client, garbage: bytes)
         struct.pack("!4sB3xIQ", b"AXLW", 0, 32, 0) + b'{"operation":"echo","fields":[]}',
     ],
 )
-def test_nonsense_from_within_ends_its_connection_only(server: Server, client: Client, message: bytes):
+def test_nonsense_from_within_ends_its_connection_only(server: RpcServer, client: RpcClient, message: bytes):
     assert say(server.endpoint, message, known=True) == b""
     client.call("echo")
     until(lambda: len(connections()) == 1, "its thread ends")
 
 
 def test_more_bytes_than_allowed_are_refused(store: Store):
-    server = Server(store, max_nbytes=1 << 20)
-    client = Client(server.endpoint, name="parameter server", max_nbytes=1 << 10)
+    server = RpcServer(store, max_nbytes=1 << 20)
+    client = RpcClient(server.endpoint, name="parameter server", max_nbytes=1 << 10)
     client.call("ignore", {}, [bytes(1 << 20)])
     with pytest.raises(WeightsError, match="store: refused: 8,388,608 bytes announced, at most 1,048,576 are taken"):
         client.call("store", {"name": "w"}, [bytes(8 << 20)])
@@ -94,7 +96,7 @@ def test_more_bytes_than_allowed_are_refused(store: Store):
     server.close()
 
 
-def test_announced_bytes_that_do_not_come_take_no_memory(server: Server, client: Client):
+def test_announced_bytes_that_do_not_come_take_no_memory(server: RpcServer, client: RpcClient):
     """`Body.read` is the handler's choice; the server itself sets nothing aside for what was only announced."""
     header = b'{"operation":"ignore","fields":{}}'
     assert say(server.endpoint, struct.pack("!4sB3xIQ", b"AXLW", 0, len(header), 1 << 35), header, known=True) == b""

@@ -1,4 +1,4 @@
-"""Memory between processes: seen by all, read-only for readers, and gone when the last one has gone."""
+"""BufferPool between processes: seen by all, read-only for readers, and gone when the last one has gone."""
 
 import dataclasses
 import gc
@@ -220,15 +220,15 @@ def test_what_others_may_write_to_is_refused():
         Segment.attach(segment.name)
 
 
-def test_a_link_is_not_followed(tmp_path: Path):
+def test_a_connection_is_not_followed(tmp_path: Path):
     segment = Segment.create(10)
-    link = FOLDER / "axl-1-0123456789abcdef"
-    link.symlink_to(FOLDER / segment.name)
+    connection = FOLDER / "axl-1-0123456789abcdef"
+    connection.symlink_to(FOLDER / segment.name)
     try:
         with pytest.raises(WeightsError, match="cannot be read"):
-            Segment.attach(link.name)
+            Segment.attach(connection.name)
     finally:
-        link.unlink()
+        connection.unlink()
 
 
 def test_another_size_is_refused():

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from mesh import UserError
+from rl.parameter_server.transport.client import RpcClient, Unreachable
+from rl.parameter_server.transport.server import Body, RpcServer
 from rl.parameter_server.transport.tls import Tls
-from rl.parameter_server.transport.wire import Body, Client, Server, Unreachable
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no `openssl` command to make certificates")
 
@@ -81,15 +82,15 @@ def tls(pair: tuple[str, str], **options: Any) -> Tls:
 
 
 @pytest.fixture
-def server(made: Certificates) -> Iterator[Server]:
-    running = Server(echo, tls=tls(made.own))
+def server(made: Certificates) -> Iterator[RpcServer]:
+    running = RpcServer(echo, tls=tls(made.own))
     yield running
     running.close()
 
 
-def test_bytes_arrive(server: Server, made: Certificates):
+def test_bytes_arrive(server: RpcServer, made: Certificates):
     assert server.endpoint.tls_ca == made.own[0]
-    client = Client(server.endpoint, name="parameter server")
+    client = RpcClient(server.endpoint, name="parameter server")
     for size in (0, 1, 5 << 20):
         data = os.urandom(size)
         assert client.call("echo", {"size": size}, [data]) == ({"size": size}, data)
@@ -100,42 +101,42 @@ def test_bytes_arrive(server: Server, made: Certificates):
     client.close()
 
 
-def test_the_token_is_asked_for_as_well(server: Server):
+def test_the_token_is_asked_for_as_well(server: RpcServer):
     with pytest.raises(Unreachable, match="wrong token"):
-        Client(dataclasses.replace(server.endpoint, token="guess"), name="parameter server").call("echo")
+        RpcClient(dataclasses.replace(server.endpoint, token="guess"), name="parameter server").call("echo")
 
 
-def test_a_certificate_of_another_authority_is_refused(server: Server, made: Certificates):
+def test_a_certificate_of_another_authority_is_refused(server: RpcServer, made: Certificates):
     stranger = dataclasses.replace(server.endpoint, tls_ca=made.other[0])
     expected = r"parameter server 127.0.0.1:\d+: echo failed: its certificate is refused: .*self.signed.*\(tls.ca"
     with pytest.raises(Unreachable, match=expected):
-        Client(stranger, name="parameter server").call("echo")
+        RpcClient(stranger, name="parameter server").call("echo")
 
 
 def test_a_certificate_of_another_host_is_refused_unless_told_otherwise(made: Certificates):
-    server = Server(echo, tls=tls(made.elsewhere))
+    server = RpcServer(echo, tls=tls(made.elsewhere))
     with pytest.raises(Unreachable, match="its certificate is refused: .*127.0.0.1.*tls.check_host"):
-        Client(server.endpoint, name="parameter server").call("echo")
+        RpcClient(server.endpoint, name="parameter server").call("echo")
     lenient = Tls.Config(ca=made.elsewhere[0], check_host=False).build()
-    client = Client(server.endpoint, name="parameter server", tls=lenient)
+    client = RpcClient(server.endpoint, name="parameter server", tls=lenient)
     assert client.call("echo", {"a": 1})[0] == {"a": 1}
     client.close()
     server.close()
 
 
-def test_one_side_without_tls_is_an_error_that_says_so(server: Server, made: Certificates):
+def test_one_side_without_tls_is_an_error_that_says_so(server: RpcServer, made: Certificates):
     plain = dataclasses.replace(server.endpoint, tls_ca=None)
     with pytest.raises(Unreachable, match="echo failed: nothing came for 0.3 s"):
-        Client(plain, name="parameter server", connect_timeout=0.3).call("echo")
-    open_server = Server(echo)
+        RpcClient(plain, name="parameter server", connect_timeout=0.3).call("echo")
+    open_server = RpcServer(echo)
     hoping = dataclasses.replace(open_server.endpoint, tls_ca=made.own[0])
     with pytest.raises(Unreachable, match="echo failed: no TLS: "):
-        Client(hoping, name="parameter server").call("echo")
+        RpcClient(hoping, name="parameter server").call("echo")
     open_server.close()
 
 
-def test_a_silent_server_ends_the_wait(server: Server):
-    client = Client(server.endpoint, name="parameter server", connect_timeout=0.3)
+def test_a_silent_server_ends_the_wait(server: RpcServer):
+    client = RpcClient(server.endpoint, name="parameter server", connect_timeout=0.3)
 
     def never(operation: str, fields: dict[str, Any], body: Body) -> Any:
         done.wait(30)
@@ -150,13 +151,13 @@ def test_a_silent_server_ends_the_wait(server: Server):
 
 
 def test_clients_may_have_to_show_a_certificate(made: Certificates):
-    server = Server(echo, tls=tls(made.server, ca=made.ca[0], verify_clients=True))
+    server = RpcServer(echo, tls=tls(made.server, ca=made.ca[0], verify_clients=True))
     assert server.endpoint.tls_ca == made.ca[0]
-    known = Client(server.endpoint, name="parameter server", tls=tls(made.client, ca=made.ca[0]))
+    known = RpcClient(server.endpoint, name="parameter server", tls=tls(made.client, ca=made.ca[0]))
     assert known.call("echo", {"a": 1})[0] == {"a": 1}
     for stranger in (None, tls(made.other, ca=made.ca[0])):
         with pytest.raises(Unreachable, match="echo failed"):
-            Client(server.endpoint, name="parameter server", tls=stranger).call("echo")
+            RpcClient(server.endpoint, name="parameter server", tls=stranger).call("echo")
     known.close()
     server.close()
 
@@ -177,9 +178,9 @@ def test_wrong_files_are_named(fields: dict[str, Any], expected: str):
 
 def test_a_server_needs_a_certificate(made: Certificates):
     with pytest.raises(UserError, match="tls.cert is empty"):
-        Server(echo, tls=Tls.Config(ca=made.ca[0]).build())
+        RpcServer(echo, tls=Tls.Config(ca=made.ca[0]).build())
 
 
 def test_a_key_of_another_certificate_is_refused(made: Certificates):
     with pytest.raises(UserError, match="not a certificate and its private key"):
-        Server(echo, tls=tls((made.own[0], made.other[1])))
+        RpcServer(echo, tls=tls((made.own[0], made.other[1])))

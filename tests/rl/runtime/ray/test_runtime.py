@@ -153,13 +153,13 @@ def test_server_controller_verifier_and_trainer_are_killed_one_after_the_other(
 def test_shards_of_the_parameter_server_are_killed_and_filled_again(tmp_path, baseline) -> None:
     """Over sockets, by deltas, from three processes to workers that serve each other."""
     cfg = slow(num_steps=32, workers=3, groups_per_lease=1)
-    cfg.parameter_server.set(shards=3, shared_memory=False, codec="delta", key_every=4)
+    cfg.parameter_server.set(shard_servers=3, shared_memory=False, codec="delta", full_every=4)
     roles = ["parameter-server-1", "worker-0", "parameter-server-2", "parameter-server"]
     assassin = Assassin(tmp_path, roles)
     path, _ = run_with_ray(tmp_path, cfg, assassin)
     assert list(assassin.killed) == roles
     assert_same_outcome(path, baseline(32))
-    assert {row["by"] for row in events(path, "pull") if "by" in row} == {"server", "worker"}
+    assert {row["source"] for row in events(path, "pull") if "source" in row} == {"server", "worker"}
 
 
 @pytest.mark.usefixtures("session")

@@ -18,16 +18,18 @@ import psutil
 import pytest
 
 from mesh import UserError
-from rl.parameter_server.transport.connection import Link
-from rl.parameter_server.transport.handshake import enter
-from rl.parameter_server.transport.wire import Client, Endpoint, Server, Unreachable
-from tests.rl.parameter_server.transport.wire_bed import Store, connections, say, until
+from rl.parameter_server.transport.client import RpcClient, Unreachable
+from rl.parameter_server.transport.connection import Connection
+from rl.parameter_server.transport.endpoint import Endpoint
+from rl.parameter_server.transport.handshake import client_handshake
+from rl.parameter_server.transport.server import RpcServer
+from tests.rl.parameter_server.transport.rpc_bed import Store, connections, say, until
 
 ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize("arrives", [0, 1, 999])
-def test_half_a_request_is_none(server: Server, client: Client, store: Store, arrives: int):
+def test_half_a_request_is_none(server: RpcServer, client: RpcClient, store: Store, arrives: int):
     header = b'{"operation":"store","fields":{"name":"w"}}'
     frame = struct.pack("!4sB3xIQ", b"AXLW", 0, len(header), 1000)
     assert say(server.endpoint, frame, header, bytes(arrives), known=True) == b""
@@ -37,12 +39,12 @@ def test_half_a_request_is_none(server: Server, client: Client, store: Store, ar
 
 
 def test_a_client_that_dies_in_the_middle_of_an_answer_disturbs_nobody(
-    server: Server, client: Client, caplog: pytest.LogCaptureFixture
+    server: RpcServer, client: RpcClient, caplog: pytest.LogCaptureFixture
 ):
     header = b'{"operation":"grow","fields":{"nbytes":67108864}}'
     request = struct.pack("!4sB3xIQ", b"AXLW", 0, len(header), 0) + header
     sock = socket.create_connection((server.endpoint.host, server.endpoint.port), timeout=20)
-    enter(Link(sock, 20.0), server.endpoint.token)
+    client_handshake(Connection(sock, 20.0), server.endpoint.token)
     sock.sendall(request)
     assert sock.recv(100_000)
     sock.close()  # with bytes unread: a reset
@@ -51,14 +53,14 @@ def test_a_client_that_dies_in_the_middle_of_an_answer_disturbs_nobody(
     assert not caplog.records
 
 
-def test_a_port_in_use_is_a_clear_error(server: Server, store: Store):
+def test_a_port_in_use_is_a_clear_error(server: RpcServer, store: Store):
     with pytest.raises(UserError, match=rf"cannot listen on 127.0.0.1:{server.endpoint.port}: .*any free port"):
-        Server(store, port=server.endpoint.port)
+        RpcServer(store, port=server.endpoint.port)
 
 
 def test_a_server_that_is_gone_is_a_clear_error(store: Store):
-    server = Server(store)
-    client = Client(server.endpoint, name="parameter server")
+    server = RpcServer(store)
+    client = RpcClient(server.endpoint, name="parameter server")
     client.call("echo")
     server.close()
     until(lambda: not connections(), "close ends the threads")
@@ -66,7 +68,7 @@ def test_a_server_that_is_gone_is_a_clear_error(store: Store):
         client.call("echo")
 
 
-def test_close_ends_who_waits_and_who_is_idle(server: Server, client: Client, store: Store):
+def test_close_ends_who_waits_and_who_is_idle(server: RpcServer, client: RpcClient, store: Store):
     client.call("echo")
     failed: list[Exception] = []
 
@@ -88,11 +90,11 @@ def test_close_ends_who_waits_and_who_is_idle(server: Server, client: Client, st
 
 def test_a_server_on_the_same_port_again_is_found_by_the_same_client(store: Store):
     """Its idle connections are dead, which is no failure of the call."""
-    server = Server(store)
-    client = Client(server.endpoint, name="parameter server")
+    server = RpcServer(store)
+    client = RpcClient(server.endpoint, name="parameter server")
     client.call("echo")
     server.close()
-    again = Server(store, port=server.endpoint.port, token=server.endpoint.token)
+    again = RpcServer(store, port=server.endpoint.port, token=server.endpoint.token)
     client.call("store", {"name": "w"}, [bytes(1 << 20)])
     assert store.put["w"] == bytes(1 << 20)
     client.close()
@@ -100,14 +102,14 @@ def test_a_server_on_the_same_port_again_is_found_by_the_same_client(store: Stor
 
 
 def test_a_client_that_is_given_a_way_to_find_the_server_follows_it(store: Store):
-    old, new, alien = Server(store, token="secret"), Server(store, token="secret"), Server(store)
+    old, new, alien = RpcServer(store, token="secret"), RpcServer(store, token="secret"), RpcServer(store)
     not_mine = dataclasses.replace(alien.endpoint, token="secret")  # another run's server got the old port
 
     def nowhere() -> Endpoint:
         raise FileNotFoundError("nobody has said")
 
     places = iter([lambda: old.endpoint, lambda: old.endpoint, nowhere, lambda: not_mine, lambda: new.endpoint])
-    client = Client(lambda: next(places)(), name="parameter server")
+    client = RpcClient(lambda: next(places)(), name="parameter server")
     client.call("echo")
     old.close()
     client.call("store", {"name": "w"}, [b"1"])
@@ -118,15 +120,15 @@ def test_a_client_that_is_given_a_way_to_find_the_server_follows_it(store: Store
 
 
 def test_patience_ends(store: Store):
-    server = Server(store)
+    server = RpcServer(store)
     server.close()
-    client = Client(lambda: server.endpoint, name="parameter server", patience=0.5)
+    client = RpcClient(lambda: server.endpoint, name="parameter server", retry_timeout=0.5)
     with pytest.raises(Unreachable, match=r"parameter server 127.0.0.1:\d+: echo failed: .*refused \(tried \d+ times"):
         client.call("echo")
 
 
-def test_an_answer_that_does_not_come_is_named(client: Client, store: Store, server: Server):
-    hasty = Client(server.endpoint, name="parameter server", connect_timeout=0.2)
+def test_an_answer_that_does_not_come_is_named(client: RpcClient, store: Store, server: RpcServer):
+    hasty = RpcClient(server.endpoint, name="parameter server", connect_timeout=0.2)
     with pytest.raises(Unreachable, match=r"parameter server 127.0.0.1:\d+: wait failed: nothing came for 0.3 s"):
         hasty.call("wait", timeout=0.1)
     hasty.close()
@@ -134,7 +136,7 @@ def test_an_answer_that_does_not_come_is_named(client: Client, store: Store, ser
 
 @pytest.fixture
 def process() -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
-    code = "from tests.rl.parameter_server.transport.wire_bed import elsewhere; elsewhere()"
+    code = "from tests.rl.parameter_server.transport.rpc_bed import elsewhere; elsewhere()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as running:
         assert running.stdout is not None
@@ -150,7 +152,7 @@ def stop(pid: int) -> None:
 
 def test_a_server_that_is_stopped_is_an_error_that_says_so(process: tuple[subprocess.Popen[str], Endpoint]):
     running, endpoint = process
-    client = Client(endpoint, name="parameter server", connect_timeout=0.5)
+    client = RpcClient(endpoint, name="parameter server", connect_timeout=0.5)
     data = os.urandom(1 << 20)
     client.call("echo", {}, [data], timeout=30)
     stop(running.pid)
@@ -165,7 +167,7 @@ def test_a_server_that_is_stopped_is_an_error_that_says_so(process: tuple[subpro
 
 def test_a_server_that_stops_taking_bytes_is_an_error_that_says_so(process: tuple[subprocess.Popen[str], Endpoint]):
     running, endpoint = process
-    client = Client(endpoint, name="parameter server", connect_timeout=0.5)
+    client = RpcClient(endpoint, name="parameter server", connect_timeout=0.5)
     client.call("echo", timeout=30)
     stop(running.pid)
     with pytest.raises(Unreachable, match=r"echo failed: nothing was taken for 0.5 s"):
@@ -175,7 +177,7 @@ def test_a_server_that_stops_taking_bytes_is_an_error_that_says_so(process: tupl
 
 def test_a_server_that_is_killed_while_one_waits(process: tuple[subprocess.Popen[str], Endpoint]):
     running, endpoint = process
-    client = Client(endpoint, name="parameter server")
+    client = RpcClient(endpoint, name="parameter server")
     client.call("echo")
     threading.Timer(0.2, running.kill).start()
     with pytest.raises(Unreachable, match=r"parameter server 127.0.0.1:\d+: wait failed: .*(closed|reset|refused)"):
@@ -183,10 +185,10 @@ def test_a_server_that_is_killed_while_one_waits(process: tuple[subprocess.Popen
     client.close()
 
 
-def test_a_server_that_is_killed_is_followed(process: tuple[subprocess.Popen[str], Endpoint], server: Server):
+def test_a_server_that_is_killed_is_followed(process: tuple[subprocess.Popen[str], Endpoint], server: RpcServer):
     running, endpoint = process
     places = iter([endpoint])
-    client = Client(lambda: next(places, server.endpoint), name="parameter server")
+    client = RpcClient(lambda: next(places, server.endpoint), name="parameter server")
     data = os.urandom(3 << 20)
     client.call("echo")
     threading.Timer(0.2, running.kill).start()
@@ -199,9 +201,9 @@ def test_a_server_that_is_killed_is_followed(process: tuple[subprocess.Popen[str
 
 
 def test_a_client_that_stops_in_the_middle_is_given_up(store: Store):
-    server = Server(store, stall=0.3)
+    server = RpcServer(store, stall=0.3)
     sock = socket.create_connection((server.endpoint.host, server.endpoint.port), timeout=20)
-    enter(Link(sock, 20.0), server.endpoint.token)
+    client_handshake(Connection(sock, 20.0), server.endpoint.token)
     time.sleep(0.5)
     assert len(connections()) == 1  # idle is not stopped
     sock.sendall(struct.pack("!4sB3xIQ", b"AXLW", 0, 100, 0))
@@ -211,8 +213,8 @@ def test_a_client_that_stops_in_the_middle_is_given_up(store: Store):
 
 
 def test_too_many_connections_are_closed(store: Store):
-    server = Server(store, max_connections=1)
-    first, second = (Client(server.endpoint, name="parameter server") for _ in range(2))
+    server = RpcServer(store, max_connections=1)
+    first, second = (RpcClient(server.endpoint, name="parameter server") for _ in range(2))
     first.call("echo")
     with pytest.raises(Unreachable, match="echo failed: .*(closed|reset)"):
         second.call("echo")
@@ -226,26 +228,26 @@ def test_ipv6(store: Store):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
-    server = Server(store, host="::1")
+    server = RpcServer(store, host="::1")
     assert server.endpoint.address == f"[::1]:{server.endpoint.port}"
-    client = Client(server.endpoint, name="parameter server")
+    client = RpcClient(server.endpoint, name="parameter server")
     assert client.call("echo", {"a": 1})[0] == {"a": 1}
     client.close()
     server.close()
 
 
 def test_a_server_that_listens_everywhere_says_where_it_is(store: Store):
-    server = Server(store, host="0.0.0.0", advertise="127.0.0.1")
+    server = RpcServer(store, host="0.0.0.0", advertise="127.0.0.1")
     assert server.endpoint.host == "127.0.0.1"
-    Client(server.endpoint, name="parameter server").call("echo")
+    RpcClient(server.endpoint, name="parameter server").call("echo")
     server.close()
 
 
 def test_without_patience_the_next_call_finds_the_server_where_it_is_now(store: Store):
-    """A link that gives up at once must not remember where the server was."""
-    old, new = Server(store, token="secret"), Server(store, token="secret")
+    """A connection that gives up at once must not remember where the server was."""
+    old, new = RpcServer(store, token="secret"), RpcServer(store, token="secret")
     places = [old.endpoint, new.endpoint]
-    client = Client(lambda: places[0], name="parameter server", patience=0.0)
+    client = RpcClient(lambda: places[0], name="parameter server", retry_timeout=0.0)
     client.call("store", {"name": "w"}, [b"x"])
     old.close()
     del places[0]
@@ -255,7 +257,7 @@ def test_without_patience_the_next_call_finds_the_server_where_it_is_now(store: 
     new.close()
 
 
-def test_a_wait_for_an_answer_is_told_each_time_it_has_doubled(store: Store, server: Server):
+def test_a_wait_for_an_answer_is_told_each_time_it_has_doubled(store: Store, server: RpcServer):
     told: list[tuple[str, float]] = []
 
     def on_wait(what: str, seconds: float) -> None:
@@ -263,7 +265,7 @@ def test_a_wait_for_an_answer_is_told_each_time_it_has_doubled(store: Store, ser
         if len(told) == 2:
             store.release.set()
 
-    client = Client(server.endpoint, name="parameter server", on_wait=on_wait, say_after=0.5)
+    client = RpcClient(server.endpoint, name="parameter server", on_wait=on_wait, warn_after=0.5)
     client.call("echo")
     client.call("wait", timeout=60.0)
     client.close()
@@ -271,18 +273,18 @@ def test_a_wait_for_an_answer_is_told_each_time_it_has_doubled(store: Store, ser
     assert told[0][1] >= 0.5 and 2 * told[0][1] <= told[1][1]
 
 
-def test_a_repeated_call_is_told_and_the_time_it_asks_for_is_not(store: Store, server: Server):
+def test_a_repeated_call_is_told_and_the_time_it_asks_for_is_not(store: Store, server: RpcServer):
     told: list[str] = []
     endpoints = [dataclasses.replace(server.endpoint, port=1)] * 4 + [server.endpoint]
-    client = Client(
-        lambda: endpoints.pop(0), name="parameter server", on_wait=lambda what, _: told.append(what), say_after=0.1
+    client = RpcClient(
+        lambda: endpoints.pop(0), name="parameter server", on_wait=lambda what, _: told.append(what), warn_after=0.1
     )
     client.call("echo", {"timeout": 60.0})
     assert told == []
     client.close()
     endpoints = [dataclasses.replace(server.endpoint, port=1)] * 4 + [server.endpoint]
-    client = Client(
-        lambda: endpoints.pop(0), name="parameter server", on_wait=lambda what, _: told.append(what), say_after=0.1
+    client = RpcClient(
+        lambda: endpoints.pop(0), name="parameter server", on_wait=lambda what, _: told.append(what), warn_after=0.1
     )
     client.call("echo")
     assert set(told) == {"to answer (echo)"}

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 from rl.parameter_server.errors import VersionGone, WeightsError, WrongBase
-from rl.parameter_server.transport.wire import Body, Client, Server
-from tests.rl.parameter_server.transport.wire_bed import Store, connections, until
+from rl.parameter_server.transport.client import RpcClient
+from rl.parameter_server.transport.server import Body, RpcServer
+from tests.rl.parameter_server.transport.rpc_bed import Store, connections, until
 
 
-def test_fields_and_bytes_go_both_ways(client: Client):
+def test_fields_and_bytes_go_both_ways(client: RpcClient):
     data = os.urandom(1000)
     assert client.call("echo", {"a": [1, None, "ü"]}, [data]) == ({"a": [1, None, "ü"]}, bytearray(data))
     assert client.call("echo") == ({}, bytearray())
 
 
-def test_megabytes_arrive_in_the_memory_meant_for_them(client: Client):
+def test_megabytes_arrive_in_the_memory_meant_for_them(client: RpcClient):
     rng = np.random.default_rng(0)
     sent = rng.integers(0, 255, 9 << 20, np.uint8)
     found = np.zeros_like(sent)
@@ -31,7 +32,7 @@ def test_megabytes_arrive_in_the_memory_meant_for_them(client: Client):
     np.testing.assert_array_equal(found, sent)
 
 
-def test_more_buffers_than_one_system_call_takes(client: Client):
+def test_more_buffers_than_one_system_call_takes(client: RpcClient):
     rng = np.random.default_rng(0)
     sizes = [int(size) for size in rng.integers(0, 3000, 5000)]
     sent = rng.integers(0, 255, sum(sizes), np.uint8)
@@ -51,36 +52,36 @@ def test_more_buffers_than_one_system_call_takes(client: Client):
     ],
     ids=["bfloat16", "scalar", "empty", "complex"],
 )
-def test_arrays_travel_as_their_bytes(client: Client, array: np.ndarray):
+def test_arrays_travel_as_their_bytes(client: RpcClient, array: np.ndarray):
     assert client.call("echo", {}, [array])[1] == array.tobytes()
 
 
-def test_an_array_that_would_have_to_be_copied_is_refused(client: Client):
+def test_an_array_that_would_have_to_be_copied_is_refused(client: RpcClient):
     with pytest.raises(ValueError, match=r"shape \(4, 2\) that is not C-contiguous"):
         client.call("echo", {}, [np.zeros((4, 4))[:, ::2]])
     with pytest.raises(WeightsError, match="127.0.0.1:.*ValueError: .*not C-contiguous"):
         client.call("strided")
 
 
-def test_no_more_is_read_than_came(client: Client):
+def test_no_more_is_read_than_came(client: RpcClient):
     with pytest.raises(WeightsError, match="ValueError: 10 bytes asked for, 7 of 10 are left"):
         client.call("beyond", {}, [bytes(10)])
     client.call("echo")
 
 
-def test_a_body_that_nobody_reads_is_in_nobodys_way(client: Client):
+def test_a_body_that_nobody_reads_is_in_nobodys_way(client: RpcClient):
     assert client.call("ignore", {}, [bytes(3 << 20)]) == ({"nbytes": 3 << 20}, bytearray())
     assert client.call("echo", {"still": "here"})[0] == {"still": "here"}
     assert len(connections()) == 1
 
 
-def test_memory_of_another_size_than_the_answer(client: Client):
+def test_memory_of_another_size_than_the_answer(client: RpcClient):
     with pytest.raises(WeightsError, match="5 bytes came for memory of 4"):
         client.call("echo", {}, [b"12345"], into=lambda fields, nbytes: [bytearray(4)])
     assert client.call("echo", {}, [b"12345"])[1] == b"12345"
 
 
-def test_what_the_caller_of_into_raises_comes_out_as_it_is(client: Client):
+def test_what_the_caller_of_into_raises_comes_out_as_it_is(client: RpcClient):
     def into(fields: dict[str, Any], nbytes: int) -> list[memoryview]:
         raise FileNotFoundError("mine")
 
@@ -90,7 +91,7 @@ def test_what_the_caller_of_into_raises_comes_out_as_it_is(client: Client):
 
 
 @pytest.mark.parametrize("kind", [VersionGone, WrongBase, WeightsError])
-def test_errors_of_weights_travel_as_themselves(client: Client, kind: type[WeightsError]):
+def test_errors_of_weights_travel_as_themselves(client: RpcClient, kind: type[WeightsError]):
     with pytest.raises(WeightsError, match=r"parameter server 127.0.0.1:\d+: version 3 is no more") as caught:
         client.call("fail", {"kind": kind.__name__}, [bytes(1 << 20)])
     assert type(caught.value) is kind
@@ -99,7 +100,7 @@ def test_errors_of_weights_travel_as_themselves(client: Client, kind: type[Weigh
 @pytest.mark.parametrize(
     "kind", ["Unreachable", "UserError", "ValueError", "KeyError", "TypeError", "FileNotFoundError"]
 )
-def test_other_errors_travel_too(client: Client, kind: str):
+def test_other_errors_travel_too(client: RpcClient, kind: str):
     """That something behind the server is unreachable does not mean that the server is."""
     with pytest.raises(WeightsError, match=r"parameter server 127.0.0.1:\d+: .*version 3 is no more") as caught:
         client.call("fail", {"kind": kind})
@@ -108,14 +109,14 @@ def test_other_errors_travel_too(client: Client, kind: str):
     client.call("echo")
 
 
-def test_headers_are_bounded(client: Client):
+def test_headers_are_bounded(client: RpcClient):
     with pytest.raises(ValueError, match="a header of .* bytes is too large"):
         client.call("echo", {"text": "x" * (17 << 20)})
     with pytest.raises(WeightsError, match="a header of .* bytes is too large"):
         client.call("much")
 
 
-def test_calls_at_the_same_time_take_a_connection_each(client: Client, store: Store):
+def test_calls_at_the_same_time_take_a_connection_each(client: RpcClient, store: Store):
     waiting = threading.Thread(target=client.call, args=("wait",), kwargs={"timeout": 60})
     waiting.start()
     for number in range(20):
@@ -126,7 +127,7 @@ def test_calls_at_the_same_time_take_a_connection_each(client: Client, store: St
     assert len(connections()) == 2
 
 
-def test_many_threads_get_their_own_answers(client: Client):
+def test_many_threads_get_their_own_answers(client: RpcClient):
     wrong: list[int] = []
 
     def ask(mine: int) -> None:
@@ -154,8 +155,8 @@ def test_nothing_of_a_request_is_held_after_its_answer():
         alive.append(weakref.ref(array))
         return {}, [array]
 
-    server = Server(handle)
-    client = Client(server.endpoint, name="parameter server")
+    server = RpcServer(handle)
+    client = RpcClient(server.endpoint, name="parameter server")
     client.call("read")
     until(lambda: not gc.collect() and alive[0]() is None, "the array is let go")
     client.close()

@@ -1,4 +1,4 @@
-"""Memory that is used again for the next version of the weights."""
+"""BufferPool that is used again for the next version of the weights."""
 
 import collections
 import math
@@ -13,9 +13,10 @@ ALIGNMENT = 64  # bytes; what XLA's CPU backend can use in place
 _SMALL = 1 << 16  # bytes; less than this is not worth keeping
 
 
-class Memory:
-    """Memory for versions of the weights: they come and go in the same sizes, so what nobody looks at any more is used
-    again. The first touch of a gigabyte of new pages takes longer than all that is done with its bytes.
+class BufferPool:
+    """Pool of host buffers: versions come and go in the same sizes, so a buffer that nobody references is reused.
+
+    The page faults of a new gigabyte take longer than everything else that is done with its bytes.
 
     Safe to call from several threads. It never holds more than was in use at one time.
     """
@@ -53,11 +54,11 @@ class Memory:
 
 
 class _Lent:
-    """What arrays over a piece of memory keep alive."""
+    """What arrays over a shard of memory keep alive."""
 
     def __init__(self, memory: np.ndarray):
         self.__array_interface__ = memory.__array_interface__
         self._memory = memory
 
 
-MEMORY = Memory()  # of this process
+BUFFERS = BufferPool()  # of this process

@@ -1,4 +1,4 @@
-"""Memory of a version that nobody looks at is used for the next, and never before."""
+"""BufferPool of a version that nobody looks at is used for the next, and never before."""
 
 import gc
 
@@ -6,7 +6,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from rl.parameter_server.store.memory import Memory
+from rl.parameter_server.store.buffer_pool import BufferPool
 
 
 def address(array: np.ndarray) -> int:
@@ -14,7 +14,7 @@ def address(array: np.ndarray) -> int:
 
 
 def test_memory_comes_back_when_its_last_view_is_gone() -> None:
-    memory = Memory()
+    memory = BufferPool()
     array = memory.empty((256, 256), np.float32)
     part, place = array[3:5].reshape(-1), address(array)
     del array
@@ -27,7 +27,7 @@ def test_memory_comes_back_when_its_last_view_is_gone() -> None:
 
 
 def test_arrays_on_a_device_of_the_cpu_keep_it() -> None:
-    memory = Memory()
+    memory = BufferPool()
     array = memory.empty((256, 256), np.float32)
     array[:], place = 7.0, address(array)
     placed = jax.block_until_ready(jax.device_put(array, jax.devices()[0]))
@@ -42,7 +42,7 @@ def test_arrays_on_a_device_of_the_cpu_keep_it() -> None:
 
 
 def test_memory_of_other_sizes_makes_room() -> None:
-    memory = Memory()
+    memory = BufferPool()
     for size in (1 << 20, 1 << 21, 3 << 20):
         memory.empty((size,), np.uint8)
     assert sum(one.nbytes for one in [*memory._spare, *memory._returned]) == 3 << 20

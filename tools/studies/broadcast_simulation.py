@@ -1,4 +1,4 @@
-"""A discrete-event simulation of workers that read a version and pass it on, by the policy that the directory asks."""
+"""Discrete-event simulation of a peer-to-peer broadcast, with the scheduler that the directory uses."""
 
 import dataclasses
 import heapq
@@ -7,15 +7,15 @@ import math
 import random
 from typing import Any
 
-from rl.parameter_server.broadcast import Grant, Relays
+from rl.parameter_server.broadcast import BroadcastScheduler, Grant
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of a simulation. ``finished`` is in transfers: the time of one share over a worker's free NIC."""
+    """Result of a simulation. `finished` is in transfers: the time of one shard set over an idle worker NIC."""
 
     finished: float
-    server_copies: float  # that left the server, parts of broken transfers included
+    server_copies: float  # sent by the server, parts of broken transfers included
     server_reads: int
     deaths: int
 
@@ -28,27 +28,31 @@ def simulate(
     server_egress: float = 1.0,
     stream: float = 1.0,
     death_rate: float = 0.0,
-    patience: float = 4.0,
+    transfer_timeout: float = 4.0,
     seed: int = 0,
 ) -> Outcome:
-    """Workers that all want one share at time 0. Bandwidths are in those of a worker's NIC, times in transfers.
+    """Simulate workers that all request one shard set at time 0.
+
+    Bandwidths are in units of a worker's NIC, times in transfers.
 
     Args:
-        fanout: of the relays; None for no relays, all read from the server at once.
-        seeds: of the relays.
-        server_egress: what the server can send of this share.
-        stream: what one transfer can use at most.
-        death_rate: deaths a worker and transfer time; without notice. Its readers see it at once and ask anew; what
-            it was reading is noticed only after `patience`. Another worker takes its place and wants the share too;
-            the end is when those of time 0 that live have it.
-        patience: of the relays.
+        workers: their number.
+        fanout: as in `BroadcastScheduler`; None: no broadcast, all read from the server at once.
+        seeds: as in `BroadcastScheduler`.
+        server_egress: bandwidth of the server for this shard set.
+        stream: largest bandwidth of one transfer.
+        death_rate: deaths per worker and transfer time, without notice. Its readers see it at once and request again;
+            what it was reading is noticed only after `transfer_timeout`. A new worker takes its place and reads, too;
+            the simulation ends when the survivors of time 0 have the shard set.
+        transfer_timeout: as in `BroadcastScheduler`.
+        seed: of the random deaths.
     """
-    relays = {"fanout": fanout, "seeds": seeds, "patience": patience} if fanout else None
-    return _Simulation(workers, relays, server_egress, stream, death_rate, random.Random(seed)).run()
+    broadcast = {"fanout": fanout, "seeds": seeds, "transfer_timeout": transfer_timeout} if fanout else None
+    return _Simulation(workers, broadcast, server_egress, stream, death_rate, random.Random(seed)).run()
 
 
 class _Link:
-    """The outgoing side of a source: equal parts for its readers (by a clock of the work done for each of them)."""
+    """Outgoing side of a source, shared equally by its readers; `work` counts the transfers done for each of them."""
 
     def __init__(self, egress: float, stream: float):
         self.egress, self.stream = egress, stream
@@ -73,20 +77,20 @@ class _Simulation:
     def __init__(
         self,
         workers: int,
-        relays: dict[str, Any] | None,
+        broadcast: dict[str, Any] | None,
         server_egress: float,
         stream: float,
         death_rate: float,
         rng: random.Random,
     ):
         self.now, self.stream, self.rng, self.death_rate = 0.0, stream, rng, death_rate
-        self.relays = Relays(**relays, clock=lambda: self.now) if relays else None
+        self.scheduler = BroadcastScheduler(**broadcast, clock=lambda: self.now) if broadcast else None
         self.links: dict[str | None, _Link] = {None: _Link(server_egress, stream)}
         self.waiting = [f"worker {i}" for i in range(workers)]
         self.alive = list(self.waiting)
         self.missing = set(self.waiting)
         self.grants: dict[str, Grant] = {}
-        self.done_at: list[tuple[float, int, str | None]] = []  # a heap, with entries that are out of date
+        self.done_at: list[tuple[float, int, str | None]] = []  # a heap; stale entries are skipped
         self.ids = itertools.count(1)
         self.deaths = self.server_reads = 0
 
@@ -94,7 +98,7 @@ class _Simulation:
         next_death = self._death_time()
         while self.missing:
             self._start()
-            change = self.relays.next_change() if self.relays else None
+            change = self.scheduler.next_change() if self.scheduler else None
             times = [next_death, self.done_at[0][0] if self.done_at else math.inf, change or math.inf]
             self.now = max(self.now, min(times))
             if self.now == times[1]:
@@ -113,11 +117,11 @@ class _Simulation:
     def _start(self) -> None:
         while self.waiting:
             reader = self.waiting[0]
-            grant = self.relays.grant(reader, "share", 1) if self.relays else Grant(0, None, 1)
+            grant = self.scheduler.grant(reader, "shard set", 1) if self.scheduler else Grant(0, None, 1)
             if grant is None:
                 return
-            if grant.source not in self.links and self.relays:  # it died and nobody noticed: no connection
-                self.relays.failed(grant.id, source_is_dead=True)
+            if grant.source not in self.links and self.scheduler:  # it died unnoticed: connecting fails
+                self.scheduler.failed(grant.id, source_is_dead=True)
                 continue
             self.waiting.pop(0)
             self.grants[reader] = grant
@@ -143,12 +147,12 @@ class _Simulation:
         self.missing.discard(reader)
         self.links[reader] = _Link(1.0, self.stream)
         grant = self.grants.pop(reader)
-        if self.relays:
-            self.relays.done(grant.id, serves=True)
+        if self.scheduler:
+            self.scheduler.done(grant.id, serves=True)
 
     def _die(self, worker: str) -> None:
         self.deaths += 1
-        self.alive[self.alive.index(worker)] = successor = f"worker again {self.deaths}"
+        self.alive[self.alive.index(worker)] = successor = f"successor {self.deaths}"
         self.missing.discard(worker)
         if worker in self.waiting:
             self.waiting.remove(worker)
@@ -158,7 +162,7 @@ class _Simulation:
             link.advance(self.now)
             del link.readers[worker]
             self._schedule(grant.source)
-        if (served := self.links.pop(worker, None)) is not None and self.relays:
+        if (served := self.links.pop(worker, None)) is not None and self.scheduler:
             for reader in served.readers:
-                self.relays.failed(self.grants.pop(reader).id, source_is_dead=True)
+                self.scheduler.failed(self.grants.pop(reader).id, source_is_dead=True)
                 self.waiting.append(reader)

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from rl.parameter_server.client import WeightAccess, connect
-from rl.parameter_server.pull.receiver import Puller
+from rl.parameter_server.client import ParameterServerClient, connect
+from rl.parameter_server.pull.receiver import Receiver
 from rl.parameter_server.server import ParameterServer
-from rl.parameter_server.store.shard_server import Answer, Holder
+from rl.parameter_server.store.shard_server import LocalShardServer, ReadReply
 from tests.rl.parameter_server.small import host, on_device, publish
 from tests.rl.parameter_server.test_server import Deployment
 
@@ -24,13 +24,13 @@ NBYTES = sum(array.nbytes for array in WEIGHTS.values())
 
 
 class Sent:
-    """Counts what a holder has sent."""
+    """Counts what a shard server has sent."""
 
-    def __init__(self, holder: Holder):
-        self.nbytes, self._read, self._lock = 0, holder.read, threading.Lock()
-        holder.read = self.read  # pyright: ignore
+    def __init__(self, shard_server: LocalShardServer):
+        self.nbytes, self._read, self._lock = 0, shard_server.read, threading.Lock()
+        shard_server.read = self.read  # pyright: ignore
 
-    def read(self, *args: object) -> list[Answer]:
+    def read(self, *args: object) -> list[ReadReply]:
         answers = self._read(*args)  # pyright: ignore
         with self._lock:
             self.nbytes += sum(memoryview(answer.data).nbytes for answer in answers)
@@ -44,66 +44,66 @@ def deployment() -> Iterator[Deployment]:
     made.close()
 
 
-def workers(deployment: Deployment, count: int) -> list[tuple[WeightAccess, Puller]]:
-    accesses = [deployment.access() for _ in range(count)]
-    return [(access, access.puller(on_device(WEIGHTS), f"worker-{i}")) for i, access in enumerate(accesses)]
+def workers(deployment: Deployment, count: int) -> list[tuple[ParameterServerClient, Receiver]]:
+    clients = [deployment.connect() for _ in range(count)]
+    return [(client, client.receiver(on_device(WEIGHTS), f"worker-{i}")) for i, client in enumerate(clients)]
 
 
 def test_eight_workers_take_one_copy_from_the_server(deployment: Deployment):
-    sent = Sent(deployment.servers[0].holder)
+    sent = Sent(deployment.servers[0].shard_server)
     fleet = workers(deployment, 8)
-    access = deployment.access()
+    client = deployment.connect()
     for version in range(2):
         params = jax.tree.map(lambda array, version=version: array + version, WEIGHTS)
-        publish(access, params, version)
+        publish(client, params, version)
         sent.nbytes = 0
         with ThreadPoolExecutor(8) as pool:
             pulled = list(pool.map(lambda worker, version=version: worker[1].pull(version, 60), fleet))
         assert all(host(one) == host(params) for one in pulled)
         assert sent.nbytes == NBYTES
-        assert sorted(puller.moved.by for _, puller in fleet) == ["server"] + ["worker"] * 7
-        assert all(puller.moved.read == puller.moved.needed for _, puller in fleet)
+        assert sorted(receiver.stats.source for _, receiver in fleet) == ["server"] + ["worker"] * 7
+        assert all(receiver.stats.read == receiver.stats.needed for _, receiver in fleet)
     for one, _ in fleet:
         one.close()
 
 
 def test_a_source_that_died_is_passed_over(deployment: Deployment):
-    sent = Sent(deployment.servers[0].holder)
-    publish(deployment.access(), WEIGHTS, 0)
+    sent = Sent(deployment.servers[0].shard_server)
+    publish(deployment.connect(), WEIGHTS, 0)
     (dead, first), (_, second), (_, third) = workers(deployment, 3)
     first.pull(0, 60)
     dead.close()
-    for puller in (second, third):
-        assert host(puller.pull(0, 60)) == host(WEIGHTS)
-    assert (second.moved.by, third.moved.by) == ("server", "worker")
+    for receiver in (second, third):
+        assert host(receiver.pull(0, 60)) == host(WEIGHTS)
+    assert (second.stats.source, third.stats.source) == ("server", "worker")
     assert sent.nbytes == 2 * NBYTES
 
 
 def test_a_source_whose_memory_is_damaged_is_passed_over(deployment: Deployment):
-    publish(deployment.access(), WEIGHTS, 0)
+    publish(deployment.connect(), WEIGHTS, 0)
     (_, first), (_, second) = workers(deployment, 2)
     first.pull(0, 60)
-    store = first._relaying.holder.store  # pyright: ignore
+    store = first._peer.shard_server.store  # pyright: ignore
     key = store.versions()[0]
     store.digest(key, "w", ((0, 500), (0, 100)))  # known before the damage
     address = store.read(key, "w", ((0, 500), (0, 100))).__array_interface__["data"][0]
     ctypes.memset(address + 4000, 0x55, 1)  # it is read-only for everybody else
     assert host(second.pull(0, 60)) == host(WEIGHTS)
-    assert second.moved.by == "server"
+    assert second.stats.source == "server"
 
 
 def test_a_reader_that_died_holds_up_nobody(deployment: Deployment):
-    """It was given a place and never came back: the place is free when its patience is over."""
-    publish(deployment.access(), WEIGHTS, 0)
+    """It was given a place and never came back: the place is free when its retry_timeout is over."""
+    publish(deployment.connect(), WEIGHTS, 0)
     directory = deployment.servers[0].directory
     assert directory is not None
     clock = [0.0]
-    directory._relays._clock = lambda: clock[0]  # pyright: ignore
-    ((_, puller),) = workers(deployment, 1)
-    assert directory.grant("dead", "nowhere", puller._share, 0) is not None
-    assert directory.grant("worker-0", "somewhere", puller._share, 0) is None
+    directory._broadcast._clock = lambda: clock[0]  # pyright: ignore
+    ((_, receiver),) = workers(deployment, 1)
+    assert directory.grant("dead", "nowhere", receiver._shard_set, 0) is not None
+    assert directory.grant("worker-0", "somewhere", receiver._shard_set, 0) is None
     clock[0] += 1000.0
-    assert host(puller.pull(0, 60)) == host(WEIGHTS)
+    assert host(receiver.pull(0, 60)) == host(WEIGHTS)
 
 
 def test_a_directory_that_was_started_again_learns_who_serves_from_those_who_read():
@@ -111,17 +111,17 @@ def test_a_directory_that_was_started_again_learns_who_serves_from_those_who_rea
     cfg = ParameterServer.Config(shared_memory=False)
     old, new = cfg.build(token="secret"), cfg.build(token="secret")
     places = [old.listen(), new.listen()]
-    accesses = [connect(cfg, [lambda: places[0]]) for _ in range(3)]
-    pullers = [access.puller(on_device(WEIGHTS), f"worker-{i}") for i, access in enumerate(accesses)]
-    publish(accesses[0], WEIGHTS, 0)
-    for puller in pullers:
-        puller.pull(0, 60)
+    clients = [connect(cfg, [lambda: places[0]]) for _ in range(3)]
+    receivers = [client.receiver(on_device(WEIGHTS), f"worker-{i}") for i, client in enumerate(clients)]
+    publish(clients[0], WEIGHTS, 0)
+    for receiver in receivers:
+        receiver.pull(0, 60)
     old.close()
     del places[0]
-    publish(accesses[0], WEIGHTS, 1)
-    for puller in pullers:
-        assert host(puller.pull(1, 60)) == host(WEIGHTS)
-    assert [puller.moved.by for puller in pullers] == ["server", "worker", "worker"]
-    for access in accesses:
-        access.close()
+    publish(clients[0], WEIGHTS, 1)
+    for receiver in receivers:
+        assert host(receiver.pull(1, 60)) == host(WEIGHTS)
+    assert [receiver.stats.source for receiver in receivers] == ["server", "worker", "worker"]
+    for client in clients:
+        client.close()
     new.close()

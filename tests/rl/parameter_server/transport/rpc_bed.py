@@ -14,9 +14,11 @@ import numpy as np
 
 from mesh import UserError
 from rl.parameter_server.errors import VersionGone, WeightsError, WrongBase
-from rl.parameter_server.transport.connection import Link
-from rl.parameter_server.transport.handshake import enter
-from rl.parameter_server.transport.wire import Body, Endpoint, Server, Unreachable
+from rl.parameter_server.transport.client import Unreachable
+from rl.parameter_server.transport.connection import Connection
+from rl.parameter_server.transport.endpoint import Endpoint
+from rl.parameter_server.transport.handshake import client_handshake
+from rl.parameter_server.transport.server import Body, RpcServer
 
 
 class Store:
@@ -85,7 +87,7 @@ def say(endpoint: Endpoint, *sent: bytes, known: bool = False) -> bytes:
     """All that the server answers to these bytes, after a handshake if `known`, until it closes."""
     with socket.create_connection((endpoint.host, endpoint.port), timeout=20) as sock:
         if known:
-            enter(Link(sock, 20.0), endpoint.token)
+            client_handshake(Connection(sock, 20.0), endpoint.token)
         answer = bytearray()
         with contextlib.suppress(ConnectionError):
             for part in sent:
@@ -99,6 +101,6 @@ def say(endpoint: Endpoint, *sent: bytes, known: bool = False) -> bytes:
 
 def elsewhere() -> None:
     """A server in a process of its own: says where it is, then serves until it is killed."""
-    server = Server(Store())
+    server = RpcServer(Store())
     print(json.dumps(dataclasses.asdict(server.endpoint)), flush=True)
     sys.stdin.read()
