@@ -22,16 +22,15 @@ FRAGMENTS = frozenset(
 )
 # Third person where the imperative is meant ("Return the mean", not "Returns the mean").
 THIRD_PERSON = frozenset(
-    """accepts adds appends applies asks asserts attends begins brings builds calls cancels casts checks chooses cleans
+    """accepts adds appends applies asks asserts attends begins brings builds calls cancels casts chooses cleans
     clears closes collects combines compares compiles computes connects constructs contains converts copies creates
-    cuts decides decodes deletes describes determines disables discards divides does draws drops enables encodes ends
-    ensures evaluates executes expands extracts fetches fills finds finishes formats frees gathers generates gets gives
-    goes handles has holds imports initialises initializes inserts is iterates joins keeps kills lets listens
-    loads looks lowers makes maps marks measures merges moves multiplies needs normalises normalizes notes opens parses
-    picks plans pops posts prepares prints publishes pulls pushes puts raises reads receives records refuses
-    registers releases removes renames repeats replaces reports resets resolves restores returns rounds
-    saves schedules selects sends serves sets shards shows skips slices spawns splits starts steps stops
-    stores sums swaps switches takes tells tests traces trains transfers turns undoes unpacks updates uses validates
+    cuts decides decodes deletes describes determines disables discards divides does draws drops enables encodes
+    ensures evaluates executes expands extracts fetches fills finds finishes formats frees gathers generates gets
+    gives goes handles has holds imports initialises initializes inserts is iterates joins keeps kills lets listens
+    loads looks lowers makes merges moves multiplies needs normalises normalizes opens parses picks plans pops
+    posts prepares prints publishes pulls pushes puts raises reads receives refuses registers releases removes
+    renames repeats replaces reports resets resolves restores returns rounds saves selects sends serves sets shows
+    skips spawns splits stores swaps switches takes tells traces trains transfers undoes unpacks uses validates
     verifies waits walks warns wraps writes yields""".split()
 )
 # Words of a private vocabulary, in docstrings and comments.

@@ -1,0 +1,1 @@
+"""Checks and summaries of a run from what it has written."""

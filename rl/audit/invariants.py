@@ -1,4 +1,4 @@
-"""What must hold of every run whatever was killed on the way, checked afterwards from what the run has written.
+"""Invariants that every run keeps, whichever roles were killed, checked afterwards from the logs of the run.
 
 Reads `events.jsonl`, `metrics.jsonl` and `config.txt` of a run directory, finished or under way. Rows are taken in the
 order of the file, not of their times: the clocks of the roles need not agree. What a log does not tell is said to be
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Incarnation:
-    """What one process of the trainer did: rows of the log, and the version that it began with (None: none yet)."""
+    """Log rows of one process of the trainer, from its start to its end."""
 
     number: int
     rows: tuple[Row, ...]
@@ -47,12 +47,12 @@ class Incarnation:
 
     @property
     def steps(self) -> list[int]:
-        """Updates, in order."""
+        """Steps of its updates, in order."""
         return [row["step"] for row in self.rows if row["event"] == "update"]
 
 
 class Records:
-    """What a run directory holds, as far as it can be read."""
+    """Events, metrics and settings of a run directory, as far as they can be read."""
 
     def __init__(self, path: str | Path):
         run = RunDirectory.attach(path)
@@ -63,17 +63,17 @@ class Records:
         self.incarnations = list(self._incarnations())
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """A value of the config by its path."""
+        """Return a value of the config by its path."""
         return self._config.get(path, default)
 
     @property
     def repeatable(self) -> bool:
-        """Whether a version made again must be the same: rollouts come from a version that the plan names."""
+        """True if a version that is made again must be the same: rollouts come from a version that the plan names."""
         return self.setting("controller.weights", "pinned") == "pinned" or self.setting("staleness", 0) == 0
 
     @property
     def clocks_apart(self) -> bool:
-        """Whether a row was written well before its predecessor, if one believes the times."""
+        """True if a row was written well before its predecessor, according to their times."""
         times = [row["time"] for row in self.events]
         return any(after < before - _APART for before, after in pairwise(times))
 
@@ -138,7 +138,7 @@ def steps_in_order(records: Records) -> Finding:
 
 
 def nothing_lost(records: Records) -> Finding:
-    """A trainer that comes back begins no earlier than the last checkpoint."""
+    """A restarted trainer begins no earlier than the last checkpoint."""
     every = records.setting("trainer.checkpoint.save_every", 100)
     broken, restarts, unchecked, done, saved = [], 0, "", 0, 0
     logged = any(row["event"] == "saved" for one in records.incarnations for row in one.rows)
@@ -222,7 +222,7 @@ def within_age(records: Records) -> Finding:
 
 
 def versions_once(records: Records) -> Finding:
-    """A version means the same weights for ever: whoever pushes or pulls it sees the same checksum."""
+    """A version always means the same weights: every push and pull of it sees the same checksum."""
     known: dict[int, str] = {}
     broken, checked, silent = [], 0, 0
     for row in records.events:
@@ -244,7 +244,7 @@ def versions_once(records: Records) -> Finding:
 
 
 def deaths_followed(records: Records) -> Finding:
-    """Whoever died or left started again, unless the run was ended; no process starts twice in a session.
+    """Roles that died or left were started again, unless the run was ended; no process starts twice in a session.
 
     Workers that have joined from outside may go for good.
     """
@@ -312,7 +312,7 @@ def waits_named(records: Records, silence: float) -> Finding:
 
 
 def _gone(row: Row) -> str | None:
-    """Whose end a row tells."""
+    """Return the role whose end a row reports, or None."""
     if row["event"] in ("died", "kill", "ended"):
         return row["target"]
     return row["role"] if row["event"] == "shutdown" else None

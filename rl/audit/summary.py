@@ -13,10 +13,9 @@ PHASES = ("sft", "eval_before", "rl", "eval_after")
 
 
 def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
-    """Evaluation before and after, seconds, kills, throughput, weights on their way, staleness, trainer-sampler
-    agreement, versions.
+    """Summarise a run: evaluations, phases, kills, throughput, weight transfer, staleness, agreement, versions.
 
-    `joins`: of every start of a worker, the seconds from there to its first rollouts that were accepted.
+    `joins` has, for each start of a worker, the seconds until its first rollouts were accepted.
     """
     events = read_rows(run.events_path)
     rows = [row for row in read_rows(run.metrics_path) if row["phase"] == "rl"]
@@ -68,8 +67,10 @@ def _throughput(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dic
 
 
 def _weights(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and largest, in seconds: `push` until published; `transfer` to a worker's devices, most of it beside
-    drawing; `wait` that was not; `pause` of the swap; `age` of a version when it is put in, since its publication.
+    """Return median and maximum of each phase of a weight transfer, in seconds.
+
+    `push` until published; `transfer` to a worker's devices, most of it while it generates; `wait`, the part that
+    blocked it; `pause` of the swap; `age` of a version when it is swapped in, since its publication.
     """
     published = {e["version"]: e["time"] for e in events if e["event"] == "push"}  # of versions made twice, the last
     swaps = [e for e in events if e["event"] == "swap"]
@@ -91,7 +92,7 @@ def _weights(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _kill(kill: dict[str, Any], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What one kill cost.
+    """Summarise the cost of one kill.
 
     `detected_s`: until its loop was seen to have ended; `replaced_s`: until its successor handed in a first rollout;
     `lost_s`: by how much the updates in that time were slower than the median of the twenty before.

@@ -14,7 +14,7 @@ __all__ = ["ProblemResult", "is_correct", "pass_at_k", "summarise"]
 
 
 def is_correct(score: Score) -> bool:
-    """Whether the verifier finished and gave full marks. Partial credit does not count."""
+    """Return True if the verifier finished and gave full marks. Partial credit does not count."""
     return score.status == "ok" and score.reward >= 1.0 - 1e-6
 
 

@@ -15,7 +15,7 @@ from mesh.errors import UserError
 
 
 class Aggregation(Configurable):
-    """Maps which tokens count to what each is worth, on the host, in float64."""
+    """Weight of each token in the loss, computed from the masks of the whole batch on the host, in float64."""
 
     class Config(ConfigBase["Aggregation"]):
         pass

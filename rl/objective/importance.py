@@ -17,7 +17,7 @@ from rl.objective.tokens import Tokens, masked_mean, safe_exp
 
 
 class Importance(Configurable):
-    """Maps tokens to (weight [..., T], whether the weight was limited bool[..., T])."""
+    """Map from tokens to (weight [..., T], bool [..., T] where the weight was limited)."""
 
     class Config(ConfigBase["Importance"]):
         pass

@@ -26,7 +26,7 @@ from rl.objective.tokens import OldPolicy, Tokens, gather_tokens, safe_exp
 
 
 class Prepared(NamedTuple):
-    """What the host adds to a batch.
+    """Arrays that the host adds to a batch.
 
     arrays: float32; "advantages" [...], "weights" [..., T] (the aggregation) and
         "metric_weights" [..., T] (the same, scaled to sum to one over the global batch).
@@ -87,22 +87,22 @@ class Objective(Configurable):
 
     @property
     def needs_old(self) -> bool:
-        """Whether the batch must carry "logprobs_old"."""
+        """True if the batch must carry "logprobs_old"."""
         return self.old_policy == "recompute"
 
     @property
     def single_update(self) -> bool:
-        """Whether a batch may be used for one optimiser step only."""
+        """True if a batch may be used for one optimiser step only."""
         return self.old_policy == "current"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the batch must carry "logprobs_reference"."""
+        """True if the batch must carry "logprobs_reference"."""
         return self.regulariser.needs_reference
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `loss` must be given the entropy."""
+        """True if `loss` needs the entropy."""
         return self.regulariser.needs_entropy
 
     def prepare(

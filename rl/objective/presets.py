@@ -54,8 +54,8 @@ def dr_grpo(*, max_length: int) -> Objective.Config:
 def dapo(*, max_length: int | None = None, buffer: int | None = None) -> Objective.Config:
     """DAPO (arXiv 2503.14476): clip-higher, token mean, zero-variance groups dropped.
 
-    Given `max_length` and `buffer`, also its soft overlong penalty. Refilling the batch after
-    dropping ("dynamic sampling") is the controller's part.
+    Given `max_length` and `buffer`, also its soft overlong penalty. The paper refills the batch after dropping
+    ("dynamic sampling"); that is not implemented, so batches shrink.
     """
     if (max_length is None) != (buffer is None):
         raise UserError("dapo needs both max_length and buffer, or neither")

@@ -35,7 +35,7 @@ def kl_k3(logprobs: jax.Array, reference: jax.Array) -> jax.Array:
 
 
 class Regulariser(Configurable):
-    """Maps tokens to the term added to J, [..., T]."""
+    """Map from tokens to the term added to J, [..., T]."""
 
     class Config(ConfigBase["Regulariser"]):
         pass
@@ -51,7 +51,7 @@ class Regulariser(Configurable):
 
 
 class NoRegulariser(Regulariser):
-    """Adds nothing."""
+    """No term."""
 
     def __call__(self, tokens: Tokens) -> jax.Array:
         return jnp.zeros_like(tokens.new)

@@ -7,7 +7,7 @@ from mesh.errors import UserError
 
 
 class RewardShaping(Configurable):
-    """Maps rewards and lengths of rollouts to the rewards that advantages are made of."""
+    """Map from rewards and lengths of rollouts to the rewards from which advantages are computed."""
 
     class Config(ConfigBase["RewardShaping"]):
         pass
@@ -18,7 +18,7 @@ class RewardShaping(Configurable):
 
 
 class SoftOverlongPenalty(RewardShaping):
-    """Adds to the reward a penalty for length (DAPO, arXiv 2503.14476, eq. 13).
+    """Reward with a soft penalty for length (DAPO, arXiv 2503.14476, eq. 13).
 
     0 up to max_length - buffer tokens, then linear to -1 at max_length, -1 beyond.
     """

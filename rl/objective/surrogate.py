@@ -30,7 +30,7 @@ def policy_ratio(tokens: Tokens, level: Literal["token", "sequence"]) -> jax.Arr
 
 
 class Surrogate(Configurable):
-    """Maps tokens to (surrogate [..., T], whether a limit is in force bool[..., T])."""
+    """Map from tokens to (surrogate [..., T], bool [..., T] where a limit is in force)."""
 
     class Config(ConfigBase["Surrogate"]):
         pass

@@ -1,0 +1,1 @@
+"""Tasks: problem families, their mixture, and examples for supervised training."""

@@ -31,13 +31,13 @@ _MIN_SCAN = 20_000  # ... or this many, whichever is more
 
 
 def is_heldout(question: str, heldout_every: int) -> bool:
-    """Whether a question is held out: a function of its text alone, the same in every process."""
+    """Return True if a question is held out: a function of its text alone, the same in every process."""
     digest = hashlib.blake2b(question.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % heldout_every == 0
 
 
 def encode_prompt(question: str, tokenizer: Tokenizer) -> np.ndarray:
-    """`bos`, the question as reasoning-gym wrote it, a newline: int32. For SFT and RL alike."""
+    """Encode a question as bos, its text and a newline, int32; the same for SFT and RL."""
     return np.asarray([tokenizer.bos, *tokenizer.encode(question + _SEPARATOR)], dtype=np.int32)
 
 
@@ -125,7 +125,7 @@ class TaskMixture(Configurable):
         return self._make(family, item)
 
     def check_disjoint(self, num_train: int, n_per_family: int) -> None:
-        """Compares the texts of the first `num_train` training problems with the held-out ones.
+        """Compare the texts of the first `num_train` training problems with the held-out ones.
 
         Raises:
             ValueError: a question is in both sets; quotes it.
@@ -212,7 +212,7 @@ class SupervisedSource(Configurable):
 
 
 def _shares(weights: list[float], labels: list[str]) -> list[int]:
-    """Turns of each family in a cycle: exact if 4096 turns suffice, else rounded to 1/4096."""
+    """Number of turns of each family in a cycle: exact if 4096 turns suffice, else rounded to 1/4096."""
     exact = [Fraction(str(w)) for w in weights]
     total = sum(exact)
     if total == 0:
@@ -229,7 +229,7 @@ def _shares(weights: list[float], labels: list[str]) -> list[int]:
 
 
 def _smooth_round_robin(shares: list[int]) -> list[int]:
-    """A cycle of families: each turn all gain their share, the richest goes and pays the total."""
+    """Order of families in a cycle: at each turn all gain their share; the largest credit goes and pays the total."""
     credit = [0] * len(shares)
     cycle = []
     for _ in range(sum(shares)):

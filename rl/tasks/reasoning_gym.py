@@ -30,7 +30,7 @@ class _MissingPycosat(ModuleType):
 
 
 def _provide_pycosat() -> None:
-    """Imports pycosat, or seats the placeholder if it truly cannot be imported."""
+    """Import pycosat, or install a placeholder module where it cannot be imported."""
     try:
         importlib.import_module("pycosat")
     except ImportError:

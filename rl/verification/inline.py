@@ -20,7 +20,7 @@ class InlineVerifier(Configurable):
         self._scorer: Scorer = cfg.scorer.build()
 
     def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]:
-        """One score per answer, in order."""
+        """Return one score per answer, in order."""
         return [self._one(i, answer) for i, answer in zip(problem_ids, answers, strict=True)]
 
     def _one(self, problem_id: int, answer: str) -> Score:
@@ -32,7 +32,7 @@ class InlineVerifier(Configurable):
         return Score(reward, "ok", time.monotonic() - began)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no processes."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,12 +1,12 @@
-"""A pool of killable processes that score answers, each answer with a wall-clock deadline.
+"""Pool of killable processes that score answers, each answer with a wall-clock deadline.
 
 One thread owns all processes: it starts them, hands out chunks, and waits for results, deaths and
 deadlines at once. (The kernel binds the processes to the life of that thread, so nothing survives
 the caller's kill -9.)
 
-A process that is late on an answer is killed: what it had finished counts, the late answer gets
-status "timeout", the rest of its chunk goes to another. A process that dies of itself marks the
-answer that it was on as "crash". If SIGKILL or SIGTERM came from outside (a preemption, the kernel
+A process that exceeds the deadline of an answer is killed: what it had finished counts, the late answer gets
+status "timeout", the rest of its chunk is queued again. If a process dies by itself, the answer that it was scoring
+gets status "crash". If SIGKILL or SIGTERM came from outside (a preemption, the kernel
 short of memory), the answer is tried again, at most three times in all: it may not be its fault.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl.roles.messages import Score, ScoreStatus
-from rl.verification.job_queue import Answer, AnswerQueue
+from rl.verification.job_queue import Job, JobQueue
 from rl.verification.shared_buffer import PENDING, STATUSES
 from rl.verification.worker_process import WorkerProcess
 
@@ -30,9 +30,9 @@ __all__ = ["WorkerPool"]
 _log = logging.getLogger(__name__)
 
 _CAPACITY = 512  # answers of the largest chunk
-_CHUNK_SECONDS = 0.02  # how long a chunk is meant to last: little to wait for, long beside a trip
+_CHUNK_SECONDS = 0.02  # target duration of a chunk: short to wait for, long beside a round trip
 _REPORT_SECONDS = 30.0
-_ATTEMPTS = 3  # failed starts in a row; processes that may die on an answer by no fault of its own
+_ATTEMPTS = 3  # failed starts in a row; processes that may die on one answer through no fault of its own
 _EXTERNAL = (-signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -53,12 +53,12 @@ class WorkerPool:
         self._deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s
         self._memory_mb = memory_mb
-        self._queue = AnswerQueue()
+        self._queue = JobQueue()
         self._closing = False
-        # A process stands in exactly one of these three; only the pool's thread moves it.
+        # A process is in exactly one of these three; only the pool's thread moves it.
         self._starting: set[WorkerProcess] = set()
         self._idle: set[WorkerProcess] = set()
-        self._busy: dict[WorkerProcess, list[Answer]] = {}
+        self._busy: dict[WorkerProcess, list[Job]] = {}
         self._failed_starts = 0
         self._answer_seconds = 1e-3  # running mean
         self._selector = selectors.DefaultSelector()
@@ -70,23 +70,23 @@ class WorkerPool:
         self._thread.start()
 
     def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]:
-        """One score per answer, in order. Blocks; each answer ends, whatever the scorer does.
+        """Return one score per answer, in order. Blocks until all are scored, failed or timed out.
 
         Raises:
             RuntimeError: the pool is closed, or its processes cannot be started.
         """
-        batch = self._queue.put(problem_ids, answers)
+        submission = self._queue.put(problem_ids, answers)
         self._wake()
-        while not batch.done.wait(_REPORT_SECONDS):
-            _log.warning("%d of %d scores: %s", batch.left, len(answers), self.describe_wait())
-        if batch.error is not None:
+        while not submission.done.wait(_REPORT_SECONDS):
+            _log.warning("%d of %d scores: %s", submission.left, len(answers), self.describe_wait())
+        if submission.error is not None:
             raise RuntimeError(
-                f"{batch.left} of {len(answers)} answers were not scored: {batch.error}"
-            ) from batch.error
-        return [score for score in batch.scores if score is not None]
+                f"{submission.left} of {len(answers)} answers were not scored: {submission.error}"
+            ) from submission.error
+        return [score for score in submission.scores if score is not None]
 
     def describe_wait(self) -> str:
-        """What callers of `score` are waiting for, in words."""
+        """Describe, for a log line, what callers of `score` are waiting for."""
         now = time.monotonic()
         parts = [f"pid {w.pid} starting for {now - w.since:.1f} s" for w in [*self._starting]]
         for worker in [*self._busy]:
@@ -96,21 +96,21 @@ class WorkerPool:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start: one per status, "restarts", "scored"; "last_error" is a text."""
+        """Return counts since the start: one per status, "restarts", "scored"; "last_error" is a text."""
         return self._queue.stats()
 
     def pids(self) -> list[int]:
-        """The processes alive now."""
+        """Return the ids of the processes that are alive."""
         return sorted(worker.pid for worker in [*self._starting, *self._idle, *self._busy])
 
     def close(self) -> None:
-        """Kills and reaps every process; callers still waiting get a RuntimeError."""
+        """Kill and reap every process; callers that still wait get a RuntimeError."""
         self._closing = True
         self._wake()
         self._thread.join()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake; closed: it is over
+        with contextlib.suppress(OSError):  # full: already awake; closed: the pool has ended
             self._wake_write.send(b"w")
 
     # ---- the pool's thread ----
@@ -141,12 +141,12 @@ class WorkerPool:
                 self._read(worker)
         now = time.monotonic()
         for worker in [w for w in (*self._starting, *self._busy) if self._due(w) <= now]:
-            self._bury(worker, late=True)
+            self._retire(worker, late=True)
 
     def _start_worker(self) -> None:
         worker = WorkerProcess(self._scorer_config, capacity=_CAPACITY, memory_mb=self._memory_mb)
         self._starting.add(worker)
-        self._selector.register(worker.link, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+        self._selector.register(worker.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
 
     def _hand_out(self) -> None:
         while self._idle:
@@ -156,21 +156,21 @@ class WorkerPool:
                 return
             worker = self._idle.pop()
             self._busy[worker] = chunk
-            worker.board.clear()
+            worker.results.clear()
             worker.since = time.monotonic()
-            worker.send([(answer.problem_id, answer.text) for answer in chunk])
+            worker.send([(job.problem_id, job.text) for job in chunk])
             self._flush(worker)
 
     def _flush(self, worker: WorkerProcess) -> None:
         unsent = worker.flush()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
-        self._selector.modify(worker.link, events, worker)
+        self._selector.modify(worker.connection, events, worker)
 
     def _read(self, worker: WorkerProcess) -> None:
         try:
             messages = worker.receive()
         except EOFError:
-            self._bury(worker)
+            self._retire(worker)
             return
         for message in messages:
             if worker in self._starting:
@@ -180,9 +180,9 @@ class WorkerPool:
                 self._collect(worker, self._busy.pop(worker), message)
             self._idle.add(worker)
 
-    def _collect(self, worker: WorkerProcess, chunk: list[Answer], error: str) -> list[Answer]:
-        """Delivers what the board holds; returns the answers that it does not."""
-        rows = worker.board.rows[: len(chunk)]
+    def _collect(self, worker: WorkerProcess, chunk: list[Job], error: str) -> list[Job]:
+        """Deliver the results in the shared buffer; return the jobs that have none."""
+        rows = worker.results.rows[: len(chunk)]
         done = int((rows["status"] != PENDING).sum())  # they come in order
         if done:
             mean = max(1e-6, float(rows["seconds"][:done].mean()))
@@ -197,14 +197,14 @@ class WorkerPool:
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _due(self, worker: WorkerProcess) -> float:
-        """When this worker will be late, unless it finishes an answer before."""
+        """Return the time at which this worker misses its deadline, unless it finishes an answer before."""
         if worker in self._starting:
             return worker.since + self._start_deadline_s
-        return max(worker.since, worker.board.started) + self._deadline_s
+        return max(worker.since, worker.results.started) + self._deadline_s
 
-    def _bury(self, worker: WorkerProcess, *, late: bool = False) -> None:
-        """Ends a worker that is late or dead, and settles the answers that it had."""
-        self._selector.unregister(worker.link)
+    def _retire(self, worker: WorkerProcess, *, late: bool = False) -> None:
+        """Kill and remove a worker that is late or dead, and settle the jobs that it had."""
+        self._selector.unregister(worker.connection)
         code = worker.kill()
         self._queue.count_restart()
         if worker in self._starting:
@@ -218,24 +218,24 @@ class WorkerPool:
             self._idle.remove(worker)
         worker.release()
 
-    def _settle(self, worker: WorkerProcess, pending: list[Answer], code: int, late: bool) -> None:
-        """The first pending answer is the one the dead worker was on; the others queue again."""
-        answer = pending[0]
-        begun = worker.board.started >= worker.since
-        seconds = time.monotonic() - max(worker.board.started, worker.since)
+    def _settle(self, worker: WorkerProcess, pending: list[Job], code: int, late: bool) -> None:
+        """Score the first pending job, on which the worker ended, as a failure; queue the others again."""
+        job = pending[0]
+        begun = worker.results.started >= worker.since
+        seconds = time.monotonic() - max(worker.results.started, worker.since)
         blame: ScoreStatus | None = "timeout" if late else "crash"
         if late and seconds < self._deadline_s:
-            blame = None  # the late answer was finished just before the kill, and this one begun
+            blame = None  # the late answer was finished just before the kill, and this one started
         elif not begun or (not late and code in _EXTERNAL):
-            answer.attempts += 1
-            if answer.attempts < _ATTEMPTS:
+            job.attempts += 1
+            if job.attempts < _ATTEMPTS:
                 blame = None
         if blame is not None:
             _log.warning(
                 "problem %d: %s after %.2f s in process %d (exit code %d)",
-                *(answer.problem_id, blame, seconds, worker.pid, code),
+                *(job.problem_id, blame, seconds, worker.pid, code),
             )
-            self._queue.deliver([(answer, Score(0.0, blame, seconds))])
+            self._queue.deliver([(job, Score(0.0, blame, seconds))])
             pending = pending[1:]
         self._queue.put_back(pending)
 
@@ -243,8 +243,8 @@ class WorkerPool:
         ended = f"was not ready after {self._start_deadline_s:g} s"
         if not late:
             ended = f"ended with exit code {code}"
-        words = worker.last_words() or "no output"
-        why = f"verification process {worker.pid} {ended} while it built its scorer: {words}"
+        output = worker.stderr_tail() or "no output"
+        why = f"verification process {worker.pid} {ended} while it built its scorer: {output}"
         self._failed_starts += 1
         if self._failed_starts >= _ATTEMPTS:
             raise RuntimeError(f"{why} ({self._failed_starts} failed starts in a row)")
@@ -254,7 +254,7 @@ class WorkerPool:
         for worker in [*self._starting, *self._idle, *self._busy]:
             worker.kill()
             worker.release()
-        unfinished = [answer for chunk in self._busy.values() for answer in chunk]
+        unfinished = [job for chunk in self._busy.values() for job in chunk]
         for workers in (self._starting, self._idle, self._busy):
             workers.clear()
         self._selector.close()

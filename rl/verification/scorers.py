@@ -12,14 +12,14 @@ __all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer"]
 
 
 class Scorer(Configurable, abc.ABC):
-    """Scores one answer to one problem. Built in every worker process, from its config alone."""
+    """Function of a problem and an answer, built in every worker process from its config alone."""
 
     class Config(ConfigBase["Scorer"]):
         pass
 
     @abc.abstractmethod
     def score(self, problem_id: int, answer: str) -> float:
-        """The reward of `answer`; an exception counts as status "error" and reward 0."""
+        """Return the reward of `answer`; an exception counts as status "error" and reward 0."""
 
 
 class ReasoningGymScorer(Scorer):

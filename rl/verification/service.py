@@ -43,7 +43,7 @@ class Verifier(Configurable):
         )
 
     def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]:
-        """One score per answer, in order; `answers[i]` answers problem `problem_ids[i]`.
+        """Return one score per answer, in order; `answers[i]` answers problem `problem_ids[i]`.
 
         Raises:
             UserError: the two differ in length. RuntimeError: the verifier is closed, or its
@@ -52,22 +52,22 @@ class Verifier(Configurable):
         return self._pool.score(problem_ids, answers)
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start: "scored", "ok", "error", "timeout", "crash", "restarts".
+        """Return counts since the start: "scored", "ok", "error", "timeout", "crash", "restarts".
 
         "last_error" is the text of the last exception of a scorer.
         """
         return self._pool.stats()
 
     def describe_wait(self) -> str:
-        """What callers of `score` are waiting for, in words."""
+        """Describe, for a log line, what callers of `score` are waiting for."""
         return self._pool.describe_wait()
 
     def pids(self) -> list[int]:
-        """Process ids of the pool, for the timeline and for tests that kill them."""
+        """Return the process ids of the pool, for the timeline and for tests that kill them."""
         return self._pool.pids()
 
     def close(self) -> None:
-        """Kills and reaps all processes; whoever waits in `score` gets a RuntimeError."""
+        """Kill and reap all processes; callers that wait in `score` get a RuntimeError."""
         self._pool.close()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""The board: memory shared by the pool and one worker, where the worker notes each result.
+"""Memory shared by the pool and one worker, into which the worker writes each result.
 
-A worker that hangs or dies can say nothing any more; what it had finished, and on which item it
-was, is read here. No system call is needed per item, so that cheap scorers run at their own speed.
+A worker that hangs or dies can no longer answer; what it had finished, and which item it was scoring, is read here. No
+system call is needed per item, so cheap scorers run at full speed.
 """
 
 import mmap
@@ -12,7 +12,7 @@ import numpy as np
 
 from rl.roles.messages import ScoreStatus
 
-__all__ = ["PENDING", "STATUSES", "Board"]
+__all__ = ["PENDING", "STATUSES", "ResultBuffer"]
 
 PENDING = 0
 STATUSES: tuple[ScoreStatus, ...] = ("ok", "error", "timeout", "crash")  # coded 1, 2, 3, 4
@@ -21,7 +21,7 @@ _ITEM = np.dtype([("reward", "<f8"), ("seconds", "<f8"), ("status", "u1")], alig
 _HEADER = np.dtype([("started", "<f8")])
 
 
-class Board:
+class ResultBuffer:
     """`capacity` result rows, and when the current item started (`time.monotonic`)."""
 
     def __init__(self, fd: int, capacity: int):
@@ -33,14 +33,15 @@ class Board:
         self.rows = np.frombuffer(self._memory, _ITEM, count=capacity, offset=_HEADER.itemsize)
 
     @classmethod
-    def create(cls, capacity: int) -> "Board":
-        """A board in an unlinked file; `fd` may be inherited by the worker."""
+    def create(cls, capacity: int) -> "ResultBuffer":
+        """Create a buffer in an unlinked file; `fd` may be inherited by the worker."""
         with tempfile.TemporaryFile() as file:
             file.truncate(_HEADER.itemsize + capacity * _ITEM.itemsize)
             return cls(os.dup(file.fileno()), capacity)
 
     @property
     def started(self) -> float:
+        """Time at which the current item was started."""
         return float(self._header["started"][0])
 
     @started.setter
@@ -48,16 +49,16 @@ class Board:
         self._header["started"][0] = now
 
     def clear(self) -> None:
-        """Marks every row as pending."""
+        """Mark every row as pending."""
         self.rows["status"] = PENDING
 
     def write(self, index: int, status: ScoreStatus, reward: float, seconds: float) -> None:
-        """Notes the result of item `index`; the status goes last: it says that the row is whole."""
+        """Write the result of item `index`, the status last: it marks the row as complete."""
         row = self.rows[index]
         row["reward"] = reward
         row["seconds"] = seconds
         row["status"] = STATUSES.index(status) + 1
 
     def close(self) -> None:
-        """Gives the descriptor back; the memory goes when the last view of it does."""
+        """Close the descriptor; the memory is freed with the last view of it."""
         os.close(self.fd)

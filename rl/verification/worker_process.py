@@ -1,4 +1,4 @@
-"""The pool's end of one verification process: starting it, its link, its board, and its end."""
+"""Handle of one verification process: start, connection, shared buffer and end."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rl.verification.shared_buffer import Board
+from rl.verification.shared_buffer import ResultBuffer
 from rl.verification.worker import pack
 
 __all__ = ["WorkerProcess"]
@@ -28,47 +28,47 @@ class WorkerProcess:
     """
 
     def __init__(self, scorer_config: Any, *, capacity: int, memory_mb: int):
-        self.board = Board.create(capacity)
-        self.link, theirs = socket.socketpair()
-        self.link.setblocking(False)
+        self.results = ResultBuffer.create(capacity)
+        self.connection, theirs = socket.socketpair()
+        self.connection.setblocking(False)
         self._stderr = tempfile.TemporaryFile()
         self._unsent = bytearray(pack(scorer_config))
         self._received = bytearray()
         self.since = time.monotonic()
         """When the process was started, or given its last chunk."""
-        arguments = [theirs.fileno(), self.board.fd, capacity, os.getpid(), memory_mb]
+        arguments = [theirs.fileno(), self.results.fd, capacity, os.getpid(), memory_mb]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rl.verification.worker", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
-                pass_fds=(theirs.fileno(), self.board.fd),
+                pass_fds=(theirs.fileno(), self.results.fd),
                 env=_environment(),
                 start_new_session=True,  # away from the terminal's Ctrl-C, and one group to kill
             )
         self.pid = self._process.pid
 
     def send(self, message: Any) -> None:
-        """Queues a message; `flush` moves it."""
+        """Queue a message and send as much of it as the connection takes."""
         self._unsent += pack(message)
         self.flush()
 
     def flush(self) -> bool:
-        """Sends what the link takes now; whether something is left. Death shows on `receive`."""
+        """Send what the connection takes now; return True if something is left. `receive` reports a death."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._unsent:
-                sent = self.link.send(self._unsent)
+                sent = self.connection.send(self._unsent)
                 del self._unsent[:sent]
         return bool(self._unsent)
 
     def receive(self) -> Iterable[Any]:
-        """The messages that have arrived; raises EOFError when the process has closed its end."""
+        """Return the messages that have arrived; raises EOFError when the process has closed its end."""
         ended = False
         with contextlib.suppress(BlockingIOError):
             while True:
                 try:
-                    data = self.link.recv(1 << 16)
+                    data = self.connection.recv(1 << 16)
                 except ConnectionResetError:
                     data = b""
                 if not data:
@@ -88,27 +88,27 @@ class WorkerProcess:
         return messages
 
     def kill(self) -> int:
-        """Kills and reaps the process and what it started; its exit code (-9 for SIGKILL)."""
+        """Kill and reap the process and its children; return its exit code (-9 for SIGKILL)."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         code = self._process.wait()
-        self.link.close()
+        self.connection.close()
         return code
 
-    def last_words(self) -> str:
-        """The end of its stderr up to the moment when its scorer was ready."""
+    def stderr_tail(self) -> str:
+        """Return the end of what it wrote to stderr until its scorer was ready."""
         self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, self._stderr.tell() - 2000))
         return self._stderr.read().decode("utf-8", "replace").strip()
 
     def release(self) -> None:
-        """Gives the board and the files back, after `kill`."""
-        self.board.close()
+        """Close the shared buffer and the files, after `kill`."""
+        self.results.close()
         self._stderr.close()
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with our import path, no accelerator, one thread, and the same hashes everywhere."""
+    """Environment of this process, with its import path, no accelerator, one thread, and the same hashes everywhere."""
     path = [entry or os.getcwd() for entry in sys.path]
     return {
         **os.environ,

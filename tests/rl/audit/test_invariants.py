@@ -37,7 +37,7 @@ class Log:
         self.events.append({"time": self.now, "role": role, "event": event, **fields})
 
     def start(self, role: str, pid: int, version: int = 0) -> None:
-        """Of the trainer: with the version that it restores; rows beyond it go, as they do in a real run."""
+        """Log a start; for the trainer, with the version that it restores: rows beyond it go, as in a real run."""
         self.event(role, "start", pid=pid)
         if role == "trainer":
             self.event("trainer", "push", seconds=0.01, version=version, checksum=f"sum{version}")
@@ -55,7 +55,7 @@ class Log:
         self.metrics.append({"phase": "rl", "step": step + 1, "gen_tokens": 8.0, "staleness_max": age})
 
     def broken(self) -> dict[int, Sequence[str]]:
-        """What is broken, by the number of the invariant."""
+        """Return what is broken, by the number of the invariant."""
         for name, rows in (("events", self.events), ("metrics", self.metrics)):
             (self.path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return {i: finding.broken for i, finding in enumerate(check_run(self.path)) if finding.broken}

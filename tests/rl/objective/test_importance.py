@@ -69,7 +69,7 @@ def test_equals_the_formula(level, mode, cap, floor):
 
 @pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
 def test_no_gradient_reaches_the_policy(level):
-    """Also where pi_old is pi itself, which is the case that would leak."""
+    """No gradient flows even where pi_old is pi itself."""
     new, batch = random_tokens()
     arrays = {k: jnp.asarray(v) for k, v in batch.items()}
     importance = TruncatedImportance.Config(level=level).build()

@@ -176,7 +176,7 @@ def test_padding_changes_nothing_whatever_it_holds(name):
 
 
 def test_nan_outside_the_mask_is_selected_away_not_multiplied():
-    """Without jit: XLA may rewrite mask * x to a selection, which would hide the mistake."""
+    """Run without jit: XLA may rewrite mask * x to a selection, which would hide the mistake."""
     objective = VARIANTS["rich"].build()
     rollouts = random_rollouts(1)
     batch, _ = make_batch(objective, rollouts)

@@ -1,4 +1,4 @@
-"""When waits are spoken of."""
+"""Log lines about waits."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def verifier() -> Iterator[Verifier]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs: a zombie that nobody has reaped yet does not."""
+    """Return True if a process runs: a zombie that nobody has reaped yet does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -40,7 +40,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_dead(pids: list[int], seconds: float = 30.0) -> list[int]:
-    """Those still alive in the end."""
+    """Return the processes that are still alive in the end."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and any(map(alive, pids)):
         time.sleep(0.02)
