@@ -7,20 +7,17 @@ modulo `heldout_every`.
 
 import hashlib
 import math
-from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.roles.messages import Problem
 from rl.tasks.family import TaskFamily
 
-__all__ = ["SupervisedSource", "TaskFamily", "TaskMixture", "encode_prompt", "is_heldout"]
+__all__ = ["TaskFamily", "TaskMixture", "encode_prompt", "is_heldout"]
 
 _SEPARATOR = "\n"  # between question and answer: one token, and no question needs an escape
 _ATTEMPTS = 16  # dataset items reserved for one training problem; the first that is not held out is taken
@@ -173,42 +170,6 @@ class TaskMixture(Configurable):
                 f"ask for at most {len(found)}, or widen its params"
             )
         return found[:n]
-
-
-class SupervisedSource(Configurable):
-    """Questions with their answers for supervised fine-tuning, by random access."""
-
-    class Config(ConfigBase["SupervisedSource"]):
-        mixture: TaskMixture.Config = REQUIRED
-        num_examples: int = REQUIRED
-        start: int = 0
-        """Index of the first training problem."""
-        tokenizer: ConfigBase = ByteTokenizer.Config()
-
-    def __init__(self, cfg: Config):
-        self._mixture = cfg.mixture.build()
-        self._tokenizer = cfg.tokenizer.build()
-        self._num_examples = cfg.num_examples
-        self._start = cfg.start
-
-    def __len__(self) -> int:
-        return self._num_examples
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """{"tokens": int32, "loss_mask": bool}: bos, question, newline, answer, eos.
-
-        The loss is on the answer and eos.
-        """
-        if not 0 <= index < self._num_examples:
-            raise IndexError(f"example {index} of {self._num_examples}")
-        problem = self._mixture.train(self._start + index)
-        prompt = encode_prompt(problem.question, self._tokenizer)
-        answer = [*self._tokenizer.encode(problem.answer), self._tokenizer.eos]
-        tokens = np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
-        return {"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)}
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[i] for i in range(len(self)))
 
 
 def _shares(weights: list[float], labels: list[str]) -> list[int]:

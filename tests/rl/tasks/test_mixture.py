@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from axlearn_like.config import from_text, to_text
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh.errors import UserError
-from rl.tasks.mixture import SupervisedSource, TaskFamily, TaskMixture, encode_prompt, is_heldout
+from rl.tasks.mixture import TaskFamily, TaskMixture, encode_prompt, is_heldout
+from rl.tasks.supervised import SupervisedSource
 
 
 def mixture_config(seed: int = 0, heldout_every: int = 8) -> TaskMixture.Config:

@@ -19,7 +19,7 @@ from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.training.trainer import Trainer
 from rl.experiment import RLExperiment
 from rl.runtime.inprocess import run_inprocess
-from rl.tasks.mixture import SupervisedSource
+from rl.tasks.supervised import SupervisedSource
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
 from tests.rl.tiny import PHRASES, ascii_share, tiny_experiment, tiny_tasks

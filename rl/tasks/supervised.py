@@ -1,0 +1,46 @@
+"""Solved problems of a task mixture as examples for supervised fine-tuning."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.tokenizers.bytes import ByteTokenizer
+from rl.tasks.mixture import TaskMixture, encode_prompt
+
+
+class SupervisedSource(Configurable):
+    """Questions with their answers for supervised fine-tuning, by random access."""
+
+    class Config(ConfigBase["SupervisedSource"]):
+        mixture: TaskMixture.Config = REQUIRED
+        num_examples: int = REQUIRED
+        start: int = 0
+        """Index of the first training problem."""
+        tokenizer: ConfigBase = ByteTokenizer.Config()
+
+    def __init__(self, cfg: Config):
+        self._mixture = cfg.mixture.build()
+        self._tokenizer = cfg.tokenizer.build()
+        self._num_examples = cfg.num_examples
+        self._start = cfg.start
+
+    def __len__(self) -> int:
+        return self._num_examples
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """{"tokens": int32, "loss_mask": bool}: bos, question, newline, answer, eos.
+
+        The loss is on the answer and eos.
+        """
+        if not 0 <= index < self._num_examples:
+            raise IndexError(f"example {index} of {self._num_examples}")
+        problem = self._mixture.train(self._start + index)
+        prompt = encode_prompt(problem.question, self._tokenizer)
+        answer = [*self._tokenizer.encode(problem.answer), self._tokenizer.eos]
+        tokens = np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
+        return {"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[i] for i in range(len(self)))
