@@ -35,6 +35,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.worker import RolloutWorker
 from rl.tasks.mixture import encode_prompt
+from rl.training.program import padded
 from rl.training.trainer import PolicyTrainer
 from rl.verification.service import Verifier
 
@@ -119,6 +120,8 @@ class RLExperiment(Configurable):
             staleness=cfg.staleness,
             timeouts=cfg.timeouts,
         )
+        rows = cfg.trainer.row_multiple  # batches have a multiple of these
+        batch_shapes = padded(cfg.groups * cfg.samples // each_row, rows) // rows
         self.trainer_cfg = cfg.trainer.clone(
             model=cfg.policy,
             objective=cfg.objective,
@@ -128,6 +131,7 @@ class RLExperiment(Configurable):
             max_prompt=cfg.max_prompt,
             max_new=cfg.max_new,
             temperature=cfg.sampler.temperature,
+            max_compilations=cfg.trainer.max_compilations or batch_shapes,
         )
 
     def resolved(self) -> Config:

@@ -5,6 +5,7 @@ and keeps the best among the newest in one directory, without an index of values
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ class KeepBest(Configurable):
     """
 
     class Config(ConfigBase["KeepBest"]):
-        metric: str = REQUIRED  # an evaluator's, such as eval_loss
+        metric: str = REQUIRED  # of an evaluator, such as eval_loss, or of the metrics row, such as reward
         order: Literal["lowest", "highest"] = "lowest"
         keep: int = 1
 
@@ -45,8 +46,9 @@ class KeepBest(Configurable):
         """Return the metric among these scalars. UserError: it is not there."""
         if self._cfg.metric not in scalars:
             near = did_you_mean(self._cfg.metric, scalars)
-            raise UserError(f"keep_best.metric={self._cfg.metric!r}: no evaluator gives it{near}")
-        return float(scalars[self._cfg.metric])
+            raise UserError(f"keep_best.metric={self._cfg.metric!r}: neither evaluators nor metrics have it{near}")
+        value = scalars[self._cfg.metric]
+        return math.nan if value is None else float(value)
 
     def offer(self, step: int, value: float) -> bool:
         """Keep the finished checkpoint of `step` if it is among the best, and drop the worst."""

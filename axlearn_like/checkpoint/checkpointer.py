@@ -1,10 +1,12 @@
 """Checkpoints by Orbax: asynchronous, atomic, resharded on restore, verified by checksum.
 
-Orbax detects a truncated or missing file but loads a flipped bit without a word, so each save also
-records shape, dtype and a checksum of every array; a restore compares them.
+Orbax detects a truncated or missing file but silently loads a flipped bit, so each save also records shape, dtype and a
+checksum of every array, and a digest of the extras; a restore compares them.
 """
 
 import gc
+import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import xxhash
 
 from axlearn_like.checkpoint.manifest import CheckpointError, abstract_from, check_structure, make_manifest
 from axlearn_like.config import ConfigBase, Configurable
@@ -24,7 +27,7 @@ _PARAMS, _REST, _MANIFEST, _EXTRAS = "params", "rest", "manifest", "extras"
 
 
 class Checkpointer(Configurable):
-    """Saves and restores a state (a dict of trees with the key "params") and JSON-able extras."""
+    """Checkpoints of a state (a dict of trees with the key "params") and JSON-able extras in one directory."""
 
     class Config(ConfigBase["Checkpointer"]):
         save_every: int = 100  # steps between saves
@@ -42,16 +45,16 @@ class Checkpointer(Configurable):
         self._manager: Any = None
 
     def should_save(self, step: int) -> bool:
-        """Whether the policy wants a checkpoint after `step` completed updates."""
+        """Return True if a checkpoint is due after `step` completed updates."""
         return step > 0 and step % self._cfg.save_every == 0
 
     def save(self, step: int, state: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
-        """Starts writing a checkpoint; the arrays may be donated as soon as this returns.
+        """Start to write a checkpoint; the arrays may be donated as soon as this returns.
 
         A step that is already on disk is left as it is: the same run and step, so the same content.
 
         Raises:
-            CheckpointError: this save, or an earlier one in the background, failed. DiskFull: for want of room.
+            CheckpointError: this save, or an earlier one in the background, failed. DiskFull: there is no room.
         """
         import orbax.checkpoint as ocp
 
@@ -60,11 +63,16 @@ class Checkpointer(Configurable):
         if step in manager.all_steps():
             return
         rest = {key: value for key, value in state.items() if key != "params"}
+        manifest = {
+            _PARAMS: make_manifest(state["params"]),
+            _REST: make_manifest(rest),
+            _EXTRAS: {"json": {"digest": _digest(extras)}},
+        }
         items = ocp.args.Composite(
             **{
                 _PARAMS: ocp.args.StandardSave(state["params"]),  # pyright: ignore
                 _REST: ocp.args.StandardSave(rest),  # pyright: ignore
-                _MANIFEST: ocp.args.JsonSave({_PARAMS: make_manifest(state["params"]), _REST: make_manifest(rest)}),  # pyright: ignore
+                _MANIFEST: ocp.args.JsonSave(manifest),  # pyright: ignore
                 _EXTRAS: ocp.args.JsonSave(dict(extras)),  # pyright: ignore
             }
         )
@@ -76,15 +84,15 @@ class Checkpointer(Configurable):
     def restore(
         self, abstract_state: Mapping[str, Any], step: int | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Reads (state, extras) of `step`, or of the latest one.
+        """Read (state, extras) of `step`, or of the latest one.
 
         Args:
-            abstract_state: `jax.ShapeDtypeStruct`s like the state; their shardings (on real
-                devices, of any mesh) are those that the arrays get.
+            abstract_state: `jax.ShapeDtypeStruct`s like the state; the arrays get their shardings (on real devices,
+                of any mesh).
             step: a completed step.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it is of a state of another shape.
+            CheckpointError: there is none, it cannot be read, is damaged, or is of a state of another shape.
         """
         self.wait()
         steps = self.steps()
@@ -101,16 +109,16 @@ class Checkpointer(Configurable):
             raise _damage(self.directory, step, error, load) from None
 
     def steps(self) -> list[int]:
-        """Completed checkpoints, oldest first."""
+        """Return the steps of completed checkpoints, oldest first."""
         return _steps(self.directory)
 
     def latest_step(self) -> int | None:
-        """The newest completed checkpoint."""
+        """Return the step of the newest completed checkpoint."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def check(self) -> None:
-        """Raises CheckpointError if a save in the background has failed."""
+        """Raise CheckpointError if a save in the background has failed."""
         if self._manager is not None:
             try:
                 self._manager.check_for_errors()
@@ -118,7 +126,7 @@ class Checkpointer(Configurable):
                 raise self._write_error(error) from error
 
     def wait(self) -> None:
-        """Blocks until nothing is being written; raises CheckpointError if a save failed."""
+        """Wait until nothing is being written; raise CheckpointError if a save failed."""
         if self._manager is not None:
             try:
                 self._manager.wait_until_finished()
@@ -126,7 +134,7 @@ class Checkpointer(Configurable):
                 raise self._write_error(error) from error
 
     def close(self) -> None:
-        """Waits, then lets go of the background threads."""
+        """Wait, then end the background threads."""
         if self._manager is not None:
             try:
                 self.wait()
@@ -170,7 +178,7 @@ class Checkpointer(Configurable):
 
 
 def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
-    """The parameters alone of any run's checkpoint.
+    """Read the parameters alone of any run's checkpoint.
 
     Args:
         path: a run directory or its `checkpoints` directory (the latest step is taken), or one
@@ -179,7 +187,7 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
             dict of numpy arrays.
 
     Raises:
-        CheckpointError: nothing there, damaged, or of another shape.
+        CheckpointError: nothing there, unreadable, damaged, or of another shape.
     """
     folder = _step_directory(Path(path).absolute())
     try:
@@ -191,7 +199,7 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
 
 
 def check_params(path: str | Path, abstract_params: Any) -> None:
-    """Raises what `restore_params` would, by what a checkpoint says of its arrays; none of them is read."""
+    """Refuse what `restore_params` would refuse, by the manifest alone; no array is read."""
     folder = _step_directory(Path(path).absolute())
     try:
         check_structure(f"checkpoint {folder}", abstract_params, _read_manifest(folder)[_PARAMS])
@@ -200,10 +208,10 @@ def check_params(path: str | Path, abstract_params: Any) -> None:
 
 
 def verify_latest(directory: str | Path) -> None:
-    """Reads the newest checkpoint in a `checkpoints` directory, if there is one, and compares it with its manifest.
+    """Read the newest checkpoint in a `checkpoints` directory, if there is one, and compare it with its manifest.
 
     Raises:
-        CheckpointError: it is damaged; names the newest older one that is not.
+        CheckpointError: it cannot be read, or is damaged; names the newest older one that is good.
     """
     directory = Path(directory).absolute()
     for step in _steps(directory)[-1:]:
@@ -214,11 +222,34 @@ def verify_latest(directory: str | Path) -> None:
 
 
 class _Damaged(Exception):
-    """What was on disk is not what was written."""
+    """The content on disk is not what was written."""
+
+
+_UNREADABLE = ("PERMISSION_DENIED", "Permission denied", "Input/output error", "Too many open files", "UNAVAILABLE")
+
+
+def _failure(path: Path, error: BaseException) -> Exception:
+    """Return the error of a failed read: damage, unless the operating system refused to read.
+
+    Then the content may be good, and advice to delete it would be wrong. TensorStore says so only in its message.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        refused = isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
+        # A path that this process cannot spell: Python's filesystem encoding is not UTF-8.
+        encoding = isinstance(cause, UnicodeError) and sys.getfilesystemencoding().lower() not in ("utf-8", "utf8")
+        if refused or encoding or any(words in str(cause) for words in _UNREADABLE):
+            hint = "set PYTHONUTF8=1" if encoding else "check permissions, disk and mounts"
+            return CheckpointError(
+                f"checkpoint {path} cannot be read ({_summary(cause)}); that does not mean damage: keep it, "
+                f"{hint}, and run the same command again"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return _Damaged(_summary(error))
 
 
 def _damage(directory: Path, step: int, error: _Damaged, load: Callable[[int], Any]) -> CheckpointError:
-    """What to do about a damaged checkpoint: the newest of the older ones that `load` accepts."""
+    """Return the error of a damaged checkpoint; it names the newest of the older ones that `load` accepts."""
     path = directory / str(step)
     advice = f"no older one is good. Delete {path} to begin again"
     for older in reversed([s for s in _steps(directory) if s < step]):
@@ -232,7 +263,7 @@ def _damage(directory: Path, step: int, error: _Damaged, load: Callable[[int], A
 
 
 def _verify(path: Path) -> None:
-    """Reads every array to host memory, in the tree that Orbax has recorded."""
+    """Read every array to host memory, in the tree that Orbax has recorded."""
     import orbax.checkpoint as ocp
 
     manifest = _read_manifest(path)
@@ -243,12 +274,12 @@ def _verify(path: Path) -> None:
             recorded = reader.metadata(path).item_metadata[_REST]
         rest = jax.tree.map(lambda array: np.empty(array.shape, array.dtype), getattr(recorded, "tree", recorded))
     except Exception as error:
-        raise _Damaged(_summary(error)) from None
+        raise _failure(path, error) from None
     _read(path, {_PARAMS: abstract_from(manifest[_PARAMS]), _REST: rest})
 
 
 def _read(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """The items of `abstract` and the extras, verified against the manifest."""
+    """Read the items of `abstract` and the extras, verified against the manifest."""
     import orbax.checkpoint as ocp
 
     manifest = _read_manifest(path)
@@ -256,15 +287,18 @@ def _read(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
         check_structure(f"checkpoint {path}", tree, manifest[item])
     args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}  # pyright: ignore
     args[_EXTRAS] = ocp.args.JsonRestore()  # pyright: ignore
-    items, failure = {}, ""
+    items: dict[str, Any] = {}
+    failure: Exception | None = None
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             items = dict(reader.restore(path, args=ocp.args.Composite(**args)).items())
     except Exception as error:
-        failure = _summary(error)
-    if failure:
+        failure = _failure(path, error)
+    if failure is not None:
         _drop_unfinished_reads()
-        raise _Damaged(failure)
+        raise failure
+    if _digest(items[_EXTRAS]) != manifest[_EXTRAS]["json"]["digest"]:
+        raise _Damaged(f"the content of {path / _EXTRAS} does not match its digest")
     for item in abstract:
         for name, entry in make_manifest(items[item]).items():
             if entry["checksum"] != manifest[item][name]["checksum"]:
@@ -279,8 +313,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
             manifest = reader.restore(path / _MANIFEST)
     except Exception as error:
-        raise _Damaged(_summary(error)) from None
-    if not {_PARAMS, _REST} <= set(manifest):
+        raise _failure(path, error) from None
+    if not {_PARAMS, _REST, _EXTRAS} <= set(manifest):
         raise _Damaged(f"{path / _MANIFEST} lists no arrays")
     return manifest
 
@@ -298,8 +332,17 @@ def _step_directory(path: Path) -> Path:
 
 
 def _steps(directory: Path) -> list[int]:
-    """Completed checkpoints, oldest first."""
-    return sorted(int(p.name) for p in directory.glob("*") if p.is_dir() and p.name.isdigit())
+    """Return the steps of completed checkpoints, oldest first."""
+    try:
+        return sorted(int(entry.name) for entry in os.scandir(directory) if entry.name.isdigit() and entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"checkpoints {directory} cannot be listed ({_summary(error)})") from error
+
+
+def _digest(extras: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(extras, sort_keys=True).encode())
 
 
 def _listed(steps: list[int]) -> str:
@@ -307,10 +350,9 @@ def _listed(steps: list[int]) -> str:
 
 
 def _drop_unfinished_reads() -> None:
-    """Collects the reads that Orbax abandons when one fails.
+    """Collect the reads that Orbax abandons when one fails.
 
-    Python reports each of them when it is collected, on a screen of its own: they would drown the
-    one error that matters.
+    Python prints a screen for each of them when it is collected, which would bury the one error that matters.
     """
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
@@ -320,6 +362,6 @@ def _drop_unfinished_reads() -> None:
 
 
 def _summary(error: BaseException) -> str:
-    """The first sentence: TensorStore's messages go on for a screen."""
+    """Return the first sentence: TensorStore's messages are a screen long."""
     text = str(error).strip().split("\n", 1)[0].split(". ", 1)[0]
     return f"{type(error).__name__}: {text[:200]}"

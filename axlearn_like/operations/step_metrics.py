@@ -14,6 +14,14 @@ from axlearn_like.operations.writers import Writer
 from axlearn_like.run.metrics import MetricsWriter
 from axlearn_like.run.progress import Progress
 
+_BY_CLOCK = {"time", "wait_seconds", "step_seconds", "input_seconds", "tokens_per_second", "goodput", "mfu"}
+_BY_CLOCK |= {"host_memory_bytes", "device_memory_bytes"}
+
+
+def without_clock(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a row that are the same in every run of the same config: no times, speeds or memory."""
+    return {name: value for name, value in row.items() if name not in _BY_CLOCK and not name.startswith("time/")}
+
 
 class StepMetrics:
     """Speed, utilisation, memory and goodput; computed for rows that are written only, so steps pay nothing."""
@@ -85,8 +93,14 @@ class StepLog:
         run_metrics: StepMetrics,
         start: int,
         rows: MutableSequence[dict[str, Any]],
+        *,
+        tokens: str = "tokens",
     ):
-        """Start after step `start`. `rows`: those of earlier processes of this run; further ones are appended."""
+        """Start after step `start`. `rows`: those of earlier processes of this run; further ones are appended.
+
+        `tokens`: the metric that counts the tokens learned by a step.
+        """
+        self._tokens_metric = tokens
         self._writer, self._others, self._progress = writer, others, progress
         self._run_metrics, self.rows = run_metrics, rows
         self._pending: tuple[int, dict[str, Any], bool] | None = None
@@ -120,7 +134,7 @@ class StepLog:
             return
         (step, metrics, wanted), self._pending = self._pending, None
         values = jax.device_get(metrics)
-        tokens = float(np.asarray(values["tokens"]))
+        tokens = float(np.asarray(values[self._tokens_metric]))
         self._tokens += tokens
         if wanted:
             # The loop's period since the last row: with metrics read one step late, the step time.

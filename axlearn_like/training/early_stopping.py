@@ -1,4 +1,4 @@
-"""Ends training early, by what was measured on the way."""
+"""Early stopping by a training metric."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 
 
 class EarlyStopping(Configurable):
-    """Ends training early: when the mean of a metric over the last logged rows reaches a value.
+    """End of training when the mean of a metric over the last logged rows reaches a value.
 
     It looks at training metrics only, so what is measured on held-out data stays held out.
     """
@@ -22,7 +22,7 @@ class EarlyStopping(Configurable):
         self._cfg = cfg
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], before: float = math.inf) -> bool:
-        """Whether it is reached by the last rows of steps below `before`."""
+        """Return True if the last rows of steps below `before` reach the value."""
         usable = (row for row in reversed(rows) if self._cfg.metric in row and row.get("step", 0) < before)
         last = [row[self._cfg.metric] for row, _ in zip(usable, range(self._cfg.rows), strict=False)]
         return len(last) == self._cfg.rows and sum(last) / len(last) >= self._cfg.at_least

@@ -1,4 +1,4 @@
-"""Evaluators: what a trainer measures of its parameters now and then."""
+"""Evaluators: periodic measurements of a trainer's parameters."""
 
 from typing import Any, Protocol
 
@@ -8,18 +8,19 @@ from flax import nnx
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import Params
-from axlearn_like.training.program import eval_step
+from axlearn_like.training.losses import SupervisedLoss, eval_step
 from mesh import shard_batch
 from mesh.batches import local_rows
 
 
 class Evaluator(Protocol):
-    """Measures parameters now and then; built by `config.build(graphdef=...)`."""
+    """Periodic measurement; built by `config.build(graphdef=..., loss=...)` with the trainer's model and loss."""
 
     every: int  # steps; the last step is always measured
+    averaged: bool  # of the learner's average of the parameters
 
     def run(self, params: Any, step: int) -> dict[str, float]:
-        """Scalars for the metrics row of `step`."""
+        """Return scalars for the metrics row of `step`."""
         ...
 
 
@@ -32,18 +33,18 @@ class LossEvaluator(Configurable):
         every: int = 100  # steps
         averaged: bool = False  # of the learner's average of the parameters
 
-    def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any]):
+    def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any], loss: SupervisedLoss):
         self.every, self.averaged = cfg.every, cfg.averaged
         data = cfg.input.build(rows=local_rows(cfg.input.batch_size))
         self._rows = cfg.input.batch_size
         self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
         data.close()
-        self._loss = eval_step(graphdef)
+        self._loss = eval_step(graphdef, loss)
 
     def run(self, params: Params, step: int) -> dict[str, float]:
-        """`eval_loss` and `eval_accuracy`: means over the batches, each of which counts alike.
+        """Return `eval_loss` and `eval_accuracy`: means over the batches, each of which counts alike.
 
-        Of averaged parameters: `eval_averaged_loss` and `eval_averaged_accuracy`.
+        For averaged parameters they are `eval_averaged_loss` and `eval_averaged_accuracy`.
         """
         del step
         batches = (shard_batch(batch, rows=self._rows) for batch in self._batches)

@@ -1,107 +1,150 @@
-"""The loop over the steps, with all that happens between them, in its order."""
+"""The loop over the updates of a run, with everything that happens between them, in its order."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 
 from axlearn_like.checkpoint.tiers import CheckpointTiers
-from axlearn_like.input import SupervisedInput
 from axlearn_like.operations.goodput import CauseClock
 from axlearn_like.operations.profiler import Profiler
 from axlearn_like.operations.sdc import SDCCheck
 from axlearn_like.operations.step_metrics import StepLog
 from axlearn_like.training.evaluators import Evaluator
 from axlearn_like.training.step import State, Step
-from mesh import shard_batch
+
+_WAIT = 1.0  # seconds for a batch, after which the loop looks whether it is to stop
+
+
+class Feed(Protocol):
+    """Source of batches and sink of updates: all that differs between supervised and policy training."""
+
+    waits: bool  # `updated` waits for the devices, so metrics are written at once instead of one step late
+    tokens: str  # the metric that counts the tokens learned by a step
+
+    def next(self, step: int, state: State, timeout: float) -> Any | None:
+        """Return the arrays of update number `step`; None if they are not there within `timeout` seconds."""
+        ...
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return metrics of the last batch."""
+        ...
+
+    def updated(self, step: int, state: State, metrics: Mapping[str, Any]) -> None:
+        """Act on a completed update, before its metrics are written and its state is saved."""
+        ...
+
+    def checkpoint(self, state: State) -> tuple[State, dict[str, Any]]:
+        """Return the arrays and JSON-able extras of a checkpoint."""
+        ...
 
 
 @dataclasses.dataclass
 class TrainingLoop:
     """One process's part of a run.
 
-    The devices are never waited for but where something needs their results: one step late for the metrics, before an
-    evaluation and before a save.
+    Nothing waits for the devices but what needs their results: metrics (one step late), evaluations, saves and a feed
+    that publishes the weights.
     """
 
     state: State
     step: int  # completed
     num_steps: int
     log_every: int
-    program: Step
-    data: SupervisedInput
+    step_fn: Step
+    feed: Feed
     log: StepLog
     clock: CauseClock
     tiers: CheckpointTiers
     evaluators: Sequence[Evaluator]
     averaged: Callable[[Any, Any], Any]  # (parameters, optimizer state) -> the learner's average of the parameters
     profiler: Profiler
-    check: SDCCheck | None
-    beat: Callable[[int], None]  # tells the watchdog that something was completed
+    sdc_check: SDCCheck | None
+    beat: Callable[[int], None]  # reports a completed step, evaluation or save to the watchdog
+    _scalars: dict[str, float] | None = None  # of the evaluation after the last update, if there was one
 
-    def run(self, reached: Callable[..., bool], stopped: Callable[[], bool]) -> bool:
-        """Steps until `num_steps`, until `reached(rows, before=step)` or until `stopped()`; saves at the end.
+    def run(self, stopped: Callable[[], bool], reached: Callable[..., bool] = lambda rows, before: False) -> bool:
+        """Update until `num_steps`, until `reached(rows, before=step)` or until `stopped()`; save at the end.
 
-        Returns:
-            Whether there is nothing left to do.
+        Returns True if there is nothing left to do.
         """
 
         def finished() -> bool:
             # Rows of earlier steps only: a resumed run then ends where an uninterrupted one does.
             return self.step >= self.num_steps or reached(self.log.rows, before=self.step)
 
-        scalars = None
         while not finished() and not stopped():
-            self._advance()
-            scalars = self._evaluate()
-            if self.tiers.should_save(self.step):
-                self._save(scalars)
+            self.advance(_WAIT)
         done = finished()
-        self._save(scalars)
+        self.save()
         with self.clock.spending("checkpoint"):
             self.tiers.wait()
         return done
 
-    def _advance(self) -> None:
+    def advance(self, timeout: float = 0.0) -> bool:
+        """Make one update and do all that is due after it; False if its batch is not there within `timeout` seconds."""
         clock, log, step = self.clock, self.log, self.step + 1
         clock.to("input")
-        batch = shard_batch(next(self.data), rows=self.data.batch_size)
+        batch = self.feed.next(step, self.state, timeout)
+        if batch is None:
+            return False
         if not log.devices_idle:
-            clock.cause = "step"  # they had not finished meanwhile: nobody waited
+            clock.cause = "step"  # the devices were still busy: nobody waited
         clock.to("step")
         with self.profiler.window(step, log.pending):
-            if self.check is None or not self.check.due(step):
-                self.state, metrics = self.program(self.state, batch)
-            else:
-                with clock.spending("sdc_check"):
-                    self.state, metrics = self.check.run(self.program, step, self.state, batch)
+            metrics = self._update(step, batch)
         self.step = step
+        self.feed.updated(step, self.state, metrics)
         self.tiers.check()
-        log.add(step, metrics | self.data.metrics(), wanted=step % self.log_every == 0 or step == self.num_steps)
+        wanted = step % self.log_every == 0 or step == self.num_steps
+        log.add(step, {**self.feed.metrics(), **metrics}, wanted=wanted)
         self.beat(step)
         clock.completed(step)
+        self._scalars = self._evaluate()
+        if self.feed.waits:
+            log.flush()
+        if self.tiers.should_save(step):
+            self.save()
+        clock.to("input")
+        return True
+
+    def save(self) -> None:
+        """Start to write a checkpoint of the last update, if there is none yet."""
+        self.log.flush()  # the row first: a resume from this checkpoint would never write it again
+        with self.clock.spending("checkpoint"):
+            state, extras = self.feed.checkpoint(self.state)
+            self.tiers.save(self.step, state, extras, self._measured())
+        self.beat(self.step)
+
+    def _update(self, step: int, batch: Any) -> Mapping[str, Any]:
+        if self.sdc_check is None or not self.sdc_check.due(step):
+            self.state, metrics = self.step_fn(self.state, batch)
+        else:
+            with self.clock.spending("sdc_check"):
+                self.state, metrics = self.sdc_check.run(self.step_fn, step, self.state, batch)
+        return metrics
 
     def _evaluate(self) -> dict[str, float] | None:
-        """What the evaluators that are due found; None if none is."""
+        """Run the evaluators that are due and return their scalars; None if none is."""
         due = [e for e in self.evaluators if self.step % e.every == 0 or self.step == self.num_steps]
         if not due:
             return None
-        jax.block_until_ready(self.log.pending)  # what is left of the step is not the evaluation's
+        jax.block_until_ready(self.log.pending)  # the rest of the step is not the evaluation's time
         scalars: dict[str, float] = {}
         with self.clock.spending("evaluation"):
             for evaluator in due:
-                scalars |= evaluator.run(self._params_for(evaluator), self.step)
+                params = self.state["params"]
+                if evaluator.averaged:
+                    params = self.averaged(params, self.state["opt_state"])
+                scalars |= evaluator.run(params, self.step)
                 self.beat(self.step)
         self.log.extend(self.step, scalars)
         return scalars
 
-    def _params_for(self, evaluator: Evaluator) -> Any:
-        params = self.state["params"]
-        return self.averaged(params, self.state["opt_state"]) if getattr(evaluator, "averaged", False) else params
-
-    def _save(self, scalars: dict[str, float] | None) -> None:
-        self.log.flush()  # the row first: a resume from this checkpoint would never write it again
-        with self.clock.spending("checkpoint"):
-            self.tiers.save(self.step, self.state, {"input": self.data.state()}, scalars)
-        self.beat(self.step)
+    def _measured(self) -> dict[str, Any] | None:
+        """Return the metrics of this step by which checkpoints are compared; None if evaluators were not due."""
+        if self.evaluators and self._scalars is None:
+            return None
+        row = self.log.rows[-1] if self.log.rows else {"step": None}
+        return {**(row if row["step"] == self.step else {}), **(self._scalars or {})}

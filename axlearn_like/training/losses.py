@@ -155,6 +155,11 @@ def with_aux(loss: jax.Array, metrics: Metrics, aux: Aux, share: jax.Array | flo
 
 
 def make_supervised_loss(graphdef: nnx.GraphDef[Any], loss: SupervisedLoss | None = None) -> LossFn:
-    """`loss_fn(params, batch)` of a decoder on the packed batches of `SupervisedInput`."""
+    """Return `loss_fn(params, batch)` of a decoder on the packed batches of `SupervisedInput`."""
     loss = loss or SupervisedLoss.Config().build()
     return lambda params, batch: loss(bind(graphdef, params), batch)
+
+
+def eval_step(graphdef: nnx.GraphDef[Any], loss: SupervisedLoss) -> LossFn:
+    """Return the jitted `(params, batch) -> (loss, metrics)` of an evaluation by the trainer's loss."""
+    return jax.jit(make_supervised_loss(graphdef, loss))

@@ -1,12 +1,11 @@
-"""The programs of supervised training, described: what the trainer runs is what is compiled ahead of time.
+"""The programs of training, described: ahead-of-time compilation compiles what the trainer runs.
 
-Nothing is allocated here. Arrays are `jax.ShapeDtypeStruct`s with shardings, so the mesh may be of devices that are not
-there.
+Nothing is allocated here. Arrays are `jax.ShapeDtypeStruct`s with shardings, so the devices of the mesh need not exist.
 """
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,53 +17,52 @@ from axlearn_like.input import InputError, SupervisedInput
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import split
 from axlearn_like.learner import Learner
-from axlearn_like.training.losses import LossFn, SupervisedLoss, make_supervised_loss
+from axlearn_like.training.losses import SupervisedLoss, make_supervised_loss
 from axlearn_like.training.step import State, Step, init_state, make_train_step
 from mesh import UserError, to_named_sharding
 from mesh.batches import batch_partition
 from mesh.rules import batch_axes
 
-if TYPE_CHECKING:
-    from axlearn_like.training.trainer import Trainer
-
 _INTEGERS = ("tokens", "targets", "positions", "segment_ids")
 
 
 class Program(NamedTuple):
-    """A step and what it takes."""
+    """A train step and what it takes."""
 
     step: Step  # jitted; donates the state
     state: State  # described
-    batch: dict[str, jax.ShapeDtypeStruct]  # described
     graphdef: nnx.GraphDef[Any]  # of the model
     init: Callable[[jax.Array], State]  # key -> the first state; to be jitted with the shardings of `state`
 
 
-def train_program(cfg: "Trainer.Config", mesh: Mesh, learner: Learner | None = None) -> Program:
-    """The train step of a trainer on a mesh.
+def train_program(
+    model: ConfigBase,
+    inputs: SupervisedInput.Config,
+    loss: SupervisedLoss,
+    learner: Learner,
+    mesh: Mesh,
+    *,
+    microbatches: int = 1,
+    compiler_options: Mapping[str, str] | None = None,
+) -> Program:
+    """Return the supervised train step on a mesh.
 
     Raises:
         UserError: the batch does not divide over the mesh, or its rows are longer than the model's positions.
     """
-    check_rows(cfg.input, mesh, cfg.microbatches)
-    check_length(cfg.model, cfg.input.seq_len, "Trainer.Config.input.seq_len")
-    learner = learner or cfg.learner.build()
+    check_rows(inputs, mesh, microbatches)
+    check_length(model, inputs.seq_len, "Trainer.Config.input.seq_len")
     with jax.set_mesh(mesh):
-        graphdef, state, init = describe_state(cfg.model, learner, mesh)
-        loss_fn = make_supervised_loss(graphdef, cfg.loss.build())
-        step = make_train_step(loss_fn, learner, cfg.microbatches, like=state, compiler_options=cfg.compiler_options)
-        return Program(step, state, describe_batch(cfg.input, mesh), graphdef, init)
-
-
-def eval_step(graphdef: nnx.GraphDef[Any], loss: SupervisedLoss | None = None) -> LossFn:
-    """The jitted `(params, batch) -> (loss, metrics)` of an evaluation."""
-    return jax.jit(make_supervised_loss(graphdef, loss))
+        graphdef, state, init = describe_state(model, learner, mesh)
+        loss_fn = make_supervised_loss(graphdef, loss)
+        step = make_train_step(loss_fn, learner, microbatches, like=state, compiler_options=compiler_options)
+        return Program(step, state, graphdef, init)
 
 
 def describe_state(
     model: ConfigBase, learner: Learner, mesh: Mesh, field: str = "model"
 ) -> tuple[nnx.GraphDef[Any], State, Callable[[jax.Array], State]]:
-    """The model's graph definition, the train state on the mesh, and the function that makes one; the mesh is set.
+    """Return the model's graph definition, the train state on the mesh, and its initialisation; the mesh is set.
 
     Raises:
         UserError: the model does not fit the mesh; names the layer, by its path from `field`.
@@ -83,7 +81,7 @@ def describe_state(
 
 
 def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """A packed batch as `SupervisedInput` gives it, spread as `shard_batch` does; the mesh is set."""
+    """Return a packed batch of `SupervisedInput` as `shard_batch` shards it; the mesh is set."""
     dtypes = {**dict.fromkeys(_INTEGERS, jnp.int32), "weights": jnp.float32}
     shape = (cfg.batch_size, cfg.seq_len)
     return {
@@ -93,7 +91,7 @@ def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.Sha
 
 
 def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> None:
-    """Refuse a batch that cannot be cut into microbatches and spread over the mesh.
+    """Refuse a batch that does not divide into microbatches over the mesh.
 
     Raises:
         InputError: naming the field.
@@ -109,7 +107,7 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
 
 
 def check_length(model: ConfigBase, length: int, field: str, root: str = "model") -> None:
-    """Refuse sequences that are longer than what the model's rotary positions were made for.
+    """Refuse sequences longer than the model's rotary positions.
 
     Raises:
         UserError: naming the field and the position embedding's path, from `root`, that of the model.

@@ -16,7 +16,7 @@ Step = Callable[[State, Any], tuple[State, Metrics]]
 
 
 def init_state(params: Any, learner: Learner) -> State:
-    """The state before the first update.
+    """Return the state before the first update.
 
     Pure: call it inside the jitted initialisation, then arrays are born sharded. The state holds
     `params` themselves and the step donates it: a caller who needs them later keeps a copy.
@@ -36,7 +36,7 @@ def make_train_step(
     like: State | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> Step:
-    """The jitted `step(state, batch) -> (state, metrics)`; the state is donated.
+    """Return the jitted `step(state, batch) -> (state, metrics)`; the state is donated.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`, with the loss and every metric additive over
@@ -88,7 +88,7 @@ def make_train_step(
 
 
 def _combined(name: str, values: jax.Array) -> jax.Array:
-    """One metric over the microbatches: the largest for names that end in `_max`, else the sum."""
+    """Return one metric over the microbatches: the largest for names that end in `_max`, else the sum."""
     return jnp.max(values, axis=0) if name.endswith("_max") else jnp.sum(values, axis=0, dtype=values.dtype)
 
 

@@ -234,8 +234,8 @@ def _diagnostics(tokens: Tokens, old_policy: OldPolicy) -> dict[str, jax.Array]:
         "ratio_mean": _weighted(ratio, tokens),
         "ratio_max": jnp.max(jnp.where(tokens.mask, ratio, 0.0), initial=0.0),
         "kl_old_new": _weighted(kl_k3(tokens.old, tokens.new), tokens),
-        "logprob_diff_mean": _weighted(difference, tokens),
-        "logprob_diff_max": jnp.max(difference, initial=0.0),
+        "drift_mean": _weighted(difference, tokens),
+        "drift_max": jnp.max(difference, initial=0.0),
         "advantage_mean": _weighted(tokens.advantages, tokens),
         "advantage_abs_mean": _weighted(jnp.abs(tokens.advantages), tokens),
     }

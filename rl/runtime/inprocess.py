@@ -25,13 +25,13 @@ def run_inprocess(
     with experiment.make_verifier() as verifier:
         trainer = experiment.make_trainer(run, controller, weights)
         worker = experiment.make_worker("worker-0", run, controller, weights, verifier)
-        trainer.start()
-        with jax.set_mesh(make_mesh()):
+        with trainer, jax.set_mesh(make_mesh()):
+            trainer.start()
             while trainer.step < experiment.cfg.num_steps and not stop():
                 while worker.run_once():
                     pass
                 if trainer.run_once():
                     trainer.settle()  # nothing to overlap with: all roles take turns on one thread
                     on_step(trainer.step)
-        trainer.close()
+            trainer.close()
         return trainer.step

@@ -72,7 +72,7 @@ def pack_groups(
 
 
 def digest_of_groups(groups: Sequence[Group]) -> str:
-    """Of all that an update is made from; what the clock says is not."""
+    """Return a digest of everything that affects the update, without timings."""
     digest = xxhash.xxh3_128()
     for group in groups:
         scores = [(score.reward, score.status) for score in group.scores]

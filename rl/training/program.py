@@ -1,8 +1,8 @@
-"""The programs of the policy trainer, described: what it runs is what is compiled ahead of time."""
+"""The programs of the policy trainer, described: ahead-of-time compilation compiles what it runs."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,78 +10,49 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from axlearn_like.config import ConfigBase
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.layers.contexts.packed import GroupContext
+from axlearn_like.learner import Learner
 from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
-from axlearn_like.training.program import check_length, describe_state
-from axlearn_like.training.step import State, Step, make_train_step
+from axlearn_like.training.program import Program, describe_state
+from axlearn_like.training.step import make_train_step
 from mesh import UserError
 from mesh.rules import constrain, partition
 from mesh.sharding import shard_like
 from rl.objective import Objective
 from rl.training.logprobs import row_length, score_rows
 
-if TYPE_CHECKING:
-    from rl.training.trainer import PolicyTrainer
-
 Described = dict[str, jax.ShapeDtypeStruct]
 
 
-class PolicyProgram(NamedTuple):
-    """A step and what it takes."""
-
-    step: Step  # jitted; donates the state
-    state: State  # described
-    batch: Described
-    score: Callable[..., Chosen]  # jitted `score(params, tokens=, targets=, temperature=)`
-    rows: Described  # keyword arguments of `score`
-
-
-def policy_program(cfg: "PolicyTrainer.Config", mesh: Mesh, *, groups: int, samples: int) -> PolicyProgram:
-    """The update of a batch in which every group has a gradient, and the scoring of as many rollouts.
-
-    Args:
-        cfg: of the trainer, as the experiment has completed it.
-        mesh: of devices that need not be there.
-        groups: prompts in a batch.
-        samples: rollouts of each.
-
-    Raises:
-        UserError: the batch does not divide over the mesh, or sequences are longer than the model's positions.
-    """
-    cfg.check_rows(mesh)
-    check_length(cfg.model, cfg.max_prompt + cfg.max_new, "max_prompt + max_new", "policy")
-    objective = cfg.objective.build()
+def policy_program(
+    model: ConfigBase,
+    objective: Objective,
+    learner: Learner,
+    mesh: Mesh,
+    *,
+    temperature: float,
+    microbatches: int = 1,
+    chunks: int = 1,
+    compiler_options: Mapping[str, str] | None = None,
+) -> Program:
+    """Return the update of a policy on a mesh, whose devices need not exist (UserError: it does not fit)."""
     with jax.set_mesh(mesh):
-        learner = cfg.learner.build()
-        graphdef, state, _ = describe_state(cfg.model, learner, mesh, "policy")
-        loss_fn = make_policy_loss(graphdef, objective, cfg.temperature, cfg.microbatches, cfg.chunks)
-        step = make_train_step(loss_fn, learner, cfg.microbatches, like=state, compiler_options=cfg.compiler_options)
-        each_row = cfg.samples_per_row or samples
-        arrays = batch_shapes(
-            objective,
-            groups=_padded(groups * samples // each_row, cfg.row_multiple),
-            samples=each_row,
-            max_prompt=cfg.max_prompt,
-            max_new=cfg.max_new,
-        )
-        length = row_length(cfg.max_prompt, cfg.max_new)
-        whole = jax.ShapeDtypeStruct((_padded(groups * samples, cfg.row_multiple), length), jnp.int32)
-        rows = _spread({"tokens": whole, "targets": whole}, mesh)
-        one = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, jax.P(None)))
-        return PolicyProgram(
-            step, state, _spread(arrays, mesh), make_score_rows(graphdef, cfg.chunks), {**rows, "temperature": one}
-        )
+        graphdef, state, init = describe_state(model, learner, mesh, "policy")
+        loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks)
+        step = make_train_step(loss_fn, learner, microbatches, like=state, compiler_options=compiler_options)
+        return Program(step, state, graphdef, init)
 
 
 def make_policy_loss(
     graphdef: nnx.GraphDef[Any], objective: Objective, temperature: float, microbatches: int = 1, chunks: int = 1
 ) -> LossFn:
-    """`loss_fn(params, batch)` on the arrays of `pack_groups`: the objective's, and the layers' own losses.
+    """Return `loss_fn(params, batch)` on the arrays of `pack_groups`: the objective's, and the layers' own losses.
 
-    Of these each microbatch, which is as many rows, gives its share. `chunks`: see `policy_logprobs`.
+    Each microbatch contributes 1/microbatches of the layers' own losses. `chunks`: see `policy_logprobs`.
     """
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
@@ -93,7 +64,7 @@ def make_policy_loss(
 
 
 def make_score_rows(graphdef: nnx.GraphDef[Any], chunks: int = 1) -> Callable[..., Chosen]:
-    """The jitted `score_rows` of parameters."""
+    """Return the jitted `score(params, tokens=, targets=, temperature=)`."""
     return jax.jit(lambda params, **rows: score_rows(bind(graphdef, params), **rows, chunks=chunks))
 
 
@@ -106,7 +77,7 @@ class Scored(NamedTuple):
 
 
 def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: float, chunks: int = 1) -> Scored:
-    """What the objective needs of a model, at the behaviour temperature; logits of one of `chunks` parts at a time."""
+    """Return the objective's input from a model, at the behaviour temperature; logits of one chunk exist at a time."""
     groups, samples, length = batch["inputs"].shape
     trunk = batch["trunk"]
     context = GroupContext(batch["trunk_lengths"], trunk.shape[1], samples, length)
@@ -132,7 +103,7 @@ def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: flo
 
 
 def batch_shapes(objective: Objective, *, groups: int, samples: int, max_prompt: int, max_new: int) -> Described:
-    """The arrays of `pack_groups` for so many rows, of so many samples each, that all have a gradient."""
+    """Return the arrays of `pack_groups` for rows of `samples` each that all have a gradient."""
     each = (groups, samples, max_new)
     shapes: Described = {
         "trunk": jax.ShapeDtypeStruct((groups, max_prompt - 1), jnp.int32),
@@ -142,7 +113,7 @@ def batch_shapes(objective: Objective, *, groups: int, samples: int, max_prompt:
         "action_mask": jax.ShapeDtypeStruct(each, jnp.bool_),
         "logprobs_behaviour": jax.ShapeDtypeStruct(each, jnp.float32),
     }
-    # What the objective adds is known from an example of its smallest size.
+    # The arrays that the objective adds are known from an example of its smallest size.
     one = (1, samples)
     rewards = np.arange(samples, dtype=np.float64)[None]
     prepared = objective.prepare(
@@ -155,15 +126,42 @@ def batch_shapes(objective: Objective, *, groups: int, samples: int, max_prompt:
     return shapes
 
 
-def _spread(arrays: Described, mesh: Mesh) -> Described:
-    """Along the first axis, as `shard_batch` does."""
+def describe_batch(
+    objective: Objective,
+    mesh: Mesh,
+    *,
+    groups: int,
+    samples: int,
+    max_prompt: int,
+    max_new: int,
+    row_multiple: int = 1,
+    samples_per_row: int | None = None,
+) -> Described:
+    """Return the arrays of an update in which every group has a gradient, sharded as `shard_batch` does."""
+    each_row = samples_per_row or samples
+    rows = padded(groups * samples // each_row, row_multiple)
+    arrays = batch_shapes(objective, groups=rows, samples=each_row, max_prompt=max_prompt, max_new=max_new)
+    return _sharded(arrays, mesh)
 
-    def spread(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+
+def describe_rows(mesh: Mesh, *, rollouts: int, max_prompt: int, max_new: int, row_multiple: int = 1) -> Described:
+    """Return the keyword arguments of `make_score_rows` for so many rollouts."""
+    shape = (padded(rollouts, row_multiple), row_length(max_prompt, max_new))
+    whole = jax.ShapeDtypeStruct(shape, jnp.int32)
+    temperature = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, jax.P(None)))
+    return {**_sharded({"tokens": whole, "targets": whole}, mesh), "temperature": temperature}
+
+
+def padded(count: int, multiple: int) -> int:
+    """Return the next multiple."""
+    return -(-count // multiple) * multiple
+
+
+def _sharded(arrays: Described, mesh: Mesh) -> Described:
+    """Return the arrays, sharded along the first axis as `shard_batch` does."""
+
+    def sharded(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = partition("batch", *[None] * (len(one.shape) - 1)) or jax.P()
         return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(spread, arrays)
-
-
-def _padded(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+    return jax.tree.map(sharded, arrays)

@@ -53,9 +53,9 @@ class Preemption(Configurable):
     class Config(ConfigBase["Preemption"]):
         every: int = 1
 
-    def __init__(self, cfg: Config, *, graphdef: Any):
-        del graphdef
-        self.every = cfg.every
+    def __init__(self, cfg: Config, *, graphdef: Any, loss: Any):
+        del graphdef, loss
+        self.every, self.averaged = cfg.every, False
 
     def run(self, params: Any, step: int) -> dict[str, float]:
         del params

@@ -9,13 +9,14 @@ from jax.sharding import Mesh
 from axlearn_like.config import ConfigBase
 from axlearn_like.operations.flops import causal_pairs, decoder_flops, window_of
 from axlearn_like.training.evaluators import LossEvaluator
-from axlearn_like.training.program import check_length, check_rows, describe_batch, eval_step, train_program
+from axlearn_like.training.losses import eval_step
+from axlearn_like.training.program import check_length, check_rows, describe_batch
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
 from mesh.errors import did_you_mean
 from rl.experiment import RLExperiment
 from rl.rollout.aot import engine_tracings
-from rl.training.program import policy_program
+from rl.training.program import make_score_rows
 
 
 class Step(NamedTuple):
@@ -73,8 +74,10 @@ def find_step(cfg: ConfigBase, step: str, devices: list[Any]) -> Step:
 
 
 def _train(cfg: Trainer.Config, mesh: Mesh) -> Step:
-    program = train_program(cfg, mesh)
+    program = cfg.program(mesh)
     rows, length = cfg.input.batch_size, cfg.input.seq_len
+    with jax.set_mesh(mesh):
+        batch = describe_batch(cfg.input, mesh)
     flops = decoder_flops(
         cfg.model,
         tokens=rows * length,
@@ -83,17 +86,18 @@ def _train(cfg: Trainer.Config, mesh: Mesh) -> Step:
         backward=True,
     )
     counted = f"forward and backward pass of {rows} rows of {length} tokens, unpacked, causal half"
-    return Step("train", mesh, lambda: program.step.trace(program.state, program.batch), flops, counted)
+    train: Any = program.step
+    return Step("train", mesh, lambda: train.trace(program.state, batch), flops, counted)
 
 
 def _eval(cfg: Trainer.Config, mesh: Mesh) -> Step:
     inputs = next((e.input for e in cfg.evaluators if isinstance(e, LossEvaluator.Config)), cfg.input)
     check_rows(inputs, mesh, 1)
     check_length(cfg.model, inputs.seq_len, "the evaluator's input.seq_len")
-    program = train_program(cfg, mesh)
+    program = cfg.program(mesh)
     with jax.set_mesh(mesh):
         batch = describe_batch(inputs, mesh)
-        step: Any = eval_step(program.graphdef)
+        step: Any = eval_step(program.graphdef, cfg.loss.build())
     rows, length = inputs.batch_size, inputs.seq_len
     flops = decoder_flops(
         cfg.model,
@@ -107,17 +111,20 @@ def _eval(cfg: Trainer.Config, mesh: Mesh) -> Step:
 
 def _policy(experiment: RLExperiment, step: str, mesh: Mesh) -> Step:
     cfg = experiment.cfg
-    program = policy_program(experiment.trainer_cfg, mesh, groups=cfg.groups, samples=cfg.samples)
+    trainer = experiment.trainer_cfg
+    program = trainer.program(mesh)
     if step == "score":
-        rows, length = program.rows["tokens"].shape
+        described = trainer.rows(mesh, groups=cfg.groups, samples=cfg.samples)
+        rows, length = described["tokens"].shape
         flops = decoder_flops(
             cfg.policy, tokens=rows * length, head_tokens=rows * length, pairs=causal_pairs(rows, length)
         )
         counted = f"forward pass of {rows} rows of {length} tokens"
-        score: Any = program.score
-        return Step(step, mesh, lambda: score.trace(program.state["params"], **program.rows), flops, counted)
+        score: Any = make_score_rows(program.graphdef, trainer.chunks)
+        return Step(step, mesh, lambda: score.trace(program.state["params"], **described), flops, counted)
+    batch = trainer.batch(mesh, groups=cfg.groups, samples=cfg.samples)
     groups, samples, new = cfg.groups, cfg.samples, cfg.max_new  # a prompt counts once, in however many rows it is
-    trunk = program.batch["trunk"].shape[1]
+    trunk = batch["trunk"].shape[1]
     branches = groups * samples * new
     pairs = causal_pairs(groups, trunk) + causal_pairs(groups * samples, new) + branches * trunk
     flops = decoder_flops(
@@ -125,7 +132,7 @@ def _policy(experiment: RLExperiment, step: str, mesh: Mesh) -> Step:
     )
     counted = f"forward and backward pass of {groups} prompts of {trunk + 1} tokens, {samples} answers of {new} each"
     train: Any = program.step
-    return Step(step, mesh, lambda: train.trace(program.state, program.batch), flops, counted)
+    return Step(step, mesh, lambda: train.trace(program.state, batch), flops, counted)
 
 
 def _engine(experiment: RLExperiment, step: str, devices: list[Any]) -> Step:

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.config import to_text
+from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from rl.experiment import RLExperiment
 from rl.runtime.inprocess import run_inprocess
-
-_CLOCK = ("time", "wait_seconds", "step_seconds")
 
 
 def make_undisturbed(path: Path, cfg: RLExperiment.Config) -> Path:
@@ -40,5 +39,4 @@ def saved_arrays(run: Path, step: int) -> dict[str, Any]:
 
 def figures(run: Path) -> list[dict[str, Any]]:
     """The rows of the metrics without what a clock says."""
-    rows = read_rows(run / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if name not in _CLOCK} for row in rows]
+    return [without_clock(row) for row in read_rows(run / "metrics.jsonl")]

@@ -108,9 +108,9 @@ class EachStep(Configurable):
         every: int = 1
         run: str = REQUIRED  # the run directory
 
-    def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any]):
-        del graphdef
-        self.every = cfg.every
+    def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any], loss: Any):
+        del graphdef, loss
+        self.every, self.averaged = cfg.every, False
         self._server = StepServer(system_version(), parameters=0)
         self._metrics = Path(cfg.run) / "metrics.jsonl"
         phases.end("initial state")  # filled in: what was traced, lowered and loaded for it counts as such

@@ -8,7 +8,7 @@ from axlearn_like.layers.base import bind
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.evaluators import LossEvaluator
-from axlearn_like.training.losses import supervised_loss
+from axlearn_like.training.losses import SupervisedLoss, supervised_loss
 from tests.axlearn_like.layers.small import initialise, small_decoder
 from tests.axlearn_like.tiny import Counting, tiny_trainer
 
@@ -19,7 +19,9 @@ def counting() -> SupervisedInput.Config:
 
 def test_it_is_the_mean_of_the_loss_and_repeats():
     graphdef, params = initialise(small_decoder())
-    evaluator = LossEvaluator.Config(input=counting(), batches=3).build(graphdef=graphdef)
+    evaluator = LossEvaluator.Config(input=counting(), batches=3).build(
+        graphdef=graphdef, loss=SupervisedLoss.Config().build()
+    )
     data, expected = counting().build(), []
     for _ in range(3):
         batch = jax.device_put(next(data))

@@ -183,8 +183,8 @@ class Spoiling(Configurable):
     class Config(ConfigBase["Spoiling"]):
         folder: str = REQUIRED
 
-    def __init__(self, cfg: Config, *, graphdef):
-        self.every, self._folder = 1, Path(cfg.folder)
+    def __init__(self, cfg: Config, *, graphdef, loss):
+        self.every, self.averaged, self._folder = 1, False, Path(cfg.folder)
 
     def run(self, params, step: int) -> dict[str, float]:
         if step == 3:

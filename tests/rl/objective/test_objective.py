@@ -338,7 +338,7 @@ def test_behaviour_is_recompute_with_mu_as_the_old_policy():
     assert bypass[0] == pytest.approx(expected[0])
     np.testing.assert_allclose(bypass[1], expected[1])
     # The mismatch with the sampler must stay visible though pi_old is defined as mu.
-    assert float(bypass[2]["logprob_diff_mean"]) > 0.05
+    assert float(bypass[2]["drift_mean"]) > 0.05
     with pytest.raises(UserError, match="old_policy='behaviour'.*TruncatedImportance"):
         RICH.clone(old_policy="behaviour").build()
 
@@ -399,8 +399,8 @@ def test_metrics_are_weighted_means_over_the_tokens_of_the_loss(aggregation):
         "ratio_max": np.exp(new - old).max(),
         "kl_old_new": (np.exp(new - old) - 1 - (new - old)).mean(),
         "kl_reference": (np.exp(reference) - 1 - reference).mean(),
-        "logprob_diff_mean": mismatch.mean(),
-        "logprob_diff_max": mismatch.max(),
+        "drift_mean": mismatch.mean(),
+        "drift_max": mismatch.max(),
         "advantage_mean": advantages.mean(),
         "advantage_abs_mean": np.abs(advantages).mean(),
         "entropy": rollouts["entropy"][live].mean(),

@@ -15,7 +15,7 @@ from rl.objective.presets import dapo, grpo, rloo
 from rl.roles.messages import Group
 from rl.training.batching import pack_groups
 from rl.training.logprobs import pack_rows
-from rl.training.program import batch_shapes, make_policy_loss, make_score_rows, policy_program
+from rl.training.program import batch_shapes, make_policy_loss, make_score_rows
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params
 
 GROUPS, SAMPLES, MAX_PROMPT, MAX_NEW = 4, 4, 12, 6
@@ -41,7 +41,7 @@ def test_batches_have_the_described_arrays(preset):
 def test_the_described_step_takes_a_real_batch():
     trainer = tiny_experiment().build().trainer_cfg
     mesh = make_mesh({})
-    program = policy_program(trainer, mesh, groups=GROUPS, samples=SAMPLES)
+    program, described_rows = trainer.program(mesh), trainer.rows(mesh, groups=GROUPS, samples=SAMPLES)
     sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
     batch, _ = pack_groups(groups(), trainer.objective.build(), **sizes, row_multiple=trainer.row_multiple)
     rows = pack_rows(groups(), **sizes, row_multiple=trainer.row_multiple)
@@ -52,7 +52,7 @@ def test_the_described_step_takes_a_real_batch():
         described = jax.tree.map(lambda a: (a.shape, a.dtype), program.state)
         assert jax.tree.map(lambda a: (a.shape, a.dtype), state) == described
         assert {n: rows[n].shape for n in ("tokens", "targets")} == {
-            n: program.rows[n].shape for n in ("tokens", "targets")
+            n: described_rows[n].shape for n in ("tokens", "targets")
         }
         new, metrics = program.step(state, batch)
     assert int(new["step"]) == 1 and np.isfinite(float(metrics["grad_norm"]))
@@ -62,14 +62,14 @@ def test_a_batch_that_does_not_divide_is_refused():
     trainer = tiny_experiment().build().trainer_cfg.clone(row_multiple=3, microbatches=2)
     expected = r"trainer\.row_multiple=3 is not a multiple of data x fsdp x expert x microbatches = 2"
     with pytest.raises(UserError, match=expected):
-        policy_program(trainer, make_mesh({}), groups=GROUPS, samples=SAMPLES)
+        trainer.program(make_mesh({}))
 
 
 def test_sequences_longer_than_the_positions_are_refused():
     trainer = tiny_experiment().build().trainer_cfg
     set_path(trainer, "model.block.attention.rope.max_length", 16)
     with pytest.raises(UserError, match=r"max_prompt \+ max_new is 18, but policy\.block\.attention\.rope\.max_length"):
-        policy_program(trainer, make_mesh({}), groups=GROUPS, samples=SAMPLES)
+        trainer.program(make_mesh({}))
 
 
 def test_the_losses_of_a_router_reach_the_policy_in_shares_of_the_microbatches():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.base import Params
+from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError, make_mesh, shard_batch
@@ -27,7 +28,6 @@ from tests.rl.tiny import make_group, tiny_experiment, tiny_params, tiny_run
 
 STEPS = 4
 SAVE_EVERY = 2  # of the tiny experiment
-TIMES = ("time", "wait_seconds", "step_seconds")
 
 
 def config(**changes: Any) -> RLExperiment.Config:
@@ -88,13 +88,13 @@ class Roles:
         """Nothing is saved. What was being written in the background is let finish: which step survives is not left
         to chance.
         """
-        self.trainer._checkpointer.close()
+        self.trainer._session.tiers.wait()
+        self.trainer._session.close()
         self.run.close()
 
     def rows(self) -> list[dict[str, Any]]:
         """The metrics, without what a clock said."""
-        rows = read_rows(self.run.metrics_path)
-        return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+        return [without_clock(row) for row in read_rows(self.run.metrics_path)]
 
     def submit(self, rewards: list[float], lengths: list[int]) -> list[Group]:
         """The groups of the next batch, by hand: sample i of each prompt is `lengths[i]` tokens of its own range."""
@@ -118,10 +118,10 @@ def score(roles: Roles, groups: list[Group]) -> tuple[np.ndarray, dict[str, np.n
     """The trainer's log-probabilities of all tokens, [g, n, t], and the batch they are in."""
     cfg = roles.trainer.cfg
     batch, _ = pack_groups(
-        groups, roles.trainer._objective, max_prompt=cfg.max_prompt, max_new=cfg.max_new, row_multiple=cfg.row_multiple
+        groups, cfg.objective.build(), max_prompt=cfg.max_prompt, max_new=cfg.max_new, row_multiple=cfg.row_multiple
     )
     with jax.set_mesh(roles.trainer._mesh):
-        return np.asarray(roles.trainer._score(roles.trainer.state["params"], shard_batch(batch))), batch
+        return np.asarray(roles.trainer.diff.logprobs(roles.trainer.state["params"], shard_batch(batch))), batch
 
 
 def host(params: Params) -> dict[str, bytes]:
@@ -163,7 +163,7 @@ def test_staleness_ratio_and_drift_tell_how_old_the_rollouts_are(uninterrupted: 
 
 def test_each_program_is_compiled_once(uninterrupted: Roles):
     trainer = uninterrupted.trainer
-    assert (trainer._step._cache_size(), trainer._score._cache_size()) == (1, 1)  # pyright: ignore
+    assert (trainer._loop.step_fn.compiled, trainer.diff.logprobs._cache_size()) == (1, 1)  # pyright: ignore
 
 
 def test_the_newest_version_is_what_the_trainer_has(uninterrupted: Roles):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer, restore_params
+from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError, enable_compilation_cache
@@ -31,7 +32,6 @@ pytestmark = pytest.mark.timeout(900)  # several processes that compile: a busy 
 
 STEPS = 5
 SAVE_EVERY = 2  # of the tiny experiment
-CLOCK = ("time", "wait_seconds", "step_seconds")
 
 
 def config(processes: int = 2, **changes: Any) -> RLExperiment.Config:
@@ -115,7 +115,7 @@ def as_one_of_two(
     controller = Scripted(forget if second else None)
     trainer = make_trainer(Path(run), cfg, controller, reach(places))
     if second and forget is not None:
-        publisher: Any = trainer._publisher
+        publisher: Any = trainer._publication._publisher
         publisher._directory = Forgetful(publisher._directory, forget + 1)
     trainer.run(stop=lambda: second and trainer.step == leave_after)
     return {"step": trainer.step, "told": controller.told, "local": jax.local_device_count()}
@@ -203,8 +203,8 @@ def rows(path: Path, event: str) -> list[dict[str, Any]]:
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
-    found = read_rows(path / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if name not in (*CLOCK, "phase")} for row in found]
+    rows = [without_clock(row) for row in read_rows(path / "metrics.jsonl")]
+    return [{name: value for name, value in row.items() if name != "phase"} for row in rows]
 
 
 def manifest(path: Path) -> dict[str, Any]:

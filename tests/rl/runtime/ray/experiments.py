@@ -13,6 +13,7 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer, restore_params
 from axlearn_like.config import to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import AdamW, Constant, Learner
+from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
@@ -23,8 +24,6 @@ from rl.tasks.supervised import SupervisedSource
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
 from tests.rl.tiny import PHRASES, ascii_share, tiny_experiment, tiny_tasks
-
-CLOCK = ("time", "wait_seconds", "step_seconds")
 
 
 def slow_share(problem_id: int, answer: str) -> float:
@@ -96,7 +95,7 @@ def run_here(path: Path, cfg: RLExperiment.Config) -> Path:
 def metrics(path: Path) -> list[dict[str, Any]]:
     """The RL rows without what the clock says."""
     rows = [row for row in read_rows(path / "metrics.jsonl") if row["phase"] == "rl"]
-    return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
+    return [without_clock(row) for row in rows]
 
 
 def parameters(path: Path) -> dict[str, bytes]:

@@ -1,0 +1,222 @@
+"""A training session: the operations around the updates of a run, the same for supervised and policy training."""
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from axlearn_like.checkpoint.best import KeepBest
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.remote import RemoteTier
+from axlearn_like.checkpoint.tiers import CheckpointTiers
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.learner import Learner, LearnerError
+from axlearn_like.operations.goodput import CauseClock, account, account_lines
+from axlearn_like.operations.profiler import Profiler
+from axlearn_like.operations.recompilation import CompiledStep
+from axlearn_like.operations.sdc import SDCCheck
+from axlearn_like.operations.step_metrics import StepLog, StepMetrics
+from axlearn_like.operations.utilisation import peak_flops
+from axlearn_like.operations.watchdog import Watchdog
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog, span
+from axlearn_like.run.metrics import MetricsWriter, read_rows
+from axlearn_like.run.progress import Progress
+from axlearn_like.training.evaluators import LossEvaluator
+from axlearn_like.training.loop import Feed, TrainingLoop
+from axlearn_like.training.losses import SupervisedLoss
+from axlearn_like.training.program import Program
+from axlearn_like.training.step import State, init_state
+from mesh.distributed import ProcessGroup
+from mesh.errors import UserError
+
+
+class TrainingConfig[T](ConfigBase[T]):
+    """Fields of every trainer: model, learner, mesh and operations."""
+
+    model: ConfigBase = REQUIRED
+    learner: Learner.Config = REQUIRED
+    checkpoint: Checkpointer.Config = Checkpointer.Config()
+    mesh: dict[str, int] = {}  # axis -> size, over all processes; absent axes have size 1, one may be -1
+    slices: dict[str, int] = {}  # axis -> the factor of its size over slices; empty: all go over the first axis
+    compiler_options: dict[str, str] = {}  # of XLA, for the train step; set by a mesh rule, for TPUs have their own
+    microbatches: int = 1
+    num_steps: int = REQUIRED
+    log_every: int = 10
+    evaluators: tuple[ConfigBase, ...] = ()
+    keep_best: KeepBest.Config | None = None  # checkpoints kept besides the newest
+    remote: RemoteTier.Config | None = None  # copies of checkpoints elsewhere
+    writers: tuple[ConfigBase, ...] = ()  # of metrics, besides metrics.jsonl (see operations/writers.py)
+    max_compilations: int | None = None  # batch shapes that the step may be compiled for; None: one, or all of RL's
+    watchdog: Watchdog.Config | None = Watchdog.Config()
+    profile: Profiler.Config = Profiler.Config()
+    sdc_check: SDCCheck.Config | None = None  # None: steps are not repeated
+
+    def check_counts(self) -> None:
+        """Refuse counts below 1, and evaluators of averaged parameters where nothing is averaged (UserError)."""
+        counts = {name: getattr(self, name) for name in ("num_steps", "log_every", "microbatches", "max_compilations")}
+        owner = type(self).__qualname__
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise UserError(f"{owner}.{name}={count}; expected 1 or more")
+        for index, evaluator in enumerate(self.evaluators):
+            if isinstance(evaluator, LossEvaluator.Config) and evaluator.averaged and self.learner.ema is None:
+                place = f"{owner}.evaluators.{index}.averaged"
+                raise LearnerError(f"{place}: expected {owner}.learner.ema to be set, it is None")
+
+
+class Session(contextlib.ExitStack):
+    """One process's operations: clock, checkpoints, watchdog, profiler, metrics. Leaving it closes them, last first."""
+
+    def __init__(
+        self,
+        cfg: TrainingConfig[Any],
+        run: RunDirectory,
+        mesh: Mesh,
+        group: ProcessGroup,
+        *,
+        phase: str,
+        checkpoints: Path,
+        config_text: str,
+        began: float | None = None,
+    ):
+        """Open the operations; nothing is restored or compiled yet.
+
+        Args:
+            cfg: of the trainer.
+            run: open.
+            mesh: of the trainer, which is set.
+            group: the processes of the trainer; the leader writes logs and moves whole checkpoints.
+            phase: of the metrics rows.
+            checkpoints: folder of this phase.
+            config_text: of the run, recorded with remote checkpoints.
+            began: unix time from which on time is charged to this session; None: now.
+        """
+        super().__init__()
+        self._cfg, self._run, self._mesh, self._group, self._phase = cfg, run, mesh, group, phase
+        self.events = EventLog(run.events_path, silent=not group.leader)
+        self.clock = self.enter_context(CauseClock(self.events, began=began))
+        checkpointer = cfg.checkpoint.build(directory=checkpoints)
+        self.callback(checkpointer.close)
+        best = remote = None
+        if group.leader:
+            best = cfg.keep_best.build(directory=checkpoints) if cfg.keep_best else None
+            if cfg.remote:
+                remote = cfg.remote.build(directory=checkpoints, config=config_text, events=self.events)
+        self.tiers = CheckpointTiers(checkpointer, best, remote, self.events)
+        self.callback(self.tiers.close)
+        here = {"run_dir": run.path, "events": self.events}
+        self._beat: Callable[[int], None] = lambda step: None
+        if cfg.watchdog:
+            self._beat = self.enter_context(cfg.watchdog.build(**here, doing=lambda: self.clock.cause)).beat
+        self._profiler = self.enter_context(cfg.profile.build(**here))  # early: its signal would end the process
+
+    def restore_or_start(
+        self,
+        program: Program,
+        learner: Learner,
+        *,
+        seed: int,
+        params: Callable[[Any], Any] | None = None,
+        also: State | None = None,
+    ) -> tuple[State, int, dict[str, Any] | None]:
+        """Return state, step and extras of the newest checkpoint; without one a new state, 0 and None.
+
+        Args:
+            program: describes the state.
+            learner: initialises the optimizer state.
+            seed: of the initial parameters.
+            params: maps abstract parameters to the initial ones; None: they are initialised from `seed`.
+            also: further described arrays of a checkpoint.
+        """
+        latest = self._group.broadcast(self.tiers.latest_step())
+        if latest is not None:
+            state, extras = self.tiers.restore({**program.state, **(also or {})}, latest)
+            return state, latest, extras
+        shardings = jax.tree.map(lambda a: a.sharding, program.state)
+        if params is None:
+            return jax.jit(program.init, out_shardings=shardings)(jax.random.key(seed)), 0, None
+        begin = jax.jit(lambda params: init_state(params, learner), out_shardings=shardings, donate_argnums=0)
+        return begin(params(program.state["params"])), 0, None
+
+    def loop(
+        self,
+        state: State,
+        step: int,
+        program: Program,
+        feed: Feed,
+        learner: Learner,
+        loss: SupervisedLoss,
+        *,
+        flops: Callable[[], float | None] = lambda: None,
+        rows_kept: int = 1,
+        show: bool = False,
+    ) -> TrainingLoop:
+        """Return the loop from `step` on; the start is over, and is logged.
+
+        Args:
+            state: given away: the step donates it.
+            step: completed updates.
+            program: the step, and the model's graph definition for evaluators.
+            feed: batches, and what follows an update.
+            learner: that of the program.
+            loss: of evaluators.
+
+            flops: gives the model FLOPs of a step, if known.
+            rows_kept: newest metrics rows that the loop keeps.
+            show: progress on the terminal.
+        """
+        cfg = self._cfg
+        self.events.append("trainer", "train_begin", step=step, began=round(self.clock.began, 3))
+        self.clock.start(step)
+        allowed = cfg.max_compilations or 1
+        return TrainingLoop(
+            state=state,
+            step=step,
+            num_steps=cfg.num_steps,
+            log_every=cfg.log_every,
+            step_fn=CompiledStep(program.step, allowed=allowed, around=self._compiling),
+            feed=feed,
+            log=self._log(step, flops, rows_kept, show and self._group.leader, feed.tokens),
+            clock=self.clock,
+            tiers=self.tiers,
+            evaluators=[evaluator.build(graphdef=program.graphdef, loss=loss) for evaluator in cfg.evaluators],
+            averaged=jax.jit(learner.ema_params),
+            profiler=self._profiler,
+            sdc_check=cfg.sdc_check.build(mesh=self._mesh) if cfg.sdc_check else None,
+            beat=self._beat,
+        )
+
+    def end(self, step: int, reason: str, *, show: bool = False) -> None:
+        """Log the end of the session after `step` updates; print where the time went if `show`."""
+        self.clock.flush()
+        self.events.append("trainer", "train_end", step=step, reason=reason)
+        if show and self._group.leader:
+            found = account(read_rows(self._run.events_path))
+            print(*account_lines(found), sep="\n", file=sys.stderr, flush=True)
+
+    def _log(self, start: int, flops: Callable[[], float | None], rows_kept: int, show: bool, tokens: str) -> StepLog:
+        cfg, leader = self._cfg, self._group.leader
+        writer = MetricsWriter(self._run.path, phase=self._phase, resume_step=start, silent=not leader)
+        self.callback(writer.close)
+        others = [other.build(run_dir=self._run.path, resume_step=start) for other in (cfg.writers if leader else ())]
+        for other in others:
+            self.callback(other.close)
+        progress = self.enter_context(Progress(cfg.num_steps, start=start)) if show else None
+        devices = list(self._mesh.devices.flat)
+        peak = peak_flops(devices)
+        past = account(read_rows(self._run.events_path))
+        metrics = StepMetrics(self.clock, past, devices, flops=flops() if peak else None, peak=peak)
+        rows = [row for row in read_rows(self._run.metrics_path) if row["phase"] == self._phase]
+        return StepLog(writer, others, progress, metrics, start, deque(rows, maxlen=rows_kept), tokens=tokens)
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[dict[str, Any]]:
+        """Charge and log a compilation."""
+        with self.clock.spending("compile"), span(self.events, "trainer", "compile") as fields:
+            yield fields

@@ -1,0 +1,117 @@
+"""Publication of the weights: the current version and those before it that workers may still ask for."""
+
+import secrets
+import time
+from typing import Any
+
+from axlearn_like.layers.base import Params
+from axlearn_like.run.events import EventLog
+from mesh.distributed import ProcessGroup
+from rl.parameter_server.client import ParameterServerClient
+from rl.parameter_server.push.coordinated import CoordinatedPush
+from rl.parameter_server.push.snapshot import Snapshot
+from rl.roles.protocols import BatchSource
+
+
+class Publication:
+    """One process's part of it; all processes of the trainer make the same calls in the same order.
+
+    Publishing runs on a thread; the next update waits only until the weights that it overwrites have been copied.
+    """
+
+    def __init__(
+        self,
+        weights: ParameterServerClient,
+        controller: BatchSource,
+        group: ProcessGroup,
+        events: EventLog,
+        *,
+        staleness: int,
+    ):
+        """`events` receive the pushes of this process; `staleness` versions before the current one are kept."""
+        pusher = group.broadcast(secrets.token_hex(8))  # of this start
+        self._publisher = weights.publisher(pusher=pusher, process=group.index, processes=group.count)
+        self._versions, self._controller = weights.directory, controller
+        self._group, self._events, self._staleness = group, events, staleness
+        self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
+        self._push: CoordinatedPush | None = None  # of the current version
+
+    def start(self, version: int, params: Params) -> None:
+        """Publish the current version and those that workers may still need; only then ask for data."""
+        self.settle()
+        if self._group.leader:
+            self._versions.rewind(version)
+        self._group.barrier()
+        for snapshot in self._recent:
+            CoordinatedPush(self._publisher.republish(snapshot), self._publisher, self._group).settle()
+        self._begin(version, params)
+        self.settle()
+        if self._group.leader:
+            self._controller.begin(version, self._recent[0].version if self._recent else version)
+
+    def copied(self) -> Snapshot:
+        """Return the current version on the host: after that the next update may overwrite it."""
+        assert self._push is not None, "start() publishes before any update"
+        return self._push.snapshot()
+
+    def publish(self, version: int, params: Params) -> None:
+        """Begin to publish the version of an update; at most one is under way."""
+        self._recent = [*self._recent, self.copied()][1 if len(self._recent) == self._staleness else 0 :]
+        self._begin(version, params)
+
+    def settle(self) -> None:
+        """Wait until the current version can be pulled; raises what went wrong with it."""
+        if self._push is not None:
+            self._push.settle()
+
+    def restart_if_forgotten(self, version: int, params: Params) -> bool:
+        """Publish again if the parameter server or the controller has restarted, and so is empty."""
+        settled = self._push is not None and self._push.settled()
+        if not settled or not self._group.broadcast(self._group.leader and self._forgotten(version)):
+            return False
+        self.start(version, params)
+        return True
+
+    def params(self, version: int, current: int, like: Params) -> Params:
+        """Return the parameters of a version; `like` are those of the `current` one."""
+        if version == current:
+            return like
+        return next(snapshot for snapshot in self._recent if snapshot.version == version).params(like)
+
+    # ---- in checkpoints
+
+    def describe(self, params: Params) -> dict[str, Params]:
+        """Return the abstract arrays of `saved`."""
+        return {str(i): params for i in range(self._staleness)}
+
+    def saved(self, params: Params) -> tuple[dict[str, Params], list[int]]:
+        """Return the versions before the current one and their numbers; a young run pads by the current one."""
+        recent = [snapshot.params(params) for snapshot in self._recent]
+        recent += [params] * (self._staleness - len(recent))
+        return {str(i): copy for i, copy in enumerate(recent)}, [snapshot.version for snapshot in self._recent]
+
+    def restore(self, recent: dict[str, Params], versions: list[int]) -> None:
+        """Take back what `saved` returned."""
+        self._recent = [self._publisher.copy(recent[str(i)], version) for i, version in enumerate(versions)]
+
+    def _begin(self, version: int, params: Params) -> None:
+        self.settle()
+        began = time.monotonic()
+
+        def published(snapshot: Snapshot) -> None:
+            what: dict[str, Any] = {
+                "version": version,
+                "nbytes": snapshot.nbytes,
+                "checksum": snapshot.checksum,
+            }
+            self._events.append(self._group.name, "push", seconds=round(time.monotonic() - began, 4), **what)
+            if self._group.leader:
+                self._controller.published(version)
+
+        push = self._publisher.publish_async(params, version, published)
+        self._push = CoordinatedPush(push, self._publisher, self._group)
+
+    def _forgotten(self, version: int) -> bool:
+        """Return True if the parameter server or the controller lacks what it has had from this trainer."""
+        lacking = {*(snapshot.version for snapshot in self._recent), version}.difference(self._versions.versions())
+        return bool(lacking) or self._controller.status()["version"] < version
