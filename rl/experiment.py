@@ -1,7 +1,7 @@
-"""One RL experiment as a config, and how each role is built from it.
+"""One RL experiment as a config, and the construction of each role from it.
 
-The parent hands every child what only the parent knows (sizes, seeds, the task mixture); children never look up. A
-runtime calls the `make_*` functions where a role shall live: in this process, or in an actor's.
+The experiment gives every component what only it knows (sizes, seeds, the task mixture); components never read their
+parent. A runtime calls the `make_*` methods in the process where a role will run: this one, or an actor's.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,8 @@ from rl.training.program import padded
 from rl.training.trainer import PolicyTrainer
 from rl.verification.service import Verifier
 
-LEASES_PER_INCARNATION = (
-    1_000_000_000  # of a controller's process: its leases are never taken for those of its successor
-)
+# Lease ids of one controller process; so a lease is never confused with one of the next incarnation.
+LEASES_PER_INCARNATION = 1_000_000_000
 
 
 class RLExperiment(Configurable):
@@ -58,8 +57,8 @@ class RLExperiment(Configurable):
         num_steps: int = REQUIRED  # updates
         groups: int = REQUIRED  # prompts in a batch
         samples: int = REQUIRED  # rollouts of each prompt
-        groups_per_lease: int | None = None  # prompts that a worker takes at a time; None: a whole batch
-        staleness: int = 0  # updates that a rollout may be behind
+        groups_per_lease: int | None = None  # prompts that a worker leases at a time; None: a whole batch
+        staleness: int = 0  # versions that a rollout may be behind the trainer
         seed: int = 0
 
         warm_start: Trainer.Config | None = None  # supervised fine-tuning first; None: from scratch
@@ -82,7 +81,7 @@ class RLExperiment(Configurable):
         if not 0 <= cfg.seed < 2**32:
             raise UserError(f"seed={cfg.seed}: expected 0 to {2**32 - 1}")
         self.cfg = cfg
-        cfg.timeouts.build()  # refuses what is no time
+        cfg.timeouts.build()  # checks it
         self.tokenizer: Tokenizer = cfg.tokenizer.build()
         self.engine_cfg = cfg.engine.clone(
             model=cfg.policy,
@@ -135,7 +134,7 @@ class RLExperiment(Configurable):
         )
 
     def resolved(self) -> Config:
-        """The config with every value that a parent hands down filled in; nothing is allocated."""
+        """Return the config with all values that components get from the experiment filled in; nothing is allocated."""
         policy = resolve_model(self.cfg.policy)
         warm = self.cfg.warm_start
         return self.cfg.clone(
@@ -147,7 +146,7 @@ class RLExperiment(Configurable):
         )
 
     def check(self, run_steps: int = 8) -> None:
-        """Refuse, before anything expensive, what would fail later: tasks, prompt lengths, held-out overlap.
+        """Check, before anything expensive, what would fail later: tasks, prompt lengths, held-out overlap.
 
         Raises:
             UserError, ValueError: naming the field to change.
@@ -181,6 +180,7 @@ class RLExperiment(Configurable):
     # ---- roles
 
     def make_controller(self, run: RunDirectory) -> Controller:
+        """Build the controller, with lease ids beyond those of its former incarnations."""
         events = read_rows(run.events_path)
         starts = sum(row["role"] == "controller" and row["event"] == "start" for row in events)
         sessions = sum(row["event"] == "phase_begin" and row["phase"] == "rl" for row in events)  # also in one process
@@ -192,14 +192,15 @@ class RLExperiment(Configurable):
     def make_parameter_server(
         self, *, index: int = 0, others: Sequence[ShardServer] = (), token: str | None = None
     ) -> ParameterServer:
-        """One process's part of it (see `ParameterServer`)."""
+        """Build one process of the parameter server (see `ParameterServer`)."""
         return self.cfg.parameter_server.build(index=index, others=others, token=token)
 
     def make_verifier(self) -> Verifier:
+        """Build the verification service."""
         return self.cfg.verifier.build()
 
     def make_engine(self, **changes: Any) -> RolloutEngine:
-        """`changes` are fields of its config."""
+        """Build a rollout engine; `changes` are fields of its config."""
         return self.engine_cfg.clone(**changes).build(decode=self.tokenizer.decode)
 
     def make_worker(
@@ -211,6 +212,7 @@ class RLExperiment(Configurable):
         verifier: ScoreSource,
         began: float | None = None,
     ) -> RolloutWorker:
+        """Build a rollout worker; `began`: when its process started, if not now (`time.time()`)."""
         engine = self.make_engine()
         receiver = weights.receiver(engine.weights_like, worker=name)
         return RolloutWorker(
@@ -238,7 +240,7 @@ class RLExperiment(Configurable):
         weights: ParameterServerClient,
         processes: ProcessGroup | None = None,
     ) -> PolicyTrainer:
-        """`processes`: those that are the trainer together."""
+        """Build the trainer; `processes`: the trainer process group that this process belongs to."""
         warm = None if self.cfg.warm_start is None else warm_start_directory(run)
         return self.trainer_cfg.build(
             run=run,
@@ -250,7 +252,7 @@ class RLExperiment(Configurable):
         )
 
     def initial_params(self, run: RunDirectory, mesh: jax.sharding.Mesh) -> Params:
-        """The policy before the first update, as the trainer will start with it."""
+        """Return the policy before the first update, as the trainer starts with it."""
         with jax.set_mesh(mesh):
             return self._initial(run, mesh)
 
@@ -266,5 +268,5 @@ class RLExperiment(Configurable):
 
 
 def warm_start_directory(run: RunDirectory) -> Any:
-    """The supervised phase is a run of its own inside the run."""
+    """Return the run directory of the supervised phase, a run inside the run."""
     return run.path / "warm_start"

@@ -1,4 +1,4 @@
-"""A seeded schedule of faults, and how each is done to a run."""
+"""A seeded schedule of faults, and their injection into a run."""
 
 import dataclasses
 import random
@@ -15,7 +15,7 @@ ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker-0", "w
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Killed at once, or stopped for `seconds` and let go on."""
+    """A kill of these targets at once, or a stop for `seconds`."""
 
     kind: Literal["kill", "stop"]
     targets: tuple[str, ...]
@@ -23,7 +23,7 @@ class Fault:
 
 
 def one_of_each(seed: int) -> list[Fault]:
-    """Every role killed once, and a worker and the trainer stopped for a while, in an order of the seed."""
+    """Return a kill of every role and a stop of a worker and of the trainer, in an order given by the seed."""
     faults = [Fault("kill", (role,)) for role in ROLES if role != "worker-1"]
     faults += [Fault("stop", ("worker-1",), 2.0), Fault("stop", ("trainer",), 1.0)]
     random.Random(seed).shuffle(faults)
@@ -31,7 +31,7 @@ def one_of_each(seed: int) -> list[Fault]:
 
 
 def many(seed: int, count: int, roles: Sequence[str] = ROLES) -> list[Fault]:
-    """So many faults: mostly kills of one role, some of two at once or of the command, some stops."""
+    """Return `count` faults: mostly kills of one role, some of two at once or of the command, some stops."""
     rng = random.Random(seed)
     faults = []
     for _ in range(count):
@@ -48,7 +48,7 @@ def many(seed: int, count: int, roles: Sequence[str] = ROLES) -> list[Fault]:
 
 
 def run_through(run: WatchedRun, faults: Iterable[Fault], seed: int = 0) -> None:
-    """Start the run, do it all, each fault when the run is well again; then end it by SIGTERM."""
+    """Start the run, inject each fault when the run has recovered from the one before, then end it by SIGTERM."""
     rng = random.Random(seed)
     run.start()
     run.wait_for("the first update", lambda: run.count("update") > 0, PATIENCE_S)
@@ -64,17 +64,17 @@ def run_through(run: WatchedRun, faults: Iterable[Fault], seed: int = 0) -> None
 
 
 def stop(run: WatchedRun, targets: Sequence[str], seconds: float) -> None:
-    """SIGSTOP, and SIGCONT after a while: a straggler."""
+    """Send SIGSTOP, and SIGCONT after `seconds`: a straggler."""
     for target in targets:
         assert run.signal(target, signal.SIGSTOP, "stop")
     time.sleep(seconds)
     for target in targets:
         assert run.signal(target, signal.SIGCONT, "continue")
-    run.wait_for_update(f"an update after {' and '.join(targets)} went on")
+    run.wait_for_update(f"an update after {' and '.join(targets)} continued")
 
 
 def flip_bytes(checkpoint: Path) -> Path:
-    """Damage the parameters in a checkpoint of a step, in the middle of its largest file; which one that was."""
+    """Damage the largest parameter file of a checkpoint in its middle; returns the file."""
     files = [path for path in (checkpoint / "params").rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())

@@ -1,7 +1,7 @@
-"""A parameter server whose connections break: some before a request is looked at, some when it is done but unanswered.
+"""A parameter server whose connections break: some before a request is handled, some after it, before the answer.
 
-The client sees a connection that ends without an answer, as of a cable pulled, and must repeat the request; what had
-been done is then done twice. Others are slow.
+The client sees a connection that ends without an answer, as if a cable were pulled, and must repeat the request, which
+is then handled twice. Other requests are slow.
 """
 
 import random
@@ -14,11 +14,11 @@ from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.transport.connection import TransportError
 from rl.parameter_server.transport.server import Body
 
-_TROUBLED = ("open", "write", "adopt", "commit", "manifest", "read", "newer")
+_AFFECTED = ("open", "write", "adopt", "commit", "manifest", "read", "newer")
 
 
 class FlakyServer(ParameterServer):
-    """Drops and delays a share of the requests, drawn with a seed of its own."""
+    """A parameter server that drops and delays a share of its requests, by a seed of its own."""
 
     class Config(ParameterServer.Config):
         dropped: float = 0.25  # share of the requests
@@ -36,7 +36,7 @@ class FlakyServer(ParameterServer):
         def handle(operation: str, fields: dict[str, Any], body: Body) -> Reply:
             with self._drawing:
                 kind, late = self._random.random(), self._random.random() < 0.5
-            if operation not in _TROUBLED:
+            if operation not in _AFFECTED:
                 return honest(operation, fields, body)
             if kind < self._flaws.slow:
                 time.sleep(self._flaws.seconds)

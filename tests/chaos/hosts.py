@@ -1,5 +1,6 @@
-"""Hosts that are namespaces of this machine: each has an address, a shared memory and Ray files of its own, and a cable
-to a switch, which can be pulled. The other files are common to all, as on a cluster with a shared folder.
+"""Hosts as namespaces of this machine: each has its own address, shared memory and Ray files, and a network cable.
+
+The cable to the switch can be pulled. All other files are shared, as on a cluster with a shared folder.
 """
 
 import os
@@ -15,7 +16,7 @@ _STAY = "echo there; exec sleep infinity"
 
 
 def permitted() -> bool:
-    """Whether this machine lets us make namespaces, and has the tools."""
+    """Return True if this machine permits namespaces and has the tools."""
     if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         return False
     words = ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", _SWITCH]
@@ -23,7 +24,7 @@ def permitted() -> bool:
 
 
 class Hosts:
-    """So many hosts, numbered from 1; nothing of them is left at the end of the `with` block, if no command runs."""
+    """Hosts numbered from 1 to `count`. They are removed at the end of the `with` block, if no command runs on them."""
 
     def __init__(self, count: int):
         self._holders: list[subprocess.Popen[str]] = []
@@ -50,22 +51,23 @@ class Hosts:
         return f"{_NETWORK}.{number}"
 
     def on(self, number: int) -> list[str]:
-        """What to write before a command for it to run on that host; 0: on the switch."""
+        """Return the words that, before a command, make it run on that host; 0: on the switch."""
         return [*_ENTER, str(self._holders[number].pid)]
 
     def holds(self, number: int, pid: int) -> bool:
-        """Whether a process lives on that host."""
+        """Return True if a process runs on that host."""
         return _network_of(pid) == _network_of(self._holders[number].pid)
 
     def pull(self, number: int) -> None:
-        """From now on nothing reaches the host, and nothing comes from it."""
+        """Disconnect the host from the network."""
         self._run(0, f"ip link set cable{number} down")
 
     def plug(self, number: int) -> None:
+        """Connect the host again."""
         self._run(0, f"ip link set cable{number} up")
 
     def _hold(self, words: list[str], prepare: str) -> None:
-        """A process that keeps the namespaces."""
+        """Start a process that keeps the namespaces alive."""
         command = [*words, "sh", "-c", f"{prepare} && {{ {_STAY}; }}"]
         holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert holder.stdout is not None

@@ -1,4 +1,4 @@
-"""A TCP proxy that does harm to the connections through it, by a plan: one entry a connection, then none."""
+"""A TCP proxy that injects faults into its connections, by a list: one entry a connection, then none."""
 
 import contextlib
 import dataclasses
@@ -10,27 +10,27 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Literal
 
-Harm = Literal["none", "reset", "cut", "throttle", "silence", "refuse"]
+FaultKind = Literal["none", "reset", "cut", "throttle", "silence", "refuse"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
-    """What befalls one connection.
+class ConnectionFault:
+    """The fault of one connection.
 
-    `reset` (with RST) and `cut` (with FIN) end it after `nbytes` in the direction given; `throttle` lets them through
-    in small portions with pauses; `silence` takes everything and never answers; `refuse` ends it at once.
+    `reset` (with RST) and `cut` (with FIN) end it after `nbytes` in the given direction; `throttle` forwards them in
+    small portions with pauses; `silence` accepts everything and never answers; `refuse` ends it at once.
     """
 
-    harm: Harm = "none"
+    kind: FaultKind = "none"
     direction: Literal["up", "down"] = "down"
     nbytes: int = 0
 
 
 class Proxy:
-    """Listens on loopback before a server on loopback; use it with `with`."""
+    """A listener on loopback in front of a server on loopback; a context manager."""
 
-    def __init__(self, port: int, plans: Iterable[Plan] = ()):
-        self._port, self._plans = port, iter(plans)
+    def __init__(self, port: int, faults: Iterable[ConnectionFault] = ()):
+        self._port, self._faults = port, iter(faults)
         self.connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -54,28 +54,28 @@ class Proxy:
             except OSError:
                 return  # closed
             self.connections += 1
-            plan = next(self._plans, Plan())
+            fault = next(self._faults, ConnectionFault())
             self._open.append(client)
-            if plan.harm == "refuse":
+            if fault.kind == "refuse":
                 _reset(client)
                 continue
             server = socket.create_connection(("127.0.0.1", self._port))
             self._open.append(server)
             for direction, source, target in (("up", client, server), ("down", server, client)):
-                threading.Thread(target=self._pump, args=(plan, direction, source, target), daemon=True).start()
+                threading.Thread(target=self._pump, args=(fault, direction, source, target), daemon=True).start()
 
-    def _pump(self, plan: Plan, direction: str, source: socket.socket, target: socket.socket) -> None:
-        mine, passed = plan.direction == direction, 0
+    def _pump(self, fault: ConnectionFault, direction: str, source: socket.socket, target: socket.socket) -> None:
+        mine, passed = fault.direction == direction, 0
         with contextlib.suppress(OSError):
             while data := source.recv(4096):
-                if plan.harm == "silence" and direction == "down":
+                if fault.kind == "silence" and direction == "down":
                     continue
-                if mine and plan.harm in ("reset", "cut") and passed + len(data) > plan.nbytes:
-                    target.sendall(data[: plan.nbytes - passed])
+                if mine and fault.kind in ("reset", "cut") and passed + len(data) > fault.nbytes:
+                    target.sendall(data[: fault.nbytes - passed])
                     for one in (source, target):
-                        _reset(one) if plan.harm == "reset" else one.shutdown(socket.SHUT_RDWR)
+                        _reset(one) if fault.kind == "reset" else one.shutdown(socket.SHUT_RDWR)
                     return
-                if mine and plan.harm == "throttle":
+                if mine and fault.kind == "throttle":
                     time.sleep(0.005)
                 target.sendall(data)
                 passed += len(data)

@@ -1,6 +1,6 @@
-"""Clocks that are hours apart: importing this sets the clock of the process, each role's to another time.
+"""Clocks that are hours apart: importing this module shifts the clock of the process, for each role by another amount.
 
-Only what tells the time of day is moved, as on hosts whose clocks were never set; durations stay what they are.
+Only the time of day is shifted, as on hosts whose clocks were never set; durations stay as they are.
 """
 
 import os
@@ -20,7 +20,7 @@ time.time = _shifted
 
 
 class SkewedServer(FlakyServer):
-    """In an experiment it makes every role import this module, as every role reads the whole config."""
+    """A parameter server whose config makes every role import this module: every role reads the whole config."""
 
     class Config(FlakyServer.Config):
         pass

@@ -1,4 +1,4 @@
-"""Somebody else's Ray cluster on the same machine: ours starts beside it."""
+"""A Ray cluster of another user on the same machine: ours starts beside it."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Bytes of the newest checkpoint flip before a restart: refused by name, with what to do; then all goes on."""
+"""Bytes of the newest checkpoint flip before a restart: it is refused with advice; after that the run resumes."""
 
 import re
 import shutil
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["trainer", DRIVER])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(target: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_run_resumes_from_the_one_before(target: str, tmp_path: Path) -> None:
     with WatchedRun(tmp_path / "run", "tests.chaos.experiments:endless") as run:
         run.start()
         run.wait_for("two checkpoints", lambda: run.saved() >= 6, PATIENCE_S)
         if target == DRIVER:
             run.kill(DRIVER)
             run.wait_for_end(PATIENCE_S)
-            run.end()  # what is left of it saves no more
+            run.end()  # its orphans save no more
             damaged = flip_bytes(run.run_dir / "checkpoints" / "rl" / str(run.saved()))
             run.start()
         else:  # the newest one before the trainer can make another

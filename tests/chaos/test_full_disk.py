@@ -1,4 +1,4 @@
-"""The disk of the run directory runs full in the middle; when there is room again, the same command goes on.
+"""The disk of the run directory is full in the middle of a run; when there is room again, the same command resumes.
 
 A small file system in a mount namespace of its own, which needs no privileges where user namespaces are permitted.
 """
@@ -32,7 +32,7 @@ cp -r "$DISK/run" "$OUT/run"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What is left of the two commands: with little room, and with enough."""
+    """The results of the two commands: with little room, and with enough."""
 
     path: Path
 
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def permitted() -> bool:
-    """Whether a file system can be mounted here without privileges."""
+    """Return True if a file system can be mounted here without privileges."""
     if shutil.which("unshare") is None:
         return False
     trial = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs -o size=64k tmpfs /mnt"]
@@ -53,7 +53,7 @@ def permitted() -> bool:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Both commands, all roles in one process."""
+    """Run both commands, all roles in one process."""
     if not permitted():
         pytest.skip("no file systems of one's own here (user namespaces)")
     folder = tmp_path_factory.mktemp("disk")
@@ -68,7 +68,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_when_there_is_room_again_the_same_command_goes_on_to_the_same_result(outcome: Outcome, tmp_path) -> None:
+def test_when_there_is_room_again_the_same_command_resumes_to_the_same_result(outcome: Outcome, tmp_path) -> None:
     assert outcome.status("first") != 0 and "no space left on device" in outcome.said("first")
     assert outcome.status("second") == 0, outcome.said("second")
     assert compare(outcome.path / "run", make_undisturbed(tmp_path / "calm", calm(STEPS)), STEPS)["bit_identical"]

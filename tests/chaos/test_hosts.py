@@ -1,4 +1,4 @@
-"""A run over several hosts with networks of their own, one of which is cut off while it works."""
+"""A run over several hosts with networks of their own, which are cut off one after another."""
 
 import contextlib
 import json
@@ -24,16 +24,16 @@ pytestmark = [
 ]
 
 PORT = 6399
-PATIENCE = 300.0  # seconds
+TIMEOUT = 300.0  # seconds
 QUICK = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
-# As of a shell: what rl.runtime has set in this process is for a Ray on loopback.
+# As in a shell: what rl.runtime.ray has set in this process is for Ray on loopback.
 ENVIRON = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
 RAY = "from ray.scripts.scripts import main; main()"
 
 
 @contextlib.contextmanager
 def cluster(hosts: Hosts, count: int) -> Iterator[str]:
-    """Ray on these hosts, its head on the first; the address."""
+    """Start Ray on these hosts, its head on the first; yields the address."""
     address, nodes = f"{hosts.address(1)}:{PORT}", []
     environ = {**os.environ, **ENVIRON}
     try:
@@ -54,14 +54,14 @@ def cluster(hosts: Hosts, count: int) -> Iterator[str]:
             node.wait()
 
 
-def test_hosts_are_cut_off_one_after_another_and_the_run_goes_on_without_them(tmp_path) -> None:
+def test_hosts_are_cut_off_one_after_another_and_the_run_continues_without_them(tmp_path) -> None:
     arguments = ("--set", "parameter_server.host=0.0.0.0", "--set", "workers=3")
     with Hosts(3) as hosts, cluster(hosts, 3) as address:
         environ = {**ENVIRON, "RAY_ADDRESS": address}
         experiment = "tests.chaos.experiments:endless"
         with WatchedRun(tmp_path / "run", experiment, arguments, environ=environ, wrap=hosts.on(1)) as run:
             run.start()
-            run.wait_for("five updates", lambda: run.step >= 5, PATIENCE)
+            run.wait_for("five updates", lambda: run.step >= 5, TIMEOUT)
             for number in (2, 3):
                 _cut_off(number, hosts, run)
             assert run.stop() == 0
@@ -71,7 +71,7 @@ def test_hosts_are_cut_off_one_after_another_and_the_run_goes_on_without_them(tm
 
 
 def _cut_off(number: int, hosts: Hosts, run: WatchedRun) -> None:
-    """What lived there starts on other hosts, and has ended there when it is heard of again."""
+    """Cut off a host: its roles start on other hosts, and have ended there when it is connected again."""
     run.look()
     there = {role: run.pid(role) for role in run.roles() if role != DRIVER and hosts.holds(number, run.pid(role))}
     assert any(role.startswith("worker-") for role in there), "workers are spread"
@@ -79,9 +79,9 @@ def _cut_off(number: int, hosts: Hosts, run: WatchedRun) -> None:
     run.note("cut", target=f"host {number}", roles=sorted(there))
     hosts.pull(number)
     for role in there:
-        run.wait_for(f"{role} on another host", lambda r=role: run.count("start", r) > starts[r], PATIENCE)
+        run.wait_for(f"{role} on another host", lambda r=role: run.count("start", r) > starts[r], TIMEOUT)
     run.wait_for_update("an update without the lost host")
     hosts.plug(number)
     gone = lambda: not any(map(psutil.pid_exists, there.values()))  # noqa: E731
-    run.wait_for("the end of what lived on the lost host", gone, PATIENCE)
+    run.wait_for("the end of the roles on the lost host", gone, TIMEOUT)
     run.wait_for_update("an update after that")

@@ -10,11 +10,11 @@ from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
 from tools.bench.recovery_compare import compare, make_undisturbed
 from tools.bench.recovery_run import WatchedRun
 
-pytestmark = pytest.mark.timeout(1800)  # half a dozen processes, again and again: a busy machine takes long
+pytestmark = pytest.mark.timeout(1800)  # starts half a dozen processes many times: a busy machine needs long
 
 
 def assert_survived(run: WatchedRun, tmp_path: Path, staleness: int = 0) -> None:
-    """Every invariant holds; every array and every figure is that of the run without trouble."""
+    """Check that every invariant holds, and that every array and figure equals that of the undisturbed run."""
     findings = check_run(run.run_dir)
     assert [line for finding in findings for line in finding.broken] == []
     outcome = compare(run.run_dir, make_undisturbed(tmp_path / "calm", calm(run.step, staleness)), run.step)
@@ -45,7 +45,9 @@ def test_many_faults(experiment: str, staleness: int, seed: int, tmp_path) -> No
 
 
 @pytest.mark.full
-def test_a_worker_that_is_stopped_for_longer_than_its_lease_is_overtaken_and_turned_away(tmp_path) -> None:
+def test_a_worker_that_is_stopped_for_longer_than_its_lease_is_overtaken_and_its_rollouts_are_rejected(
+    tmp_path,
+) -> None:
     arguments = ("--set", "controller.lease_seconds=8")
     with WatchedRun(tmp_path / "run", "tests.chaos.experiments:flaky", arguments) as run:
         run_through(run, [Fault("stop", ("worker-0",), 20.0), Fault("stop", ("worker-1",), 20.0)])
@@ -55,8 +57,8 @@ def test_a_worker_that_is_stopped_for_longer_than_its_lease_is_overtaken_and_tur
 
 @pytest.mark.full
 def test_many_faults_with_a_trainer_of_two_processes(tmp_path) -> None:
-    """Versions made again were the same to the bit: that is an invariant. (One process sums in another order.)"""
-    with WatchedRun(tmp_path / "run", "tests.chaos.experiments:group") as run:
+    """One invariant is that repeated versions have the same bits. (A single process sums in another order.)"""
+    with WatchedRun(tmp_path / "run", "tests.chaos.experiments:trainer_group") as run:
         run_through(run, many(7, count=16, roles=(*ROLES, "trainer-1")), seed=7)
-        assert run.count("update", "trainer") > run.step, "some were made again"
+        assert run.count("update", "trainer") > run.step, "some updates were repeated"
         assert [line for finding in check_run(run.run_dir) for line in finding.broken] == []

@@ -1,4 +1,4 @@
-"""Which prompts, which version, how far ahead: the plan and the arithmetic of staleness, with a scripted trainer."""
+"""The controller: its plan of prompts and versions and the arithmetic of staleness, with a scripted trainer."""
 
 import dataclasses
 import threading
@@ -26,7 +26,7 @@ MIXTURE = tiny_tasks().build()
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self):
         self.now = 1000.0
@@ -53,7 +53,7 @@ def make(clock: Callable[[], float] | None = None, events: EventLog | None = Non
 
 
 def scored(lease: Lease) -> tuple[Group, ...]:
-    """What a worker would submit: rollouts of the version it was told to use."""
+    """Return scored groups as a worker submits them: rollouts of the version that the lease names."""
     return tuple(make_group(p, [[1, 2]] * lease.samples, [0.0, 1.0], version=lease.version) for p in lease.prompts)
 
 
@@ -64,7 +64,7 @@ def granted(controller: Controller, worker: str = "w") -> Lease:
 
 
 def drain(controller: Controller, worker: str = "w") -> list[Lease]:
-    """Everything that may be leased now."""
+    """Lease all that can be leased now."""
     return list(iter(lambda: controller.lease(worker), None))
 
 
@@ -119,7 +119,7 @@ def test_with_bound_k_step_s_is_leasable_from_version_s_minus_k_and_not_before(b
     chance=st.randoms(use_true_random=False),
 )
 def test_no_consumed_rollout_is_older_than_the_bound(bound: int, weights: str, moves: list[str], chance: Any):
-    """Under any order of grants, reports, expiries, dead workers and restarts of the trainer."""
+    """The order of grants, reports, expiries, dead workers and restarts of the trainer is random."""
     clock = Clock()
     controller = make(clock, staleness=bound, weights=weights)
     controller.begin(0, 0)
@@ -222,7 +222,7 @@ def test_a_lease_lasts_until_its_deadline_and_not_longer():
     assert controller.status()["rejected"] == 0  # a question is no report
 
 
-def test_a_new_controller_with_a_later_first_lease_turns_away_the_reports_of_the_old_one():
+def test_a_new_controller_with_a_later_first_lease_rejects_the_reports_of_the_old_one():
     old = config().build(clock=Clock())
     old.begin(0, 0)
     stale = granted(old)
@@ -236,7 +236,7 @@ def test_a_new_controller_with_a_later_first_lease_turns_away_the_reports_of_the
 # ---- the death of others
 
 
-def test_join_frees_what_a_former_self_had_leased(tmp_path: Path):
+def test_join_releases_the_leases_of_the_former_incarnation(tmp_path: Path):
     events = EventLog(tmp_path / "events.jsonl")
     controller = make(events=events)
     controller.begin(0, 0)
@@ -268,7 +268,7 @@ def test_begin_forgets_everything_that_was_not_consumed():
 
 
 def drawn(lease: Lease, lengths: list[int], version: int | None = None) -> tuple[Rollout, ...]:
-    """Rollouts of a lease, cut after so many tokens; the first is whole."""
+    """Return rollouts of a lease, truncated to these lengths; the first is complete."""
     found = []
     for prompt in lease.prompts:
         for sample, length in enumerate(lengths):
@@ -301,7 +301,7 @@ def test_what_is_handed_back_goes_with_the_next_lease_of_its_work_item_and_stays
     assert [(row["worker"], row["lease"], row["tokens"]) for row in rows] == [("a", lease.id, 6), ("e", last.id, 16)]
 
 
-def test_half_a_prompt_is_not_gone_on_from():
+def test_a_prompt_with_some_samples_missing_is_not_continued():
     controller = make()
     controller.begin(0, 0)
     lease = granted(controller)
@@ -332,7 +332,7 @@ def test_tokens_handed_back_keep_the_age_bound(weights: str):
         assert again.partial == ()
 
 
-def test_under_pinned_weights_only_tokens_of_the_pinned_version_are_gone_on_from():
+def test_under_pinned_weights_only_tokens_of_the_pinned_version_are_continued():
     controller = make(staleness=2)
     controller.begin(2, 0)
     lease = granted(controller)
@@ -350,7 +350,7 @@ def test_a_trainer_that_begins_again_forgets_what_was_handed_back():
     assert granted(controller).partial == ()
 
 
-def test_who_works_is_known():
+def test_status_names_the_registered_workers():
     controller = make()
     for worker in ("b", "a", "b"):
         controller.join(worker)
@@ -365,7 +365,7 @@ def test_who_works_is_known():
 # ---- long waits
 
 
-def test_a_long_wait_is_told_with_what_is_missing_and_again_when_it_has_doubled(tmp_path: Path):
+def test_a_long_wait_is_logged_with_what_is_missing_and_again_when_it_has_doubled(tmp_path: Path):
     clock, events = Clock(), EventLog(tmp_path / "events.jsonl")
     controller = make(clock, events, timeouts=Timeouts.Config(warn_after=10.0, batch=100.0), lease_seconds=1000.0)
     controller.begin(0, 0)

@@ -1,4 +1,4 @@
-"""Whatever happens to leases, every step is consumed exactly once and whole, and late reports are turned away."""
+"""The ledger consumes every step once and whole, for any fate of its leases, and rejects stale reports."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ WORKERS = ("a", "b", "c")
 
 
 def work(step: int, index: int, lease: int) -> tuple[Group, ...]:
-    """What a worker hands in: says of which work item it is, and under which lease it was made."""
+    """Return the group that a worker submits; it tells its work item, and the lease under which it was made."""
     return (make_group(make_prompt(step * ITEMS + index, length=1), [[lease]], [0.0]),)
 
 
@@ -32,7 +32,7 @@ def lease_of(group: Group) -> int:
 
 @dataclasses.dataclass
 class Granted:
-    """A lease as the test remembers it."""
+    """A lease in the test's model."""
 
     id: int
     step: int
@@ -80,7 +80,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(lease=leases)
     def verified(self, lease: Granted | None):
-        """Of any lease ever granted: in time, late or twice."""
+        """Submit under any lease ever granted: in time, late or twice."""
         if lease is None:
             return
         accepted = self.ledger.verified(lease.id, work(lease.step, lease.index, lease.id))
@@ -91,7 +91,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(lease=consumes(leases), worker=st.sampled_from(WORKERS))
     def verified_as_another_items_work_never_happens(self, lease: Granted | None, worker: str):
-        """The lease alone decides where work goes: a void id stays void when its work item is leased anew."""
+        """The lease alone decides where work goes: a void id stays void when its work item is leased again."""
         if lease is not None and lease.id not in self.valid:
             self.lease(worker)
             self._expect(self.ledger.verified(lease.id, work(lease.step, lease.index, lease.id)), False)
@@ -117,7 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2))
     def restart(self, back: int):
-        """The trainer comes back from a checkpoint: later steps are made again, of nothing that was known."""
+        """Restart the trainer from a checkpoint: later steps are generated again, from nothing."""
         step = max(0, len(self.consumed) - back)
         self.ledger.skip_to(step)
         self.consumed = self.consumed[:step]
@@ -134,7 +134,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (counts["expired"], counts["rejected"]) == (self.expired, self.rejected)
 
     def teardown(self):
-        """From wherever chance left it, the work can be finished."""
+        """Finish the work, from any state that was reached."""
         for _ in range(WINDOW):
             for worker in WORKERS:
                 self.release(worker)
@@ -177,7 +177,7 @@ def test_a_batch_is_in_the_order_of_the_plan_whatever_the_order_of_arrival():
     assert [item_of(group) for group in ledger.batch(0)] == [(0, 0), (0, 1), (0, 2)]
 
 
-def test_what_is_missing_is_said_in_words():
+def test_missing_describes_the_open_work_items():
     ledger = Ledger(ITEMS)
     for worker in ("anna", "bert"):
         assert ledger.lease(worker, range(1), 0.0, SECONDS) is not None
@@ -205,7 +205,7 @@ def test_a_consumed_step_cannot_be_leased_read_or_consumed_again():
         ledger.lease("a", range(1), 0.0, SECONDS)
 
 
-def test_lease_ids_start_where_they_are_told():
+def test_lease_ids_start_at_the_given_number():
     ledger = Ledger(1, next_lease=1000)
     item = ledger.lease("a", range(1), 0.0, SECONDS)
     assert item is not None and item.lease == 1000

@@ -1,4 +1,4 @@
-"""Log lines about waits."""
+"""Timeouts are checked, and long waits are reported at the right moments."""
 
 import pytest
 
@@ -14,21 +14,21 @@ class Clock:
         return self.now
 
 
-def test_a_wait_is_told_after_so_many_seconds_and_whenever_they_have_doubled():
+def test_a_wait_is_due_after_the_given_seconds_and_each_time_it_has_doubled():
     clock = Clock()
     waits = Waits(3.0, clock)
-    told = []
+    reported = []
     for _ in range(20):
         waits.begin("a")
-        told += [clock.now - 5.0] if waits.due("a") else []
+        reported += [clock.now - 5.0] if waits.due("a") else []
         clock.now += 1.0
-    assert told == [3.0, 6.0, 12.0]
+    assert reported == [3.0, 6.0, 12.0]
     assert waits.begin("a") == 20.0
     waits.end("a")
     assert not waits.due("a") and waits.begin("a") == 0.0
 
 
-def test_waits_do_not_touch_each_other():
+def test_waits_are_independent():
     clock = Clock()
     waits = Waits(3.0, clock)
     waits.begin("a")
@@ -42,6 +42,6 @@ def test_waits_do_not_touch_each_other():
 
 
 @pytest.mark.parametrize("name", ["grace", "warn_after", "unresponsive", "restart", "batch"])
-def test_what_is_no_time_is_refused_by_name(name: str):
+def test_a_timeout_that_is_not_positive_is_refused_by_name(name: str):
     with pytest.raises(UserError, match=f"timeouts.{name}=0.0; expected seconds, more than 0"):
         Timeouts.Config(**{name: 0.0}).build()

@@ -1,4 +1,4 @@
-"""All roles in one process: repeatable, and resumed as if it had not been interrupted."""
+"""All roles in one process: the run is repeatable, and a resumed one equals an uninterrupted one."""
 
 from pathlib import Path
 

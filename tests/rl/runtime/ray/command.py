@@ -1,4 +1,4 @@
-"""`axl rl` as a child process in a process group of its own, as a shell starts it, and what it leaves running."""
+"""`axl rl` as a child process in its own process group, as a shell starts it, and the processes that it leaves."""
 
 import os
 import re
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[4]
 
 
 class Command:
-    """A run from the command line; ended at the end of the `with` block whatever happens."""
+    """A run from the command line, which is always ended with the `with` block."""
 
     def __init__(self, run_dir: Path, experiment: str, *arguments: str):
         self.run_dir = run_dir
@@ -49,31 +49,31 @@ class Command:
         self._output.close()
 
     def wait_for_updates(self, count: int, phase: str = "rl") -> None:
-        """Until so many updates of this run are done."""
+        """Wait until `count` updates of this run are done."""
         path = self.run_dir / "metrics.jsonl" if phase == "rl" else self.run_dir / "warm_start" / "metrics.jsonl"
         self._wait_until(lambda: any(row["step"] >= count for row in read_rows(path) if row["phase"] == phase))
 
     def interrupt(self) -> None:
-        """Ctrl-C: the terminal sends it to the whole process group."""
+        """Send Ctrl-C, like a terminal to the whole process group."""
         self._look()
         os.killpg(self.process.pid, signal.SIGINT)
 
     def send(self, signum: signal.Signals) -> None:
-        """A signal to the command alone."""
+        """Send a signal to the command alone."""
         self._look()
         self.process.send_signal(signum)
 
     def wait(self, timeout: float = 240.0) -> int:
-        """The exit status."""
+        """Wait for the exit status."""
         return self.process.wait(timeout)
 
     def output(self) -> str:
-        """All that it printed."""
+        """Return all that it printed."""
         self._output.seek(0)
         return self._output.read()
 
     def left(self) -> list[psutil.Process]:
-        """What it had started and still runs, or belongs to its Ray session, or to its process group."""
+        """Return live processes that it started, or that belong to its Ray session or its process group."""
         found = {p.pid: p for p in self._family.values() if p.is_running()}
         for process in psutil.process_iter():
             try:

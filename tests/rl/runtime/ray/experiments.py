@@ -1,4 +1,4 @@
-"""Experiments for the runtimes' tests, and what a run leaves behind in a form to compare."""
+"""Experiments for the tests of the runtimes, and the files of a run in a form to compare."""
 
 import json
 import os
@@ -27,30 +27,28 @@ from tests.rl.tiny import PHRASES, ascii_share, tiny_experiment, tiny_tasks
 
 
 def slow_share(problem_id: int, answer: str) -> float:
-    """The tiny experiment's reward, later: an update takes a third of a second and no CPU."""
+    """Return the tiny experiment's reward after a sleep: an update takes a third of a second and no CPU."""
     time.sleep(0.02)
     return ascii_share(problem_id, answer)
 
 
 def slow(**changes: Any) -> RLExperiment.Config:
-    """The tiny experiment, slow enough for something to happen in the middle; no evaluation."""
+    """Return the tiny experiment without evaluation, slow enough to inject a fault in the middle."""
     verifier = Verifier.Config(scorer=FunctionScorer.Config(function=slow_share), processes=1)
     return tiny_experiment(num_steps=12, evaluation=None, verifier=verifier).set(**changes)
 
 
 def failing_share(problem_id: int, answer: str) -> float:
-    """The tiny experiment's reward; fails, in a way that no user can mend, as often as the file in AXL_TEST_FAILS has
-    bytes.
-    """
+    """Return the tiny experiment's reward; raise a RuntimeError as many times as the file AXL_TEST_FAILS has bytes."""
     left = Path(os.environ["AXL_TEST_FAILS"])
     if count := left.stat().st_size:
         os.truncate(left, count - 1)
-        raise RuntimeError("the machine hiccupped")
+        raise RuntimeError("a passing fault")
     return ascii_share(problem_id, answer)
 
 
 class FailingLearner(Learner):
-    """Fails, in a way that no user can mend, in the second process of a trainer, as often as that file has bytes."""
+    """A learner that raises a RuntimeError in the second trainer process, as many times as that file has bytes."""
 
     class Config(Learner.Config):
         pass
@@ -62,14 +60,14 @@ class FailingLearner(Learner):
 
 
 def short() -> RLExperiment.Config:
-    """Two updates with a checkpoint after each; no evaluation."""
+    """Return two updates with a checkpoint after each, without evaluation."""
     cfg = tiny_experiment(num_steps=2, evaluation=None)
     cfg.trainer.checkpoint.set(save_every=1)
     return cfg
 
 
 def warmed() -> RLExperiment.Config:
-    """With a supervised phase of more steps than a test has time for before it interrupts them."""
+    """Return `short` with a supervised phase that is long enough to be interrupted."""
     cfg = short()
     tokenizer = PhraseTokenizer.Config(phrases=PHRASES)
     source = SupervisedSource.Config(mixture=tiny_tasks(), tokenizer=tokenizer, num_examples=512, start=1000)
@@ -86,38 +84,38 @@ def warmed() -> RLExperiment.Config:
 
 
 def run_here(path: Path, cfg: RLExperiment.Config) -> Path:
-    """The run without trouble, in this process."""
+    """Run undisturbed, in this process."""
     with RunDirectory.open(path, to_text(cfg)) as run:
         assert run_inprocess(cfg.build(), run, lambda: False, lambda step: None) == cfg.num_steps
     return path
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
-    """The RL rows without what the clock says."""
+    """Return the RL rows of the metrics without timings."""
     rows = [row for row in read_rows(path / "metrics.jsonl") if row["phase"] == "rl"]
     return [without_clock(row) for row in rows]
 
 
 def parameters(path: Path) -> dict[str, bytes]:
-    """The bytes of the last checkpoint's parameters."""
+    """Return the bytes of the last checkpoint's parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(restore_params(path / "checkpoints" / "rl"))
     return {jax.tree_util.keystr(name): np.asarray(array).tobytes() for name, array in leaves}
 
 
 def checksums(path: Path) -> dict[str, dict[str, Any]]:
-    """Shape, type and checksum of every array of the last checkpoint: parameters, optimizer state, RNG, step."""
+    """Return shape, type and checksum of every array of the last checkpoint: parameters, optimizer state, RNG, step."""
     last = max((path / "checkpoints" / "rl").iterdir(), key=lambda folder: int(folder.name))
     return json.loads((last / "manifest" / "metadata").read_text())
 
 
 def events(path: Path, event: str, role: str | None = None) -> list[dict[str, Any]]:
-    """Rows of the event log, of one kind."""
+    """Return the rows of one event in the event log."""
     rows = read_rows(path / "events.jsonl")
     return [row for row in rows if row["event"] == event and role in (None, row["role"])]
 
 
 def assert_same_outcome(path: Path, expected: Path) -> None:
-    """Every update once and in order, with the same figures; the same parameters and trainer state to the bit."""
+    """Check that both made every update once and in order, with the same figures and trainer state to the bit."""
     assert metrics(path) == metrics(expected)
     assert [row["step"] for row in metrics(path)] == list(range(1, len(metrics(path)) + 1))
     assert parameters(path) == parameters(expected)

@@ -1,4 +1,4 @@
-"""Workers that join a run from outside with `axl worker`, and leave."""
+"""Elastic workers: they join a run from outside with `axl worker`, and leave."""
 
 import signal
 import stat
@@ -19,11 +19,11 @@ from tests.rl.runtime.ray.experiments import assert_same_outcome, events, run_he
 from tests.rl.tiny import tiny_experiment, tiny_run
 from tools import cli
 
-pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine takes long
+pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine needs long
 
 
 def join(path: Path, name: str) -> subprocess.Popen[str]:
-    """`axl worker`, as a user starts it in another terminal."""
+    """Start `axl worker`, like a user in another terminal."""
     return subprocess.Popen(
         [sys.executable, "-m", "tools.cli", "worker", str(path), "--name", name],
         cwd=ROOT,
@@ -35,7 +35,7 @@ def join(path: Path, name: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.full
-def test_a_run_without_workers_goes_on_as_soon_as_and_as_long_as_guests_work_for_it(tmp_path: Path) -> None:
+def test_a_run_without_workers_makes_progress_while_elastic_workers_are_there(tmp_path: Path) -> None:
     expected = run_here(tmp_path / "expected", tiny_experiment(num_steps=8, evaluation=None))
     path, cfg = tmp_path / "run", slow(num_steps=8, workers=0, groups_per_lease=1)
     workers: list[subprocess.Popen[str]] = []
@@ -43,9 +43,9 @@ def test_a_run_without_workers_goes_on_as_soon_as_and_as_long_as_guests_work_for
     over = threading.Event()
 
     def look(step: int) -> None:
-        invitation = path / "cluster.json"
-        if not workers and invitation.exists():
-            modes.append(stat.S_IMODE(invitation.stat().st_mode))
+        cluster = path / "cluster.json"
+        if not workers and cluster.exists():
+            modes.append(stat.S_IMODE(cluster.stat().st_mode))
             workers.append(join(path, "early"))
         if len(workers) == 1 and step >= 3 and workers[0].poll() is None and not over.is_set():
             over.set()
@@ -57,11 +57,11 @@ def test_a_run_without_workers_goes_on_as_soon_as_and_as_long_as_guests_work_for
     try:
         with RunDirectory.open(path, to_text(cfg)) as run:
             assert run_ray(cfg.build(), run, lambda: False, look, said.append) == 8
-        outputs = [guest.communicate(timeout=120)[0] for guest in workers]
+        outputs = [worker.communicate(timeout=120)[0] for worker in workers]
     finally:
-        for guest in workers:
-            guest.kill()
-    assert [guest.returncode for guest in workers] == [0, 0, 0], outputs
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0, 0], outputs
     assert outputs[0].endswith("\nleft\n")
     assert "the run is over\n" in outputs[1] + outputs[2]
     assert_same_outcome(path, expected)
@@ -73,10 +73,10 @@ def test_a_run_without_workers_goes_on_as_soon_as_and_as_long_as_guests_work_for
     assert {row["role"] for row in events(path, "score")} & {"late", "later"}
 
 
-def test_where_no_run_goes_on_there_is_nothing_to_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_active_run_there_is_nothing_to_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="is not a run directory: it has no config.txt"):
         run_elastic_worker(tmp_path)
     with tiny_run(tmp_path / "run", tiny_experiment()) as run:
         assert cli.main(["worker", str(run.path)]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"axl: error: no run with processes goes on in {run.path} (it has no cluster.json); ")
+    assert printed.err.startswith(f"axl: error: no run under Ray is active in {run.path} (it has no cluster.json); ")

@@ -1,4 +1,4 @@
-"""What no user can mend happens to a loop: once that is the machine's fault, twice it is a bug."""
+"""A loop raises an error that is not a UserError: once, it may be the machine's fault; twice, it is a bug."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
 
 def run_with(failures: int, cfg: RLExperiment.Config, path: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """What is said of a loop that fails so often; None if that ended the run, as a second failure must."""
+    """Return the message about a loop that fails `failures` times; None if the run ended, as two failures must."""
     left = path.with_name("failures")
     left.write_bytes(b"x" * failures)
     monkeypatch.setenv("AXL_TEST_FAILS", str(left))
     said: list[str] = []
     with RunDirectory.open(path, to_text(cfg)) as run:
         if failures == 2:
-            with pytest.raises(RuntimeError, match="the machine hiccupped"):
+            with pytest.raises(RuntimeError, match="a passing fault"):
                 run_ray(cfg.build(), run, lambda: False, lambda step: None, said.append)
             return None
         assert run_ray(cfg.build(), run, lambda: False, lambda step: None, said.append) == 2
@@ -37,13 +37,13 @@ def run_with(failures: int, cfg: RLExperiment.Config, path: Path, monkeypatch: p
 def test_a_worker_whose_loop_fails_is_started_again_unless_it_fails_twice_for_the_same_reason(
     failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a session of its own: what an actor finds in the environment is the session's."""
+    """The test has a Ray session of its own, because actors inherit the environment of the session."""
     path = tmp_path / "run"
     cfg = slow(num_steps=2, workers=1)
     cfg.verifier = InlineVerifier.Config(scorer=FunctionScorer.Config(function=failing_share))
     if (line := run_with(failures, cfg, path, monkeypatch)) is None:
         return
-    assert line == "worker-0 failed at update 0; restarting it. RuntimeError('the machine hiccupped')"
+    assert line == "worker-0 failed at update 0; restarting it. RuntimeError('a passing fault')"
     assert_same_outcome(path, run_here(tmp_path / "expected", tiny_experiment(num_steps=2, evaluation=None)))
     assert [len(events(path, "start", role)) for role in ("worker-0", "verifier")] == [2, 1]
 
@@ -52,7 +52,7 @@ def test_a_worker_whose_loop_fails_is_started_again_unless_it_fails_twice_for_th
 def test_one_process_of_the_trainer_fails_and_all_are_started_again(
     failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same, in the second of two."""
+    """The same, in the second of two processes."""
     path = tmp_path / "run"
     cfg = slow(num_steps=2, workers=1)
     cfg.trainer.set(processes=2, mesh={"fsdp": 2})

@@ -24,7 +24,7 @@ QUICK = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """Three nodes; the driver is on the first."""
-    import ray  # after rl.runtime has said that sockets are to be on loopback
+    import ray  # after rl.runtime.ray has set loopback for its sockets
     from ray.cluster_utils import Cluster
 
     head: dict[str, Any] = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "_system_config": QUICK}
@@ -40,7 +40,7 @@ def cluster() -> Iterator[Any]:
 
 
 def raylet_of(pid: int) -> int:
-    """The process of the node on which an actor lives."""
+    """Return the process of the node on which an actor runs."""
     parent = psutil.Process(pid).parent()
     assert parent is not None and parent.name() == "raylet"
     return parent.pid

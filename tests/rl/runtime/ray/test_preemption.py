@@ -1,4 +1,4 @@
-"""Roles that are asked to go, stopped for a while, or joined by others: the same bits as without all that."""
+"""Roles that get SIGTERM, are stopped for a while, or get company: the same bits as undisturbed."""
 
 import os
 import signal
@@ -19,19 +19,19 @@ from rl.runtime.ray.session import ray_session
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, run_here, slow
 from tests.rl.tiny import tiny_experiment
 
-pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine takes long
+pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine needs long
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
-    """One Ray for all tests of this file: it takes seconds to start."""
+    """Open one Ray session for all tests of this file: it takes seconds to start."""
     with ray_session():
         yield
 
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The run in one process of so many updates, made once."""
+    """Return the run in one process with this number of updates, made once."""
     made: dict[int, Path] = {}
 
     def get(num_steps: int) -> Path:
@@ -44,7 +44,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 class Scenario:
-    """Things done to a run, one after the other: each as soon as its time has come, looked at now and then."""
+    """Acts on a run, one after the other, each as soon as its condition holds."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -62,12 +62,12 @@ class Scenario:
             self.acts.pop(0)[1]()
 
     def send(self, role: str, signum: signal.Signals) -> None:
-        """A signal to the process that the role has now."""
+        """Send a signal to the current process of a role."""
         pid = events(self.path, "start", role)[-1]["pid"]
         self.processes.setdefault(f"{role} {pid}", psutil.Process(pid))
         os.kill(pid, signum)
 
-    def lives(self, role: str) -> int:
+    def starts(self, role: str) -> int:
         return len(events(self.path, "start", role))
 
     def seen(self, event: str, role: str | None = None, **fields: Any) -> list[dict[str, Any]]:
@@ -75,16 +75,16 @@ class Scenario:
 
 
 def run_with(scenario: Scenario, **changes: Any) -> list[str]:
-    """The slow experiment with every role in a process; what was said, but for waits."""
+    """Run the slow experiment with every role in a process; returns the lines printed, except for waits."""
     cfg = slow(**changes)
     said: list[str] = []
     with RunDirectory.open(scenario.path, to_text(cfg)) as run:
         assert run_ray(cfg.build(), run, lambda: False, scenario, said.append) == cfg.num_steps
-    assert scenario.acts == [], "all of it was done"
+    assert scenario.acts == [], "all acts were done"
     return [line for line in said if not line.startswith("waiting ")]
 
 
-STEPWISE = RolloutEngine.Config(max_num_seqs=4, steps_per_dispatch=1)  # so that there is a middle of a lease
+STEPWISE = RolloutEngine.Config(max_num_seqs=4, steps_per_dispatch=1)  # so that a lease takes several steps
 
 
 @pytest.mark.usefixtures("session")
@@ -95,29 +95,29 @@ STEPWISE = RolloutEngine.Config(max_num_seqs=4, steps_per_dispatch=1)  # so that
 def test_sigterm_is_no_crash(roles: list[str], tmp_path: Path, baseline) -> None:
     scenario = Scenario(tmp_path)
     for number, role in enumerate(roles):
-        back = lambda number=number: all(scenario.lives(role) == 2 for role in roles[:number])  # noqa: E731
+        back = lambda number=number: all(scenario.starts(role) == 2 for role in roles[:number])  # noqa: E731
         ready = lambda number=number, back=back: back() and scenario.step >= 2 + 2 * number  # noqa: E731
         scenario.when(ready, lambda role=role: scenario.send(role, signal.SIGTERM))
     steps = 4 + 2 * len(roles)
     said = run_with(scenario, num_steps=steps, workers=1, engine=STEPWISE)
     assert_same_outcome(tmp_path, baseline(steps))
-    assert [scenario.lives(role) for role in roles] == [2] * len(roles)
+    assert [scenario.starts(role) for role in roles] == [2] * len(roles)
     leaves = {row["role"]: row for row in events(tmp_path, "shutdown")}
     assert sorted(leaves) == sorted(roles)
     assert all(row["seconds"] < 25 and "abandoned" not in row for row in leaves.values())
-    loops = [role for role in roles if role in ("worker-0", "trainer")]  # of which the driver speaks
+    loops = [role for role in roles if role in ("worker-0", "trainer")]  # whose shutdown the driver reports
     assert [line.split(" ")[0] for line in said] == loops
     assert all("shut down on SIGTERM; restarting it" in line for line in said)
     assert [row for row in events(tmp_path, "died") if row["target"] in loops] == []
     if "trainer" in roles:
         updates = [row["step"] for row in events(tmp_path, "update")]
-        assert updates == list(range(steps)), "the trainer saved: no update was made twice"
+        assert updates == list(range(steps)), "the trainer saved: no update was repeated"
         assert leaves["trainer"]["step"] in updates
 
 
 @pytest.mark.usefixtures("session")
 @pytest.mark.full
-def test_a_stopped_worker_loses_its_lease_and_goes_on_later(tmp_path: Path, baseline) -> None:
+def test_a_stopped_worker_loses_its_lease_and_continues_later(tmp_path: Path, baseline) -> None:
     scenario = Scenario(tmp_path)
     scenario.when(
         lambda: scenario.step >= 2 and len(scenario.seen("pull", "worker-1")) >= 2,
@@ -131,8 +131,8 @@ def test_a_stopped_worker_loses_its_lease_and_goes_on_later(tmp_path: Path, base
     said = run_with(scenario, num_steps=12, controller=cfg.controller)
     assert_same_outcome(tmp_path, baseline(12))
     [lost] = scenario.seen("lease_expired", worker="worker-1", reason="expired")
-    assert scenario.lives("worker-1") == 1 and said == []
-    assert [row for row in scenario.seen("score", "worker-1") if row["time"] > lost["time"]], "it went on"
+    assert scenario.starts("worker-1") == 1 and said == []
+    assert [row for row in scenario.seen("score", "worker-1") if row["time"] > lost["time"]], "it continued"
 
 
 @pytest.mark.usefixtures("session")
@@ -148,8 +148,8 @@ def test_a_role_stopped_for_a_while_is_waited_for_by_name(role: str, tmp_path: P
     )
     said = run_with(scenario, num_steps=6, timeouts=Timeouts.Config(warn_after=3.0))
     assert_same_outcome(tmp_path, baseline(6))
-    assert scenario.lives(role) == 1 and said == []
-    assert any(named(row) for row in events(tmp_path, "waiting") if row["who"] != "driver"), "its callers told it too"
+    assert scenario.starts(role) == 1 and said == []
+    assert any(named(row) for row in events(tmp_path, "waiting") if row["who"] != "driver"), "its callers report it too"
 
 
 @pytest.mark.usefixtures("session")
@@ -158,13 +158,13 @@ def test_a_role_stopped_for_a_while_is_waited_for_by_name(role: str, tmp_path: P
 def test_roles_stopped_for_good_are_killed_and_started_again(roles: list[str], tmp_path: Path, baseline) -> None:
     scenario = Scenario(tmp_path)
     for number, role in enumerate(roles):
-        back = lambda number=number: all(scenario.lives(role) == 2 for role in roles[:number])  # noqa: E731
+        back = lambda number=number: all(scenario.starts(role) == 2 for role in roles[:number])  # noqa: E731
         ready = lambda number=number, back=back: back() and scenario.step >= 2 + 2 * number  # noqa: E731
         scenario.when(ready, lambda role=role: scenario.send(role, signal.SIGSTOP))
     steps, timeouts = 4 + 2 * len(roles), Timeouts.Config(unresponsive=20.0, warn_after=5.0)
     said = run_with(scenario, num_steps=steps, workers=1, timeouts=timeouts)  # another worker could do without it
     assert_same_outcome(tmp_path, baseline(steps))
-    assert all(scenario.lives(role) >= 2 for role in roles)  # on a busy machine others may be slow to answer, too
+    assert all(scenario.starts(role) >= 2 for role in roles)  # on a busy machine others may be slow to answer, too
     assert {row["target"] for row in events(tmp_path, "unresponsive")} >= set(roles)
     assert {line.split(" ")[0] for line in said if "has not answered for" in line} >= set(roles)
     give_up = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""What is refused before anything is started."""
+"""Preflight checks refuse a run before anything is started."""
 
 import pytest
 
@@ -22,5 +22,5 @@ def test_a_parameter_server_on_loopback_is_out_of_reach_of_other_hosts(host: str
         ("127.0.0.1", ["10.0.0.1"]),
     ],
 )
-def test_what_can_be_reached_is_not_refused(host: str, nodes: list[str]) -> None:
+def test_a_reachable_parameter_server_is_accepted(host: str, nodes: list[str]) -> None:
     check_reachable(host, nodes)

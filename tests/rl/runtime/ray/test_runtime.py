@@ -1,4 +1,4 @@
-"""Roles as processes: the same result as in one process, whatever is killed on the way."""
+"""Roles as processes: the same result as in one process, for any role that is killed."""
 
 import ipaddress
 import os
@@ -19,19 +19,19 @@ from rl.runtime.ray.session import ray_session
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, run_here, slow
 from tests.rl.tiny import tiny_experiment
 
-pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine takes long
+pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine needs long
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
-    """One Ray for all tests of this file: it takes seconds to start."""
+    """Open one Ray session for all tests of this file: it takes seconds to start."""
     with ray_session():
         yield
 
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
-    """The run in one process of so many updates at this staleness, made once."""
+    """Return the run in one process with this number of updates and staleness, made once."""
     made: dict[tuple[int, int], Path] = {}
 
     def get(num_steps: int, staleness: int = 0) -> Path:
@@ -46,9 +46,9 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], P
 def run_with_ray(
     path: Path, cfg: RLExperiment.Config, look: Callable[[int], None] = lambda step: None, *, kill_at: int | None = None
 ) -> tuple[Path, list[str]]:
-    """The run with every role in a process; `look` is called now and then.
+    """Run with every role in a process; `look` is called all the time.
 
-    Returns what was said too, but for waits: on a busy machine there are some.
+    Returns the lines printed too, except for waits: on a busy machine there are some.
     """
     said: list[str] = []
     with RunDirectory.open(path, to_text(cfg)) as run:
@@ -58,7 +58,7 @@ def run_with_ray(
 
 
 def listening(processes: list[psutil.Process]) -> set[tuple[str, int]]:
-    """Addresses on which these processes accept connections."""
+    """Return the addresses on which these processes accept connections."""
     found = set()
     for process in processes:
         try:
@@ -69,7 +69,7 @@ def listening(processes: list[psutil.Process]) -> set[tuple[str, int]]:
 
 
 def is_loopback(host: str) -> bool:
-    """Also ::ffff:127.0.0.1."""
+    """Return True for a loopback address, ::ffff:127.0.0.1 included."""
     address = ipaddress.ip_address(host)
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
@@ -113,14 +113,14 @@ def test_one_of_two_workers_is_killed_with_a_lease_in_hand(tmp_path, baseline) -
 
 
 class Assassin:
-    """Kills one role after the other; each when the one before has started again and two updates were done since."""
+    """A kill of one role after the other, each when the one before has restarted and two more updates are done."""
 
     def __init__(self, path: Path, roles: list[str]):
         self.path, self.roles, self.killed = path, list(roles), dict[str, int]()
         self.since = 0
 
     def __call__(self, step: int) -> None:
-        back = all(self.lives(role) > 1 for role in self.killed)
+        back = all(self.starts(role) > 1 for role in self.killed)
         if not self.roles or not back or step < self.since + 2:
             return
         role = self.roles.pop(0)
@@ -128,7 +128,7 @@ class Assassin:
         self.since = step
         os.kill(self.killed[role], signal.SIGKILL)
 
-    def lives(self, role: str) -> int:
+    def starts(self, role: str) -> int:
         return len(events(self.path, "start", role))
 
 
@@ -141,7 +141,7 @@ def test_server_controller_verifier_and_trainer_are_killed_one_after_the_other(
     assassin = Assassin(tmp_path, roles)
     path, said = run_with_ray(tmp_path, slow(num_steps=16, staleness=staleness, workers=1), assassin)
     assert list(assassin.killed) == roles
-    assert [assassin.lives(role) for role in roles] == [2, 2, 2, 2]
+    assert [assassin.starts(role) for role in roles] == [2, 2, 2, 2]
     assert_same_outcome(path, baseline(16, staleness))
     assert events(path, "heal")
     [line] = said
@@ -151,7 +151,7 @@ def test_server_controller_verifier_and_trainer_are_killed_one_after_the_other(
 @pytest.mark.usefixtures("session")
 @pytest.mark.full
 def test_shards_of_the_parameter_server_are_killed_and_filled_again(tmp_path, baseline) -> None:
-    """Over sockets, by deltas, from three processes to workers that serve each other."""
+    """Weights go over sockets, by deltas, from three processes to workers that serve each other."""
     cfg = slow(num_steps=32, workers=3, groups_per_lease=1)
     cfg.parameter_server.set(shard_servers=3, shared_memory=False, codec="delta", full_every=4)
     roles = ["parameter-server-1", "worker-0", "parameter-server-2", "parameter-server"]

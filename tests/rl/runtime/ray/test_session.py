@@ -1,4 +1,4 @@
-"""Ray's own processes killed in the middle: others are started, and the run goes on to the same bits."""
+"""Ray's own processes are killed: Ray is restarted, and the run continues to the same bits."""
 
 import os
 import signal
@@ -24,13 +24,13 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
 
 def ours(name: str) -> list[psutil.Process]:
-    """Processes of Ray's that this one has started."""
+    """Return Ray processes that this one has started."""
     found = [child for child in psutil.Process().children() if child.name() == name]
     return [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
 
 
 class Killer:
-    """Kills processes of Ray's, each when two more updates have been done."""
+    """A kill of one Ray process after the other, each when two more updates are done."""
 
     def __init__(self, *names: str):
         self.names, self.killed = list(names), list[psutil.Process]()
@@ -45,7 +45,7 @@ class Killer:
 
 
 def run_with(path: Path, look: Callable[[int], None], num_steps: int) -> list[str]:
-    """What was said, but for waits."""
+    """Return the lines printed, except for waits."""
     cfg, said = slow(num_steps=num_steps, workers=1), list[str]()
     cfg.trainer.checkpoint.set(save_every=2)
     with RunDirectory.open(path, to_text(cfg)) as run:
@@ -53,7 +53,7 @@ def run_with(path: Path, look: Callable[[int], None], num_steps: int) -> list[st
     return [line for line in said if not line.startswith("waiting ")]
 
 
-def test_the_raylet_and_the_gcs_server_are_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_raylet_and_the_gcs_server_are_killed_and_the_run_continues(tmp_path: Path) -> None:
     expected = run_here(tmp_path / "expected", tiny_experiment(num_steps=8, evaluation=None))
     killer = Killer("raylet", "gcs_server")
     said = run_with(tmp_path / "run", killer, 8)
@@ -68,8 +68,8 @@ def test_the_raylet_and_the_gcs_server_are_killed_and_the_run_goes_on(tmp_path: 
     assert events(tmp_path / "run", "died") == [] and ours("raylet") == ours("gcs_server") == []
 
 
-def test_a_driver_that_nobody_waits_for_outlives_its_raylet(tmp_path: Path) -> None:
-    """As under init or in a container: Ray would take the parent that is gone for the raylet, and end the driver."""
+def test_a_driver_without_a_parent_outlives_its_raylet(tmp_path: Path) -> None:
+    """Under init or in a container Ray would mistake the parent that is gone for the raylet, and end the driver."""
     run = tmp_path / "run"
     command = f"{sys.executable} -m tools.cli rl tests.chaos.experiments:endless --run-dir {run}"
     shell = ["sh", "-c", f"{command} > {tmp_path}/said 2>&1 & echo $!"]
@@ -99,14 +99,14 @@ def test_a_driver_that_nobody_waits_for_outlives_its_raylet(tmp_path: Path) -> N
 
 @pytest.fixture
 def session() -> Iterator[None]:
-    """One that is not the run's own."""
+    """Open a session that is not the run's own."""
     with ray_session():
         yield
 
 
 @pytest.mark.usefixtures("session")
-def test_a_session_of_somebody_elses_is_not_started_again(tmp_path: Path) -> None:
+def test_a_session_that_the_run_did_not_start_is_not_restarted(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Ray's raylet \(pid \d+\).*died; it belongs to a Ray cluster"):
         run_with(tmp_path, Killer("raylet"), 8)
     [lost] = ours("gcs_server")
-    assert lost.is_running(), "it is left as it is"
+    assert lost.is_running(), "it is left alone"

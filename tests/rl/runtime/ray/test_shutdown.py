@@ -1,4 +1,4 @@
-"""A process that is sent SIGTERM puts things in order, writes it down and exits 0, in time."""
+"""A role that gets SIGTERM hands back or saves its work, logs it, and exits with status 0 in time."""
 
 import signal
 import subprocess
@@ -25,12 +25,12 @@ print("ready", flush=True)
 while not (shutdown.requested and kind == "polite"):
     time.sleep(0.01)
 shutdown.done(step=7)
-time.sleep(1e6)  # as Ray's own threads would
+time.sleep(1e6)  # like Ray's own threads
 """
 
 
 def leave(tmp_path: Path, kind: str, signals: int = 1) -> list[dict[str, Any]]:
-    """The events of a process that was sent SIGTERM, and exited 0."""
+    """Return the events of a process that got SIGTERM and exited with status 0."""
     path = tmp_path / "events.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-c", ROLE, str(path), kind], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -54,10 +54,10 @@ def test_without_a_loop_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
     assert leave(tmp_path, "no loop") == [{"role": "role", "event": "shutdown"}]
 
 
-def test_when_the_grace_is_over_what_can_be_is_handed_back_and_the_process_ends(tmp_path: Path) -> None:
+def test_when_the_grace_is_over_the_work_is_abandoned_and_the_process_ends(tmp_path: Path) -> None:
     left = {"role": "role", "event": "shutdown", "abandoned": True}
     assert leave(tmp_path, "late") == [{"role": "role", "event": "abandoned"}, left]
 
 
-def test_last_words_that_hang_do_not_keep_the_process(tmp_path: Path) -> None:
+def test_an_abandon_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
     assert leave(tmp_path, "stuck") == [{"role": "role", "event": "shutdown", "abandoned": True}]

@@ -1,4 +1,4 @@
-"""A trainer of two processes: whichever dies or goes, the run goes on, and its result is the same to the bit."""
+"""A trainer of two processes: either may die or shut down; the run continues, and its result has the same bits."""
 
 import signal
 from collections.abc import Iterator
@@ -20,24 +20,24 @@ BOTH = ("trainer", "trainer-1")
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
-    """One Ray for all tests of this file: it takes seconds to start."""
+    """Open one Ray session for all tests of this file: it takes seconds to start."""
     with ray_session():
         yield
 
 
 def two() -> PolicyTrainer.Config:
-    """Two processes, each with two devices of a mesh of four."""
+    """Return a trainer of two processes, each with two devices of a mesh of four."""
     return slow().trainer.clone(processes=2, mesh={"fsdp": 4})
 
 
 class Ordeal(Scenario):
-    """Signals to the trainer's processes, each two updates after both have come back from the one before."""
+    """Signals to the trainer's processes, each two updates after both have restarted from the one before."""
 
     def __init__(self, path: Path, *signals: tuple[str, signal.Signals], after: int = 3):
         super().__init__(path)
         self._since = after - 2
         for number, (role, signum) in enumerate(signals, start=1):
-            ready = lambda number=number: self._calm() and all(self.lives(name) == number for name in BOTH)  # noqa: E731
+            ready = lambda number=number: self._calm() and all(self.starts(name) == number for name in BOTH)  # noqa: E731
             self.when(ready, lambda role=role, signum=signum: self._strike(role, signum))
 
     def _calm(self) -> bool:
@@ -49,7 +49,7 @@ class Ordeal(Scenario):
 
 
 def assert_sound(path: Path) -> None:
-    """Every invariant holds; one of them is that versions made again are the same to the bit."""
+    """Check every invariant; one of them is that repeated versions have the same bits."""
     assert [line for finding in check_run(path) for line in finding.broken] == []
 
 
@@ -61,7 +61,7 @@ def test_one_of_two_processes_is_killed_and_both_start_again(tmp_path: Path) -> 
     assert line.startswith("trainer-1 (pid ") and line.endswith("; restarting all trainer processes")
     assert [row["target"] for row in events(tmp_path, "died")] == ["trainer-1"]
     assert [(row["target"], row["cause"]) for row in events(tmp_path, "ended")] == [("trainer", "trainer-1")]
-    assert [scenario.lives(name) for name in BOTH] == [2, 2]
+    assert [scenario.starts(name) for name in BOTH] == [2, 2]
     assert {row["role"] for row in events(tmp_path, "push")} == set(BOTH)
     assert_sound(tmp_path)
 
@@ -98,7 +98,7 @@ def test_each_is_killed_and_asked_to_leave_and_the_result_is_that_of_an_undistur
 @pytest.mark.timeout(2400)
 @pytest.mark.usefixtures("session")
 def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
-    """Both take part when the parameter server or the controller has to be told again where the trainer is."""
+    """Both take part when the parameter server or the controller has to get the state of the trainer again."""
     scenario = Scenario(tmp_path)
     since = [1]
 
@@ -109,7 +109,7 @@ def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
     roles = ("parameter-server", "controller", "parameter-server", "trainer-1")
     for number, role in enumerate(roles):
         signum = signal.SIGSTOP if role == "trainer-1" else signal.SIGKILL
-        back = lambda number=number: all(scenario.lives(r) == 1 + roles[:number].count(r) for r in roles[:number])  # noqa: E731
+        back = lambda number=number: all(scenario.starts(r) == 1 + roles[:number].count(r) for r in roles[:number])  # noqa: E731
         calm = lambda back=back: back() and scenario.step >= since[0] + 2  # noqa: E731
         scenario.when(calm, lambda role=role, signum=signum: strike(role, signum))
     timeouts = Timeouts.Config(unresponsive=20.0, warn_after=5.0)
@@ -117,14 +117,14 @@ def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
     assert events(tmp_path, "heal")
     assert "trainer-1" in {row["target"] for row in events(tmp_path, "unresponsive")}
     assert any(line.startswith("trainer-1 has not answered for ") for line in said)
-    assert all(scenario.lives(name) >= 2 for name in BOTH)
+    assert all(scenario.starts(name) >= 2 for name in BOTH)
     assert_sound(tmp_path)
 
 
-# ---- what the driver remembers of them
+# ---- the driver's view of the group
 
 
-def test_they_begin_when_all_have_come_and_one_that_goes_before_has_to_come_again() -> None:
+def test_they_begin_when_all_have_started_and_one_that_is_lost_before_has_to_restart() -> None:
     actors: dict[str, Any] = dict.fromkeys(("trainer", "trainer-1", "trainer-2"))
     group = TrainerGroup(actors)
     assert group.leader == "trainer" and group.several
@@ -132,7 +132,7 @@ def test_they_begin_when_all_have_come_and_one_that_goes_before_has_to_come_agai
     assert group.lost("trainer-2") and not group.lost("trainer-2")
     assert not group.started("trainer-1", "c") and group.started("trainer-2", "d")
     group.begin()
-    assert not group.lost("trainer"), "the end of its loop tells"
+    assert not group.lost("trainer"), "the end of its loop is recorded"
     assert group.reset() == {"trainer": "a", "trainer-1": "c", "trainer-2": "d"}
     assert not group.started("trainer", "e")
 
