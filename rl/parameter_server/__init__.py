@@ -1,1 +1,1 @@
-"""Weights on the move: how a version of the parameters is encoded, and how its bytes travel."""
+"""The parameter server: versions of the weights, from the trainer to the rollout workers."""

@@ -1,10 +1,10 @@
-"""Who reads a version from whom: workers that have it serve it to others, so that the parameter server sends it once.
+"""Peer-to-peer broadcast of a version: workers that have it serve it to others, so that the server sends it once.
 
-Store and forward: a reader becomes a source when it has its whole shard_set. With places for ``fanout`` readers at each
-source the number of holders grows by a factor (1 + fanout) in the time of ``fanout`` transfers, so that N readers are
-done in about ``1 + fanout * log(N) / log(1 + fanout)`` transfers while the server sends ``seeds`` replicas.
+Store and forward: a reader becomes a source when it has its whole shard set. With ``fanout`` concurrent readers per
+source, the number of sources grows by a factor (1 + fanout) in the time of ``fanout`` transfers, so N readers finish in
+about ``1 + fanout * log(N) / log(1 + fanout)`` transfers while the server sends ``seeds`` copies.
 
-This is policy only: no threads, no sockets; the caller holds a lock and asks again when something changed.
+Scheduling only: no threads, no sockets; the caller holds a lock and asks again when something has changed.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from collections.abc import Callable
 
 from rl.parameter_server.errors import WeightsError
 
-# Readers in a row that got nothing from a source, after which it is taken for hung and is a source no longer.
+# Consecutive failed reads from a source, after which it counts as hung and is dropped.
 _STRIKES = 2
-# A reader that failed for a reason of its own lets others go first for this part of `transfer_timeout`, times its
-# failures in a row.
+# A reader that failed for its own reason backs off for this fraction of `transfer_timeout`, times its consecutive
+# failures, as long as others wait.
 _STEP_BACK = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grant:
-    """Leave to read ``version`` from ``source``; None is the parameter server's own shards."""
+    """Permission to read ``version`` from ``source``; None is the parameter server itself."""
 
     id: int
     source: str | None
@@ -32,19 +32,19 @@ class Grant:
 
 
 class BroadcastScheduler:
-    """The sources of each (shard_set, version) and the readers that they serve.
+    """Sources of each (shard set, version) and the readers that they serve.
 
     A *shard set* names what a reader wants (index ranges and dtypes). Readers at the same position of equal meshes want
     the same one.
 
     Args:
-        fanout: readers that a source serves at once, over all its shares and versions.
-        seeds: readers of one shard_set and version that the server itself serves at once. It serves only while there is
-            no other source, so that its reads are at most ``seeds`` + sources lost + server readers lost.
-        transfer_timeout: seconds for a transfer that has its source to itself. A grant expires, and its place is free,
+        fanout: concurrent readers per source, over all its shard sets and versions.
+        seeds: concurrent readers of one shard set and version at the server itself. The server serves only while there
+            is no other source, so that its reads are at most ``seeds`` + sources lost + server readers lost.
+        transfer_timeout: seconds for a transfer that has its source to itself. A grant expires, and its slot is free,
             after ``fanout`` (from the server: ``seeds``) times as long; a reader that finishes later still counts.
         clock: seconds; only differences matter.
-        first_id: of grants; beyond those of a directory that died, whose readers may still report.
+        first_id: of grants; beyond those of a dead directory, whose readers may still report.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class BroadcastScheduler:
         self._replicas: dict[tuple[str, int], _Replicas] = {}
         self._sources: dict[str, _Source] = {}
         self._transfers: dict[int, _Transfer] = {}
-        self._changes: list[tuple[float, int]] = []  # a heap: when something changes by itself, the grant or 0
+        self._changes: list[tuple[float, int]] = []  # a heap of (time of a change without a report, grant or 0)
         self._ids = itertools.count(first_id)
 
     def grant(self, reader: str, shard_set: str, version: int) -> Grant | None:
-        """A place to read from, or None: wait. Asked again, a reader gets the grant that it already has."""
+        """Return a source to read from, or None: wait. A repeated request returns the grant that the reader has."""
         self._expire()
         replicas = self._replicas.setdefault((shard_set, version), _Replicas())
         if (held := replicas.transfers.get(reader)) is not None:
             if held.live and (held.source is None or held.source.name in replicas.sources):
                 return held.grant
             self._end(held)
-        if reader in replicas.sources:  # it asks for what it had: it was restarted
+        if reader in replicas.sources:  # it requests what it had: it was restarted
             self._drop_source(self._sources[reader])
         if replicas.steps_back(reader, self._clock()) or (place := self._place(replicas)) is _NOWHERE:
             replicas.waiting.add(reader)
@@ -83,7 +83,7 @@ class BroadcastScheduler:
         return self._begin(replicas, reader, place, version).grant
 
     def done(self, grant_id: int, serves: bool) -> None:
-        """The reader has its shard_set; if it ``serves``, it is a source from now on. Unknown grants are ignored."""
+        """Record that the reader has its shard set, and is a source if it ``serves``. Unknown grants are ignored."""
         self._expire()
         if (transfer := self._transfers.get(grant_id)) is None:
             return
@@ -101,7 +101,7 @@ class BroadcastScheduler:
             self._note_load(source)
 
     def failed(self, grant_id: int, source_is_dead: bool) -> None:
-        """The reader got nothing. A source that is dead, or has not the version any more, is none from now on."""
+        """Record that the reader got nothing. A source that is dead, or no longer has the version, is dropped."""
         self._expire()
         if (transfer := self._transfers.get(grant_id)) is None:
             return
@@ -110,14 +110,14 @@ class BroadcastScheduler:
             if transfer.source is not None:
                 self._drop_source(transfer.source)
             return
-        if transfer.live:  # otherwise its time was up and the source has its strike
+        if transfer.live:  # otherwise it has expired, and the source has its strike
             self._strike(transfer.source)
         until = self._clock() + transfer.replicas.count_failure(transfer.reader) * _STEP_BACK * self._transfer_timeout
         transfer.replicas.back_off[transfer.reader] = until
         heapq.heappush(self._changes, (until, 0))
 
     def forget(self, worker: str) -> None:
-        """A worker is gone: it reads no more and is no source. Its readers report their failures themselves."""
+        """Remove a dead worker as reader and source. Its readers report their failures themselves."""
         for transfer in [t for t in self._transfers.values() if t.reader == worker]:
             self._end(transfer)
         for replicas in self._replicas.values():
@@ -126,7 +126,7 @@ class BroadcastScheduler:
             self._drop_source(self._sources[worker])
 
     def drop_version(self, version: int) -> None:
-        """Nobody is to read ``version`` any more. Transfers under way are forgotten, not stopped."""
+        """End the broadcast of ``version``. Transfers in progress are forgotten, not stopped."""
         for key in [key for key in self._replicas if key[1] == version]:
             replicas = self._replicas.pop(key)
             for transfer in list(replicas.transfers.values()):
@@ -135,7 +135,7 @@ class BroadcastScheduler:
                 source.replicas.remove(replicas)
 
     def next_change(self) -> float | None:
-        """When, on the clock, a waiting reader may get a place although nothing is reported until then."""
+        """Return the time when a waiting reader may get a source although nothing is reported until then."""
         self._expire()
         while self._changes:
             when, grant_id = self._changes[0]
@@ -145,7 +145,7 @@ class BroadcastScheduler:
         return None
 
     def sources(self, shard_set: str, version: int) -> dict[str, int]:
-        """The workers that serve, with the number of readers that each has now (over all that it serves)."""
+        """Return the serving workers, with the number of readers that each has (over all that it serves)."""
         replicas = self._replicas.get((shard_set, version), _Replicas())
         return {name: source.load for name, source in replicas.sources.items()}
 
@@ -172,7 +172,7 @@ class BroadcastScheduler:
             self._add_load(transfer, -1)
 
     def _expire(self) -> None:
-        """Voids the grants whose time is up. They are kept, since their readers may be slow and not dead."""
+        """Expire the grants whose time is up. They are kept, since their readers may be slow and not dead."""
         now = self._clock()
         while self._changes and self._changes[0][0] <= now:
             transfer = self._transfers.get(heapq.heappop(self._changes)[1])
@@ -206,27 +206,27 @@ class BroadcastScheduler:
             replicas.sources.pop(source.name)
             replicas.free.pop(source.name, None)
         source.replicas.clear()
-        if self._sources.get(source.name) is source:  # not the next life of a worker of that name
+        if self._sources.get(source.name) is source:  # not a restarted worker of that name
             del self._sources[source.name]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Source:
-    """A worker that serves."""
+    """Worker that serves its peers."""
 
     name: str
-    order: int  # of its becoming a source
-    load: int = 0  # readers now
-    strikes: int = 0  # readers in a row that got nothing
+    order: int  # in which it became a source
+    load: int = 0  # current readers
+    strikes: int = 0  # consecutive failed reads
     replicas: "list[_Replicas]" = dataclasses.field(default_factory=list)
 
 
-_NOWHERE = _Source("", 0)  # no place; None is the server's
+_NOWHERE = _Source("", 0)  # no free slot; None is the server
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Transfer:
-    """A grant and who is at its ends; ``live`` until its time is up."""
+    """Grant with its two ends; ``live`` until it expires."""
 
     grant: Grant
     reader: str
@@ -237,18 +237,18 @@ class _Transfer:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Replicas:
-    """One shard_set of one version: who has it, who reads it, who waits for it."""
+    """Sources, readers and waiting readers of one shard set of one version."""
 
     sources: dict[str, _Source] = dataclasses.field(default_factory=dict)
-    free: dict[str, _Source] = dataclasses.field(default_factory=dict)  # sources with a place left
+    free: dict[str, _Source] = dataclasses.field(default_factory=dict)  # sources with a free slot
     transfers: dict[str, _Transfer] = dataclasses.field(default_factory=dict)  # by reader
     from_server: int = 0  # live transfers from the server
     waiting: set[str] = dataclasses.field(default_factory=set)
-    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # of a reader, in a row
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # consecutive, by reader
     back_off: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def steps_back(self, reader: str, now: float) -> bool:
-        """A reader that fails at once and asks at once must not keep the only place from the others."""
+        """Return True while a failed reader backs off, so that it does not keep the only slot from the others."""
         return now < self.back_off.get(reader, now) and bool(self.waiting - {reader})
 
     def count_failure(self, reader: str) -> int:

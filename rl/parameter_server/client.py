@@ -1,4 +1,4 @@
-"""The parameter server as trainers and workers see it, in this process or elsewhere."""
+"""Clients of the parameter server, for trainers and workers, in its process or elsewhere."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from rl.parameter_server.transport.shared_memory import host_identity
 
 
 class ParameterServerClient:
-    """Links to the directory and to the shard servers, and what is made with them."""
+    """Client of the directory and of all shard servers; creates publishers and receivers."""
 
     def __init__(
         self,
@@ -35,15 +35,17 @@ class ParameterServerClient:
         self._closing: list[RpcClient | RpcServer] = list(clients)
 
     def publisher(self, *, pusher: str | None = None, process: int = 0, processes: int = 1) -> Publisher:
-        """For one process of a trainer (see `Publisher`)."""
+        """Create the publisher of one trainer process (see `Publisher`)."""
         shared = self.remote and self._cfg.shared_memory
         return Publisher(
             self.directory, self._servers, pusher=pusher, process=process, processes=processes, shared_memory=shared
         )
 
     def receiver(self, like: Params, worker: str | None = None) -> Receiver:
-        """For arrays like these. As `worker` (a name of its own for every process) it serves others in turn, unless the
-        server's memory can be mapped here, which is cheaper than any serving.
+        """Create a receiver for arrays like these.
+
+        With a `worker` name, unique per process, the receiver also serves peers, unless it can map the server's shared
+        memory, which is cheaper than any transfer.
         """
         cfg = self._cfg
         return Receiver(
@@ -58,7 +60,7 @@ class ParameterServerClient:
         )
 
     def close(self) -> None:
-        """End all connections, and serve no more."""
+        """Close all connections, and stop serving peers."""
         for end in self._closing:
             end.close()
 

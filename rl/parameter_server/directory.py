@@ -1,4 +1,4 @@
-"""The directory: which versions there are, who holds them, and who should read from whom.
+"""The directory: which versions exist, which servers hold their shards, and who reads from whom.
 
 A version is published in three steps: a trainer calls `open` and gets a key; each of its processes pushes its shards
 under that key; each process calls `commit`. The last commit publishes the version atomically, if the shards cover every
@@ -26,7 +26,7 @@ from rl.parameter_server.store.shard_server import ShardServer
 
 
 class Directory:
-    """Safe to call from several threads. Versions are never reused for other contents."""
+    """Directory of all versions. Thread-safe. A version number is never reused for other contents."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Directory:
         """`offloads`: the shard servers write evicted versions to a disk or bucket, and can restore them."""
         self._servers, self._keep, self._broadcast, self._clock = list(servers), keep, broadcast, clock
         self._offloads = offloads
-        self._leaving: dict[int, Manifest] = {}  # by key: being offloaded
-        self._coming: set[int] = set()  # keys: being brought back
-        self._next_key = secrets.randbits(40) << 20  # never one that a directory before this one has given
+        self._offloading: dict[int, Manifest] = {}  # by key: being offloaded
+        self._restoring: set[int] = set()  # keys: being restored
+        self._next_key = secrets.randbits(40) << 20  # never a key of an earlier directory
         self._open: dict[int, dict[str, Any]] = {}  # key -> version, pusher, commits
         self._published: deque[int] = deque(maxlen=256)  # keys
         self._versions: dict[int, Manifest] = {}
@@ -54,7 +54,12 @@ class Directory:
     # ---- trainers
 
     def open(self, version: int, pusher: str, processes: int) -> int:
-        """The key under which the processes of one trainer (`pusher`, another after every start) push a version.
+        """Return the key under which the processes of one trainer push a version.
+
+        Args:
+            version: its number.
+            pusher: name of the trainer, different after every start.
+            processes: number of its processes.
 
         Raises:
             WeightsError: the version is older than all that are kept.
@@ -67,16 +72,16 @@ class Directory:
                 if same and len(attempt["commits"]) < processes:
                     return key
             self._next_key += 1
-            self._open = {k: a for k, a in self._open.items() if a["pusher"] == pusher}  # others are dead
+            self._open = {k: a for k, a in self._open.items() if a["pusher"] == pusher}  # other trainers are dead
             self._open[self._next_key] = {"version": version, "pusher": pusher, "processes": processes, "commits": {}}
             return self._next_key
 
     def commit(self, commit: Commit) -> bool:
-        """One process has pushed all its shards; True if that has published the version.
+        """Record that one process has pushed all its shards; return True if that has published the version.
 
         Raises:
-            WeightsError: the shards do not make up the tensors, the processes disagree, a server was restarted
-                meanwhile, or the version was published before with other contents.
+            WeightsError: the shards do not make up the tensors, the processes disagree, a shard server was restarted in
+                between, or the version was published before with other contents.
         """
         with self._changed:
             attempt = self._open.get(commit.key)
@@ -93,20 +98,23 @@ class Directory:
             manifest, incarnations = _join(commits)
             self._check_alive(incarnations, commit.version)
             with self._changed:
-                leaving = self._publish(manifest, incarnations)
+                evicted = self._publish(manifest, incarnations)
                 self._published.append(commit.key)
         finally:
             with self._changed:
                 self._open.pop(commit.key, None)
                 self._changed.notify_all()
-        if leaving:
-            threading.Thread(target=self._offload, args=(leaving,), name="offload", daemon=True).start()
+        if evicted:
+            threading.Thread(target=self._offload, args=(evicted,), name="offload", daemon=True).start()
         self._sweep()
         return True
 
     def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
-        """What has become of an attempt within `timeout` seconds: whether it was published, or, as long as that is
-        open, the trainer processes whose commits are awaited (none: all are here, and it is being decided).
+        """Wait up to `timeout` seconds for the end of an attempt to publish.
+
+        Returns:
+            True if it was published, False if it was aborted. While it is open, the trainer processes that have not
+            committed (none: all have, and the last commit is being checked).
         """
         with self._changed:
             self._changed.wait_for(lambda: key not in self._open, timeout)
@@ -115,7 +123,7 @@ class Directory:
             return [process for process in range(attempt["processes"]) if process not in attempt["commits"]]
 
     def rewind(self, version: int) -> None:
-        """The trainer restarted from this version: forget every later one, they will be made again."""
+        """Forget every version after this one: the trainer restarted from it and will publish them again."""
         with self._changed:
             for later in [v for v in self._checksums if v > version]:
                 del self._checksums[later]
@@ -124,21 +132,22 @@ class Directory:
             for server in self._servers:
                 server.drop_offloaded(version)
 
-    # ---- everyone
+    # ---- readers
 
     def latest(self) -> int:
-        """The newest version held, or -1."""
+        """Return the newest version held, or -1."""
         with self._changed:
             return max(self._versions, default=-1)
 
     def oldest(self) -> int:
-        """The oldest version held, or -1."""
+        """Return the oldest version held, or -1."""
         with self._changed:
             return min(self._versions, default=-1)
 
     def versions(self) -> list[int]:
-        """Held in whole, oldest first, after a look at whether their servers still live: what a trainer asks who wants
-        to know whether anything has to be published again.
+        """Return the complete versions on live shard servers, oldest first.
+
+        Trainers use it to decide what to publish again; it asks every shard server for its incarnation.
         """
         with self._changed:
             known = dict(self._incarnations)
@@ -150,13 +159,13 @@ class Directory:
             return sorted(self._versions)
 
     def manifest(self, version: int, timeout: float = 0.0) -> Manifest:
-        """Of exactly this version, waiting up to `timeout` seconds for its publication.
+        """Return the manifest of exactly this version, waiting up to `timeout` seconds for its publication.
 
         Raises:
-            WeightsError: not there in time; says what is.
+            WeightsError: not published in time; names the versions held.
         """
         if self._offloads and version not in self.versions():
-            self._bring_back(version)
+            self._restore(version)
         with self._changed:
             if not self._changed.wait_for(lambda: version in self._versions, timeout):
                 raise WeightsError(
@@ -165,18 +174,27 @@ class Directory:
             return self._versions[version]
 
     def newer(self, version: int, timeout: float = 0.0) -> int:
-        """The newest version held, as soon as it is above this one; else, after `timeout` seconds, what there is."""
+        """Return the newest version as soon as it is above this one; after `timeout` seconds, the newest there is."""
         with self._changed:
             self._changed.wait_for(lambda: max(self._versions, default=-1) > version, timeout)
             return max(self._versions, default=-1)
 
-    # ---- workers that serve each other
+    # ---- peer-to-peer broadcast
 
     def grant(
         self, worker: str, endpoint: str, shard_set: str, version: int, timeout: float = 0.0
     ) -> tuple[int, str | None] | None:
-        """From whom a worker, which itself can be read from at `endpoint`, may read its shard_set now: (number of the
-        grant, endpoint; None: the servers of the server). None if all places are taken for `timeout` seconds.
+        """Assign a source from which a worker may read its shard set.
+
+        Args:
+            worker: the reader.
+            endpoint: where the worker itself serves.
+            shard_set: digest of the index ranges and dtypes that it wants.
+            version: the version.
+            timeout: seconds to wait for a source with a free slot.
+
+        Returns:
+            Grant number and endpoint of the source (None: the shard servers); None if all sources were busy.
         """
         end = self._clock() + timeout
         with self._changed:
@@ -192,28 +210,28 @@ class Directory:
                 self._changed.wait(min(left, 0.5))
 
     def done(self, grant: int, serves: bool) -> None:
-        """The worker has its shard_set and, if it `serves`, gives it to others."""
+        """Record that the worker has its shard set and, if it `serves`, is a source for others."""
         with self._changed:
             self._broadcast.done(grant, serves)
             self._changed.notify_all()
 
     def failed(self, grant: int, source_is_dead: bool) -> None:
-        """The worker could not read it."""
+        """Record that the worker could not read from its source."""
         with self._changed:
             self._broadcast.failed(grant, source_is_dead)
             self._changed.notify_all()
 
     def forget(self, worker: str) -> None:
-        """A worker has gone."""
+        """Remove a worker that has left."""
         with self._changed:
             self._shard_servers.pop(worker, None)
             self._broadcast.forget(worker)
             self._changed.notify_all()
 
-    # ---- parts
+    # ---- internals
 
     def _publish(self, manifest: Manifest, incarnations: dict[int, str]) -> list[Manifest]:
-        """Returns those that have to be offloaded now."""
+        """Publish a version, and return the evicted ones that are to be offloaded."""
         version = manifest.version
         known = self._checksums.setdefault(version, manifest.checksum)
         if known != manifest.checksum:
@@ -223,38 +241,38 @@ class Directory:
             )
         if version not in self._versions:
             self._versions[version], self._incarnations[version] = manifest, incarnations
-        leaving = []
+        evicted = []
         for old in sorted(self._versions)[: -self._keep]:
             if self._offloads:
-                leaving.append(self._versions[old])
+                evicted.append(self._versions[old])
             self._forget(old)
-        self._leaving |= {one.key: one for one in leaving}
+        self._offloading |= {one.key: one for one in evicted}
         oldest = min(self._versions)
         self._checksums = {v: checksum for v, checksum in self._checksums.items() if v >= oldest}
         self._changed.notify_all()
-        return leaving
+        return evicted
 
     def _forget(self, version: int) -> None:
         self._versions.pop(version, None)
         self._incarnations.pop(version, None)
         self._broadcast.drop_version(version)
 
-    def _offload(self, leaving: Sequence[Manifest]) -> None:
-        for manifest in leaving:
+    def _offload(self, evicted: Sequence[Manifest]) -> None:
+        for manifest in evicted:
             try:
                 for server in self._servers:
                     server.offload(manifest.key, manifest.version, to_text(manifest))
-            except WeightsError as error:  # it is an old version; the run does not depend on it
+            except WeightsError as error:  # the run does not depend on an old version
                 logging.getLogger(__name__).warning("version %d was not offloaded: %s", manifest.version, error)
             with self._changed:
-                del self._leaving[manifest.key]
+                del self._offloading[manifest.key]
         self._sweep()
 
-    def _bring_back(self, version: int) -> None:
+    def _restore(self, version: int) -> None:
         with self._changed:
             self._next_key += 1
             key = self._next_key
-            self._coming.add(key)  # or a sweep meanwhile would take it for rubbish
+            self._restoring.add(key)  # so that a concurrent sweep does not drop it
         try:
             texts = [server.restore(version, key) for server in self._servers]
             if None in texts or not texts[0]:
@@ -267,12 +285,12 @@ class Directory:
                 self._changed.notify_all()
         finally:
             with self._changed:
-                self._coming.discard(key)
+                self._restoring.discard(key)
 
     def _sweep(self) -> None:
-        """Let servers drop what belongs to no version, held or under way. One that is dead has nothing to drop."""
+        """Let shard servers drop what belongs to no version, held or in progress. Dead ones have nothing to drop."""
         with self._changed:
-            keys = {*(m.key for m in self._versions.values()), *self._open, *self._leaving, *self._coming}
+            keys = {*(m.key for m in self._versions.values()), *self._open, *self._offloading, *self._restoring}
         for server in self._servers:
             try:
                 server.keep(keys)

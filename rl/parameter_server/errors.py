@@ -1,19 +1,19 @@
-"""What can be wrong with weights on their way."""
+"""Errors of publishing, storing and pulling weights."""
 
 from mesh import UserError
 
 
 class WeightsError(UserError):
-    """Weights that are damaged, of another shape, or of a version that is not to be had."""
+    """Weights that are damaged, of the wrong shape, or of a version that is not available."""
 
 
 class VersionGone(WeightsError):
-    """The version is not held (any more) where it was asked for; another shard server may have it."""
+    """The version is not (or no longer) held where it was requested; another server may have it."""
 
 
 class WrongBase(WeightsError):
-    """A delta does not fit what it was to be added to; the whole has to be sent."""
+    """A delta does not fit the base that it is added to; the full shard has to be sent."""
 
 
 class PublishAborted(WeightsError):
-    """What was pushed so far is lost, because the server was restarted; the version has to be pushed from the start."""
+    """The shards pushed so far are lost, because the server was restarted; publishing has to start over."""

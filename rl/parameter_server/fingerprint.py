@@ -24,8 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from axlearn_like.layers.base import Params
 from rl.parameter_server.errors import WeightsError
 
-LANES = 4  # sums of 32 bits for an array
-BLOCK = 1 << 32  # elements that one 32-bit index tells apart
+LANES = 4  # 32-bit sums per array
+BLOCK = 1 << 32  # elements that one 32-bit index distinguishes
 
 
 def digest_of(data: Any) -> str:
@@ -41,9 +41,9 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def fingerprints(params: Params) -> dict[str, str]:
-    """The fingerprint of every array: path ("a/b/c") -> 32 hexadecimal digits over path, dtype, shape and bits.
+    """Return the fingerprint of every array: path ("a/b/c") -> 32 hexadecimal digits over path, dtype, shape and bits.
 
-    Of arrays that are spread over several processes, all of these must ask, and all get the same answer.
+    For arrays sharded over several processes, all of these must call it, and all get the same result.
 
     Raises:
         WeightsError: an array whose elements have more than 32 bits.
@@ -52,7 +52,9 @@ def fingerprints(params: Params) -> dict[str, str]:
 
 
 def begin_fingerprints(params: Params) -> Callable[[], dict[str, str]]:
-    """Have the devices compute `fingerprints`; what is returned waits for them. The arrays may be donated meanwhile.
+    """Start computing `fingerprints` on the devices; return a function that waits for them.
+
+    The arrays may be donated before it is called.
 
     Raises:
         WeightsError: an array whose elements have more than 32 bits.
@@ -82,12 +84,12 @@ def begin_fingerprints(params: Params) -> Callable[[], dict[str, str]]:
 
 
 def path_name(path: Any) -> str:
-    """Of an array in nested dicts: its keys, joined by slashes."""
+    """Return the path of an array in nested dicts: its keys, joined by slashes."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def fingerprint_version(fingerprints: Mapping[str, str]) -> str:
-    """The content checksum of a version: BLAKE2b over the sorted paths and fingerprints, 32 hexadecimal digits."""
+    """Return the content checksum of a version: BLAKE2b over sorted paths and fingerprints, 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     for name, fingerprint in sorted(fingerprints.items()):
         digest.update(f"{name}\0{fingerprint}\n".encode())
@@ -101,7 +103,7 @@ def _digest(name: str, dtype: str, shape: tuple[int, ...], lanes: np.ndarray) ->
 
 
 def _on_a_mesh(leaf: Any) -> tuple[jax.Array, NamedSharding]:
-    """The array as it is if it lies on a mesh, else on a mesh of its one device (the same memory)."""
+    """Return an array that lies on a mesh as it is, any other on a mesh of its one device (the same memory)."""
     if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
         return leaf, leaf.sharding
     array = jnp.asarray(leaf)
@@ -112,7 +114,7 @@ def _on_a_mesh(leaf: Any) -> tuple[jax.Array, NamedSharding]:
 
 @lru_cache(maxsize=256)
 def _device_sums(mesh: Mesh, spec: PartitionSpec) -> Any:
-    """The program array -> uint32 [devices, LANES], every device's row on that device; zeros for replicas."""
+    """Return the program array -> uint32 [devices, LANES], each row on its device; zeros for replicas."""
     rows = PartitionSpec(mesh.axis_names)
     sums = partial(_shard_sums, axes=_axes(spec), sizes=dict(mesh.shape))
     return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=rows, check_vma=False))
@@ -120,18 +122,18 @@ def _device_sums(mesh: Mesh, spec: PartitionSpec) -> Any:
 
 @lru_cache(maxsize=256)
 def _add_up(mesh: Mesh) -> Any:
-    """The program [uint32 [devices, LANES]] of all arrays -> uint32 [arrays, LANES], the same on all devices."""
+    """Return the program [uint32 [devices, LANES]] of all arrays -> uint32 [arrays, LANES], replicated."""
     total = lambda parts: jnp.sum(jnp.stack(parts), axis=1, dtype=jnp.uint32)  # noqa: E731
     return jax.jit(total, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
-    """The mesh axes by which each dimension is cut, the outermost first."""
+    """Return the mesh axes that shard each dimension, the outermost first."""
     return [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in spec]
 
 
 def _shard_sums(shard: jax.Array, *, axes: list[tuple[str, ...]], sizes: dict[str, int]) -> jax.Array:
-    """One device's row: the sums over its shard, or zeros if the shard is another device's too and counts there."""
+    """Return the sums over one device's shard, or zeros if the shard is a replica that counts on another device."""
     axes = [*axes, *[()] * (shard.ndim - len(axes))]
     shape, starts = [], []
     for size, names in zip(shard.shape, axes, strict=True):
@@ -146,13 +148,13 @@ def _shard_sums(shard: jax.Array, *, axes: list[tuple[str, ...]], sizes: dict[st
 
 
 def element_sums(part: jax.Array, shape: list[int], starts: list[Any], block: int = BLOCK) -> jax.Array:
-    """The sums over a part of an array, uint32 [LANES]; to be traced. The sums of disjoint parts add up to the whole's.
+    """Trace the sums over a part of an array, uint32 [LANES]. The sums of disjoint parts add up to those of the whole.
 
     Args:
-        part: what is held.
+        part: the part held.
         shape: of the whole array.
-        starts: where the part begins in each dimension.
-        block: elements that one index tells apart; smaller in tests only.
+        starts: first index of the part in each dimension.
+        block: elements that one 32-bit index distinguishes; smaller in tests only.
     """
     bits = _bits(part)
     place, weight = _places(bits, shape, starts, block)
@@ -165,7 +167,7 @@ def element_sums(part: jax.Array, shape: list[int], starts: list[Any], block: in
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    """The bits of every element, uint32."""
+    """Return the bits of every element, uint32."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array.astype(jnp.int32).astype(jnp.uint32)  # of signed integers: sign-extended
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
@@ -173,10 +175,10 @@ def _bits(array: jax.Array) -> jax.Array:
 
 
 def _places(like: jax.Array, shape: list[int], starts: list[Any], block: int) -> tuple[jax.Array, jax.Array]:
-    """Two words for each element that depend on its index in the whole array, the second of them odd.
+    """Return two words for each element that depend on its index in the whole array, the second of them odd.
 
     The first differs for all elements of a block. An array larger than a block has a second index, of the block; two
-    of its elements may have the first word in common, but hardly both.
+    of its elements may share the first word, but hardly both.
     """
     sizes = [math.prod(shape[axis:]) for axis in range(len(shape) + 1)]  # of the array from this axis on
     inner = next((axis for axis in range(len(shape) - 1) if sizes[axis] <= block), max(len(shape) - 1, 0))
@@ -195,7 +197,7 @@ def _places(like: jax.Array, shape: list[int], starts: list[Any], block: int) ->
 
 
 def _mix(x: jax.Array, first: int, second: int) -> jax.Array:
-    """A bijection of 32-bit words in which every bit of the input bears on every bit of the result.
+    """Mix 32-bit words: a bijection in which every input bit affects every output bit.
 
     The form, and 0x85EBCA6B with 0xC2B2AE35, are of MurmurHash3's finalizer (A. Appleby); 0x7FEB352D with 0x846CA68B of
     C. Wellons' hash prospector ("lowbias32").

@@ -22,27 +22,27 @@ type IndexRange = tuple[tuple[int, int], ...]  # [start, stop) by dimension; () 
 
 
 def whole(shape: Sequence[int]) -> IndexRange:
-    """The index range of a whole tensor."""
+    """Return the index range of a whole tensor."""
     return tuple((0, int(size)) for size in shape)
 
 
 def shape_of(index_range: IndexRange) -> tuple[int, ...]:
-    """The shape of the array that holds what is in the index range."""
+    """Return the shape of the array that holds an index range."""
     return tuple(stop - start for start, stop in index_range)
 
 
 def volume(index_range: IndexRange) -> int:
-    """The number of elements: 1 for a scalar, 0 for an empty range."""
+    """Return the number of elements: 1 for a scalar, 0 for an empty range."""
     return _domain(index_range).size
 
 
 def describe(index_range: IndexRange) -> str:
-    """The index range as one would index with it: "[0:2, 4:8]"."""
+    """Format the index range as one would index with it: "[0:2, 4:8]"."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in index_range) + "]"
 
 
 def intersect(a: IndexRange, b: IndexRange) -> IndexRange | None:
-    """What lies in both, None if nothing does. Compare with `is None`: the index range of a scalar, (), is false.
+    """Return the intersection, or None if it is empty. Test with `is None`: the index range of a scalar, (), is false.
 
     Raises:
         WeightsError: the index ranges have different numbers of dimensions.
@@ -54,7 +54,7 @@ def intersect(a: IndexRange, b: IndexRange) -> IndexRange | None:
 
 
 def within(index_range: IndexRange, outer: IndexRange) -> bool:
-    """Whether the index range lies in `outer`, border to border."""
+    """Return True if the index range lies in `outer`; equal bounds count as inside."""
     return len(index_range) == len(outer) and all(
         o[0] <= b[0] and b[1] <= o[1] for b, o in zip(index_range, outer, strict=True)
     )
@@ -95,7 +95,7 @@ def owned_shards(array: jax.Array, turn: int = 0) -> list[tuple[IndexRange, jax.
 
 
 def needed_index_ranges(sharding: Sharding, shape: Sequence[int]) -> dict[IndexRange, list[Any]]:
-    """The distinct index ranges of a tensor that this process's devices need, each with the devices that need it."""
+    """Return the distinct index ranges of a tensor that local devices need, each with its devices."""
     needed: dict[IndexRange, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
         needed.setdefault(index_range_of(index or (), shape), []).append(device)
@@ -103,10 +103,10 @@ def needed_index_ranges(sharding: Sharding, shape: Sequence[int]) -> dict[IndexR
 
 
 def check_cover(name: str, shape: Sequence[int], index_ranges: Iterable[IndexRange]) -> None:
-    """See that the index ranges make up the tensor: every element in exactly one of them.
+    """Check that the index ranges make up the tensor: every element in exactly one of them.
 
     Raises:
-        WeightsError: naming the tensor, and the first index range that does not belong to it, overlap, or hole.
+        WeightsError: naming the tensor and the first index range that is outside, overlaps, or is missing.
     """
     tensor, kept = whole(shape), []
     for index_range in index_ranges:
@@ -178,12 +178,12 @@ def _ends(index_ranges: tuple[IndexRange, ...], rank: int) -> tuple[np.ndarray, 
 
 
 def index_range_of(index: tuple[slice, ...], shape: Sequence[int]) -> IndexRange:
-    """The index range that jax names by slices; their ends are None where they are those of the tensor."""
+    """Convert the slices of a jax index; their ends are None where they are those of the tensor."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _without(index_range: IndexRange, other: IndexRange) -> list[IndexRange]:
-    """What is left of an index range outside the other: at most two slabs for each dimension."""
+    """Return the rest of an index range outside the other: at most two slabs for each dimension."""
     both = intersect(index_range, other)
     if both is None:
         return [index_range]

@@ -1,4 +1,4 @@
-"""What a version of the weights is: its tensors, the shards they are cut into, and what their contents must be."""
+"""Metadata of a version: its tensors, the shards they are cut into, and the checksums of their contents."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from rl.parameter_server.index_ranges import IndexRange
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One array of the policy; `path` are the keys of the nested dict, joined by slashes."""
+    """Array of the policy; `path` joins the keys of the nested dict by slashes."""
 
     path: str
     shape: tuple[int, ...]
@@ -29,12 +29,12 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Commit:
-    """What one of `processes` trainer processes says when all its shards of a version have been taken.
+    """Message of one of `processes` trainer processes that the servers have all its shards of a version.
 
     Attributes:
         key: of this attempt to publish the version; the stores hold its shards under it (see `Directory.open`).
-        incarnations: of the shard servers that took the shards: a server that has been restarted since has lost them.
-        fingerprints: contents of every tensor by path (see fingerprint.py), from all processes the same.
+        incarnations: of the shard servers that took the shards: one that was restarted since has lost them.
+        fingerprints: contents of every tensor by path (see fingerprint.py), the same from all processes.
     """
 
     version: int
@@ -49,7 +49,7 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """A published version. `checksum` covers paths, shapes, dtypes and contents, whatever the sharding was."""
+    """Published version. `checksum` covers paths, shapes, dtypes and contents, independent of the sharding."""
 
     version: int
     key: int
@@ -59,7 +59,7 @@ class Manifest:
     checksum: str
 
     def shards_by_tensor(self) -> dict[str, list[Shard]]:
-        """By tensor."""
+        """Return the shards of each tensor."""
         by_tensor: dict[str, list[Shard]] = {tensor.path: [] for tensor in self.tensors}
         for shard in self.shards:
             by_tensor[shard.tensor].append(shard)
@@ -67,7 +67,7 @@ class Manifest:
 
 
 def to_text(record: Commit | Manifest) -> str:
-    """As JSON."""
+    """Encode as JSON."""
     return json.dumps(dataclasses.asdict(record), separators=(",", ":"))
 
 
@@ -84,7 +84,7 @@ def manifest_from_text(text: str) -> Manifest:
 
 
 def as_index_range(bounds: Iterable[Iterable[int]]) -> IndexRange:
-    """An index range that has been through JSON."""
+    """Convert an index range that has been through JSON back to tuples."""
     return tuple((start, stop) for start, stop in bounds)
 
 

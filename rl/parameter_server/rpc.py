@@ -1,4 +1,4 @@
-"""Holders and the directory over the wire: what a request says, and the proxies that look like the real ones."""
+"""RPC of shard servers and directory: the request handler, and remote proxies with the same interface."""
 
 import dataclasses
 import json
@@ -21,8 +21,8 @@ from rl.parameter_server.transport.server import Body
 type Reply = dict[str, Any] | tuple[dict[str, Any], Sequence[Any]]
 type Handle = Callable[[str, dict[str, Any], Body], Reply]
 
-_ENCODE_SECONDS = 60.0  # that a shard server may take over what one request asks for
-_OFFLOAD_SECONDS = 3600.0  # that writing a version to a bucket, or reading it, may take
+_ENCODE_SECONDS = 60.0  # for a shard server to encode what one request asks for
+_OFFLOAD_SECONDS = 3600.0  # to write a version to a bucket, or to read it
 _PLAIN = (
     *("open", "outcome", "rewind", "latest", "oldest", "versions", "newer"),
     *("grant", "done", "failed", "forget"),
@@ -30,7 +30,7 @@ _PLAIN = (
 
 
 def serve(shard_server: LocalShardServer, directory: Directory | None = None) -> Handle:
-    """The requests that a shard server answers, and the directory if it lives here."""
+    """Return the handler of requests to a shard server, and to the directory if it lives here."""
 
     def handle(operation: str, fields: dict[str, Any], body: Body) -> Reply:
         if (answer := _OPERATIONS.get(operation)) is not None:
@@ -49,7 +49,7 @@ def serve(shard_server: LocalShardServer, directory: Directory | None = None) ->
 
 
 class RemoteDirectory:
-    """A `Directory` elsewhere; its methods, but for those of other types than JSON's, are taken as they are."""
+    """Proxy of a `Directory` in another process."""
 
     def __init__(self, client: RpcClient):
         self._client = client
@@ -103,7 +103,7 @@ class RemoteDirectory:
 
 
 class RemoteShardServer:
-    """A `LocalShardServer` elsewhere."""
+    """Proxy of a `LocalShardServer` in another process."""
 
     def __init__(self, client: RpcClient):
         self._client = client
@@ -135,7 +135,7 @@ class RemoteShardServer:
 
     def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None:
         fields = {"key": key, "segment": segment, "shards": list(shards)}
-        end = max((offset for _, _, _, offset, _ in shards), default=0)  # of the last shard: near enough
+        end = max((offset for _, _, _, offset, _ in shards), default=0)  # of the last shard: close enough
         self._client.call("adopt", fields, timeout=_seconds(end))
 
     def read(
@@ -148,7 +148,7 @@ class RemoteShardServer:
             memory.clear()
             for index, answer in enumerate(fields["answers"]):
                 target = targets[index] if targets and answer["codec"] == "raw" and answer["nbytes"] else None
-                make = BUFFERS.empty if answer["codec"] == "raw" else np.empty  # others are of a new size each time
+                make = BUFFERS.empty if answer["codec"] == "raw" else np.empty  # encoded sizes differ every time
                 memory.append(make((answer["nbytes"],), np.uint8) if target is None else target)
             return [memoryview(part) for part in memory]
 
@@ -161,7 +161,7 @@ class RemoteShardServer:
 
 
 def _seconds(nbytes: int) -> float:
-    """That a busy machine may take to look at so many bytes."""
+    """Return the seconds that a busy machine may take to read so many bytes."""
     return nbytes / 50e6
 
 
@@ -206,7 +206,7 @@ _PLAIN_OF_HOLDER = ("incarnation", "host", "keep", "offload", "restore", "drop_o
 
 
 def endpoint_text(endpoint: Endpoint) -> str:
-    """As the directory keeps it."""
+    """Encode an endpoint for the directory."""
     return json.dumps(dataclasses.asdict(endpoint))
 
 

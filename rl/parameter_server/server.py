@@ -23,25 +23,25 @@ from rl.parameter_server.transport.tls import Tls
 
 
 class ParameterServer(Configurable):
-    """One process's part of the server: shard server `index`, and the directory if that is 0."""
+    """One process of the parameter server: shard server `index`, and the directory if that is 0."""
 
     class Config(ConfigBase["ParameterServer"]):
         keep: int = 4  # versions in memory
         shard_servers: int = 1  # processes
-        host: str = "127.0.0.1"  # where the bytes are served
+        host: str = "127.0.0.1"  # address to listen on
         port: int = 0  # of server 0, the next for server 1, and so on; 0: any free port
         tls: Tls.Config | None = None
         shared_memory: bool = True  # between processes of one host
         codec: str = "raw"  # how weights travel to workers: raw, delta (lossless), bf16 or int8 (approximate)
-        full_every: int = 0  # with codec="delta": versions that are a multiple of it travel whole; 0: none
+        full_every: int = 0  # with codec="delta": versions that are a multiple of it are sent in full; 0: none
         peer_to_peer: bool = True  # workers on other hosts serve each other
-        fanout: int = 2  # workers that one of them serves at a time
-        verify: bool = True  # contents, on the workers' devices
-        offload: str | None = None  # disk or bucket for versions not kept in memory: file://, gs:// or s3://
+        fanout: int = 2  # concurrent readers of one worker
+        verify: bool = True  # fingerprints of the contents, on the workers' devices
+        offload: str | None = None  # disk or bucket for versions evicted from memory: file://, gs:// or s3://
         offload_keep: int = 16  # versions there
 
     def __init__(self, cfg: Config, *, index: int = 0, others: Sequence[ShardServer] = (), token: str | None = None):
-        """`others`: links to the servers behind this one, for the directory."""
+        """Create shard server `index`; `others` are the remaining shard servers, for the directory."""
         for name, least in {"keep": 1, "shard_servers": 1, "fanout": 1, "full_every": 0, "offload_keep": 1}.items():
             if getattr(cfg, name) < least:
                 raise UserError(f"parameter_server.{name}={getattr(cfg, name)}; expected {least} or more")
@@ -94,10 +94,11 @@ class ParameterServer(Configurable):
         return self._server.endpoint
 
     def answers(self) -> Handle:
-        """To requests over the wire."""
+        """Return the handler of RPC requests."""
         return serve(self.shard_server, self.directory)
 
     def close(self) -> None:
+        """Stop listening, and drop all shards."""
         if self._server is not None:
             self._server.close()
         self.shard_server.keep(())

@@ -1,4 +1,4 @@
-"""Tensor codecs: one array of one version of the weights as the bytes that travel, and back."""
+"""Tensor codecs: encode an array of one version of the weights as bytes, and decode it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,22 +17,22 @@ __all__ = ["Bf16Codec", "Blob", "DeltaCodec", "Int8Codec", "RawCodec", "TensorCo
 
 
 class TensorCodec(Protocol):
-    """How one array travels. Codecs hold no state: any thread may use them."""
+    """Encoding of one array. Codecs are stateless and thread-safe."""
 
     @property
     def name(self) -> str: ...
     @property
     def lossless(self) -> bool:
-        """Whether every array of every dtype comes back to the bit."""
+        """Return True if every array of every dtype comes back bit-exact."""
         ...
 
     @property
     def needs_base(self) -> bool:
-        """Whether both ends must hold an earlier array of the same shape and dtype."""
+        """Return True if both ends must hold an earlier array of the same shape and dtype."""
         ...
 
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        """The bytes that travel, `len(blob)` of them; the blob may be a view of `array`.
+        """Return the encoded bytes; the blob may be a view of `array`.
 
         Raises:
             WeightsError: the array cannot be encoded, or the base is missing or of another shape or dtype.
@@ -42,7 +42,7 @@ class TensorCodec(Protocol):
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
-        """The array, C-contiguous, writable, in memory of its own.
+        """Return the array, C-contiguous, writable, in memory of its own.
 
         Raises:
             WeightsError: the blob is damaged, or is not that of an array of this shape and dtype.
@@ -55,10 +55,10 @@ _CODECS: dict[str, TensorCodec] = {codec.name: codec for codec in (RawCodec(), B
 
 
 def get_codec(name: str) -> TensorCodec:
-    """The codec of this name: raw, bf16, int8 or delta.
+    """Return the codec of this name: raw, bf16, int8 or delta.
 
     Raises:
-        UserError: there is none of that name; with the nearest name.
+        UserError: there is no such codec; suggests the nearest name.
     """
     if name not in _CODECS:
         hint = did_you_mean(name, list(_CODECS))

@@ -1,4 +1,4 @@
-"""Floats as bfloat16: half the bytes of float32 masters, and all that a policy in bfloat16 computes with."""
+"""Floats as bfloat16: half the bytes of float32 master weights, and all that a bfloat16 policy computes with."""
 
 import math
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from rl.parameter_server.codecs.layout import (
 
 
 class Bf16Codec:
-    """Rounds floats to bfloat16, nearest even, as `jnp.astype` does; arrays of other dtypes travel as they are.
+    """Codec that rounds floats to bfloat16, to nearest even as `jnp.astype` does; other dtypes are sent unchanged.
 
-    What is bfloat16 already comes back to the bit. A NaN stays a NaN. Behind a checksum of 8 bytes.
+    bfloat16 arrays come back bit-exact. A NaN stays a NaN. An 8-byte checksum comes first.
     """
 
     name = "bf16"

@@ -1,8 +1,8 @@
 """Lossless difference to an earlier version: which entries changed, and by how many steps of their float format.
 
 Between two updates at the learning rates of RL few bfloat16 entries change, and most of those by one unit in the last
-place. So a delta is two streams of small integers, one of each for every changed entry: the gap to the changed entry
-before it, and the distance from the old value to the new on the number line of the format, the sign as its lowest bit.
+place. So a delta is two streams of small integers, with one of each for every changed entry: the gap to the previous
+changed entry, and the distance from the old value to the new one on the number line of the format, zig-zag encoded.
 
     blob  = checksum of the rest, kind (1 byte), body
     dense = the bytes of the array
@@ -32,14 +32,14 @@ from rl.parameter_server.errors import WeightsError, WrongBase
 
 DENSE, DELTA = 0, 1
 _HEAD = struct.Struct("<QQQQ")
-_AT_ONCE = 1 << 18  # entries looked at, or changes applied, at a time: temporaries stay in cache
+_AT_ONCE = 1 << 18  # entries compared, or changes applied, at a time: temporaries stay in cache
 
 
 class DeltaCodec:
-    """The changed entries; the whole array where that takes no more bytes.
+    """Codec of the changed entries; falls back to the whole array where that takes no more bytes.
 
-    Any dtype: floats by their bits in order of value, all else by its bits as integers. Every bit counts: -0.0 and 0.0
-    are one step apart, NaNs keep their payloads.
+    Any dtype: floats are ordered by value, all others by their bits as integers. Every bit counts: -0.0 and 0.0 are one
+    step apart, NaNs keep their payloads.
     """
 
     name = "delta"
@@ -47,7 +47,7 @@ class DeltaCodec:
     needs_base = True
 
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        """The blob; at most 9 bytes longer than the array.
+        """Return the blob, at most 9 bytes longer than the array.
 
         Raises:
             WrongBase: there is no base, or it has another shape or dtype.
@@ -61,11 +61,11 @@ class DeltaCodec:
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
-        """The array.
+        """Return the array.
 
         Raises:
             WeightsError: the blob is damaged, or of another shape or dtype.
-            WrongBase: `base` is not what the delta was made against. (A whole array needs none.)
+            WrongBase: `base` is not the array that the delta was encoded against. (A dense blob needs no base.)
         """
         content = strip_checksum(self.name, blob)
         kind, body = bytes(content[:1]), content[1:]
@@ -77,7 +77,9 @@ class DeltaCodec:
         base_sum, result_sum, changes, gap_bytes = _HEAD.unpack_from(body)
         result = np.empty_like(base)
         if _copy(flat_bytes(base), flat_bytes(result)) != base_sum:
-            raise WrongBase("the delta was made against another base than the one held here; the whole has to be sent")
+            raise WrongBase(
+                "the delta was encoded against another base than the one held here; the full shard has to be sent"
+            )
         frames = body[_HEAD.size :]
         try:
             if changes > result.nbytes:
@@ -93,7 +95,7 @@ class DeltaCodec:
 
 
 def _delta(array: np.ndarray, base: np.ndarray) -> tuple[bytes, bytes, bytes]:
-    """Body of a delta, in one pass over both arrays, which also takes their checksums."""
+    """Encode the body of a delta, in one pass over both arrays that also computes their checksums."""
     new, old = _integers(array), _integers(base)
     base_sum, result_sum = xxhash.xxh3_64(), xxhash.xxh3_64()
     gaps, distances = StreamWriter(_gap_dtype(array)), StreamWriter(new.dtype)
@@ -114,20 +116,23 @@ def _delta(array: np.ndarray, base: np.ndarray) -> tuple[bytes, bytes, bytes]:
 
 
 def _apply(result: np.ndarray, gaps: StreamReader, distances: StreamReader) -> None:
-    """Turns the base, which `result` is, into what was encoded."""
+    """Turn the base, held in `result`, into the array that was encoded."""
     flat, ordered, last = _integers(result), is_float(result.dtype), -1
     for gap, distance in zip(gaps.some(np.int64, _AT_ONCE), distances.some(flat.dtype, _AT_ONCE), strict=True):
         gap += 1
         where = np.cumsum(gap, out=gap)
         where += last
         last = int(where[-1])
-        flat[where] = _stats(flat[where], distance, ordered)
+        flat[where] = _apply_steps(flat[where], distance, ordered)
 
 
 def _distance(old: np.ndarray, new: np.ndarray, ordered: bool) -> np.ndarray:
-    """Steps from old to new, never 0, as unsigned integers of their width: -1, 1, -2, 2 ... are 0, 1, 2, 3 ..."""
+    """Return the steps from old to new, never 0, zig-zag encoded as unsigned integers of their width.
+
+    The steps -1, 1, -2, 2 ... become 0, 1, 2, 3 ...
+    """
     steps = _line(new, ordered)
-    steps -= _line(old, ordered)  # modulo 2^bits, as all that follows
+    steps -= _line(old, ordered)  # modulo 2^bits, like everything below
     signs = steps >> (8 * steps.itemsize - 1)
     steps <<= 1
     steps ^= signs
@@ -136,8 +141,8 @@ def _distance(old: np.ndarray, new: np.ndarray, ordered: bool) -> np.ndarray:
     return codes
 
 
-def _stats(old: np.ndarray, codes: np.ndarray, ordered: bool) -> np.ndarray:
-    """The new values: the inverse of `_distance`. Overwrites `codes`."""
+def _apply_steps(old: np.ndarray, codes: np.ndarray, ordered: bool) -> np.ndarray:
+    """Return the new values: the inverse of `_distance`. Overwrites `codes`."""
     codes += 1
     steps = (codes >> 1).view(_signed(codes.dtype))
     steps ^= -(codes & 1).view(steps.dtype)
@@ -146,7 +151,7 @@ def _stats(old: np.ndarray, codes: np.ndarray, ordered: bool) -> np.ndarray:
 
 
 def _line(integers: np.ndarray, ordered: bool) -> np.ndarray:
-    """Signed integers in the order of the floats whose bits `integers` are, so that neighbours are 1 apart; a copy.
+    """Map the bits of floats to signed integers of the same order, in which neighbours are 1 apart; a copy.
 
     A float's bits are a sign and a magnitude. Flipping all but the sign of the negative ones makes them two's
     complement, with -0.0 at -1. The map is its own inverse.
@@ -161,7 +166,7 @@ def _line(integers: np.ndarray, ordered: bool) -> np.ndarray:
 
 
 def _integers(array: np.ndarray) -> np.ndarray:
-    """A flat view as unsigned integers as wide as an entry, or as bytes if there are none so wide."""
+    """Return a flat view as unsigned integers of the entries' width, or as bytes if there are none of that width."""
     width = array.dtype.itemsize
     return array.reshape(-1).view(f"u{width}" if width in (1, 2, 4, 8) else np.uint8)
 
@@ -185,7 +190,7 @@ def _fitting(base: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _copy(source: np.ndarray, target: np.ndarray) -> int:
-    """Copies bytes and gives their checksum; memory is read once."""
+    """Copy bytes and return their checksum, reading memory once."""
     digest = xxhash.xxh3_64()
     for first in range(0, len(source), _AT_ONCE):
         some = source[first : first + _AT_ONCE]

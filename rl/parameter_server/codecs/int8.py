@@ -1,4 +1,4 @@
-"""Floats as 8-bit integers with a scale for each block: approximate, about half of bfloat16."""
+"""Floats as 8-bit integers with a scale per block: approximate, about half the bytes of bfloat16."""
 
 import math
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from rl.parameter_server.codecs.layout import (
 )
 from rl.parameter_server.errors import WeightsError
 
-BLOCK = 128  # entries that share a scale: 8.25 bits an entry
+BLOCK = 128  # entries that share a scale: 8.25 bits per entry
 SMALLEST_SCALE = float(np.finfo(np.float32).smallest_normal)  # below, a float32 scale loses digits
 _AT_ONCE = 1024 * BLOCK  # entries worked on at a time: temporaries stay in cache
 
 
 class Int8Codec:
-    """Blocks of 128 consecutive entries (C order; the last may be shorter): x is about scale * q, q in -127..127.
+    """Codec of blocks of 128 consecutive entries (C order; the last may be shorter): x is about scale * q, |q| <= 127.
 
     scale = max |x| / 127 of the block, float32, at least 2^-126. Before the result is rounded to its dtype,
-    |decoded - x| <= scale / 2, but for the rounding of float32. Blocks begin where the array begins: a tensor that is
-    cut elsewhere has other blocks, and other approximations. Arrays that are not floats travel as they are.
+    |decoded - x| <= scale / 2, up to the rounding of float32. Blocks start at the start of the array: a tensor that is
+    sharded differently has other blocks, and other approximations. Arrays that are not floats are sent unchanged.
 
     Layout: checksum, scales float32 [blocks], q int8 [entries].
     """
@@ -39,7 +39,7 @@ class Int8Codec:
     needs_base = False
 
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        """The blob.
+        """Return the blob.
 
         Raises:
             WeightsError: an entry is infinite, NaN, or beyond float32; names the first.
@@ -53,7 +53,7 @@ class Int8Codec:
         scales, codes = blob[CHECKSUM_NBYTES:codes_start].view(np.float32), blob[codes_start:].view(np.int8)
         for first in range(0, array.size, _AT_ONCE):
             some = flat[first : first + _AT_ONCE]
-            with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, and is refused
+            with np.errstate(over="ignore"):  # entries beyond float32 become infinite, and are refused
                 blocks = _in_blocks(some.astype(np.float32))
             largest = np.abs(blocks).max(axis=1)
             if not np.isfinite(largest).all():
@@ -89,13 +89,13 @@ def _blocks(count: int) -> int:
 
 
 def _in_blocks(flat: np.ndarray) -> np.ndarray:
-    """[blocks, BLOCK], zeros behind the end."""
+    """Reshape to [blocks, BLOCK], padded with zeros."""
     lacking = -len(flat) % BLOCK
     return (np.pad(flat, (0, lacking)) if lacking else flat).reshape(-1, BLOCK)
 
 
 def _scales(largest: np.ndarray) -> np.ndarray:
-    """float32 [blocks]; 127 times a scale must not overflow where the largest entry is that of float32."""
+    """Return float32 [blocks]; rounded down where 127 times the scale would overflow float32."""
     scale = np.maximum(largest / np.float32(127), np.float32(SMALLEST_SCALE))
     with np.errstate(over="ignore"):
         return np.where(np.isfinite(scale * np.float32(127)), scale, np.nextafter(scale, np.float32(0)))

@@ -1,4 +1,4 @@
-"""Arrays as bytes, bytes as arrays, and the checksum in front of a blob: what the codecs share."""
+"""Byte layout shared by the codecs: arrays as bytes and back, and the checksum at the start of a blob."""
 
 import struct
 from collections.abc import Sequence
@@ -13,36 +13,36 @@ from rl.parameter_server.errors import WeightsError
 type Blob = bytes | bytearray | memoryview
 
 _CHECKSUM = struct.Struct("<Q")
-CHECKSUM_NBYTES = _CHECKSUM.size  # bytes in front of a sealed body
+CHECKSUM_NBYTES = _CHECKSUM.size  # bytes before the body
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-    """The array in C order and native byte order; itself where it is so already.
+    """Return the array in C order and native byte order; itself if it is so already.
 
     Raises:
         WeightsError: its dtype holds references, not numbers.
     """
     if array.dtype.hasobject:
-        raise WeightsError(f"an array of dtype {array.dtype} cannot travel; expected numbers")
+        raise WeightsError(f"an array of dtype {array.dtype} cannot be encoded; expected numbers")
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     return np.asarray(array, native, order="C")  # ascontiguousarray would give a scalar an axis
 
 
 def flat_bytes(array: np.ndarray) -> np.ndarray:
-    """The bytes of a contiguous array, uint8 [nbytes], as a view."""
+    """Return the bytes of a contiguous array, uint8 [nbytes], as a view."""
     return array.reshape(-1).view(np.uint8)
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether entries are real floats of any width, the 8-bit ones included."""
+    """Return True for real floats of any width, including 8-bit ones."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def from_bytes(codec: str, body: Blob, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-    """A new array of these bytes.
+    """Return a new array with these bytes.
 
     Raises:
-        WeightsError: there are more or fewer bytes than such an array has.
+        WeightsError: the number of bytes is not that of such an array.
     """
     array = np.empty(tuple(shape), np.dtype(dtype))
     check_size(codec, body, array.nbytes, shape, dtype)
@@ -66,10 +66,10 @@ def add_checksum(blob: np.ndarray) -> memoryview:
 
 
 def strip_checksum(codec: str, blob: Blob) -> memoryview:
-    """The body of a sealed blob.
+    """Verify the checksum of a blob and return its body.
 
     Raises:
-        WeightsError: the body is not the one that was sealed.
+        WeightsError: the body does not match the checksum.
     """
     view = memoryview(blob).cast("B")
     body = view[CHECKSUM_NBYTES:]

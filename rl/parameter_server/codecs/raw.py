@@ -1,4 +1,4 @@
-"""The bytes of an array as they are."""
+"""The bytes of an array, unchanged."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,9 @@ from rl.parameter_server.codecs.layout import Blob, contiguous, flat_bytes, from
 
 
 class RawCodec:
-    """The bytes in C order, nothing else. Encoding a contiguous array copies nothing: the blob is a view of it.
+    """Codec of the bytes in C order, nothing else. Encoding a contiguous array copies nothing: the blob is a view.
 
-    The only codec without a checksum: a change that leaves the length as it was is noticed by who compares the digest
-    of the shard, not here.
+    The only codec without a checksum: damage that keeps the length is detected by the digest of the shard, not here.
     """
 
     name = "raw"

@@ -1,7 +1,7 @@
-"""Small integers as bytes, the few large ones behind them, all compressed by Zstandard: here an entropy coder.
+"""Streams of small integers as bytes, with the few large ones at the end, compressed by Zstandard as entropy coder.
 
-Integers of 255 and more are an escape in the bytes. Behind all bytes they follow whole, in planes: the lowest byte of
-each, then the next, so that the high bytes, mostly zeros, cost next to nothing.
+Integers of 255 and more are an escape in the bytes. After all bytes they follow in full, in planes: the lowest byte of
+each, then the next, so that the high bytes, mostly zeros, compress to almost nothing.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ _ESCAPE = 255
 
 @dataclasses.dataclass(slots=True)
 class StreamWriter:
-    """Takes integers some at a time, then gives the frame that holds them all."""
+    """Encoder of integers in chunks; `frame` returns the compressed stream."""
 
     dtype: np.dtype  # unsigned, wide enough for all
     count: int = 0
@@ -25,12 +25,14 @@ class StreamWriter:
     _escaped: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     def put(self, values: np.ndarray) -> None:
+        """Append integers."""
         codes = np.minimum(values, _ESCAPE).astype(np.uint8)
         self._codes.append(codes)
         self._escaped.append(values[codes == _ESCAPE].astype(self.dtype))
         self.count += len(codes)
 
     def frame(self) -> bytes:
+        """Return the compressed stream of all integers."""
         escaped = np.concatenate([np.empty(0, self.dtype), *self._escaped])
         planes = escaped.view(np.uint8).reshape(-1, self.dtype.itemsize).T
         data = np.concatenate([*self._codes, planes.reshape(-1)])
@@ -38,7 +40,7 @@ class StreamWriter:
 
 
 class StreamReader:
-    """The integers of a frame, some at a time.
+    """Decoder of the integers of a frame, in chunks.
 
     Raises:
         ValueError, ZstdError: the frame does not hold `count` integers of this dtype.
@@ -55,6 +57,7 @@ class StreamReader:
             raise ValueError(f"{len(self._escaped)} escapes for {count} changes do not match their codes")
 
     def some(self, dtype: DTypeLike, at_once: int) -> Iterator[np.ndarray]:
+        """Yield the integers, at most `at_once` at a time."""
         taken = 0
         for first in range(0, len(self._codes), at_once):
             codes = self._codes[first : first + at_once]

@@ -1,0 +1,1 @@
+"""The workers' side: reading, verifying and prefetching versions."""

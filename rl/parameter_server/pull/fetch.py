@@ -1,4 +1,4 @@
-"""Fetch index ranges of a version from a shard server: ask in batches, decode, verify, and put parts together."""
+"""Reading of index ranges of a version: request in batches, decode, verify, and assemble."""
 
 import dataclasses
 import threading
@@ -16,12 +16,12 @@ from rl.parameter_server.store.buffer_pool import BUFFERS
 from rl.parameter_server.store.shard_server import ReadOptions, ReadReply, ShardId, ShardReader, view
 from rl.parameter_server.transport.shared_memory import Segment, SegmentGone
 
-_BATCH = 16 << 20  # decoded bytes that one request asks for, or one index range if it is larger
+_BATCH = 16 << 20  # decoded bytes per request, or one index range if it is larger
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What one shard server has of an index range that is wanted."""
+    """Part of a wanted index range (`outer`) that one server holds."""
 
     tensor: str
     index_range: IndexRange
@@ -35,14 +35,14 @@ class Part:
 
 @dataclasses.dataclass(slots=True)
 class PullStats:
-    """What one pull has stats, in bytes.
+    """Statistics of one pull, in bytes.
 
     Attributes:
         needed: in the index ranges that the devices need, each counted once.
-        read: decoded bytes that were asked for; `needed`, if none was asked for twice.
-        travelled: over sockets, encoded.
+        read: decoded bytes requested; equal to `needed` if nothing was requested twice.
+        network: encoded bytes over sockets.
         mapped: used in shared memory.
-        by: "server", or "worker" if another worker served it.
+        source: "server", or "worker" if a peer served it.
         seconds: from the publication (or the call, if that was later) to the arrays on the devices.
         checksum: of the version's contents.
     """
@@ -59,10 +59,10 @@ class PullStats:
 def parts_by_server(
     manifest: Manifest, wanted: Sequence[ShardId], dtypes: Mapping[str, np.dtype[Any]]
 ) -> dict[int, list[Part]]:
-    """Cut index ranges where the trainer's shards end, by the shard server that has the shard."""
+    """Cut index ranges where the trainer's shards end, and group them by the shard server that holds them."""
     shards = manifest.shards_by_tensor()
     parts: dict[int, list[Part]] = {}
-    plans: dict[tuple[Any, ...], list[tuple[IndexRange, int]]] = {}  # tensors of one shape and sharding share theirs
+    plans: dict[tuple[Any, ...], list[tuple[IndexRange, int]]] = {}  # shared by tensors of one shape and sharding
     for tensor, index_range in wanted:
         held = {shard.index_range: shard.server for shard in shards[tensor]}
         name = (index_range, tuple(held.items()))
@@ -77,7 +77,7 @@ def parts_by_server(
 
 
 class Fetch:
-    """The index ranges of one version as they come in, from one shard server or several at a time."""
+    """Index ranges of one version as they arrive, from one or several servers concurrently."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Fetch:
         segments: dict[str, Segment],
         stats: PullStats,
     ):
-        """`bases`: index ranges that the reader has of the version `options.base`. `segments`: those mapped so far."""
+        """Start a fetch; `bases`: local arrays of the version `options.base`; `segments`: those mapped so far."""
         self._key, self._options, self._bases, self._stats = key, options, bases, stats
         self._segments = segments
         self._lock = threading.Lock()
@@ -95,11 +95,11 @@ class Fetch:
         self.mapped: set[str] = set()  # names of segments in use
 
     def read(self, server: ShardReader, parts: Sequence[Part]) -> None:
-        """Fetch these parts.
+        """Read these parts from one server.
 
         Raises:
-            VersionGone: the shard server does not have (all of) them any more.
-            WeightsError: damaged twice, or the shard server is gone.
+            VersionGone: the server no longer has (all of) them.
+            WeightsError: damaged twice, or the server is gone.
         """
         for batch in _batches(parts):
             targets = [self._target(part) for part in batch]
@@ -117,7 +117,7 @@ class Fetch:
                 self._put(part, target, array)
 
     def _target(self, part: Part) -> np.ndarray | None:
-        """Where in its index range a part goes, if that is one run of memory and not the whole index range."""
+        """Return the contiguous memory for a part within its index range; None if there is none, or it is all of it."""
         if part.index_range == part.outer:
             return None
         place = self._place(part)
@@ -175,7 +175,7 @@ class Fetch:
         return view(segment.buffer, offset, part.index_range, part.dtype.name)
 
     def _damaged(self, part: Part) -> "_Damaged":
-        return _Damaged(f"{part.tensor}{describe(part.index_range)}: damaged on the way (digests differ)")
+        return _Damaged(f"{part.tensor}{describe(part.index_range)}: damaged in transit (digests differ)")
 
 
 class _Damaged(WeightsError):

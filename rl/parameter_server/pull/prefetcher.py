@@ -1,4 +1,4 @@
-"""Pulls beside generation what will be wanted next, so that a worker's swap is the exchange of a pointer."""
+"""Prefetching of the next version during generation, so that a worker swaps weights by exchanging a pointer."""
 
 import threading
 import time
@@ -9,11 +9,11 @@ from axlearn_like.layers.base import Params
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.receiver import PullStats, Receiver
 
-_WAIT = 2.0  # seconds that one question for newer versions waits at the directory
+_WAIT = 2.0  # seconds that one request for newer versions waits at the directory
 
 
 class Prefetcher:
-    """One version ahead of its worker, on a thread of its own. Its methods are called by the worker's thread alone."""
+    """Prefetcher of versions on a background thread; its methods are for the worker's thread only."""
 
     def __init__(
         self,
@@ -24,12 +24,12 @@ class Prefetcher:
         background: bool = True,
     ):
         """Args:
-        place: makes of the arrays what the engine uses (see `RolloutEngine.place`).
+        place: converts the arrays to what the engine uses (see `RolloutEngine.place`).
         newest: always fetch the newest version; else the one that follows the version in use.
         background: fetch ahead at all.
         """
         self._receiver, self._place, self._newest = receiver, place, newest
-        self._pulling = threading.Lock()  # a receiver does one thing at a time
+        self._pulling = threading.Lock()  # one pull at a time
         self._ready: tuple[int, Any, PullStats] | None = None
         self._used = -1
         self._closed = threading.Event()
@@ -37,10 +37,10 @@ class Prefetcher:
         self._background = background
 
     def take(self, version: int, timeout: float = 0.0) -> tuple[Any, PullStats]:
-        """Exactly this version, as the engine uses it, and what was stats for it.
+        """Return exactly this version, as the engine uses it, and the statistics of its pull.
 
         Raises:
-            WeightsError: not to be had within `timeout` seconds.
+            WeightsError: not available within `timeout` seconds.
         """
         with self._pulling:
             if self._ready is None or self._ready[0] != version or not self._still_there(self._ready):
@@ -48,7 +48,7 @@ class Prefetcher:
             return self._hand_out(self._ready)
 
     def newer(self) -> tuple[int, Any, PullStats] | None:
-        """A version above the one in use, if it is here already. Never waits."""
+        """Return a version above the one in use, if it has arrived. Never waits."""
         if not self._background:
             latest = self._receiver.directory.latest()
             if latest <= self._used:
@@ -73,7 +73,7 @@ class Prefetcher:
         self._closed.set()
 
     def _still_there(self, ready: tuple[int, Any, PullStats]) -> bool:
-        """Not if a trainer that died made it, and its successor something else, or nothing yet, of that number."""
+        """Return False if a dead trainer published this version and its successor has not, or has published another."""
         try:
             return self._receiver.directory.manifest(ready[0]).checksum == ready[2].checksum
         except WeightsError:
@@ -107,4 +107,4 @@ class Prefetcher:
                     if version > self._used and (self._ready is None or self._ready[0] < version):
                         self._ready = self._pull(version, 0.0)
             except WeightsError:
-                self._closed.wait(1.0)  # the worker will meet it when it needs the version, and say so
+                self._closed.wait(1.0)  # the worker gets the error when it needs the version

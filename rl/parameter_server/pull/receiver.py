@@ -29,7 +29,7 @@ _PAUSE = 0.2  # seconds between attempts
 
 
 class VersionDirectory(Protocol):
-    """What a receiver asks of the directory."""
+    """Directory as a receiver uses it."""
 
     def latest(self) -> int: ...
     def newer(self, version: int, timeout: float = 0.0) -> int: ...
@@ -43,13 +43,13 @@ class VersionDirectory(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
-    """How a worker's process takes part in serving others.
+    """Role of a worker's process in the peer-to-peer broadcast.
 
     Attributes:
         name: of the process.
         endpoint: where it serves, as text.
-        shard server: what it serves from.
-        server: makes a server to the shard server at an endpoint.
+        shard_server: what it serves from.
+        connect: connects to the shard server of the peer at an endpoint.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Peer:
 
 
 class Receiver:
-    """Pulls versions as arrays like those given: nested dicts of what has a shape, a dtype and a sharding."""
+    """Receiver of versions as arrays like the given ones: nested dicts of leaves with shape, dtype and sharding."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class Receiver:
         streams: int = 2,
     ):
         """Args:
-        codec: how index ranges travel (see codecs).
-        full_every: versions that are a multiple of it travel whole, whatever the codec; 0: none.
-        verify: contents by fingerprint on the devices, where the codec is lossless and the type the trainer's.
+        codec: encoding of the data (see codecs).
+        full_every: versions that are a multiple of it are read in full, whatever the codec; 0: none.
+        verify: check fingerprints on the devices, where the codec is lossless and the dtype the trainer's.
         streams: concurrent connections to each shard server: one receives while the data of the other is verified.
         """
         self.directory, self._servers = directory, list(servers)
@@ -97,18 +97,18 @@ class Receiver:
             None  # key and index ranges of the version pulled last
         )
         self._segments: dict[str, Segment] = {}
-        self.stats = PullStats()  # by the last pull
+        self.stats = PullStats()  # of the last pull
 
     @property
     def approximations(self) -> tuple[str, ...]:
-        """Tags for rollouts drawn with what was pulled: the codec, if arrays are not the trainer's to the bit."""
+        """Return tags for rollouts generated with these weights: the codec, unless it is bit-exact."""
         return () if self._codec.lossless else (f"{self._codec.name}-weights",)
 
     def pull(self, version: int, timeout: float = 0.0) -> Params:
-        """The arrays, placed. Waits up to `timeout` seconds for the version and for all of its shards.
+        """Return the arrays of a version on the devices, waiting up to `timeout` seconds for all of its shards.
 
         Raises:
-            WeightsError: not to be had in time, damaged, or of other shapes than the policy's.
+            WeightsError: not available in time, damaged, or of other shapes than the policy's.
         """
         end = time.monotonic() + timeout
         while True:
@@ -126,7 +126,7 @@ class Receiver:
             self.stats.seconds = time.monotonic() - began
             return params
 
-    # ---- parts
+    # ---- internals
 
     def _fetch(self, manifest: Manifest, end: float) -> dict[ShardId, np.ndarray]:
         self.stats = PullStats(checksum=manifest.checksum)
@@ -163,7 +163,7 @@ class Receiver:
         self._read_all([(self._servers[number], parts) for number, parts in by_server.items()], fetch)
 
     def _from_anyone(self, manifest: Manifest, fetch: Fetch, end: float, peer: Peer) -> None:
-        """From whom the directory says; from the next, if that one fails."""
+        """Read from the source that the directory assigns; if it fails, from the next."""
         parts = [Part(tensor, index_range, index_range, self._dtypes[tensor]) for tensor, index_range in self._wanted]
         while True:
             left = end - time.monotonic()
@@ -189,7 +189,7 @@ class Receiver:
             return
 
     def _offer(self, manifest: Manifest, fetch: Fetch, peer: Peer) -> None:
-        """Hold it for others, and the one before as a base."""
+        """Hold the version for peers, and the previous one as a base for deltas."""
         before = peer.shard_server.store.versions()[-1:]
         peer.shard_server.store.add(manifest.key, [(*name, array) for name, array in fetch.index_ranges.items()])
         peer.shard_server.keep({manifest.key, *before})

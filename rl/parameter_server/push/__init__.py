@@ -1,0 +1,1 @@
+"""The trainer's side: host copies of versions, and their publication."""

@@ -1,28 +1,28 @@
-"""A version on its way from all processes of a trainer, who must agree on whether it has arrived."""
+"""Publication of one version by all processes of a trainer, which must agree on the outcome."""
 
 from mesh.distributed import ProcessGroup
 from rl.parameter_server.push.publisher import Publisher, Push
 from rl.parameter_server.push.snapshot import Snapshot
 
-_SKEW = 0.5  # seconds by which one process may know later than another that a version is published
+_SKEW = 0.5  # seconds between the confirmations of two processes
 
 
 class CoordinatedPush:
-    """Every process of the trainer has one for each of its pushes, and all ask the same of it in the same order.
+    """Push of one process of a trainer; all processes call its methods in the same order.
 
-    A parameter server that dies may have told some of them that the version is published, and others never. The others
-    try again, which needs the commits of all: so those push it once more, too.
+    A parameter server that dies may have confirmed the version to some processes and not to others. The others try
+    again, which needs the commits of all, so the confirmed ones push once more, too.
     """
 
     def __init__(self, push: Push, publisher: Publisher, processes: ProcessGroup):
         self._push, self._publisher, self._all = push, publisher, processes
 
     def snapshot(self) -> Snapshot:
-        """What was copied, as soon as it is."""
+        """Wait until the host copy is complete and return it."""
         return self._push.snapshot()
 
     def settled(self) -> bool:
-        """Whether all know it to be published; raises what went wrong with this process's part."""
+        """Return True if all processes know the version as published. Raises the error of this process."""
         pending = not self._push.wait(_SKEW if self._all.count > 1 else 0.0)
         if not self._all.any(pending):
             return True
@@ -31,7 +31,7 @@ class CoordinatedPush:
         return False
 
     def settle(self) -> None:
-        """Wait until all know it to be published; raises what went wrong with this process's part."""
+        """Wait until all processes know the version as published. Raises the error of this process."""
         if self._all.count == 1:
             self._push.wait()
         while not self.settled():

@@ -1,6 +1,6 @@
-"""The trainer's side: every process pushes the shards it owns, from its own memory, and commits the version.
+"""The trainer's side: every process pushes the shards that it owns, from its own memory, and commits the version.
 
-Copying to the host is all that the next update has to wait for; what follows runs beside it on a thread.
+The next update only has to wait for the copy to the host; everything after it runs on a thread.
 """
 
 import secrets
@@ -18,14 +18,14 @@ from rl.parameter_server.push.snapshot import HostShard, Snapshot, take
 from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.shared_memory import Segment, host_identity
 
-_ATTEMPTS = 5  # to publish one version, each of which a restart of the server may end
-_PATIENCE = 600.0  # seconds that other processes of the trainer may lag behind
-_CHUNK = 16 << 20  # bytes that one request carries, or one shard if it is larger
-_STREAMS = 2  # requests to a server at a time: while it verifies one, the next is on its way
+_ATTEMPTS = 5  # to publish one version; a restart of the server aborts one
+_COMMIT_TIMEOUT = 600.0  # seconds to wait for the other processes of the trainer
+_CHUNK = 16 << 20  # bytes per request, or one shard if it is larger
+_STREAMS = 2  # concurrent requests to a server: it verifies one while it receives the next
 
 
 class VersionRegister(Protocol):
-    """What a publisher asks of the directory."""
+    """Directory as a publisher uses it."""
 
     def open(self, version: int, pusher: str, processes: int) -> int: ...
     def commit(self, commit: Commit) -> bool: ...
@@ -33,7 +33,7 @@ class VersionRegister(Protocol):
 
 
 class Publisher:
-    """One for each trainer process. `process` of `processes`; all of one trainer know each other by `pusher`."""
+    """Publisher of one trainer process, `process` of `processes`; those of one trainer share the name `pusher`."""
 
     def __init__(
         self,
@@ -53,30 +53,30 @@ class Publisher:
         self._shared_memory = shared_memory
 
     def copy(self, params: Params, version: int) -> Snapshot:
-        """Copy the part of a version that this process owns; the arrays may be donated afterwards."""
+        """Copy the shards of a version that this process owns; the arrays may be donated afterwards."""
         return self._take(params, version).wait()
 
     def publish_async(
         self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None
     ) -> "Push":
-        """Publish on a thread; `then` is called when it is done.
+        """Publish on a thread; call `then` when it is done.
 
-        All processes of the trainer call this in the same order, since the contents' fingerprints are computed by all
-        of them together. The arrays may be given up when `Push.snapshot` returns.
+        All processes of the trainer must call this in the same order, since fingerprints are computed collectively. The
+        arrays may be donated when `Push.snapshot` returns.
         """
         return Push(self._take(params, version), self.publish, then)
 
     def republish(self, snapshot: Snapshot) -> "Push":
-        """Publish, on a thread, what was copied before."""
+        """Publish an existing snapshot again, on a thread."""
         return Push(snapshot, self.publish, lambda snapshot: None)
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Push this process's shards and commit. With the last process's commit the version is there for all to read.
+        """Push this process's shards and commit. The last process's commit makes the version visible to all.
 
-        May be repeated: what is published already, with the same contents, stays as it is.
+        Idempotent: a version that is published already, with the same contents, stays as it is.
 
         Raises:
-            WeightsError: the server refuses the version, or is gone for longer than the links' patience.
+            WeightsError: the server refuses the version, or is unreachable for longer than the clients' retry timeout.
         """
         for attempt in range(_ATTEMPTS):
             key = self._directory.open(snapshot.version, self._pusher, self._processes)
@@ -91,10 +91,10 @@ class Publisher:
         return take(params, version, begin_fingerprints(params), shared=self._shared_memory)
 
     def _wait_for_others(self, version: int, key: int) -> bool:
-        """Until the last process has committed; False if the attempt came to nothing and has to be made again."""
+        """Wait until the last process has committed; return False if the attempt was aborted."""
         began = time.monotonic()
         while not isinstance(outcome := self._directory.outcome(key, 5.0), bool):
-            if (waited := time.monotonic() - began) > _PATIENCE:
+            if (waited := time.monotonic() - began) > _COMMIT_TIMEOUT:
                 raise WeightsError(
                     f"version {version}: waited {waited:.0f} s for the commits of trainer processes {outcome} "
                     f"(this is process {self._process} of {self._processes})"
@@ -120,7 +120,7 @@ class Publisher:
         )
 
     def _send(self, server: ShardServer, key: int, shards: Sequence[HostShard]) -> list[str]:
-        """Write shards to a server; their digests."""
+        """Write shards to a server; return their digests."""
 
         def send(chunk: Sequence[HostShard]) -> list[str]:
             digests = [digest_of(shard.array) for shard in chunk]
@@ -151,7 +151,7 @@ class Publisher:
         return digests
 
     def _assign(self, shards: Sequence[HostShard]) -> dict[int, list[HostShard]]:
-        """Pieces to shard servers: the largest first, each to the server with the fewest bytes so far."""
+        """Assign shards to servers: the largest first, each to the server with the fewest bytes so far."""
         loads = [0] * len(self._servers)
         assigned: dict[int, list[HostShard]] = {}
         for shard in sorted(shards, key=lambda shard: -shard.nbytes):
@@ -162,7 +162,7 @@ class Publisher:
 
 
 class Push:
-    """One version on its way, on a thread of its own."""
+    """Publication of one version in progress, on a thread of its own."""
 
     def __init__(self, snapshot: Snapshot, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]):
         self._snapshot = snapshot
@@ -171,11 +171,11 @@ class Push:
         threading.Thread(target=self._run, args=(publish, then), daemon=True).start()
 
     def snapshot(self) -> Snapshot:
-        """What was copied, as soon as all of it is."""
+        """Wait until the host copy is complete and return it."""
         return self._snapshot.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is published within so many seconds (None: however long that takes); raises what went wrong."""
+        """Return True if the version is published within so many seconds (None: no limit). Raises its error."""
         ended = self._ended.wait(timeout)
         if self._error is not None:
             raise self._error
@@ -183,13 +183,14 @@ class Push:
 
     @property
     def done(self) -> bool:
+        """Return True when the publication has ended, in success or in an error."""
         return self._ended.is_set()
 
     def _run(self, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]) -> None:
         try:
             publish(self._snapshot)
             then(self._snapshot)
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised by `wait`
             self._error = error
         finally:
             self._ended.set()

@@ -1,7 +1,7 @@
-"""A version of the weights in the memory of one trainer process: what it pushes, once or, if the server dies, again.
+"""Host copy of a version in one trainer process: what it pushes, and pushes again if the server dies.
 
-It is made on threads, the largest shards first, and who asks for a shard waits for that one: so the first are on their
-way to the server while the last are copied from the device.
+Shards are copied on threads, the largest first, and each is available as soon as it is copied: the first are on their
+way to the server while the last are still copied from the device.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ from rl.parameter_server.manifest import TensorSpec
 from rl.parameter_server.store.buffer_pool import ALIGNMENT, BUFFERS
 from rl.parameter_server.transport.shared_memory import Segment
 
-_COPIES = 4  # at a time
+_COPIES = 4  # concurrent copies
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostShard:
-    """an index range on the host."""
+    """Shard in host memory."""
 
     tensor: str
     index_range: IndexRange
@@ -44,15 +44,17 @@ class HostShard:
 
     @property
     def array(self) -> np.ndarray:
-        """What is in the index range, as soon as it is copied; raises what went wrong with that."""
+        """Wait for the copy and return it; raises its error."""
         return self.copy.result()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Attributes:
-    owned: what this process has to push: every element of the weights lies in one shard of one process.
-    others: index ranges that its devices hold too, and other processes push.
+    """Host copy of the shards of one version.
+
+    Attributes:
+        owned: shards that this process pushes: every element of the weights lies in one shard of one process.
+        others: shards that its devices hold, too, and other processes push.
     """
 
     version: int
@@ -63,35 +65,36 @@ class Snapshot:
     marks: Future[dict[str, str]]
 
     def wait(self) -> "Snapshot":
-        """Until all is copied, and the devices' arrays may be given up."""
+        """Wait until all shards are copied and the devices' arrays may be donated."""
         for shard in self.owned + self.others:
             shard.copy.result()
         return self
 
     @property
     def memory(self) -> Segment | None:
-        """Where `owned` lies, if others on this host shall see it."""
+        """Return the shared memory of `owned`, or None if it is private."""
         return self.kept.result()[0]
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of `owned`."""
         return sum(shard.nbytes for shard in self.owned)
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of the whole version's arrays, as soon as they are computed."""
+        """Wait for the fingerprints of the whole version's arrays."""
         return self.marks.result()
 
     @property
     def checksum(self) -> str:
-        """Of the whole version's contents, the same on any mesh."""
+        """Return the checksum of the whole version's contents, the same on any mesh."""
         return fingerprint_version(self.fingerprints)
 
     def params(self, like: Params) -> Params:
-        """The weights on the devices again, sharded as `like`.
+        """Return the weights on the devices again, sharded as `like`.
 
         Raises:
-            WeightsError: this process's copy does not hold an index range that its devices need.
+            WeightsError: this process's copy lacks an index range that its devices need.
         """
         held: dict[str, list[HostShard]] = {}
         for shard in self.owned + self.others:
@@ -105,14 +108,16 @@ class Snapshot:
 
 
 def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, shared: bool) -> Snapshot:
-    """Begin to copy this process's parts of the weights to the host.
+    """Start copying this process's shards of the weights to the host.
 
-    The copy is one's own: the devices' arrays may be given up (donated) when `Snapshot.wait` returns.
+    The devices' arrays may be donated when `Snapshot.wait` returns.
 
     Args:
-        marks: waits for their fingerprints.
-        shared: into memory that other processes of this host can map. Where there is not enough of that, into
-            ordinary memory.
+        params: the weights.
+        version: their version.
+        marks: function that waits for their fingerprints.
+        shared: copy into shared memory that other processes of this host can map, or into ordinary memory if there is
+            too little.
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     named = [(path_name(path), leaf) for path, leaf in leaves]
@@ -122,10 +127,10 @@ def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, s
         here = {index_range_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
         owned += [(name, index_range, part) for index_range, part in mine.items()]
         others += [(name, index_range, part) for index_range, part in here.items() if index_range not in mine]
-    owned.sort(key=lambda shard: -shard[2].nbytes)  # as they are sent
+    owned.sort(key=lambda shard: -shard[2].nbytes)  # in the order of sending
     for _, _, part in owned + others:
         part.copy_to_host_async()
-    pool = ThreadPoolExecutor(_COPIES + 1, "copy")  # one for what waits for the fingerprints
+    pool = ThreadPoolExecutor(_COPIES + 1, "copy")  # one waits for the fingerprints
     found = pool.submit(marks)
     kept, copied = _copy(owned, shared, pool)
     _, rest = _copy(others, False, pool)
@@ -152,7 +157,7 @@ def _copy(
         if segment is None:
             np.copyto(array, np.asarray(part))
         else:
-            segment.write(np.ascontiguousarray(part), offset)  # its pages are new
+            segment.write(np.ascontiguousarray(part), offset)  # faster than the mapping: its pages are new
         return array
 
     kept = pool.submit(memory)
@@ -166,7 +171,7 @@ def _segment(nbytes: int) -> Segment | None:
     try:
         return Segment.create(nbytes)
     except UserError:
-        return None  # /dev/shm is small in many containers; the bytes take the socket then
+        return None  # /dev/shm is small in many containers; the data goes over the socket then
 
 
 def _assemble(

@@ -1,0 +1,1 @@
+"""Storage and serving of shards, in memory and offloaded."""

@@ -1,4 +1,4 @@
-"""BufferPool that is used again for the next version of the weights."""
+"""Reuse of host memory for the next version of the weights."""
 
 import collections
 import math
@@ -9,26 +9,26 @@ from typing import Any
 
 import numpy as np
 
-ALIGNMENT = 64  # bytes; what XLA's CPU backend can use in place
-_SMALL = 1 << 16  # bytes; less than this is not worth keeping
+ALIGNMENT = 64  # bytes; required by XLA's CPU backend for zero-copy use
+_SMALL = 1 << 16  # bytes; smaller buffers are not pooled
 
 
 class BufferPool:
-    """Pool of host buffers: versions come and go in the same sizes, so a buffer that nobody references is reused.
+    """Pool of host buffers: versions come and go in the same sizes, so a buffer without references is reused.
 
-    The page faults of a new gigabyte take longer than everything else that is done with its bytes.
-
-    Safe to call from several threads. It never holds more than was in use at one time.
+    The page faults of a new gigabyte take longer than everything else that is done with its bytes. Thread-safe. It
+    never holds more than was in use at one time.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spare: list[np.ndarray] = []
-        self._returned: collections.deque[np.ndarray] = collections.deque()  # by finalizers, which must not wait
+        self._returned: collections.deque[np.ndarray] = collections.deque()  # by finalizers, which must not block
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """As `np.empty`, at an address that devices of the CPU can use in place. It is given back when neither this
-        array nor a view of it is left.
+        """Return an uninitialised array, as `np.empty`, aligned for use by CPU devices without a copy.
+
+        The memory returns to the pool when neither this array nor a view of it is left.
         """
         kind = np.dtype(dtype)
         nbytes = math.prod(shape) * kind.itemsize
@@ -45,7 +45,7 @@ class BufferPool:
             for at, memory in enumerate(self._spare):
                 if memory.nbytes == nbytes:
                     return self._spare.pop(at)
-            left = nbytes  # sizes have changed: spare memory makes room
+            left = nbytes  # sizes have changed: release spare memory
             while self._spare and left > 0:
                 left -= self._spare.pop(0).nbytes
         whole = np.empty(nbytes + ALIGNMENT, np.uint8)
@@ -54,7 +54,7 @@ class BufferPool:
 
 
 class _Lent:
-    """What arrays over a shard of memory keep alive."""
+    """Owner that arrays over a buffer keep alive."""
 
     def __init__(self, memory: np.ndarray):
         self.__array_interface__ = memory.__array_interface__

@@ -1,7 +1,7 @@
-"""Versions of the weights on disk or in a bucket, for when those in memory are gone.
+"""Offloading of versions to disk or to a bucket, for when those in memory are gone.
 
-A version is a directory `v<version>` with an object for each distinct content of a shard, named by its digest, and
-the object `manifest`, written last: without it there is no version. One process at a time writes to a directory of
+A version is a directory `v<version>` with one object per distinct shard content, named by its digest, and the object
+`manifest`, written last: without it the version does not exist. One process at a time writes to a directory of
 versions; any number may read.
 """
 
@@ -38,7 +38,7 @@ class _Record(NamedTuple):
 
 
 class OffloadStore:
-    """Saves versions to a directory of TensorStore's KvStore, and reads them back. Its methods block."""
+    """Store of versions in a TensorStore KvStore. Its methods block."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class OffloadStore:
         timeout: float = 120.0,
         retries: int = 6,
     ) -> None:
-        """Opens the directory; nothing is read or written yet.
+        """Open the directory; nothing is read or written yet.
 
         Args:
             url: file:///path, file://relative/path or just a path; gs://bucket/path, s3://bucket/path, memory://name;
-                or the specification of a KvStore as a dict, for what no URL can say (the endpoint of an S3 store).
-            keep: so many versions `retire` leaves.
-            setting: what the user calls the place, for messages.
-            timeout: seconds to wait for any one answer of the store.
-            retries: how often a request that a bucket did not answer is repeated, with growing pauses.
+                or the specification of a KvStore as a dict, for what URLs cannot express (the endpoint of an S3 store).
+            keep: number of versions that `retire` keeps.
+            setting: config path of the URL, for errors.
+            timeout: seconds to wait for any one reply of the store.
+            retries: how often an unanswered request to a bucket is retried, with growing pauses.
 
         Raises:
             UserError: the URL is not one of these, or `keep` is below 1.
@@ -70,18 +70,18 @@ class OffloadStore:
         self._store = open_store(url, setting, timeout=timeout, retries=retries)
 
     def save(self, version: int, manifest: str, shards: Iterable[tuple[str, IndexRange, np.ndarray]]) -> int:
-        """Writes a version; it is listed when all of it has been written, and if that fails, never.
+        """Write a version. It is listed when all of it has been written, and never if that fails.
 
         Args:
             version: the version's number.
             manifest: any text, which `load` returns.
-            shards: tensor, index range, and what is in the index range.
+            shards: tensor, index range, and array of each shard.
 
         Returns:
-            The bytes of the shards written. Pieces with the same bytes are written once.
+            The bytes of the shards written. Shards with the same bytes are written once.
 
         Raises:
-            WeightsError: naming the object that could not be written (disk full, bucket out of reach).
+            WeightsError: naming the object that could not be written (disk full, bucket unreachable).
         """
         with self._lock:
             before = self.versions()
@@ -104,16 +104,15 @@ class OffloadStore:
         return sum({record.digest: record.nbytes for record in records}.values())
 
     def versions(self) -> list[int]:
-        """The versions that are there whole, ascending."""
+        """Return the complete versions, ascending."""
         return self._listed(self._keys())
 
     def load(self, version: int) -> tuple[str, Iterator[tuple[str, IndexRange, np.ndarray]]]:
-        """The manifest of a version, and its shards (read-only arrays), read as one goes along.
+        """Return the manifest of a version and an iterator over its shards (read-only arrays), which reads ahead.
 
         Raises:
-            VersionGone: the version is not there, or no longer (from the iterator, too).
-            WeightsError: naming an object that cannot be read, is missing, or has not the bytes that were written
-                (from the iterator, too).
+            VersionGone: the version does not exist, or no longer (also from the iterator).
+            WeightsError: naming an object that cannot be read, is missing, or is damaged (also from the iterator).
         """
         name = f"v{version}/{_MANIFEST}"
         found = self._wait("read", name, self._store.read(name))
@@ -131,10 +130,10 @@ class OffloadStore:
         return raw["manifest"], self._read_shards(version, records)
 
     def retire(self) -> list[int]:
-        """Deletes all but the newest `keep` versions, and what was left half-written before those.
+        """Delete all but the newest `keep` versions, and incomplete ones older than those.
 
         Returns:
-            The numbers of the versions deleted, half-written ones included.
+            The versions deleted, incomplete ones included.
         """
         with self._lock:
             keys = self._keys()
@@ -145,7 +144,7 @@ class OffloadStore:
         return old
 
     def remove(self, version: int) -> None:
-        """Deletes a version, if it is there."""
+        """Delete a version, if it exists."""
         with self._lock:
             self._delete(version)
 
@@ -155,7 +154,7 @@ class OffloadStore:
         shards: Iterable[tuple[str, IndexRange, np.ndarray]],
         pending: deque[tuple[str, int, ts.Future[Any]]],
     ) -> list[_Record]:
-        """The records of the shards when all are written; `pending` has what has not been waited for on an error."""
+        """Write the shards and return their records; on an error `pending` holds the unfinished writes."""
         records: list[_Record] = []
         written: set[str] = set()
         in_flight = 0
@@ -207,7 +206,7 @@ class OffloadStore:
         return np.frombuffer(found.value, np.dtype(record.dtype)).reshape(shape_of(record.index_range))
 
     def _keys(self) -> list[tuple[int, str]]:
-        """Version and name of all objects."""
+        """Return version and name of all objects."""
         keys = self._wait("list", "all objects", self._store.list())
         found = (re.fullmatch(r"v(\d+)/(\w+)", key.decode(errors="replace")) for key in keys)
         return [(int(match[1]), match[2]) for match in found if match]

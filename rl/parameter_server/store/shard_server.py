@@ -1,7 +1,7 @@
-"""Whoever has shards of the weights and gives them out: shard servers of the parameter server, and workers.
+"""Serving of shards: by the shard servers of the parameter server, and by workers to their peers.
 
-The stores know versions by *keys*: each attempt to publish a version has its own, so what a trainer that died has left
-half pushed is never mistaken for a part of the next attempt (see directory.py).
+Stores know versions by *keys*: each attempt to publish a version has its own, so shards that a dead trainer has pushed
+are never mixed with those of the next attempt (see directory.py).
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ type ShardData = tuple[str, IndexRange, np.ndarray, str]  # tensor, index range,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How shards are to come.
+    """Options of a read.
 
     Attributes:
         codec: a name of `rl.parameter_server.codecs`.
         base: for delta codecs, the key of the version that the reader holds. A server without it sends raw shards.
-        dtype: wanted by the reader where the pushed one is another; only bfloat16 for float32.
+        dtype: by tensor, the reader's dtype where it differs from the pushed one; only bfloat16 for float32.
         host: the reader's `host_identity`, if it can map shared memory.
     """
 
@@ -44,12 +44,12 @@ class ReadOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadReply:
-    """One shard as it comes.
+    """Data of one index range.
 
     Attributes:
-        codec: how it is encoded, which may be less than was asked for.
+        codec: its encoding; "raw" where the requested codec was not possible.
         digest: XXH3-128 of the decoded bytes if the codec is lossless, of the encoded ones if not.
-        data: the bytes; an array where nothing had to be encoded. Empty if they are to be had at `location`.
+        data: the bytes; an array where nothing had to be encoded. Empty if they are at `location`.
         location: name of a shared memory segment and offset in it.
     """
 
@@ -60,17 +60,17 @@ class ReadReply:
 
 
 class ShardReader(Protocol):
-    """A shard server, here or elsewhere."""
+    """Read access to a shard server, local or remote."""
 
     def read(
         self, key: int, wanted: Sequence[ShardId], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
     ) -> list[ReadReply]:
-        """Where one of `targets` is given (uint8, of the decoded size), raw bytes that travel are put there."""
+        """Read index ranges; remote raw bytes go into `targets` (uint8, of the decoded size) where given."""
         ...
 
 
 class ShardServer(ShardReader, Protocol):
-    """A shard server of the parameter server, here or elsewhere."""
+    """Shard server, local or remote."""
 
     def incarnation(self) -> str: ...
     def host(self) -> str: ...
@@ -83,35 +83,36 @@ class ShardServer(ShardReader, Protocol):
 
 
 class LocalShardServer:
-    """Gives out what a store holds, encoded once for all who want the same."""
+    """Server of the shards in a store; each encoding is computed once for all readers."""
 
     def __init__(self, store: ShardStore, offload: OffloadStore | None = None):
-        """`offload`: where versions go that are no longer kept in memory."""
+        """Serve `store`; versions evicted from memory go to `offload`."""
         self.store, self._offload = store, offload
         self._incarnation = secrets.token_hex(8)
         self._encoded: dict[tuple[Any, ...], Future[bytes]] = {}
         self._lock = threading.Lock()
 
     def incarnation(self) -> str:
-        """Another one after every restart."""
+        """Return a random name that differs after every restart."""
         return self._incarnation
 
     def host(self) -> str:
+        """Return the `host_identity` of its process."""
         return host_identity()
 
     def write(self, key: int, shards: Sequence[ShardData]) -> None:
-        """Take shards; the arrays are kept as they are.
+        """Store shards; the arrays are kept without a copy.
 
         Raises:
-            WeightsError: the bytes of one are not those of its digest; then none is taken.
+            WeightsError: a digest does not match; then no shard is stored.
         """
         for tensor, index_range, array, digest in shards:
             if (found := digest_of(array)) != digest:
-                raise WeightsError(f"{tensor} {index_range}: damaged on the way: digest {found}, expected {digest}")
+                raise WeightsError(f"{tensor} {index_range}: damaged in transit: digest {found}, expected {digest}")
         self._add(key, shards)
 
     def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None:
-        """Take shards (tensor, index range, dtype, offset, digest) that lie in shared memory, without a copy."""
+        """Store shards (tensor, index range, dtype, offset, digest) that lie in shared memory, without a copy."""
         memory = Segment.attach(segment)
         arrays = [
             (tensor, index_range, view(memory.buffer, offset, index_range, dtype), digest)
@@ -125,20 +126,20 @@ class LocalShardServer:
         self._add(key, arrays, memory)
 
     def keep(self, keys: Collection[int]) -> None:
-        """Forget all versions but these."""
+        """Drop all versions but these."""
         self.store.drop_all_but(keys)
         with self._lock:
             for known in [known for known in self._encoded if known[0] not in keys]:
                 del self._encoded[known]
 
     def offload(self, key: int, version: int, manifest: str) -> None:
-        """Write what is held under a key to the disk or bucket, if there is one."""
+        """Write the shards of a key to the disk or bucket, if there is one."""
         if self._offload is not None and version not in self._offload.versions():
             self._offload.save(version, manifest, self.store.shards(key))
             self._offload.retire()
 
     def restore(self, version: int, key: int) -> str | None:
-        """Hold a offloaded version again, under a new key; its manifest as it was given, or None if there is none."""
+        """Load an offloaded version under a new key; return its manifest as it was given, or None if there is none."""
         if self._offload is None or version not in self._offload.versions():
             return None
         manifest, shards = self._offload.load(version)
@@ -146,7 +147,7 @@ class LocalShardServer:
         return manifest
 
     def drop_offloaded(self, after: int) -> None:
-        """Delete what was offloaded of later versions: they will be made again."""
+        """Delete the offloaded versions after this one: they will be published again."""
         if self._offload is not None:
             for version in self._offload.versions():
                 if version > after:
@@ -155,17 +156,17 @@ class LocalShardServer:
     def read(
         self, key: int, wanted: Sequence[ShardId], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
     ) -> list[ReadReply]:
-        """The index ranges asked for, each in the cheapest form that the options allow.
+        """Return the requested index ranges, each in the cheapest form that the options allow.
 
         Raises:
             VersionGone: the version is not held here.
         """
-        del targets  # nothing travels
+        del targets  # nothing is sent
         same_host = options.host == host_identity()
         return [self._answer(key, tensor, index_range, options, same_host) for tensor, index_range in wanted]
 
     def _add(self, key: int, shards: Sequence[ShardData], memory: Segment | None = None) -> None:
-        """Hold shards whose digests are verified."""
+        """Store shards whose digests are verified."""
         arrays, digests = [shard[:3] for shard in shards], [digest for *_, digest in shards]
         self.store.add(key, arrays, keep_alive=memory, digests=digests)
 
@@ -213,10 +214,10 @@ class LocalShardServer:
 
 
 def view(memory: np.ndarray, offset: int, index_range: IndexRange, dtype: str) -> np.ndarray:
-    """The array at an offset of uint8 memory.
+    """Return the array at an offset of uint8 memory.
 
     Raises:
-        VersionGone: it does not reach that far.
+        VersionGone: the memory ends before the array does.
     """
     shape = tuple(stop - start for start, stop in index_range)
     kind = np.dtype(dtype)

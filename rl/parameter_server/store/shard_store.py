@@ -1,7 +1,7 @@
-"""The shards of the versions that one process holds: of a parameter server's shard, or of a worker that serves others.
+"""Store of the shards in one process: a shard server, or a worker that serves its peers.
 
-Nothing here knows which shards make up a whole tensor: that is the directory's business. BufferPool is never freed by
-hand: what is read is a view that keeps its memory alive, so a version can be dropped while it is being read.
+The store does not know which shards make up a whole tensor; the directory does. Memory is never freed explicitly: reads
+return views that keep their memory alive, so a version can be dropped while it is being read.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ _CONVERTIBLE = ("bfloat16", "float32")
 
 
 class Location(NamedTuple):
-    """Where the bytes of an index range lie in shared memory."""
+    """Location of an index range in shared memory."""
 
     segment: str
     offset: int
 
 
 class ShardStore:
-    """Shards (tensor, index range, array) by version. Thread-safe; no lock is held while bytes are copied or compared.
+    """Store of shards (tensor, index range, array) by version. Thread-safe; no lock is held while bytes are copied.
 
-    Arrays that are read are read-only, since most are the memory of the store itself.
+    Arrays returned by reads are read-only, since most are the memory of the store itself.
     """
 
     def __init__(self) -> None:
@@ -49,16 +49,16 @@ class ShardStore:
         keep_alive: object = None,
         digests: Sequence[str] = (),
     ) -> None:
-        """Hold the shards: all of them or, if one is refused, none. A version is held from its first shard on.
+        """Add shards: all of them or, if one is refused, none. A version exists from its first shard on.
 
         Args:
             version: the version's number.
             shards: tensor, index range, and the array of that part. Contiguous arrays are kept without a copy, and the
                 caller must not change them any more. A shard that is held already must have the same bytes.
-            keep_alive: what the arrays' memory depends on; let go after the last reader of any of them. If it is a
-                `Segment` made by this process, it is the store's from now on: its name goes when none of its shards
-                is held any more (at once, if all of them were held before).
-            digests: of the shards, by their order, if the caller has computed them.
+            keep_alive: owner of the arrays' memory, released after the last reader of any of them. If it is a `Segment`
+                created by this process, the store takes ownership: it is unlinked when none of its shards is held any
+                more (immediately, if all of them were held before).
+            digests: of the shards, in order, if the caller has computed them.
 
         Raises:
             WeightsError: the shape is not that of the index range, the dtype not that of the tensor's other shards, or
@@ -69,7 +69,7 @@ class ShardStore:
         for tensor, index_range, array in shards:
             name = _name(version, tensor, index_range)
             if array.shape != shape_of(index_range):
-                raise WeightsError(f"{name}: the array that came has the shape {array.shape}")
+                raise WeightsError(f"{name}: the array has shape {array.shape}")
             tied = _tied(array, keep_alive)
             shard = _Shard(tied, segment if segment is not None and _lies_in(tied, segment) else None)
             _require_same(name, arriving.setdefault((tensor, index_range), shard).array, shard.array)
@@ -94,28 +94,30 @@ class ShardStore:
             segment.unlink()
 
     def read(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> np.ndarray:
-        """What is in the index range, C-contiguous: a view where it lies in one shard without gaps, else assembled.
+        """Return the array of an index range, C-contiguous: a view if one shard holds it contiguously, else assembled.
 
         Args:
-            version, tensor, index range: of what.
-            dtype: name of the dtype it is to have, if not that of the shards. Rounds to nearest even, as
-                `jnp.astype`. Pieces are converted whole, each once, and the conversions kept as long as the version.
+            version: the version.
+            tensor: path of the tensor.
+            index_range: the part to read.
+            dtype: name of the dtype to convert to, if not that of the shards. Rounds to nearest even, as `jnp.astype`.
+                Shards are converted whole, once, and the conversions kept as long as the version.
 
         Raises:
             VersionGone: no shard of the version is held.
-            WeightsError: the index range is not held whole, or there is no conversion to the dtype.
+            WeightsError: the index range is not held completely, or there is no conversion to the dtype.
         """
         return self._entry(version).read(tensor, index_range, dtype)
 
     def where(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> Location | None:
-        """Where in shared memory the bytes of `read` lie; None if they do not, or not in one run. Raises as `read`."""
+        """Return the location of the bytes of `read` in shared memory; None if not contiguous. Raises as `read`."""
         shard = self._entry(version).view(tensor, index_range, dtype)
         if shard is None or shard.segment is None or not shard.array.size:
             return None
         return Location(shard.segment.name, _address(shard.array) - _address(shard.segment.buffer))
 
     def digest(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> str:
-        """xxh3_128 of the bytes of `read`, in hexadecimal; computed once. Raises as `read`."""
+        """Return the XXH3-128 of the bytes of `read`, in hexadecimal; computed once. Raises as `read`."""
         entry = self._entry(version)
 
         def compute() -> str:
@@ -124,12 +126,12 @@ class ShardStore:
         return entry.digests.get((tensor, index_range, dtype), compute)
 
     def versions(self) -> list[int]:
-        """The versions of which shards are held, ascending."""
+        """Return the versions with shards here, ascending."""
         with self._lock:
             return sorted(self._versions)
 
     def shards(self, version: int) -> list[tuple[str, IndexRange, np.ndarray]]:
-        """All that is held of the version, conversions apart. Raises VersionGone."""
+        """Return all shards of the version, without conversions. Raises VersionGone."""
         tensors = self._entry(version).tensors
         return [
             (tensor, index_range, shard.array)
@@ -138,15 +140,15 @@ class ShardStore:
         ]
 
     def drop(self, version: int) -> None:
-        """Forget the version, if it is held. What was read of it stays readable."""
+        """Drop the version, if it is held. Arrays that were read stay valid."""
         self._keep(lambda number: number != version)
 
     def drop_all_but(self, versions: Collection[int]) -> None:
-        """Forget all other versions."""
+        """Drop all other versions."""
         self._keep(lambda number: number in versions)
 
     def nbytes(self, version: int | None = None) -> int:
-        """Bytes of the shards held and of their conversions, of one version or of all."""
+        """Return the bytes of the shards held and of their conversions, of one version or of all."""
         with self._lock:
             entries = [entry for number, entry in self._versions.items() if version in (None, number)]
         return sum(shard.array.nbytes for entry in entries for shard in entry.everything())
@@ -177,23 +179,23 @@ class ShardStore:
 
 class _Shard(NamedTuple):
     array: np.ndarray  # read-only, C-contiguous
-    segment: Segment | None  # the shared memory that it lies in
+    segment: Segment | None  # the shared memory that holds it
 
 
 class _Version:
-    """What is held of one version. The dict of a tensor is replaced, never changed, so that readers need no lock."""
+    """Contents of one version. The dict of a tensor is replaced, never mutated, so that readers need no lock."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.tensors: dict[str, dict[IndexRange, _Shard]] = {}
         self.segments: dict[str, Segment] = {}
         self.conversions: _Once[_Shard] = _Once()
-        self._rooms: dict[
+        self._slots: dict[
             tuple[str, IndexRange, str], _Shard | None
-        ] = {}  # where in shared memory conversions are to be put
-        self._segments_of_rooms: list[Segment] = []
+        ] = {}  # buffer slots for conversions in shared memory
+        self._slot_segments: list[Segment] = []
         self._withdrawn = False
-        self._rooms_lock = threading.Lock()
+        self._slots_lock = threading.Lock()
         self.digests: _Once[str] = _Once()
 
     def get(self, tensor: str, index_range: IndexRange) -> _Shard | None:
@@ -214,7 +216,7 @@ class _Version:
         self.segments |= {shard.segment.name: shard.segment for shard in shards.values() if shard.segment is not None}
 
     def view(self, tensor: str, index_range: IndexRange, dtype: str | None) -> _Shard | None:
-        """The index range as a part without gaps of one shard, if it is that."""
+        """Return the index range as a contiguous part of one shard, or None."""
         outer = _around(index_range, self._of(tensor, index_range))
         if outer is None:
             return None
@@ -242,14 +244,14 @@ class _Version:
         return array
 
     def withdraw(self) -> None:
-        """From now on no conversion is found in shared memory; who has mapped one keeps it."""
-        with self._rooms_lock:
+        """Unlink the conversions in shared memory; processes that have mapped them keep them."""
+        with self._slots_lock:
             self._withdrawn = True
-            for segment in self._segments_of_rooms:
+            for segment in self._slot_segments:
                 segment.unlink()
 
     def everything(self) -> list[_Shard]:
-        """Pieces and conversions."""
+        """Return shards and conversions."""
         return [shard for held in list(self.tensors.values()) for shard in held.values()] + self.conversions.done()
 
     def _of(self, tensor: str, index_range: IndexRange) -> dict[IndexRange, _Shard]:
@@ -278,22 +280,22 @@ class _Version:
                 )
 
         def convert() -> _Shard:
-            room = self._room(tensor, index_range, dtype) if shard.segment else None
-            room = room or _Shard(np.empty(shape_of(index_range), dtype), None)
-            with np.errstate(over="ignore", invalid="ignore"):  # to inf, and NaN to NaN, without a word, as in jax
-                np.copyto(room.array, shard.array, casting="unsafe")
-            return _Shard(_tied(room.array, room.segment), room.segment)
+            slot = self._slot(tensor, index_range, dtype) if shard.segment else None
+            slot = slot or _Shard(np.empty(shape_of(index_range), dtype), None)
+            with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf and NaN to NaN silently, as in jax
+                np.copyto(slot.array, shard.array, casting="unsafe")
+            return _Shard(_tied(slot.array, slot.segment), slot.segment)
 
         return self.conversions.get((tensor, index_range, dtype), convert)
 
-    def _room(self, tensor: str, index_range: IndexRange, dtype: str) -> _Shard | None:
-        """Shared memory for the conversion of a shard that lies there itself; None if there is not so much.
+    def _slot(self, tensor: str, index_range: IndexRange, dtype: str) -> _Shard | None:
+        """Return shared memory for the conversion of a shard that lies there itself; None if there is too little.
 
-        One segment for the conversions of all such shards: whoever needs one of them will need most.
+        One segment for the conversions of all such shards: a reader that needs one of them usually needs most.
         """
         wanted = (tensor, index_range, dtype)
-        with self._rooms_lock:
-            if wanted not in self._rooms:
+        with self._slots_lock:
+            if wanted not in self._slots:
                 (other,) = set(_CONVERTIBLE) - {dtype}
                 index_ranges = [
                     (name, index_range)
@@ -301,25 +303,25 @@ class _Version:
                     for index_range, shard in held.items()
                     if shard.segment
                     and shard.array.dtype.name == other
-                    and (name, index_range, dtype) not in self._rooms
+                    and (name, index_range, dtype) not in self._slots
                 ]
                 sizes = [volume(index_range) * np.dtype(dtype).itemsize for _, index_range in index_ranges]
                 *starts, end = itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
                 segment = None
                 with contextlib.suppress(UserError):
                     segment = Segment.create(end)
-                    self._segments_of_rooms.append(segment)
+                    self._slot_segments.append(segment)
                     if self._withdrawn:
                         segment.unlink()
                 for (name, index_range), start, size in zip(index_ranges, starts, sizes, strict=True):
-                    self._rooms[name, index_range, dtype] = segment and _Shard(
+                    self._slots[name, index_range, dtype] = segment and _Shard(
                         segment.buffer[start : start + size].view(dtype).reshape(shape_of(index_range)), segment
                     )
-            return self._rooms[wanted]
+            return self._slots[wanted]
 
 
 class _Once[T]:
-    """Results that several threads may ask for and one computes, while the others wait for it."""
+    """Results that several threads request and one computes, while the others wait for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -347,7 +349,7 @@ class _Once[T]:
 
 
 class _Tied:
-    """BufferPool for `np.asarray`: arrays over it keep the owner alive, and cannot be written to."""
+    """Buffer for `np.asarray`: arrays over it keep the owner alive and are read-only."""
 
     def __init__(self, array: np.ndarray, owner: object) -> None:
         self.owner = (array, owner)
@@ -355,7 +357,7 @@ class _Tied:
 
 
 def _tied(array: np.ndarray, owner: object) -> np.ndarray:
-    """The array, C-contiguous and read-only; without a copy if it was contiguous, and then it keeps the owner alive."""
+    """Return the array C-contiguous and read-only; without a copy, keeping the owner alive, if it was contiguous."""
     if not array.flags.c_contiguous or owner is None or not array.size:
         tied = np.asarray(array, order="C").view()
         tied.flags.writeable = False
@@ -364,7 +366,7 @@ def _tied(array: np.ndarray, owner: object) -> np.ndarray:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned integers, which numpy copies faster than dtypes that are not its own."""
+    """Return the same memory as unsigned integers, which numpy copies faster than custom dtypes."""
     return array.view(f"u{array.itemsize}") if array.itemsize in (1, 2, 4, 8) else array
 
 
@@ -387,15 +389,15 @@ def _parts(index_range: IndexRange, held: tuple[IndexRange, ...]) -> list[tuple[
 
 
 def _around(index_range: IndexRange, held: Collection[IndexRange]) -> IndexRange | None:
-    """A held index range that has all of the index range."""
+    """Return a held index range that contains this one."""
     return index_range if index_range in held else next((outer for outer in held if within(index_range, outer)), None)
 
 
 def _require_same(name: str, held: np.ndarray, arrived: np.ndarray) -> None:
     if held.dtype != arrived.dtype:
-        raise WeightsError(f"{name} is held as {held.dtype}, and came again as {arrived.dtype}")
+        raise WeightsError(f"{name} is held as {held.dtype}, and was sent again as {arrived.dtype}")
     if held is not arrived and not np.array_equal(as_bytes(held), as_bytes(arrived)):
-        raise WeightsError(f"{name} is held, and came again with other bytes")
+        raise WeightsError(f"{name} is held, and was sent again with other bytes")
 
 
 def _name(version: int, tensor: str, index_range: IndexRange) -> str:

@@ -1,14 +1,13 @@
-"""The side of the wire that asks."""
+"""The client side of the RPC."""
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 from collections.abc import Buffer, Callable, Sequence
 from typing import Any
 
 from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.transport.buffers import view_of
 from rl.parameter_server.transport.connection import (
     ERROR,
     MAX_NBYTES,
@@ -17,40 +16,39 @@ from rl.parameter_server.transport.connection import (
     Connection,
     TransportError,
     encode_header,
-    view_of,
 )
+from rl.parameter_server.transport.connection_pool import ConnectionPool
 from rl.parameter_server.transport.endpoint import Endpoint
-from rl.parameter_server.transport.handshake import client_handshake
-from rl.parameter_server.transport.tls import Tls, reason_of
+from rl.parameter_server.transport.tls import Tls
 from rl.roles.timeouts import Waits
 
 Fields = dict[str, Any]
 Into = Callable[[Fields, int], Sequence[Buffer]]
 OnWait = Callable[[str, float], None]
 
-_LOOK = 1.0  # seconds between looks at how long a call has lasted
-_NOW = 0.001  # seconds: what has come is taken
+_CHECK_S = 1.0  # seconds between checks of how long a call has lasted
+_IMMEDIATE = 0.001  # seconds: only data that has arrived already
 
 
 class Unreachable(WeightsError):
-    """No answer: nobody listens, the connection broke, nothing came in time, or the token or certificate is wrong."""
+    """No reply: nothing listens, the connection broke or timed out, or the token or certificate is wrong."""
 
 
 class RpcClient:
-    """Asks a server. Thread-safe: calls at the same time take a connection each, which are kept for later calls.
+    """Client of one server. Thread-safe: concurrent calls use a connection each, which later calls reuse.
 
     Args:
         where: the server, or a function that resolves its current endpoint. After a failed call the endpoint is
             resolved again and the call repeated, for up to `retry_timeout` seconds. A UserError or OSError of the
             function counts as a failed call.
         name: of the server, for errors.
-        connect_timeout: seconds to connect, and that the server may make no progress.
+        connect_timeout: seconds to connect, and without progress in a message.
         retry_timeout: seconds.
-        tls: our own certificate, or other options than to verify the server by its endpoint's `tls_ca`.
-        max_nbytes: an answer that announces more is refused.
-        on_wait: told what a call waits for, and for how many seconds it has, once it has lasted (with all repetitions)
-            `warn_after` seconds, and whenever that has doubled. Its field `timeout`, if it has one, is time in which
-            nothing need come.
+        tls: own certificate, or options other than to verify the server by its endpoint's `tls_ca`.
+        max_nbytes: replies that announce more are refused.
+        on_wait: called with what a call waits for and for how many seconds, once it has lasted (retries included)
+            `warn_after` seconds, and whenever that has doubled. The call's field `timeout`, if it has one, is not
+            counted.
         warn_after: seconds.
     """
 
@@ -69,12 +67,8 @@ class RpcClient:
         self._locate = None if isinstance(where, Endpoint) else where
         self._endpoint = where if isinstance(where, Endpoint) else None
         self._name, self._connect_timeout, self._retry_timeout = name, connect_timeout, retry_timeout
-        self._tls, self._max_nbytes = tls, max_nbytes
-        self._on_wait, self._warn_after = on_wait, warn_after
-        self._lock = threading.Lock()
-        self._idle: list[tuple[Endpoint, Connection]] = []
-        self._busy: set[Connection] = set()
-        self._closed = threading.Event()
+        self._max_nbytes, self._on_wait, self._warn_after = max_nbytes, on_wait, warn_after
+        self._pool = ConnectionPool(connect_timeout, tls)
 
     def call(
         self,
@@ -85,26 +79,26 @@ class RpcClient:
         into: Into | None = None,
         timeout: float = 0.0,
     ) -> tuple[Fields, bytearray | None]:
-        """Sends a request and waits for the answer.
+        """Send a request and wait for the reply.
 
         Args:
-            operation: what the server shall do.
-            fields: JSON.
-            buffers: bytes to send, C-contiguous; they must not change meanwhile.
-            into: given the answer's fields and how many bytes it has, the memory they go to. Called again when a call
-                is repeated: memory of a failed attempt holds anything.
-            timeout: seconds that the server may take, beyond `connect_timeout`, until its answer begins.
+            operation: name of the operation.
+            fields: arguments that JSON can hold.
+            buffers: bytes to send, C-contiguous; they must not change during the call.
+            into: function from the reply's fields and number of bytes to the buffers that receive the bytes. Called
+                again for every retry; after a failed attempt the buffers' contents are undefined.
+            timeout: seconds that the server may take, beyond `connect_timeout`, until its reply begins.
 
         Returns:
-            The answer's fields, and its bytes unless there is an `into`.
+            The reply's fields, and its bytes unless `into` is given.
 
         Raises:
-            WeightsError: what the server raised. Unreachable: there is no answer.
+            WeightsError: raised by the server. Unreachable: there is no reply.
         """
         header = encode_header({"operation": operation, "fields": fields or {}})
         views = [view_of(buffer) for buffer in buffers]
         wait = self._connect_timeout + timeout
-        tell = self._teller(operation, fields)
+        report = self._reporter(operation, fields)
         began: float | None = None
         tries = 0
         while True:
@@ -114,33 +108,26 @@ class RpcClient:
                 if endpoint is None:
                     assert self._locate is not None
                     endpoint = self._endpoint = self._locate()
-                return self._exchange(endpoint, header, views, into, wait, tell)
+                return self._exchange(endpoint, header, views, into, wait, report)
             except TransportError as error:
                 reason, cause = str(error), error
             except (OSError, WeightsError) as error:
                 if endpoint is not None:
-                    raise  # the server's answer, or of `into`
-                reason, cause = f"where it is cannot be found: {error}", error
+                    raise  # the server's reply, or an error of `into`
+                reason, cause = f"its endpoint cannot be resolved: {error}", error
             if self._locate is not None:
-                self._endpoint = None  # asked again, now or by the next call
+                self._endpoint = None  # resolved again, now or by the next call
             began = began or time.monotonic()
             spent = time.monotonic() - began
-            if self._locate is None or spent > self._retry_timeout or self._closed.is_set():
+            if self._locate is None or spent > self._retry_timeout or self._pool.closed.is_set():
                 tried = f" (tried {tries} times in {spent:.0f} s)" if tries > 1 else ""
                 raise Unreachable(f"{self._peer(endpoint)}: {operation} failed: {reason}{tried}") from cause
-            tell()
-            self._closed.wait(0.2)
+            report()
+            self._pool.closed.wait(0.2)
 
     def close(self) -> None:
-        """Closes all connections; calls that are under way fail."""
-        self._closed.set()
-        with self._lock:
-            connections = [connection for _, connection in self._idle]
-            self._idle.clear()
-            for connection in self._busy:
-                connection.abort()
-        for connection in connections:
-            connection.close()
+        """Close all connections; calls in progress fail."""
+        self._pool.close()
 
     def _peer(self, endpoint: Endpoint | None) -> str:
         return f"{self._name} {endpoint.address}" if endpoint else self._name
@@ -152,11 +139,11 @@ class RpcClient:
         views: list[memoryview],
         into: Into | None,
         wait: float,
-        tell: Callable[[], None],
+        report: Callable[[], None],
     ) -> tuple[Fields, bytearray | None]:
-        """One request and its answer. TransportError: no answer; WeightsError: the answer."""
-        connection, reply, kind, nbytes = self._ask(endpoint, header, views, wait, tell)
-        kept = False
+        """Send one request and read its reply. TransportError: no reply; WeightsError: the reply is an error."""
+        connection, reply, kind, nbytes = self._request(endpoint, header, views, wait, report)
+        complete = False
         try:
             data = None
             if kind == ERROR:
@@ -170,131 +157,81 @@ class RpcClient:
                 if room != nbytes:
                     raise WeightsError(f"{self._peer(endpoint)}: {nbytes:,} bytes came for memory of {room:,}")
                 connection.read_into(targets)
-            kept = True
+            complete = True
         finally:
-            self._give_back(endpoint, connection, kept)
+            self._pool.give_back(endpoint, connection, keep=complete and endpoint == self._endpoint)
         if kind == ERROR:
             raise _error_of(reply, self._peer(endpoint))
         return reply, data
 
-    def _ask(
-        self, endpoint: Endpoint, header: bytes, views: list[memoryview], wait: float, tell: Callable[[], None]
+    def _request(
+        self, endpoint: Endpoint, header: bytes, views: list[memoryview], wait: float, report: Callable[[], None]
     ) -> tuple[Connection, Fields, int, int]:
-        """Sends a request; the connection with the answer's bytes still to read, its fields, kind and bytes."""
+        """Send a request. Return the connection with the reply's body still to read, its fields, kind and bytes."""
         while True:
-            connection, used = self._take(endpoint)
+            connection, used = self._pool.take(endpoint)
             try:
                 try:
                     connection.send_message(REQUEST, header, views)
                 except TransportError as error:
                     if error.stalled:
                         raise
-                    # The server may have refused the request before all was sent: its answer says why.
-                    message = self._refusal(connection)
+                    # The server may have refused the request before all of it was sent: its reply says why.
+                    message = _refusal(connection)
                     if message is None:
                         raise
                 else:
-                    message = connection.read_message(self._await(connection, wait, tell))
+                    message = connection.read_message(self._await(connection, wait, report))
                 if message is None:
                     raise TransportError("the connection was closed")
                 kind, reply, nbytes = message
                 if kind not in (REPLY, ERROR):
-                    raise TransportError("not an answer")
+                    raise TransportError("not a reply")
                 if nbytes > self._max_nbytes:
-                    raise TransportError(f"refused: an answer of {nbytes:,} bytes (at most {self._max_nbytes:,})")
+                    raise TransportError(f"refused: a reply of {nbytes:,} bytes (at most {self._max_nbytes:,})")
                 return connection, reply, kind, nbytes
             except BaseException as error:
-                self._give_back(endpoint, connection, keep=False)
+                self._pool.give_back(endpoint, connection, keep=False)
                 if not (used and isinstance(error, TransportError) and not error.stalled):
                     raise
-                self._forget_idle(endpoint)  # closed while it was idle, when the server was started again: once more
+                self._pool.drop_idle(endpoint)  # closed while idle, when the server was restarted: try once more
 
-    def _teller(self, operation: str, fields: Fields | None) -> Callable[[], None]:
-        """To be called now and then in the course of a call."""
+    def _reporter(self, operation: str, fields: Fields | None) -> Callable[[], None]:
+        """Return a function to call periodically during a call; it calls `on_wait` when that is due."""
         if (on_wait := self._on_wait) is None:
             return lambda: None
         waits = Waits(self._warn_after + float((fields or {}).get("timeout", 0.0)))
         waits.begin(operation)
 
-        def tell() -> None:
+        def report() -> None:
             if waits.due(operation):
                 on_wait(f"to answer ({operation})", waits.begin(operation))
 
-        return tell
+        return report
 
-    def _await(self, connection: Connection, wait: float, tell: Callable[[], None]) -> float:
-        """Returns when an answer has begun or `wait` is over, and how much of `wait` is left then."""
+    def _await(self, connection: Connection, wait: float, report: Callable[[], None]) -> float:
+        """Wait until a reply has begun or `wait` seconds are over; return how much of `wait` is left."""
         if self._on_wait is None:
             return wait
-        give_up = time.monotonic() + wait
-        while not connection.readable(max(0.0, min(_LOOK, give_up - time.monotonic()))):
-            tell()
-            if time.monotonic() >= give_up:
+        deadline = time.monotonic() + wait
+        while not connection.readable(max(0.0, min(_CHECK_S, deadline - time.monotonic()))):
+            report()
+            if time.monotonic() >= deadline:
                 break
-        return max(_NOW, give_up - time.monotonic())
+        return max(_IMMEDIATE, deadline - time.monotonic())
 
-    def _refusal(self, connection: Connection) -> tuple[int, Fields, int] | None:
-        try:
-            return connection.read_message(1.0)
-        except TransportError:
-            return None
 
-    def _take(self, endpoint: Endpoint) -> tuple[Connection, bool]:
-        """A connection, and whether it has been used before."""
-        with self._lock:
-            if self._closed.is_set():
-                raise TransportError("the client is closed")
-            for at in reversed(range(len(self._idle))):
-                if self._idle[at][0] == endpoint:
-                    connection = self._idle.pop(at)[1]
-                    self._busy.add(connection)
-                    return connection, True
-        connection = self._connect(endpoint)
-        with self._lock:
-            self._busy.add(connection)
-        return connection, False
-
-    def _connect(self, endpoint: Endpoint) -> Connection:
-        try:
-            sock = socket.create_connection((endpoint.host, endpoint.port), self._connect_timeout)
-        except TimeoutError as error:
-            raise TransportError(f"no connection within {self._connect_timeout:g} s", stalled=True) from error
-        except OSError as error:
-            raise TransportError(error.strerror or str(error)) from error
-        if endpoint.tls_ca:
-            tls = self._tls = self._tls or Tls.Config(ca=endpoint.tls_ca).build()
-            try:
-                sock = tls.client_context.wrap_socket(sock, server_hostname=endpoint.host)
-            except OSError as error:
-                sock.close()
-                raise TransportError(reason_of(error)) from error
-        connection = Connection(sock, self._connect_timeout)
-        try:
-            client_handshake(connection, endpoint.token)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _give_back(self, endpoint: Endpoint, connection: Connection, keep: bool) -> None:
-        with self._lock:
-            self._busy.discard(connection)
-            if keep and endpoint == self._endpoint and not self._closed.is_set():
-                self._idle.append((endpoint, connection))
-                return
-        connection.close()
-
-    def _forget_idle(self, endpoint: Endpoint) -> None:
-        with self._lock:
-            gone = [connection for place, connection in self._idle if place == endpoint]
-            self._idle = [one for one in self._idle if one[0] != endpoint]
-        for connection in gone:
-            connection.close()
+def _refusal(connection: Connection) -> tuple[int, Fields, int] | None:
+    try:
+        return connection.read_message(1.0)
+    except TransportError:
+        return None
 
 
 def _error_of(reply: Fields, peer: str) -> WeightsError:
-    """The error that a server raised: of its class if that is one of WeightsError's. That another server behind it is
-    Unreachable does not make it so.
+    """Return the error that a server raised, in its own class if that is a subclass of WeightsError.
+
+    An `Unreachable` of the server is excluded: it is about another server behind it, not about this one.
     """
     classes: dict[str, type[WeightsError]] = {}
     waiting = [WeightsError]

@@ -1,8 +1,8 @@
-"""How the two ends of a connection prove to each other that they know the token, which itself does not travel.
+"""Mutual authentication of the two ends of a connection by a shared token, which itself is never sent.
 
     server: greeting, nonce    client: nonce, HMAC(token, "client", both nonces)    server: HMAC(token, "server", both)
 
-Of a stranger nothing is read but these 64 bytes.
+Before a client is authenticated, only these 64 bytes are read from it.
 """
 
 import hmac
@@ -15,7 +15,7 @@ _NONCE = _MAC = 32  # bytes
 
 
 def server_handshake(connection: Connection, token: str) -> None:
-    """The server's half. Raises TransportError: the other side does not know the token, or has gone."""
+    """Run the server's half. Raises TransportError: the client does not know the token, or has disconnected."""
     nonce = secrets.token_bytes(_NONCE)
     connection.send(_GREETING + nonce)
     answer = connection.read(_NONCE + _MAC)
@@ -30,7 +30,7 @@ def client_handshake(connection: Connection, token: str) -> None:
     """Run the client's half. Raises TransportError: one side does not know the token, or this is no RPC server."""
     greeting = connection.read(len(_GREETING) + _NONCE)
     if not greeting.startswith(_GREETING):
-        raise TransportError("what listens there is no server of weights, or one of another version")
+        raise TransportError("the peer is not a parameter server, or one of another version")
     mine = secrets.token_bytes(_NONCE)
     nonces = greeting[len(_GREETING) :] + mine
     connection.send(mine + _proof(token, b"client", nonces))

@@ -1,4 +1,4 @@
-"""The side of the wire that answers."""
+"""The server side of the RPC."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.transport.buffers import view_of
 from rl.parameter_server.transport.connection import (
     ERROR,
     MAX_NBYTES,
@@ -21,23 +22,22 @@ from rl.parameter_server.transport.connection import (
     Connection,
     TransportError,
     encode_header,
-    view_of,
 )
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.handshake import server_handshake
 from rl.parameter_server.transport.tls import Tls
 
-_HANDSHAKE_S = 10.0  # a stranger gets no more
+_HANDSHAKE_S = 10.0  # for an unauthenticated client, per read
 
 Fields = dict[str, Any]
 Handle = Callable[[str, Fields, "Body"], tuple[Fields, Sequence[Buffer]] | Fields]
 
 
 class Body:
-    """The bytes that came with a request, to be read at most once, in order.
+    """Bytes that came with a request, to be read at most once, in order.
 
     Attributes:
-        nbytes: of the whole.
+        nbytes: of the whole body.
     """
 
     def __init__(self, connection: Connection, nbytes: int):
@@ -45,7 +45,7 @@ class Body:
         self.nbytes = nbytes
 
     def read_into(self, *memory: Buffer) -> None:
-        """Fills these writable buffers, one after the other, with the next bytes. ValueError if fewer are left."""
+        """Fill these writable buffers, one after the other, with the next bytes. ValueError if fewer are left."""
         views = [view_of(one) for one in memory]
         asked = sum(view.nbytes for view in views)
         if asked > self._left:
@@ -54,33 +54,33 @@ class Body:
         self._left -= asked
 
     def read(self) -> bytearray:
-        """What is left."""
+        """Return the remaining bytes."""
         data = bytearray(self._left)
         self.read_into(data)
         return data
 
     def drain(self) -> None:
-        """Forgets what is left."""
+        """Discard the remaining bytes."""
         self._connection.drain(self._left)
         self._left = 0
 
 
 class RpcServer:
-    """Answers requests by `handle`, with a thread for each connection.
+    """Server that answers requests by `handle`, with a thread per connection.
 
-    What `handle` raises travels to the caller: a WeightsError as itself, all else as a WeightsError. Operations should
-    be repeatable: a client whose connection broke asks again.
+    Exceptions of `handle` are sent to the caller: a WeightsError as itself, all others as a WeightsError. Operations
+    should be idempotent: a client whose connection broke repeats its request.
 
     Args:
-        handle: called by many threads at once. The buffers that it returns must not change until they are sent.
-        host: address to listen on. IPv6 too.
+        handle: called by many threads concurrently. The buffers that it returns must not change until they are sent.
+        host: address to listen on, IPv4 or IPv6.
         port: 0 for any free one.
         token: what clients must know; None: a random one.
         tls: certificate; None: no TLS.
-        advertise: host that `endpoint` names where it is not `host`, e.g. when listening on 0.0.0.0.
-        max_nbytes: a request that announces more is refused.
-        stall: seconds that a client may make no progress in the middle of a request or an answer.
-        max_connections: more are closed at once.
+        advertise: host of `endpoint` where it differs from `host`, e.g. when listening on 0.0.0.0.
+        max_nbytes: requests that announce more are refused.
+        stall: seconds that a client may make no progress in the middle of a request or a reply.
+        max_connections: further connections are closed at once.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RpcServer:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Closes all connections and ends the threads; one that is in `handle` ends when that returns."""
+        """Close all connections and end the threads; one that is in `handle` ends when that returns."""
         with self._lock:
             self._closed = True
             serving = dict(self._serving)
@@ -145,11 +145,11 @@ class RpcServer:
     def _serve(self, sock: socket.socket) -> None:
         connection: Connection | None = None
         try:
-            connection = self._server_handshake(sock)
+            connection = self._authenticate(sock)
             while not self._closed and self._answer_one(connection):
                 pass
         except (TransportError, OSError):
-            pass  # the other side is gone, or a stranger: nobody to tell
+            pass  # the client is gone or unauthenticated: nobody to report to
         finally:
             with self._lock:
                 self._serving.pop(threading.current_thread(), None)
@@ -157,8 +157,8 @@ class RpcServer:
                 connection.close()
             sock.close()
 
-    def _server_handshake(self, sock: socket.socket) -> Connection:
-        """The connection of someone who knows the token."""
+    def _authenticate(self, sock: socket.socket) -> Connection:
+        """Return the connection of an authenticated client."""
         sock.settimeout(_HANDSHAKE_S)
         if self._context:
             sock = self._context.wrap_socket(sock, server_side=True)
@@ -173,7 +173,7 @@ class RpcServer:
         return connection
 
     def _answer_one(self, connection: Connection) -> bool:
-        """False when the client has ended. All that a request holds on to is let go when this returns."""
+        """Answer one request; return False when the client has disconnected. Holds no reference to it afterwards."""
         message = connection.read_message(wait=None)
         if message is None:
             return False

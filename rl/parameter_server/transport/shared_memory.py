@@ -1,9 +1,9 @@
-"""BufferPool that the processes of one user on one host share: what one has written, others read in place.
+"""Memory shared by the processes of one user on one host: written by one, read in place by the others.
 
-A segment is a file of mode 0600 in /dev/shm (the folder of temporary files where there is none). Every process that
-maps it holds a lock on it, which the kernel drops when the process ends, however it ends: so the last one to let go
-knows that it is the last and removes the file, and `sweep` removes what processes that were killed have left. (Process
-ids would not do: they are used again, and containers that share /dev/shm count their processes each from 1.)
+A segment is a file of mode 0600 in /dev/shm (the directory of temporary files where there is none). Every process that
+maps it holds a lock on it, which the kernel releases when the process ends, by any cause: so the last process to
+release it removes the file, and `sweep` removes the files of killed processes. (Process ids would not do: they are
+reused, and containers that share /dev/shm each count from 1.)
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import numpy as np
 
 from mesh import UserError
 from rl.parameter_server.errors import VersionGone, WeightsError
-from rl.parameter_server.transport.connection import view_of
+from rl.parameter_server.transport.buffers import view_of
 
 _NAME = re.compile(r"axl-[0-9]{1,10}-[0-9a-f]{16}")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class SegmentGone(VersionGone, FileNotFoundError):
-    """There is no segment of this name (any more)."""
+    """The segment of this name does not exist (any more)."""
 
 
 class Segment:
@@ -44,11 +44,11 @@ class Segment:
     Attributes:
         name: by which other processes find it.
         nbytes: its size.
-        buffer: uint8 [nbytes], at the start of a page; of zeros when new. Read-only where attached.
+        buffer: uint8 [nbytes], page-aligned; zeros when new. Read-only where attached.
     """
 
     def __init__(self, path: Path, descriptor: int, nbytes: int, *, made_here: bool):
-        """Use `create` or `attach`. `descriptor` is locked, and taken over."""
+        """Use `create` or `attach` instead. `descriptor` is locked, and owned by the segment."""
         self.name, self.nbytes = path.name, nbytes
         self._path, self._descriptor, self._made_here = path, descriptor, made_here
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if made_here else 0)
@@ -58,14 +58,14 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Self:
-        """New memory. Its pages are set aside now, and zeroed when first touched.
+        """Create a segment. Its pages are reserved now, and zeroed when first touched.
 
-        Its name goes with `unlink`, or when the last process has let it go: no `Segment` of it is left, or the process
-        ended in the ordinary way. What is left after kill -9 goes with `sweep`.
+        Its file is removed by `unlink`, or when the last process has released it: no `Segment` of it is left, or the
+        process exited normally. After kill -9 `sweep` removes it.
 
         Raises:
-            UserError: there is not so much shared memory. (If pages were only promised, a process that writes to one
-                that is not to be had would be killed.)
+            UserError: there is too little shared memory. (If pages were only promised, a process that writes to a
+                missing one would be killed.)
         """
         folder = _folder()
         path, descriptor = _new_file(folder, nbytes)
@@ -79,11 +79,11 @@ class Segment:
 
     @classmethod
     def attach(cls, name: str, nbytes: int | None = None) -> Self:
-        """The memory that a process of the same user on this host made, to read.
+        """Map a segment of another process of the same user on this host, read-only.
 
         Raises:
             SegmentGone: there is none of this name.
-            WeightsError: it is another user's, open to others, or not of `nbytes` bytes where that is given.
+            WeightsError: it is another user's, accessible to others, or not of `nbytes` bytes where that is given.
         """
         if not _NAME.fullmatch(name):
             raise WeightsError(f"{name!r} is no name of a shared memory segment")
@@ -111,8 +111,10 @@ class Segment:
             raise
 
     def write(self, data: Buffer, offset: int = 0) -> None:
-        """Copies into the memory, by the maker. Where nobody has touched the pages yet, it takes two thirds of the time
-        that writing to `buffer` takes: they are not zeroed first, nor mapped one by one.
+        """Copy data into a segment that this process created.
+
+        On untouched pages this takes two thirds of the time of writing to `buffer`: they are not zeroed first, nor
+        mapped one by one.
 
         Raises:
             ValueError: it does not fit, or is not C-contiguous.
@@ -125,13 +127,13 @@ class Segment:
             view, offset = view[count:], offset + count
 
     def unlink(self) -> None:
-        """Takes the name away: nobody attaches any more, who has keeps the memory. Has an effect in the maker only."""
+        """Remove the name: nobody can attach any more; existing mappings stay valid. No effect in other processes."""
         if self._made_here:
             self._path.unlink(missing_ok=True)
 
 
 def sweep() -> list[str]:
-    """Removes this user's segments that no living process maps; the names of those removed."""
+    """Remove this user's segments that no living process maps; return their names."""
     removed: list[str] = []
     with contextlib.suppress(OSError):
         for path in _folder().iterdir():
@@ -142,9 +144,10 @@ def sweep() -> list[str]:
 
 @functools.cache
 def host_identity() -> str:
-    """Equal for processes that can share segments: same boot of the same kernel, same user, same /dev/shm.
+    """Return an identity that is equal for processes that can share segments.
 
-    Copies of one running virtual machine have it in common too, so a segment may still not be found.
+    It covers boot of the kernel, user and /dev/shm. Copies of one running virtual machine share it, too, so a segment
+    may still not be found.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -159,7 +162,7 @@ def _folder() -> Path:
 
 
 def _new_file(folder: Path, nbytes: int) -> tuple[Path, int]:
-    """An empty file under our lock, open to read and write."""
+    """Create an empty file under our lock, open to read and write."""
     while True:
         path = folder / f"axl-{os.getpid()}-{secrets.token_hex(8)}"
         try:
@@ -190,7 +193,7 @@ def _remove_if_left(path: Path) -> bool:
 
 
 def _let_go(path: Path, descriptor: int, pid: int) -> None:
-    """Removes the name if no other process has the segment."""
+    """Remove the name if no other process has the segment."""
     try:
         if os.getpid() == pid:  # not in a fork, which shares our lock
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

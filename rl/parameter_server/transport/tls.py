@@ -1,8 +1,8 @@
-"""TLS for the wire: the server shows a certificate, and may ask its clients for one.
+"""TLS: the server presents a certificate, and may require one from its clients.
 
-Without it bytes travel in the clear, as befits one host or a network that nobody else is on. Certificates come from
-whoever runs the cluster; for a run of one's own one self-signed certificate that all processes share will do (`cert`
-and `key`, no `ca`; docs/concepts/weight-transport.md shows the command).
+Without TLS data is sent in the clear, which suits one host or a private network. Certificates come from the operator of
+the cluster; for a single run one self-signed certificate that all processes share is enough (`cert` and `key`, no `ca`;
+docs/concepts/weight-transport.md shows the command).
 """
 
 import functools
@@ -14,7 +14,7 @@ from mesh import UserError
 
 
 class Tls(Configurable):
-    """Makes TLS contexts from files. At least TLS 1.3 on both sides."""
+    """TLS contexts from files. TLS 1.3 or later on both sides."""
 
     class Config(ConfigBase["Tls"]):
         cert: str = ""  # PEM: our certificate, and those between it and the authority
@@ -24,7 +24,7 @@ class Tls(Configurable):
         check_host: bool = True  # a client asks that the certificate be for the host it connects to
 
     def __init__(self, cfg: Config):
-        """Raises UserError: a file is missing or is not what it should be, named by its config path."""
+        """Check the files. Raises UserError naming the config path of one that is missing."""
         self.cfg = cfg
         if not (cfg.cert or cfg.ca):
             raise UserError("tls: set tls.cert and tls.key (a server) or tls.ca (a client that shows no certificate)")
@@ -35,12 +35,12 @@ class Tls(Configurable):
 
     @property
     def authority(self) -> str:
-        """The file by which others verify us, and we them."""
+        """Return the file with which both sides verify each other."""
         return self.cfg.ca or self.cfg.cert
 
     @functools.cached_property
     def server_context(self) -> ssl.SSLContext:
-        """What a server wraps its connections with. Raises UserError."""
+        """Return the SSL context of a server. Raises UserError."""
         if not self.cfg.cert:
             raise UserError("tls.cert is empty: a server has to show a certificate")
         context = _context(ssl.PROTOCOL_TLS_SERVER)
@@ -52,7 +52,7 @@ class Tls(Configurable):
 
     @functools.cached_property
     def client_context(self) -> ssl.SSLContext:
-        """What a client wraps its connections with. Raises UserError."""
+        """Return the SSL context of a client. Raises UserError."""
         context = _context(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = self.cfg.check_host
         _trust(context, self.authority)
@@ -69,7 +69,7 @@ class Tls(Configurable):
 
 
 def reason_of(error: ssl.SSLError | OSError) -> str:
-    """What went wrong in a handshake, and what to look at."""
+    """Describe why a TLS handshake failed, and which setting to check."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message or error} (tls.ca, tls.check_host)"
     if isinstance(error, ssl.SSLError):

@@ -1,4 +1,4 @@
-"""A server of the wire and a client of it; what the server does is in rpc_bed.py."""
+"""Fixtures: an RPC server and its client; the server's operations are in rpc_bed.py."""
 
 from collections.abc import Iterator
 

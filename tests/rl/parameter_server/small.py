@@ -11,18 +11,18 @@ from rl.parameter_server.fingerprint import path_name
 
 
 def publish(client: ParameterServerClient, params: Params, version: int) -> None:
-    """As a trainer that has just started does it."""
+    """Publish as a newly started trainer does."""
     publisher = client.publisher()
     publisher.publish(publisher.copy(jax.tree.map(jax.numpy.asarray, params), version))
 
 
 def pull(client: ParameterServerClient, like: Params, version: int, timeout: float = 0.0) -> Params:
-    """As a worker that has just started does it."""
+    """Pull as a newly started worker does."""
     return client.receiver(on_device(like)).pull(version, timeout)
 
 
 def on_device(params: Params) -> Params:
-    """As arrays on the first device."""
+    """Return arrays on the first device."""
     return jax.tree.map(jax.numpy.asarray, params)
 
 

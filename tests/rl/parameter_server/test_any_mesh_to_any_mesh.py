@@ -55,7 +55,7 @@ def whole(version: int) -> dict[str, np.ndarray]:
 
 
 def same_everywhere(params: Params, version: int) -> bool:
-    """Whether every device of this process holds what it should."""
+    """Return True if every device of this process holds the right values."""
     return all(
         np.array_equal(np.asarray(shard.data), whole(version)[name][shard.index])
         for name, array in params.items()
@@ -64,7 +64,7 @@ def same_everywhere(params: Params, version: int) -> bool:
 
 
 def local_bytes(params: Params) -> int:
-    """Of the distinct index ranges on this process's devices: the least that has to move."""
+    """Return the bytes of this process's distinct index ranges: the least that has to move."""
     return sum(
         {str(shard.index): shard.data.nbytes for shard in array.addressable_shards}[index]
         for array in params.values()
@@ -126,7 +126,7 @@ def test_two_trainer_processes_to_two_worker_processes_through_three_shard_serve
 
 
 def train(places: list[dict[str, Any]], address: str, process: int) -> int:
-    """Publishes versions 0 and 1; the bytes of this process's part of one."""
+    """Publish versions 0 and 1; return the bytes of this process's part of one."""
     jax.distributed.initialize(address, 2, process)
     publisher = reach(places).publisher(pusher="one trainer", process=process, processes=2)
     nbytes = 0
@@ -138,7 +138,7 @@ def train(places: list[dict[str, Any]], address: str, process: int) -> int:
 
 
 def work(places: list[dict[str, Any]], address: str, process: int) -> tuple[bool, int, int]:
-    """Pulls version 1 for a mesh over both worker processes."""
+    """Pull version 1 for a mesh over both worker processes."""
     jax.distributed.initialize(address, 2, process)
     like = on_mesh({"expert": 2, "tensor": 4}, 99)
     receiver = reach(places).receiver(like)

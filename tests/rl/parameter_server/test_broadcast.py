@@ -1,4 +1,4 @@
-"""Who reads from whom: any order of joins, losses, failures and silences keeps the promises, and 1,000 workers do."""
+"""Broadcast scheduling: guarantees under any order of joins, losses, failures and hangs, and with 1,000 workers."""
 
 import math
 from collections import Counter
@@ -145,7 +145,7 @@ class World(RuleBasedStateMachine):
         assert all(loads[source] <= self.fanout for source in WORKERS)
 
     def teardown(self) -> None:
-        """From here on all that still lives behaves; what was silent stays so, but a restarted worker asks."""
+        """Let all live workers behave from now on; hung ones stay hung, restarted ones request again."""
         if not hasattr(self, "open"):
             return
         for _ in range(20 * len(WORKERS) * len(KEYS)):

@@ -187,7 +187,7 @@ def policy_params(abstract: Params) -> Params:
 
 
 def one_of_two(address: str, process: int) -> list[dict[str, str]]:
-    """What one of two processes finds of global arrays, on three meshes of their eight devices."""
+    """Compute fingerprints of global arrays in one of two processes, on three meshes of their eight devices."""
     jax.distributed.initialize(address, 2, process)
     value, found = spread(), []
     for shape in MESHES[:3]:

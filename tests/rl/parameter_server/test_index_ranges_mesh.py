@@ -105,7 +105,7 @@ def move_everything() -> dict[str, int]:
 
 
 def assemble(index_range: IndexRange, held: list[tuple[IndexRange, np.ndarray]]) -> tuple[np.ndarray, int]:
-    """What is in the index range, put together from shards; and the elements read for it."""
+    """Assemble the index range from shards; return it and the number of elements read."""
     arrived, moved = np.full(shape_of(index_range), np.nan, np.float32), 0
     for part in covering(index_range, [shard for shard, _ in held]):
         shard, data = next((shard, data) for shard, data in held if covering(part, [shard]) == [part])
@@ -127,7 +127,7 @@ def owners_by_turn() -> list[list[list[int]]]:
 
 
 def one_of_two(address: str, process: int) -> list[dict[str, Any]]:
-    """What one of two processes owns on one mesh and needs on another, for all pairs, by tensor."""
+    """Return what one of two processes owns on one mesh and needs on another, for all pairs, by tensor."""
     jax.distributed.initialize(address, 2, process)
     found: list[dict[str, Any]] = [{} for _ in PAIRS]
     for (trainer, worker), by_tensor in zip(PAIRS, found, strict=True):

@@ -1,4 +1,4 @@
-"""Workers that have a version serve it to others: the server sends one copy, and whoever serves may die."""
+"""Peer-to-peer broadcast between workers: the server sends one copy, and a serving worker may die."""
 
 import ctypes
 import threading
@@ -93,7 +93,7 @@ def test_a_source_whose_memory_is_damaged_is_passed_over(deployment: Deployment)
 
 
 def test_a_reader_that_died_holds_up_nobody(deployment: Deployment):
-    """It was given a place and never came back: the place is free when its retry_timeout is over."""
+    """A reader that never reports frees its slot when its grant expires."""
     publish(deployment.connect(), WEIGHTS, 0)
     directory = deployment.servers[0].directory
     assert directory is not None

@@ -1,4 +1,4 @@
-"""What holds for every codec."""
+"""Properties of every codec."""
 
 import ml_dtypes
 import numpy as np
@@ -122,5 +122,5 @@ def test_noise_is_refused(noise: bytes, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_references_do_not_travel(name: str) -> None:
     array = np.array([{}, []], object)
-    with pytest.raises(WeightsError, match="dtype object cannot travel"):
+    with pytest.raises(WeightsError, match="dtype object cannot be encoded"):
         get_codec(name).encode(array, array)

@@ -27,7 +27,7 @@ def shard_server() -> LocalShardServer:
 
 def test_damaged_shards_are_refused_and_nothing_of_their_request_is_held(shard_server: LocalShardServer):
     good, bad = BASE + 1, BASE + 2
-    with pytest.raises(WeightsError, match="w .*damaged on the way"):
+    with pytest.raises(WeightsError, match="w .*damaged in transit"):
         shard_server.write(3, [("v", BOX, good, digest_of(good)), ("w", BOX, bad, digest_of(good))])
     with pytest.raises(VersionGone):
         shard_server.read(3, [("v", BOX)], ReadOptions())

@@ -104,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
         if volume(index_range):
             other = self.index_ranges[version][name, index_range].copy()
             other.reshape(-1).view(np.uint8)[-1] ^= 1
-            with pytest.raises(WeightsError, match="came again with other bytes"):
+            with pytest.raises(WeightsError, match="was sent again with other bytes"):
                 self.store.add(version, [("new", ((0, 1),), np.ones(1)), (name, index_range, other)])
 
     @rule(data=st.data(), version=st.integers(0, 2), name=st.sampled_from(list(SHAPES)), narrow=st.booleans())
@@ -163,7 +163,7 @@ TestStoreMachine = StoreMachine.TestCase
 
 
 def _placed(segment: Segment, arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Copies of the arrays, one after the other in the segment's memory at multiples of 64."""
+    """Place the arrays one after the other in the segment's memory, at multiples of 64."""
     placed, offset = [], 0
     for array in arrays:
         room = segment.buffer[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -219,7 +219,7 @@ def test_refuses_shards_that_do_not_fit() -> None:
     store.add(1, [("a", ((0, 2),), np.zeros(2))])
     with pytest.raises(WeightsError, match=r"got 1-d float32, but the shard \[0:2\] is 1-d float64"):
         store.add(1, [("b", (), np.zeros(())), ("a", ((2, 4),), np.zeros(2, np.float32))])
-    with pytest.raises(WeightsError, match="held as float64, and came again as float32"):
+    with pytest.raises(WeightsError, match="held as float64, and was sent again as float32"):
         store.add(1, [("a", ((0, 2),), np.zeros(2, np.float32))])
     assert [name for name, *_ in store.shards(1)] == ["a"]
 
@@ -262,7 +262,7 @@ def test_workers_of_another_dtype_cost_one_conversion() -> None:
 
 
 class _Owner:
-    """Of memory that would be used again when nobody reads it any more."""
+    """Memory must not be reused while a reader holds it."""
 
 
 def test_memory_goes_when_the_last_reader_is_done() -> None:

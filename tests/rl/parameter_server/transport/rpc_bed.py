@@ -1,4 +1,4 @@
-"""What the tests of the wire share: a server's operations, and looking at its threads."""
+"""Test bed of the RPC: a server's operations, and inspection of its threads."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from rl.parameter_server.transport.server import Body, RpcServer
 
 
 class Store:
-    """What the tests' servers do."""
+    """Operations of the tests' servers."""
 
     def __init__(self) -> None:
         self.put: dict[str, bytes] = {}
@@ -72,7 +72,7 @@ class Store:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for what another thread or process does."""
+    """Wait for a condition that another thread or process makes true."""
     give_up = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < give_up, f"waited 60 s: {what}"

@@ -25,7 +25,7 @@ def test_without_the_token_nothing_is_served(server: RpcServer, client: RpcClien
 
 
 def test_a_server_that_does_not_know_the_token_is_given_nothing():
-    """It says yes to every client; its own proof gives it away."""
+    """An impostor accepts every client; its own proof exposes it."""
     listener = socket.create_server(("127.0.0.1", 0))
     heard = bytearray()
 
@@ -88,7 +88,7 @@ def test_more_bytes_than_allowed_are_refused(store: Store):
     client.call("ignore", {}, [bytes(1 << 20)])
     with pytest.raises(WeightsError, match="store: refused: 8,388,608 bytes announced, at most 1,048,576 are taken"):
         client.call("store", {"name": "w"}, [bytes(8 << 20)])
-    with pytest.raises(Unreachable, match=r"grow failed: refused: an answer of 1,025 bytes \(at most 1,024\)"):
+    with pytest.raises(Unreachable, match=r"grow failed: refused: a reply of 1,025 bytes \(at most 1,024\)"):
         client.call("grow", {"nbytes": 1025})
     assert client.call("grow", {"nbytes": 1024})[1] == bytes(1024)
     assert not store.put

@@ -101,7 +101,7 @@ def test_errors_of_weights_travel_as_themselves(client: RpcClient, kind: type[We
     "kind", ["Unreachable", "UserError", "ValueError", "KeyError", "TypeError", "FileNotFoundError"]
 )
 def test_other_errors_travel_too(client: RpcClient, kind: str):
-    """That something behind the server is unreachable does not mean that the server is."""
+    """An error about a peer behind the server does not mean that the server is unreachable."""
     with pytest.raises(WeightsError, match=r"parameter server 127.0.0.1:\d+: .*version 3 is no more") as caught:
         client.call("fail", {"kind": kind})
     assert type(caught.value) is WeightsError

@@ -1,4 +1,4 @@
-"""A side of the wire that dies, stops or comes back: nobody waits without end, nobody else notices."""
+"""RPC peers that die, hang or restart: no wait is endless, and no other peer is affected."""
 
 import dataclasses
 import hashlib
@@ -80,7 +80,7 @@ def test_close_ends_who_waits_and_who_is_idle(server: RpcServer, client: RpcClie
 
     thread = threading.Thread(target=ask)
     thread.start()
-    until(lambda: bool(client._busy), "the call is under way")
+    until(lambda: bool(client._pool._busy), "the call is under way")
     client.close()
     thread.join(20)
     assert len(failed) == 1
@@ -89,7 +89,7 @@ def test_close_ends_who_waits_and_who_is_idle(server: RpcServer, client: RpcClie
 
 
 def test_a_server_on_the_same_port_again_is_found_by_the_same_client(store: Store):
-    """Its idle connections are dead, which is no failure of the call."""
+    """A restarted server's idle connections are dead, which must not fail the call."""
     server = RpcServer(store)
     client = RpcClient(server.endpoint, name="parameter server")
     client.call("echo")
@@ -145,7 +145,7 @@ def process() -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
 
 
 def stop(pid: int) -> None:
-    """As SIGSTOP does, which takes effect a little later."""
+    """Stop the process, and wait until SIGSTOP has taken effect."""
     os.kill(pid, signal.SIGSTOP)
     until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it stops")
 

@@ -36,7 +36,7 @@ class Other:
         return self.process.stdout.readline().strip()
 
     def ends(self, how: int | None = None) -> None:
-        """By a signal, or in the ordinary way."""
+        """The process ends by a signal, or normally."""
         assert self.process.stdin is not None and self.process.stdout is not None
         if how is not None:
             self.process.send_signal(how)

@@ -1,4 +1,4 @@
-"""TLS on the wire, with certificates made by the `openssl` command."""
+"""TLS of the RPC, with certificates made by the `openssl` command."""
 
 import dataclasses
 import os
