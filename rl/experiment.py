@@ -19,8 +19,10 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
+from axlearn_like.training.programs import Tuning
 from axlearn_like.training.trainer import Trainer, resolve_model
 from mesh import UserError, to_named_sharding
+from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
 from rl.controller.controller import Controller
 from rl.evaluation.evaluator import Evaluation
@@ -29,6 +31,7 @@ from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import ShardServer
+from rl.programs import experiment_programs, experiment_tuning
 from rl.roles.protocols import BatchSource, LeaseSource, ScoreSource
 from rl.roles.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
@@ -76,6 +79,18 @@ class RLExperiment(Configurable):
         mesh_rules: MeshRules = ()  # edits by the devices of the trainer (axlearn_like/config/mesh_rules.py)
         workers: int = 2  # rollout workers, where the runtime has processes; more may join
         timeouts: Timeouts.Config = Timeouts.Config()  # where the runtime has processes
+
+        def commands(self) -> tuple[str, ...]:
+            """Return the commands that run such an experiment, the usual one first."""
+            return ("rl", "serve")
+
+        def programs(self, devices: Sequence[Any]) -> Programs:
+            """Describe what the experiment can run on these devices: train, score, prefill and decode."""
+            return experiment_programs(self.build(), devices)
+
+        def tuning(self) -> Tuning:
+            """Return the fields that change the memory and speed of the update, but not its result."""
+            return experiment_tuning(self)
 
     def __init__(self, cfg: Config):
         if not 0 <= cfg.seed < 2**32:

@@ -135,6 +135,19 @@ def default_run_dir(experiment: str, run_dir: Path | None) -> Path:
     return Path("runs") / experiment.rpartition(":")[2] if run_dir is None else run_dir
 
 
+def check_command(cfg: Any, command: str, experiment: str) -> None:
+    """Refuse an experiment that this command does not run; its config says which do (`commands`).
+
+    Raises:
+        UserError: naming the command that runs it.
+    """
+    said: Callable[[Any], tuple[str, ...]] | None = getattr(type(cfg), "commands", None)
+    known = said(cfg) if said is not None else ()
+    if command not in known:
+        use = f"; use `axl {known[0]}`" if known else ""
+        raise UserError(f"experiment {experiment!r} builds {owner_of(cfg)}, which `axl {command}` does not run{use}")
+
+
 def owner_of(cfg: ConfigBase) -> str:
     """Returns `module:Class` of what the config builds."""
     return config_name(cfg)

@@ -13,7 +13,7 @@ from flax import nnx
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.aux import Aux, reduce_layers
-from axlearn_like.layers.base import Layer, cast_late
+from axlearn_like.layers.base import Layer, Workload, cast_late
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
@@ -89,7 +89,7 @@ class Decoder(Layer):
         self.layers: Any = shard_layers(jax.vmap(lambda key: block.build(rngs=nnx.Rngs(key)))(keys), cfg.num_layers)
         self.norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         self.head = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
-        self.num_layers, self.vocab_size = cfg.num_layers, cfg.vocab_size
+        self.num_layers, self.vocab_size, self.dim = cfg.num_layers, cfg.vocab_size, cfg.dim
         self.cache_shape: tuple[int, int] = self.layers.cache_shape  # key/value heads and their width
         self.dtype = jnp.dtype(cfg.dtype)
         self.remat, self.scan_unroll = cfg.remat, cfg.scan_unroll
@@ -153,6 +153,11 @@ class Decoder(Layer):
 
         x, aux = self.pipeline(stage, self.layers, x, context)
         return Hidden(gather_length(self.norm(x)), None, aux)
+
+    def flops(self, work: Workload) -> float:
+        """Return the FLOPs of all layers, which are alike, and of the logits."""
+        layer = self.layers[0] if isinstance(self.layers, tuple) else jax.tree.map(lambda leaf: leaf[0], self.layers)
+        return self.num_layers * layer.flops(work) + 2.0 * work.outputs * self.vocab_size * self.dim
 
     def unstack(self) -> "Decoder":
         """Return the model with its layers in a list: XLA's CPU backend copies each weight it slices from a stack."""

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.layers.base import Layer, fan_in_init, param
+from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
 from axlearn_like.layers.linear import project
 from mesh.rules import axis_sizes, partition
 
@@ -36,6 +36,11 @@ class Embedding(Layer):
         tokens_bt = jax.sharding.reshard(tokens_bt, PartitionSpec(rows, spread[1]))
         x_btd = table.at[tokens_bt].get(out_sharding=PartitionSpec(rows, spread[1], *(partition("embed") or ())))
         return jax.sharding.reshard(x_btd, spread)
+
+    def flops(self, work: Workload) -> float:
+        """Return 0: a lookup multiplies nothing. As a tied head the table counts in `Decoder.flops`."""
+        del work
+        return 0.0
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Return float32 logits [batch, length, vocab] by the transposed table."""

@@ -53,6 +53,11 @@ def kind_of(name: str, ndim: int) -> Kind:
     return "embedding" if suffix[0] == "v" else "head" if suffix[-1] == "v" else "matrix"
 
 
+def is_matrix(name: str, ndim: int) -> bool:
+    """Return True for a parameter of one layer that takes part in matrix products."""
+    return ndim > 1 and kind_of(name, ndim) not in ("scale", "bias")
+
+
 def matrix_axes(name: str, ndim: int, stack: str = "e", splits: Mapping[str, str] | None = None) -> MatrixAxes | None:
     """Return the input and output axes of an embedding, head or matrix; None for other parameters.
 

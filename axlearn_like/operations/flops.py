@@ -1,25 +1,25 @@
-"""Model FLOPs: what a decoder's mathematics asks for, whatever a program recomputes or wastes.
+"""Model FLOPs: what a model's mathematics asks for, whatever a program recomputes or wastes.
 
-A multiplication with an addition counts two. Only matrix products count: those with weights, found by the shapes of the
-parameters, and the two of attention, per pair of a query and a key that it may see (so causal attention over n tokens
-counts n (n + 1) / 2 pairs: the causal factor is one half, exactly). Norms, activations, rotations and the optimizer do
-not count. The backward pass counts twice the forward pass. This is the count of PaLM (arXiv 2204.02311, appendix B)
-but for the causal half.
+A multiplication with an addition counts two. Only matrix products count, and each layer counts its own
+(`Layer.flops`): those with weights, and the two of attention, per pair of a query and a key that it may see (so causal
+attention over n tokens counts n (n + 1) / 2 pairs: the causal factor is one half, exactly). Norms, activations,
+rotations and the optimizer do not count. The backward pass counts twice the forward pass. This is the count of PaLM
+(arXiv 2204.02311, appendix B) but for the causal half.
 """
 
-import math
+from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.layers.base import split
+from axlearn_like.layers.base import Layer, Workload
 from mesh.errors import UserError
 
 
 def causal_pairs(rows: int, length: int, window: int | None = None) -> float:
-    """Pairs of a query and a key in `rows` rows of `length` tokens that are not packed.
+    """Return the pairs of a query and a key in `rows` rows of `length` tokens that are not packed.
 
     Args:
         rows: of a batch.
@@ -30,83 +30,35 @@ def causal_pairs(rows: int, length: int, window: int | None = None) -> float:
     return rows * (seen * (seen + 1) / 2 + (length - seen) * seen)
 
 
-def window_of(model: ConfigBase) -> int | None:
-    """Of a decoder's attention, if it has one."""
-    return _fields(getattr(getattr(model, "block", None), "attention", None)).get("window")
+def rows_workload(rows: int, length: int) -> Workload:
+    """Return the work of a forward pass over rows that are not packed, with logits of every token."""
+    return Workload(rows * length, rows * length, partial(causal_pairs, rows, length))
 
 
-def decoder_flops(
-    model: ConfigBase, *, tokens: float, head_tokens: float, pairs: float, backward: bool = False
-) -> float:
-    """FLOPs of one pass over tokens, on all devices together.
+def model_flops(model: ConfigBase[Any], work: Workload, *, backward: bool = False) -> float:
+    """Return the FLOPs of one pass over tokens, on all devices together.
 
     Args:
-        model: config of a decoder.
-        tokens: that go through the layers.
-        head_tokens: that go through the output head.
-        pairs: of a query and a key, in each layer.
-        backward: whether gradients are taken too.
+        model: config of a `Layer`.
+        work: what goes through it.
+        backward: count the gradients too.
 
     Raises:
-        UserError: the model has parameters or attention that this module cannot count.
+        UserError: the config builds something else.
     """
-    layers, head = matrix_sizes(model)
-    forward = 2.0 * (tokens * layers + head_tokens * head) + pairs * pair_flops(model)
-    return forward * (3 if backward else 1)
+    found: list[float] = []
+
+    def count() -> None:  # of traced parameters: nothing is allocated
+        layer = model.build(rngs=nnx.Rngs(0))
+        if not isinstance(layer, Layer):
+            raise UserError(f"FLOPs: expected the config of a Layer, got one of {type(layer).__qualname__}")
+        found.append(layer.flops(work))
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # no mesh: shapes alone count
+        jax.eval_shape(count)
+    return found[0] * (3 if backward else 1)
 
 
-def matrix_sizes(model: ConfigBase) -> tuple[float, float]:
-    """Numbers in the weights that a token meets, of all layers together and of the head.
-
-    Of the experts of a layer (weights whose first axis is "e", as in `gate_edf`) it meets `top_k`.
-    """
-    abstract = jax.eval_shape(lambda: split(model.build(rngs=nnx.Rngs(0)))[1])
-    top_k = {cfg.top_k for cfg in _feed_forwards(model)}
-    layers = head = table = 0.0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
-        names = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        words = names[-1].split("_")
-        if {"bias", "scale"} & set(words):
-            continue
-        size = float(math.prod(leaf.shape))
-        if names[0] == "embedding":
-            table += size
-        elif names[0] == "head":
-            head += size
-        elif names[0] == "layers" and words[-1].startswith("e") and len(words[-1]) > 2:
-            if len(top_k) != 1:
-                raise UserError(f"flops: {'.'.join(names)} holds experts; expected one `top_k` in the model's config")
-            layers += size * min(top_k) / leaf.shape[1]  # [layers, experts, ...]
-        elif names[0] == "layers" and leaf.ndim >= 3:  # [layers, in, out]
-            layers += size
-    return layers, head or table
-
-
-def pair_flops(model: ConfigBase) -> float:
-    """FLOPs of a pair of a query and a key in all layers: their product, and its part in the sum over values.
-
-    Raises:
-        UserError: the attention is of a kind that has no sizes of this name.
-    """
-    attention = _fields(getattr(getattr(model, "block", None), "attention", None))
-    layers = _fields(model).get("num_layers")
-    heads, width = attention.get("num_heads"), 2 * (attention.get("head_dim") or 0)
-    if "value_dim" in attention:  # latent attention: keys and values are of different widths
-        width = attention["nope_dim"] + attention["rope_dim"] + attention["value_dim"]
-    elif heads and not width:
-        width = 2 * (_fields(model).get("dim", 0) // heads)
-    if not (heads and width and layers):
-        raise UserError("flops: expected model.block.attention with num_heads and head_dim, and model.num_layers")
-    return 2.0 * layers * heads * width
-
-
-def _feed_forwards(model: ConfigBase) -> list[Any]:
-    from axlearn_like.config import walk_configs
-
-    return [cfg for _, cfg in walk_configs(model) if "top_k" in vars(cfg)]
-
-
-def _fields(cfg: Any) -> dict[str, Any]:
-    if cfg is None:
-        return {}
-    return {**_fields(vars(cfg).get("inner")), **vars(cfg)}  # of a wrapped layer, too
+def active_weights(model: ConfigBase[Any]) -> float:
+    """Return how many numbers in its matrices each token is multiplied with, those of the head included."""
+    return model_flops(model, Workload(1, 1, lambda window: 0.0)) / 2

@@ -16,12 +16,10 @@ def step_flops(model: ConfigBase, rows: int, length: int) -> float | None:
     Causal: half of the pairs of a query and a key. Recomputation does not count; rows count as whole, although tokens
     do not attend across the borders of packed examples.
     """
-    from axlearn_like.operations.flops import causal_pairs, decoder_flops, window_of
+    from axlearn_like.operations.flops import model_flops, rows_workload
 
-    tokens = rows * length
     try:
-        pairs = causal_pairs(rows, length, window_of(model))
-        return decoder_flops(model, tokens=tokens, head_tokens=tokens, pairs=pairs, backward=True)
+        return model_flops(model, rows_workload(rows, length), backward=True)
     except UserError:
         return None
 

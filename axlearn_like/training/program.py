@@ -21,7 +21,7 @@ from axlearn_like.training.losses import SupervisedLoss, make_supervised_loss
 from axlearn_like.training.step import State, Step, init_state, make_train_step
 from mesh import UserError, to_named_sharding
 from mesh.batches import batch_partition
-from mesh.rules import batch_axes
+from mesh.rules import mesh_axes
 
 _INTEGERS = ("tokens", "targets", "positions", "segment_ids")
 
@@ -96,7 +96,7 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
     Raises:
         InputError: naming the field.
     """
-    axes = batch_axes()
+    axes = mesh_axes("batch")
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if cfg.batch_size % (shards * microbatches):
         raise InputError(

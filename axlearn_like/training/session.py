@@ -34,6 +34,7 @@ from axlearn_like.training.program import Program
 from axlearn_like.training.step import State, init_state
 from mesh.distributed import ProcessGroup
 from mesh.errors import UserError
+from mesh.rules import AxisRules, check_rules
 
 
 class TrainingConfig[T](ConfigBase[T]):
@@ -44,6 +45,7 @@ class TrainingConfig[T](ConfigBase[T]):
     checkpoint: Checkpointer.Config = Checkpointer.Config()
     mesh: dict[str, int] = {}  # axis -> size, over all processes; absent axes have size 1, one may be -1
     slices: dict[str, int] = {}  # axis -> the factor of its size over slices; empty: all go over the first axis
+    axis_rules: AxisRules = {}  # logical axis -> mesh axes, where not mesh.rules.DEFAULT_RULES
     compiler_options: dict[str, str] = {}  # of XLA, for the train step; set by a mesh rule, for TPUs have their own
     microbatches: int = 1
     num_steps: int = REQUIRED
@@ -61,6 +63,7 @@ class TrainingConfig[T](ConfigBase[T]):
         """Refuse counts below 1, and evaluators of averaged parameters where nothing is averaged (UserError)."""
         counts = {name: getattr(self, name) for name in ("num_steps", "log_every", "microbatches", "max_compilations")}
         owner = type(self).__qualname__
+        check_rules(self.axis_rules, f"{owner}.axis_rules")
         for name, count in counts.items():
             if count is not None and count < 1:
                 raise UserError(f"{owner}.{name}={count}; expected 1 or more")

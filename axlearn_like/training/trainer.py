@@ -1,6 +1,6 @@
 """The supervised trainer: one config, and one `run` that starts or resumes by itself."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ from axlearn_like.run.signals import graceful_stop
 from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program, check_length, check_rows, describe_batch, train_program
+from axlearn_like.training.programs import Tuning, trainer_programs, trainer_tuning
 from axlearn_like.training.session import Session, TrainingConfig
 from axlearn_like.training.step import State
 from mesh import make_mesh, shard_batch
 from mesh.batches import local_rows
+from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
+from mesh.rules import use_mesh, use_rules
 
 
 class Trainer(Configurable):
@@ -47,7 +50,20 @@ class Trainer(Configurable):
                 "microbatches": self.microbatches,
                 "compiler_options": self.compiler_options,
             }
-            return train_program(self.model, self.input, loss, learner, mesh, **settings)
+            with use_rules(self.axis_rules):
+                return train_program(self.model, self.input, loss, learner, mesh, **settings)
+
+        def commands(self) -> tuple[str, ...]:
+            """Return the commands that run such an experiment, the usual one first."""
+            return ("train",)
+
+        def programs(self, devices: Sequence[Any]) -> Programs:
+            """Describe what the trainer can run on these devices: train and eval."""
+            return trainer_programs(self, devices)
+
+        def tuning(self) -> Tuning:
+            """Return the fields that change the memory and speed of the train step, but not its result."""
+            return trainer_tuning(self)
 
     def __init__(self, cfg: Config):
         cfg.check_counts()
@@ -55,7 +71,8 @@ class Trainer(Configurable):
         self._mesh = make_mesh(cfg.mesh, slices=cfg.slices)
         self._learner: Learner = cfg.learner.build()
         self._group = ProcessGroup("trainer")
-        check_rows(cfg.input, self._mesh, cfg.microbatches)
+        with use_rules(cfg.axis_rules):
+            check_rows(cfg.input, self._mesh, cfg.microbatches)
         check_length(cfg.model, cfg.input.seq_len, "Trainer.Config.input.seq_len")
 
     def resolved(self) -> Config:
@@ -79,7 +96,7 @@ class Trainer(Configurable):
             RunDirectoryError, CheckpointError, InputError: see there. RecompilationError: a batch of another shape.
             CorruptionError: a repeated step gave other bits.
         """
-        with jax.set_mesh(self._mesh):
+        with use_mesh(self._mesh, self._cfg.axis_rules):
             program = self._checked_program()
             if isinstance(run_dir, RunDirectory):
                 return self._run(run_dir, program, progress, began)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -14,7 +13,7 @@ from mesh.cost.ahead_of_time import compile_step
 from mesh.cost.ahead_of_time import memory_per_device as _memory_per_device
 from mesh.topology import Topology, parse_topology, topology_devices
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.runner import Device
+from rl.rollout.model_runner.runner import Device, Dispatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,10 +51,10 @@ class CompiledStep:
         return from_host + self.outputs - self.aliased + self.temporary
 
 
-def engine_tracings(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[Mesh, dict[str, Callable[[], Any]]]:
-    """The engine's mesh, and the largest dispatch of each kind, to be traced when called, with that mesh in force."""
+def engine_dispatches(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[Mesh, list[Dispatch]]:
+    """Return the engine's mesh, and the dispatches that it runs, of each kind the largest."""
     device = _described_device(cfg, devices)
-    return device.mesh, device.tracings()
+    return device.mesh, device.dispatches()
 
 
 def compile_engine(
@@ -66,7 +65,7 @@ def compile_engine(
     Args:
         cfg: of the engine; an empty mesh means tensor parallelism over all devices of the topology.
         topology: generation and chips, e.g. "v5p:2x2x1" or "v6e:2x4".
-        only: kinds of dispatches, the first words of their names.
+        only: kinds of dispatches.
 
     Raises:
         UserError: libtpu is missing, there is no such topology, the mesh is not one of it, or a program does not fit.
@@ -76,10 +75,11 @@ def compile_engine(
     assert device.params is not None
     weights, pool = _bytes(device.params), _bytes(device.pool)
     steps = []
-    for name, trace in device.tracings().items():
-        if name.split()[0] not in only:
+    for dispatch in device.dispatches():
+        if dispatch.kind not in only:
             continue
-        compiled = compile_step(name, trace, device.mesh, found)
+        name = dispatch.name
+        compiled = compile_step(name, dispatch.trace, device.mesh, found)
         if compiled.executable is None or compiled.memory is None:
             assert compiled.shortage is not None
             raise UserError(

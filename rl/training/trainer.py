@@ -28,7 +28,7 @@ from axlearn_like.training.step import State
 from mesh import UserError, make_mesh
 from mesh.distributed import ProcessGroup
 from mesh.mesh import PlaceholderDevice
-from mesh.rules import batch_axes
+from mesh.rules import mesh_axes, use_mesh, use_rules
 from rl.objective import Objective
 from rl.parameter_server.client import ParameterServerClient
 from rl.roles.protocols import BatchSource
@@ -65,17 +65,18 @@ class PolicyTrainer(Configurable):
                 "chunks": self.chunks,
                 "compiler_options": self.compiler_options,
             }
-            return policy_program(self.model, objective, learner, mesh, **settings)
+            with use_rules(self.axis_rules):
+                return policy_program(self.model, objective, learner, mesh, **settings)
 
         def batch(self, mesh: Mesh, *, groups: int, samples: int) -> Described:
             """Return the arrays of an update by `samples` rollouts of `groups` prompts, all with a gradient."""
             sizes: dict[str, Any] = {**self.sizes(), "samples_per_row": self.samples_per_row}
-            with jax.set_mesh(mesh):
+            with use_mesh(mesh, self.axis_rules):
                 return describe_batch(self.objective.build(), mesh, groups=groups, samples=samples, **sizes)
 
         def rows(self, mesh: Mesh, *, groups: int, samples: int) -> Described:
             """Return the arguments of scoring as many rollouts."""
-            with jax.set_mesh(mesh):
+            with use_mesh(mesh, self.axis_rules):
                 return describe_rows(mesh, rollouts=groups * samples, **self.sizes())
 
         def sizes(self) -> dict[str, int]:
@@ -119,7 +120,7 @@ class PolicyTrainer(Configurable):
 
         def check_rows(self, mesh: Mesh) -> None:
             """Refuse batches that do not divide over the mesh and into microbatches (UserError)."""
-            axes = batch_axes()
+            axes = mesh_axes("batch", self.axis_rules)
             rows = math.prod(mesh.shape[axis] for axis in axes) * self.microbatches
             if self.row_multiple % rows:
                 raise UserError(
@@ -129,7 +130,8 @@ class PolicyTrainer(Configurable):
 
         def check_model(self, mesh: Mesh) -> None:
             """Refuse layers that do not divide over the mesh, by their paths (UserError)."""
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), errors_at("policy", self.model):
+            abstract = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+            with use_rules(self.axis_rules), abstract, errors_at("policy", self.model):
                 jax.eval_shape(lambda: self.model.build(rngs=nnx.Rngs(0)))
 
     def __init__(
@@ -165,7 +167,7 @@ class PolicyTrainer(Configurable):
         learner, group = cfg.learner.build(), self._group
         where: dict[str, Any] = {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
         config_text = run.config_path.read_text() if run.config_path.exists() else ""
-        with jax.set_mesh(self._mesh):
+        with use_mesh(self._mesh, self.cfg.axis_rules):
             self._session = Session(cfg, run, self._mesh, group, **where, config_text=config_text)
             program = cfg.program(self._mesh, learner)
             pushes = EventLog(run.events_path)
@@ -196,7 +198,7 @@ class PolicyTrainer(Configurable):
 
     def start(self) -> None:
         """Publish the current version and those that workers may still need; only then ask for data."""
-        with jax.set_mesh(self._mesh):
+        with use_mesh(self._mesh, self.cfg.axis_rules):
             self._publication.start(self.step, self.state["params"])
             self._session.clock.to("input")  # the first batch is awaited
 
@@ -207,7 +209,7 @@ class PolicyTrainer(Configurable):
         """
         with self:
             self.start()
-            with jax.set_mesh(self._mesh):
+            with use_mesh(self._mesh, self.cfg.axis_rules):
                 self._loop.run(lambda: self._group.any(stop()))
             self._end()
         self._group.barrier()  # a process that ends now takes nothing from the others
@@ -215,7 +217,7 @@ class PolicyTrainer(Configurable):
 
     def run_once(self, timeout: float = 0.0) -> bool:
         """Make one update; False if its batch did not become complete within `timeout` seconds."""
-        with jax.set_mesh(self._mesh):
+        with use_mesh(self._mesh, self.cfg.axis_rules):
             return self._loop.advance(timeout)
 
     def settle(self) -> None:
@@ -224,7 +226,7 @@ class PolicyTrainer(Configurable):
 
     def save(self) -> None:
         """Start to write a checkpoint of the last update."""
-        with jax.set_mesh(self._mesh):
+        with use_mesh(self._mesh, self.cfg.axis_rules):
             self._loop.save()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ python -m tests.axlearn_like.sharded RESULTS.npz MESHES
 import contextlib
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.training.losses import SupervisedLoss, make_supervised_loss
 from axlearn_like.training.step import init_state, make_train_step
 from mesh import make_mesh, shard_batch, to_named_sharding
+from mesh.rules import MeshAxes, use_mesh
 from tests.axlearn_like.layers.small import small_decoder
 
 
@@ -36,6 +38,7 @@ class Case(NamedTuple):
         experts: whether the feed-forward layers are mixtures.
         ring: whether keys and values go round over the axis `sequence`, instead of being gathered.
         microbatches: whose gradients are accumulated.
+        rules: axis rules where not the default ones.
     """
 
     mesh: dict[str, int] | None
@@ -43,6 +46,7 @@ class Case(NamedTuple):
     experts: bool = False
     ring: bool = False
     microbatches: int = 1
+    rules: Mapping[str, MeshAxes] | None = None
 
 
 # Accumulation once, where all kinds of axes meet.
@@ -56,6 +60,7 @@ MESHES = {
     "sequence_fsdp": Case({"sequence": 4, "fsdp": 2}),
     "ring": Case({"data": 2, "sequence": 2, "tensor": 2}, ring=True),
     "pipeline_tensor": Case({"pipeline": 2, "data": 2, "tensor": 2}),
+    "rules": Case({"data": 2, "fsdp": 2, "tensor": 2}, rules={"embed": ("data", "fsdp"), "residual": None}),
 }
 # With these every axis is alone once, and every pair of the six is together on one mesh.
 MORE = {
@@ -75,6 +80,7 @@ EXPERTS = {
     "expert_sequence": Case({"expert": 4, "sequence": 2}, experts=True),
     "expert_ring": Case({"expert": 2, "sequence": 2, "tensor": 2}, experts=True, ring=True),
     "data_expert": Case({"data": 2, "expert": 4}, experts=True),
+    "expert_rules": Case({"data": 2, "fsdp": 2, "expert": 2}, experts=True, rules={"embed": ("data", "fsdp")}),
     "pipeline_expert_tensor": Case({"pipeline": 2, "expert": 2, "tensor": 2}, experts=True),
 }
 SETS = {"meshes": MESHES, "more": MORE, "experts": EXPERTS}
@@ -116,7 +122,7 @@ def train_step(case: Case) -> dict[str, Any]:
         graphdefs.append(graphdef)
         return init_state(params, learner)
 
-    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+    with use_mesh(mesh, case.rules) if mesh else contextlib.nullcontext():
         abstract = jax.eval_shape(init, jax.random.key(3))
         where = jax.tree.map(lambda a: a.sharding, to_named_sharding(abstract, mesh)) if mesh else None
         state = jax.jit(init, out_shardings=where)(jax.random.key(3))

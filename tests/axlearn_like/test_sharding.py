@@ -95,7 +95,8 @@ def test_parameters_are_born_the_same_everywhere(results, mesh):
 @pytest.mark.parametrize("mesh", SHARDED)
 def test_parameters_lie_in_parts(results, mesh):
     shape = MESHES[mesh].mesh or {}
-    assert results[mesh]["shards"] == math.prod(shape.get(axis, 1) for axis in ("pipeline", "fsdp", "tensor"))
+    axes = ("pipeline", "data", "fsdp", "tensor") if mesh == "rules" else ("pipeline", "fsdp", "tensor")
+    assert results[mesh]["shards"] == math.prod(shape.get(axis, 1) for axis in axes)
 
 
 def test_devices_talk_only_where_there_are_several(results):

@@ -1,4 +1,4 @@
-"""What a sweep tries: edits of an experiment, in the order in which they promise a fast step."""
+"""The candidates of a sweep: edits of an experiment, in the order in which they promise a fast step."""
 
 import itertools
 import math
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from axlearn_like.config import ConfigBase, set_path
-from axlearn_like.operations.flops import causal_pairs, decoder_flops, matrix_sizes
+from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
 from axlearn_like.remat import find_remat
-from axlearn_like.training.trainer import Trainer
+from axlearn_like.training.programs import Tuning
 from mesh.errors import UserError
-from mesh.rules import batch_axes
 from mesh.topology import Topology
-from rl.experiment import RLExperiment
 from tools.aot.memory import remat_presets
+from tools.aot.programs import tuning_of
 
+_KEPT = ("pipeline", "expert", "sequence")  # axes that stay as the experiment has them
 _MOST_MICROBATCHES = 8
 _STATE = 16  # bytes of a parameter, two moments and a gradient, in float32
 _ORDER_EFFICIENCY = 0.6  # of the peak, for the order alone
@@ -35,22 +35,14 @@ class Candidate(NamedTuple):
     microbatches: int
     promise: float
 
-    def edits(self, cfg: ConfigBase[Any]) -> dict[str, Any]:
-        """Path -> value."""
-        if isinstance(cfg, RLExperiment.Config):
-            rows = _ways(self.mesh) * self.microbatches
-            return {
-                "trainer.mesh": self.mesh,
-                "trainer.microbatches": self.microbatches,
-                "trainer.row_multiple": math.lcm(rows, cfg.trainer.row_multiple),
-                "policy.remat": self.remat,
-            }
-        return {"mesh": self.mesh, "microbatches": self.microbatches, "model.remat": self.remat}
+    def edits(self, tuning: Tuning) -> dict[str, Any]:
+        """Return the edits of the experiment, path -> value."""
+        return tuning.edits(self.mesh, self.remat, self.microbatches)
 
     def applied[C: ConfigBase[Any]](self, cfg: C) -> C:
-        """A copy of the config with the edits."""
+        """Return a copy of the config with the edits."""
         cfg = cfg.clone()
-        for path, value in self.edits(cfg).items():
+        for path, value in self.edits(tuning_of(cfg)).items():
             set_path(cfg, path, value)
         return cfg
 
@@ -60,7 +52,7 @@ class Candidate(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What is tried of each kind; empty: whatever can be.
+    """The values to try of each kind; empty: all that are possible.
 
     Attributes:
         meshes: shapes; those given are tried even if they cannot fit.
@@ -79,13 +71,13 @@ def candidates(
     available: int,
     space: Space = Space(),  # noqa: B008
 ) -> list[Candidate]:
-    """All that divide evenly and whose parameters alone fit, the most promising first.
+    """Return all candidates that divide evenly and whose parameters alone fit, the most promising first.
 
     Where the space names no meshes, pipeline, expert and sequence axes stay as the experiment has them, and data, fsdp
     and tensor are tried.
 
     Args:
-        cfg: a supervised trainer or an RL experiment.
+        cfg: of an experiment.
         topology: of the devices.
         available: bytes of one device.
         space: what to try.
@@ -95,18 +87,14 @@ def candidates(
     """
     for remat in space.remats:
         find_remat(remat)
-    job = _job(cfg)
+    job = _job(tuning_of(cfg))
     found = []
     for shape in _given(space, topology) or _searched(job, topology, available):
-        counts = space.microbatches or [n for n in _powers(_MOST_MICROBATCHES) if job.rows % (_ways(shape) * n) == 0]
+        shards = job.tuning.batch_shards(shape)
+        counts = space.microbatches or [n for n in _powers(_MOST_MICROBATCHES) if job.tuning.rows % (shards * n) == 0]
         for remat, count in itertools.product(space.remats or remat_presets(), counts):
             found.append(Candidate(shape, remat, count, _promise(job, topology, shape, remat, count)))
     return sorted(found, key=lambda one: (one.promise, str(one)))
-
-
-def _ways(shape: dict[str, int]) -> int:
-    """Over how many devices the rows of a batch are spread."""
-    return math.prod(shape.get(name, 1) for name in batch_axes())
 
 
 def _given(space: Space, topology: Topology) -> list[dict[str, int]]:
@@ -119,39 +107,32 @@ def _given(space: Space, topology: Topology) -> list[dict[str, int]]:
 
 
 def _searched(job: "_Job", topology: Topology, available: int) -> Iterator[dict[str, int]]:
-    fixed = {name: size for name, size in job.mesh.items() if name in ("pipeline", "expert", "sequence") and size > 1}
+    fixed = {
+        name: size for name, size in job.tuning.mesh.items() if name in ("pipeline", "expert", "sequence") and size > 1
+    }
     free, rest = divmod(topology.devices, math.prod(fixed.values()))
     if rest:
         return
     for data, fsdp, tensor in _factors(free):
-        if _STATE * job.parameters / (fsdp * tensor) > available or _heads(job.model) % tensor:
+        if _STATE * job.parameters / (fsdp * tensor) > available or _heads(job.tuning.model) % tensor:
             continue
         shape = {"data": data, **fixed, "fsdp": fsdp, "tensor": tensor}
         yield {name: size for name, size in shape.items() if size > 1} or {"fsdp": 1}
 
 
 class _Job(NamedTuple):
-    """What a step is to do, whatever the mesh; counting it takes longer than all the rest."""
+    """The work of a step, whatever the mesh; counting it takes longer than all the rest."""
 
-    model: Any
-    mesh: dict[str, int]  # as the experiment has it
-    rows: int
+    tuning: Tuning
     tokens: int
     parameters: float
     flops: float
 
 
-def _job(cfg: ConfigBase[Any]) -> _Job:
-    if isinstance(cfg, RLExperiment.Config):
-        each_row = cfg.trainer.samples_per_row or cfg.samples
-        rows, length = cfg.groups * cfg.samples // each_row, cfg.max_prompt + each_row * cfg.max_new
-        model, mesh = cfg.policy, cfg.trainer.mesh
-    else:
-        assert isinstance(cfg, Trainer.Config)
-        model, mesh, rows, length = cfg.model, cfg.mesh, cfg.input.batch_size, cfg.input.seq_len
-    tokens, pairs = rows * length, causal_pairs(rows, length)
-    flops = decoder_flops(model, tokens=tokens, head_tokens=tokens, pairs=pairs, backward=True)
-    return _Job(model, mesh, rows, tokens, sum(matrix_sizes(model)), flops)
+def _job(tuning: Tuning) -> _Job:
+    tokens = tuning.rows * tuning.length
+    flops = model_flops(tuning.model, rows_workload(tuning.rows, tuning.length), backward=True)
+    return _Job(tuning, tokens, active_weights(tuning.model), flops)
 
 
 def _heads(model: Any) -> int:
@@ -180,5 +161,7 @@ def _promise(job: _Job, topology: Topology, mesh: dict[str, int], remat: str, mi
     compute = job.flops * (1 + recomputed) / (topology.devices * chip.per_device(chip.flops) * _ORDER_EFFICIENCY)
     gathered = 3 * 2 * job.parameters / tensor * microbatches * (fsdp - 1) / fsdp
     reduced = 4 * 2 * job.parameters / (fsdp * tensor) * (data - 1) / data
-    mixed = 16 * 2 * job.model.num_layers * job.model.dim * job.tokens / (data * fsdp) * (tensor - 1) / tensor
+    mixed = (
+        16 * 2 * job.tuning.model.num_layers * job.tuning.model.dim * job.tokens / (data * fsdp) * (tensor - 1) / tensor
+    )
     return compute + 0.5 * (gathered + reduced + mixed) / (2 * chip.link)

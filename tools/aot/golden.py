@@ -6,8 +6,8 @@ Times and figures of the machine are left out, and so is the place of code in it
 import re
 from collections.abc import Iterator
 
+from tools.aot.programs import described
 from tools.aot.report import Report
-from tools.aot.steps import described
 
 _MEMORY = ("arguments", "output", "alias", "temp", "host", "peak")
 

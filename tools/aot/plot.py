@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from tools.aot.programs import described
 from tools.aot.report import Report
-from tools.aot.steps import described
 from tools.report.svg import Scale, element, nice_ticks, number_label, picture, text
 
 _GIB = 1 << 30

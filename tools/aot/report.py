@@ -1,4 +1,4 @@
-"""What `axl aot` says of a compiled step, as data."""
+"""The report of `axl aot` on a compiled step, as data."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,31 +9,33 @@ import jax
 from mesh.cost.ahead_of_time import Compiled
 from mesh.cost.buffers import largest_buffers
 from mesh.cost.collectives import by_axis, collectives
+from mesh.cost.program import Program
 from mesh.cost.roofline import TRUST, estimate
 from mesh.cost.traced_buffers import kept_for_backward, largest_traced
 from mesh.topology import Topology, compiler_version
 from tools.aot.arguments import arguments
-from tools.aot.steps import Step
 
 Report = dict[str, Any]
 
 
-def report_dict(step: Step, compiled: Compiled) -> Report:
-    """Everything that is known of a step; JSON-able. All bytes and seconds are of one device and one step.
+def report_dict(program: Program, compiled: Compiled) -> Report:
+    """Return everything that is known of a step; JSON-able. All bytes and seconds are of one device and one step.
 
-    Where it does not fit there are no figures of the compiler's plan: `oom` says what it said, and the largest arrays
-    are those of the traced program, before any fusion.
+    For a step that does not fit there are no figures of the compiler's plan: `oom` has its refusal, and the largest
+    arrays are those of the traced program, before any fusion.
     """
     topology, mesh = compiled.topology, compiled.mesh
     chip = topology.generation
     report: Report = {
-        "step": step.name,
+        "step": program.name,
         **describe_topology(topology),
         "mesh": {name: size for name, size in mesh.shape.items() if size > 1},
         "fits": compiled.shortage is None,
         "hbm": None if compiled.memory is None else dataclasses.asdict(compiled.memory),
-        "flops_analytic": step.flops,
-        "flops_of": step.counted,
+        "rows": program.rows,
+        "length": program.length,
+        "flops_analytic": program.flops,
+        "flops_of": program.counted,
         "flops_executed": compiled.products.total,
         "flops_in_kernels": compiled.products.kernels,
         "collectives": None,
@@ -70,7 +72,7 @@ def report_dict(step: Step, compiled: Compiled) -> Report:
         "roofline_s": {"compute": time.compute, "hbm": time.hbm, **{f"link {a}": s for a, s in time.links.items()}},
         "exposed_s": time.exposed,
         "estimated_step_s": time.step,
-        "mfu_estimate": step.flops / peak / time.step if time.step else None,
+        "mfu_estimate": program.flops / peak / time.step if time.step else None,
         "largest_buffers": list(map(dataclasses.asdict, largest_buffers(compiled.hlo))),
         "unknown_loops": compiled.hlo.unknown_loops(),
     }
@@ -78,6 +80,7 @@ def report_dict(step: Step, compiled: Compiled) -> Report:
 
 
 def describe_topology(topology: Topology) -> Mapping[str, Any]:
+    """Return the names and the size of a topology, as reports have them."""
     return {
         "topology": topology.name,
         "sold_as": topology.sold_as,

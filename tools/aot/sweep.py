@@ -18,8 +18,8 @@ from mesh.errors import UserError
 from mesh.topology import Topology, compiler_version, topology_devices
 from tools.aot.candidates import Candidate, Space, candidates
 from tools.aot.memory import at_least
+from tools.aot.programs import described, find_program, tuning_of
 from tools.aot.report import Report, describe_topology, report_dict
-from tools.aot.steps import described, find_step
 
 Row = dict[str, Any]
 
@@ -33,7 +33,7 @@ def run_sweep(
     options: Mapping[str, str] | None = None,
     space: Space = Space(),  # noqa: B008
 ) -> Report:
-    """Compile the most promising candidates, and rank them; every answer is told on standard error.
+    """Compile the most promising candidates, and rank them; print each result on standard error as it comes.
 
     Args:
         cfg: of the experiment.
@@ -95,7 +95,7 @@ def _try(
         "mesh": candidate.mesh,
         "remat": candidate.remat,
         "microbatches": candidate.microbatches,
-        "set": [f"{path}={value}" for path, value in candidate.edits(cfg).items()],
+        "set": [f"{path}={value}" for path, value in candidate.edits(tuning_of(cfg)).items()],
         "fits": False,
         "compiled": False,
         "needed": None,
@@ -106,24 +106,19 @@ def _try(
         "why": None,
     }
     try:
-        step = find_step(candidate.applied(cfg), "train", topology_devices(topology))
-        least = _least(step)
+        program = find_program(candidate.applied(cfg), "train", topology_devices(topology))
+        least = at_least(program.trace().jaxpr)
         if least > available:
             return {**row, "needed": least, "why": "arguments and what is kept for the backward pass"}
-        found = compile_step(step.name, step.trace, step.mesh, topology, options)
+        found = compile_step(program.name, program.trace, program.mesh, topology, options)
     except UserError as error:
         return {**row, "why": str(error)}
-    report = report_dict(step, found)
+    report = report_dict(program, found)
     if not report["fits"]:
         return {**row, "compiled": True, "needed": report["oom"]["needed"], "why": report["oom"]["what"]}
     names = ("estimated_step_s", "mfu_estimate", "exposed_s", "compile_cpu_s")
     memory = {"needed": report["hbm"]["peak"], "arguments": report["hbm"]["arguments"]}
     return {**row, "fits": True, "compiled": True, **memory, **{name: report[name] for name in names}}
-
-
-def _least(step: Any) -> int:
-    with jax.set_mesh(step.mesh):
-        return at_least(step.trace().jaxpr)
 
 
 def _verdict(row: Row) -> str:

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mesh.cost.roofline import EXPECTED
+from tools.aot.programs import described
 from tools.aot.report import Report
-from tools.aot.steps import described
 
 _GIB = 1 << 30
 

@@ -8,12 +8,11 @@ from typing import Literal
 import click
 
 from experiments.registry import check_name
-from mesh.errors import UserError
 from tools.experiment import (
+    check_command,
     default_run_dir,
     experiment_options,
     load_experiment,
-    owner_of,
 )
 
 DEMO_KILL = 0.5  # the demo shows that a run survives the loss of a worker
@@ -56,13 +55,8 @@ def command(
 
     cfg = load_experiment(experiment, sets, seed, device=device_name_in_subprocess, applied=applied)
     from mesh.compilation import enable_compilation_cache
-    from rl.experiment import RLExperiment
 
-    if not isinstance(cfg, RLExperiment.Config):
-        raise UserError(
-            f"experiment {experiment!r} builds {owner_of(cfg)}, `axl rl` runs "
-            "rl.experiment:RLExperiment; for supervised training see `axl train`"
-        )
+    check_command(cfg, "rl", experiment)
     from rl.run import RLRun
 
     one_device_per_core()

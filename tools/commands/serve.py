@@ -12,7 +12,7 @@ import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError, install_hint
-from tools.experiment import apply_edits, code_option, default_run_dir, load_experiment, owner_of, trust_place
+from tools.experiment import apply_edits, check_command, code_option, default_run_dir, load_experiment, trust_place
 
 if TYPE_CHECKING:
     from axlearn_like.run.directory import RunDirectory
@@ -148,8 +148,5 @@ def _recorded(run: RunDirectory, sets: Sequence[str]) -> RLExperiment.Config:
 
 
 def _rl_config(cfg: Any, name: str) -> RLExperiment.Config:
-    from rl.experiment import RLExperiment
-
-    if not isinstance(cfg, RLExperiment.Config):
-        raise UserError(f"experiment {name!r} builds {owner_of(cfg)}, `axl serve` serves rl.experiment:RLExperiment")
+    check_command(cfg, "serve", name)
     return cfg

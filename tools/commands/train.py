@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError
 from tools.experiment import (
+    check_command,
     default_run_dir,
     experiment_options,
     load_experiment,
-    owner_of,
 )
 
 
@@ -40,24 +41,19 @@ def command(
     """
     check_name(experiment)
     from axlearn_like.operations.goodput import process_began
-    from axlearn_like.training.trainer import Trainer
     from mesh.compilation import enable_compilation_cache
     from mesh.devices import configure_cpu_devices, device_name
     from mesh.distributed import join
 
     _check_meeting(meet, process, processes)
-    cfg = load_experiment(experiment, sets, seed, applied=applied)
-    if not isinstance(cfg, Trainer.Config):
-        raise UserError(
-            f"experiment {experiment!r} builds {owner_of(cfg)}, `axl train` runs "
-            "axlearn_like.training.trainer:Trainer; for reinforcement learning see `axl rl`"
-        )
+    cfg: Any = load_experiment(experiment, sets, seed, applied=applied)
+    check_command(cfg, "train", experiment)
     # The processes must have met before the devices are asked for; which ones a process shows, the mesh says.
     steps = cfg.num_steps
     configure_cpu_devices(cfg.mesh, processes)
     if meet is not None:
         join(meet, process, processes, role="process")
-    cfg = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
+    cfg: Any = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
     enable_compilation_cache()
     where = default_run_dir(experiment, run_dir)
     row = cfg.build().run(where, progress=not quiet, began=process_began())

@@ -9,7 +9,6 @@ share the rows alone, and so do slices. Between the sizes that were compiled, by
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from mesh.topology import GENERATIONS, parse_topology
 LARGEST_FSDP = 64  # see experiments/pretraining.py
 LARGEST_SLICE = 1024
 SIZES = tuple(2**n for n in range(3, 14))
-_KEPT = ("topology", "slices", "devices", "mesh", "fits", "hbm", "flops_analytic", "flops_of", "flops_executed",
+_KEPT = ("topology", "slices", "devices", "mesh", "fits", "hbm", "rows", "length", "flops_analytic", "flops_executed",
          "flops_in_kernels", "collectives", "roofline_s", "exposed_s", "estimated_step_s", "mfu_estimate",
          "versions")  # fmt: skip
 # Steps of the same model, chips, rows and length that others have published: report, who, seconds. AXLearn's paper
@@ -90,7 +89,6 @@ def facts(reports: Sequence[Mapping[str, Any]]) -> Facts:
     few, many = fsdp_of(first), fsdp_of(last)
     cut = (memory_of(first) - memory_of(last)) / (1 / few - 1 / many)
     data = summed[0]["mesh"]["data"]
-    rows, length = rows_of(last)
     return Facts(
         busy=last["estimated_step_s"] - last["exposed_s"],
         cut=cut,
@@ -99,7 +97,7 @@ def facts(reports: Sequence[Mapping[str, Any]]) -> Facts:
         summed=axis_bytes(summed[0], "data") * fsdp_of(summed[0]) / (2 * (data - 1) / data),
         rate=axis_bytes(summed[0], "fsdp") / summed[0]["roofline_s"]["link fsdp"],
         available=last["hbm"]["available"],
-        tokens=rows * length / last["devices"],
+        tokens=last["rows"] * last["length"] / last["devices"],
         flops=last["flops_analytic"] / last["devices"],
     )
 
@@ -144,14 +142,6 @@ def axis_bytes(report: Mapping[str, Any], axis: str) -> int:
     return sum(kind["bytes"] for kind in report["collectives"].get(axis, {}).values())
 
 
-def rows_of(report: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and their length, as the report says in words."""
-    found = re.search(r"of (\d+) rows of (\d+) tokens", report["flops_of"])
-    if found is None:
-        raise click.ClickException(f"not a report of a step of rows: {report['flops_of']}")
-    return int(found[1]), int(found[2])
-
-
 def table(known: Facts) -> str:
     """Markdown."""
     lines = [
@@ -191,8 +181,8 @@ def published(reports: Mapping[str, Mapping[str, Any]], generation: str = "v5p")
         if name not in reports:
             continue
         one = reports[name]
-        rows, length = rows_of(one)
-        what = f"{name.removeprefix('weak ').split()[0]}, {one['devices']} chips, {rows:,} rows of {length:,}"
+        work = f"{one['devices']} chips, {one['rows']:,} rows of {one['length']:,}"
+        what = f"{name.removeprefix('weak ').split()[0]}, {work}"
         for label, other in ways(name):
             seconds = other["estimated_step_s"]
             low, high = (seconds * factor for factor in _RANGE)

@@ -17,7 +17,7 @@ from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.layers.attention.rope import Rope
-from axlearn_like.layers.base import Layer, fan_in_init, param
+from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
@@ -111,6 +111,16 @@ class Attention(Layer):
         mixed, cache = context.attend(q, k, v, cache, attention)
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
         return checkpoint_name(out, "attention_out"), cache
+
+    def flops(self, work: Workload) -> float:
+        """Return the FLOPs of the projections and of both products of attention."""
+        return super().flops(work) + attention_flops(self.query_shape, self.value_dim, work.pairs(self.rules.window))
+
+
+def attention_flops(query_shape: tuple[int, int, int], value_dim: int, pairs: float) -> float:
+    """Return the FLOPs of queries with keys, and of the sum over values, for so many pairs of a query and a key."""
+    kv_heads, per_kv, width = query_shape
+    return 2.0 * pairs * kv_heads * per_kv * (width + value_dim)
 
 
 def check_heads_divide(name: str, heads: int) -> None:

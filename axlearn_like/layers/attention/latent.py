@@ -19,9 +19,9 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.layers.attention.grouped_query import check_heads_divide
+from axlearn_like.layers.attention.grouped_query import attention_flops, check_heads_divide
 from axlearn_like.layers.attention.rope import Rope
-from axlearn_like.layers.base import Layer, fan_in_init, param
+from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
@@ -100,6 +100,10 @@ class LatentAttention(Layer):
         mixed = mixed[..., : self.value_dim]
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
         return checkpoint_name(out, "attention_out"), cache
+
+    def flops(self, work: Workload) -> float:
+        """Return the FLOPs of the projections and of both products of attention."""
+        return super().flops(work) + attention_flops(self.query_shape, self.value_dim, work.pairs(self.rules.window))
 
     def _queries(self, x_btd: jax.Array, rotate: Rotation) -> jax.Array:
         nope = self._nope_dim

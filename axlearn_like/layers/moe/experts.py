@@ -162,6 +162,5 @@ def _expert_axis_size() -> int:
 
 def _gathered(weight: jax.Array, axis: int) -> jax.Array:
     """Return a matrix gathered over its model width; the gradient is scattered again."""
-    if manual_axis_sizes("embed").get("fsdp", 1) == 1:
-        return weight
-    return jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
+    names = tuple(name for name, size in manual_axis_sizes("embed").items() if size > 1)
+    return jax.lax.all_gather(weight, names, axis=axis, tiled=True) if names else weight

@@ -28,7 +28,11 @@ class MoE(Layer):
         self.router = cfg.router.clone(**sizes).build(rngs=rngs)
         self.experts = cfg.experts.clone(**sizes).build(rngs=rngs)
         self.shared = None if cfg.shared is None else cfg.shared.clone(dim=cfg.dim).build(rngs=rngs)
-        self.record_routing = cfg.record_routing
+        self.record_routing, self._num_experts = cfg.record_routing, cfg.num_experts
+
+    def used_share(self, path: str) -> float:
+        """Return the share of the experts that a token goes through, and 1 for router and shared network."""
+        return self.router.top_k / self._num_experts if path == "experts" else 1.0
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
         """Return [b, t, d] for [b, t, d].

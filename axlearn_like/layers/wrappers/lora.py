@@ -64,6 +64,13 @@ class LoRA(Wrapper):
             new[name] = weight + (self.scale * update).astype(weight.dtype)
         return replaced(params, new)
 
+    def used_share(self, path: str) -> float:
+        """Return the share of a factor that each token meets: that of the matrix which it changes."""
+        layer, share = self.inner, 1.0
+        for name in path.split("/")[1:-1]:  # lora/experts/gate_a_edl
+            share, layer = share * layer.used_share(name), getattr(layer, name)
+        return share
+
 
 class FactorNames(NamedTuple):
     """Paths of a matrix's two factors, and the einsum of their product, for stacks of layers too."""

@@ -47,6 +47,34 @@ class PlacedWeights:
     approximations: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """One compiled program of the device.
+
+    Attributes:
+        kind: prefill, decode, copy or blank (pages).
+        trace: returns the traced program; called with the mesh in force.
+        rows: sequences, or pages.
+        length: tokens of a sequence.
+        plain: False where all rules of sampling apply.
+    """
+
+    kind: str
+    trace: Callable[[], Any]
+    rows: int
+    length: int = 1
+    plain: bool = True
+
+    @property
+    def name(self) -> str:
+        """The kind and its sizes, for people."""
+        if self.kind == "prefill":
+            return f"prefill {self.rows} x {self.length}"
+        if self.kind == "decode":
+            return f"decode {self.rows}, {'plain' if self.plain else 'all rules'}"
+        return f"{self.kind} pages"
+
+
 class Device:
     """Runs prefill and decoding for sequences; knows nothing of queues."""
 
@@ -308,8 +336,8 @@ class Device:
 
     # ---- ahead of time
 
-    def tracings(self) -> dict[str, Callable[[], Any]]:
-        """The largest dispatch of each kind by name, to be traced when called, with the mesh in force."""
+    def dispatches(self) -> list[Dispatch]:
+        """Return the dispatches that the device runs, of each kind the largest."""
         cfg = self._cfg
         ruled = Sampler.Config(top_p=0.9, repetition_penalty=1.1, logit_bias=((0, 1.0),))
 
@@ -325,13 +353,13 @@ class Device:
 
         pages = np.zeros(_COPIES, np.int32)
         shapes = [self.buckets.prefill(chunk) for chunk in self.buckets.chunks]
-        return {
-            **{f"prefill {rows} x {chunk}": partial(prefill, rows, chunk) for rows, chunk in shapes},
-            f"decode {cfg.max_num_seqs}, plain": partial(decode, Sampler.Config()),
-            f"decode {cfg.max_num_seqs}, all rules": partial(decode, ruled),
-            "copy pages": partial(self._run_copy.trace, self._pool, pages, pages),
-            "blank pages": partial(self._run_blank.trace, self._pool, pages),
-        }
+        return [
+            *(Dispatch("prefill", partial(prefill, rows, chunk), rows, chunk) for rows, chunk in shapes),
+            Dispatch("decode", partial(decode, Sampler.Config()), cfg.max_num_seqs),
+            Dispatch("decode", partial(decode, ruled), cfg.max_num_seqs, plain=False),
+            Dispatch("copy", partial(self._run_copy.trace, self._pool, pages, pages), len(pages)),
+            Dispatch("blank", partial(self._run_blank.trace, self._pool, pages), len(pages)),
+        ]
 
 
 def spread(leaf: Any, like: jax.ShapeDtypeStruct, stored: jax.ShapeDtypeStruct) -> jax.Array:

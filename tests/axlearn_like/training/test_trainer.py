@@ -288,7 +288,8 @@ SHARDED = """
 import sys
 from axlearn_like.run.metrics import read_rows
 from tests.axlearn_like.tiny import tiny_trainer
-cfg = tiny_trainer(5, mesh={"data": 2, "fsdp": 2, "tensor": 2}, microbatches=2)
+rules = {"embed": ("data", "fsdp")}
+cfg = tiny_trainer(5, mesh={"data": 2, "fsdp": 2, "tensor": 2}, microbatches=2, axis_rules=rules)
 cfg.build().run(sys.argv[1], progress=False)
 print(*[row["loss"] for row in read_rows(sys.argv[1] + "/metrics.jsonl")])
 """

@@ -127,7 +127,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search("has no run in .*tiny_experiment; train it", refusal(capsys, TINY))
     with tiny_run(tmp_path / "young", tiny_experiment()):
         assert refusal(capsys, str(tmp_path / "young")).startswith(f"{tmp_path / 'young'} holds no weights yet")
-    assert "`axl serve` serves rl.experiment:RLExperiment" in refusal(capsys, "demo_sft", "--random-weights")
+    assert "which `axl serve` does not run; use `axl train`" in refusal(capsys, "demo_sft", "--random-weights")
 
 
 @pytest.mark.parametrize(

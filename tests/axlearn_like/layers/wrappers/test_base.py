@@ -10,7 +10,7 @@ from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.wrappers.base import plain_config
 from axlearn_like.layers.wrappers.int8 import Int8Weights
 from axlearn_like.layers.wrappers.lora import LoRA
-from axlearn_like.operations.flops import decoder_flops
+from axlearn_like.operations.flops import model_flops, rows_workload
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
 
@@ -69,6 +69,6 @@ def test_flops_of_rounded_weights_are_those_of_the_model():
     replace(cfg, Attention.Config, lambda attention: Int8Weights.Config(inner=attention))
 
     def flops(model: Decoder.Config) -> float:
-        return decoder_flops(model, tokens=10, head_tokens=10, pairs=55)
+        return model_flops(model, rows_workload(1, 10))
 
     assert flops(cfg) == flops(plain)

@@ -1,0 +1,97 @@
+"""What an RL experiment can run, as programs to compile, and the fields that tune its train step."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import Mesh
+
+from axlearn_like.layers.base import Workload
+from axlearn_like.operations.flops import causal_pairs, model_flops
+from axlearn_like.training.programs import Tuning, rows_flops, traced
+from mesh import make_mesh
+from mesh.cost.program import Program, Programs
+from rl.rollout.aot import engine_dispatches
+from rl.training.program import make_score_rows
+
+if TYPE_CHECKING:
+    from rl.experiment import RLExperiment
+
+
+def experiment_programs(experiment: "RLExperiment", devices: Sequence[Any]) -> Programs:
+    """Return the programs of an experiment on these devices: train and score of the trainer, prefill and decode of an
+    engine, which has all devices to itself.
+    """
+    cfg = experiment.cfg.trainer
+    mesh = partial(make_mesh, cfg.mesh, devices, slices=cfg.slices)
+    return {
+        "train": lambda: _train(experiment, mesh()),
+        "score": lambda: _score(experiment, mesh()),
+        "prefill": lambda: _engine(experiment, "prefill", devices),
+        "decode": lambda: _engine(experiment, "decode", devices),
+    }
+
+
+def experiment_tuning(cfg: "RLExperiment.Config") -> Tuning:
+    """Return the fields that tune the update of the policy."""
+    each_row = cfg.trainer.samples_per_row or cfg.samples
+    return Tuning(
+        model=cfg.policy,
+        model_field="policy",
+        prefix="trainer.",
+        mesh=cfg.trainer.mesh,
+        rules=cfg.trainer.axis_rules,
+        microbatches=cfg.trainer.microbatches,
+        rows=cfg.groups * cfg.samples // each_row,
+        length=cfg.max_prompt + each_row * cfg.max_new,
+        row_multiple=cfg.trainer.row_multiple,
+    )
+
+
+def _train(experiment: "RLExperiment", mesh: Mesh) -> Program:
+    cfg, trainer = experiment.cfg, experiment.trainer_cfg
+    program, batch = trainer.program(mesh), trainer.batch(mesh, groups=cfg.groups, samples=cfg.samples)
+    rows, trunk = batch["trunk"].shape
+    groups, samples, new = cfg.groups, cfg.samples, cfg.max_new  # a prompt counts once, in however many rows it is
+    branches = groups * samples * new
+
+    def pairs(window: int | None) -> float:
+        seen = min(trunk, window or trunk)
+        return causal_pairs(groups, trunk, window) + causal_pairs(groups * samples, new, window) + branches * seen
+
+    flops = model_flops(cfg.policy, Workload(groups * trunk + branches, branches, pairs), backward=True)
+    counted = f"forward and backward pass of {groups} prompts of {trunk + 1} tokens, {samples} answers of {new} each"
+    trace = partial(traced, program.step, mesh, trainer.axis_rules, program.state, batch)
+    return Program("train", mesh, trace, rows, trunk + batch["inputs"].shape[1] * new, flops, counted)
+
+
+def _score(experiment: "RLExperiment", mesh: Mesh) -> Program:
+    cfg, trainer = experiment.cfg, experiment.trainer_cfg
+    program, arrays = trainer.program(mesh), trainer.rows(mesh, groups=cfg.groups, samples=cfg.samples)
+    rows, length = arrays["tokens"].shape
+    score = make_score_rows(program.graphdef, trainer.chunks)
+    trace = partial(traced, score, mesh, trainer.axis_rules, program.state["params"], **arrays)
+    return Program("score", mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
+
+
+def _engine(experiment: "RLExperiment", step: str, devices: Sequence[Any]) -> Program:
+    """The largest prefill, or plain decoding, of the experiment's engine."""
+    cfg = experiment.engine_cfg
+    mesh, dispatches = engine_dispatches(cfg, devices)
+    chosen = [one for one in dispatches if one.kind == step and one.plain][-1]
+    longest = cfg.max_prompt + cfg.max_new
+    if step == "decode":
+        tokens = cfg.max_num_seqs * cfg.steps_per_dispatch
+        work = Workload(tokens, tokens, lambda window: tokens * min(longest, window or longest))
+        counted = f"{cfg.steps_per_dispatch} tokens of {cfg.max_num_seqs} sequences, each at its greatest length"
+    else:
+        work = Workload(chosen.rows * chosen.length, 0, partial(causal_pairs, chosen.rows, chosen.length))
+        counted = f"{chosen.rows} x {chosen.length} tokens at the beginning of a prompt"
+    trace = partial(_trace_on, mesh, chosen.trace)
+    return Program(step, mesh, trace, chosen.rows, chosen.length, model_flops(cfg.model, work), counted)
+
+
+def _trace_on(mesh: Mesh, trace: Any) -> Any:
+    with jax.set_mesh(mesh):
+        return trace()
