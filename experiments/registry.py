@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from axlearn_like.config import ConfigBase, ConfigError, label
-from axlearn_like.config.trust import import_place
+from axlearn_like.config.trusted_code import import_place
 from mesh.errors import UserError, did_you_mean
 
 
@@ -88,7 +88,7 @@ def check_name(name: str) -> None:
 def find(name: str) -> Callable[..., ConfigBase[Any]]:
     """The function behind a name, `path/to/file.py:function` or `package.module:function`.
 
-    A file or package that is named so is trusted (see `axlearn_like.config.trust`).
+    A file or package that is named so is trusted (see `axlearn_like.config.trusted_code`).
 
     Raises:
         UserError: there is none; gives the nearest names.

@@ -39,10 +39,15 @@ def did_you_mean(name: str, options: Iterable[str], *, limit: int = 8) -> str:
     known = sorted(set(options))
     if not known:
         return ""
-    folded = {option.casefold(): option for option in known}
-    near = [folded[match] for match in difflib.get_close_matches(name.casefold(), folded, n=2)]
+    near = nearest(name, known)
     if near:
         return "; did you mean " + " or ".join(repr(match) for match in near) + "?"
     listed = ", ".join(known[:limit])
     more = f", ... ({len(known)} in all)" if len(known) > limit else ""
     return f"; known: {listed}{more}"
+
+
+def nearest(name: str, options: Iterable[str], n: int = 2) -> list[str]:
+    """Return at most `n` of the options that are spelt like `name`, upper and lower case apart; the nearest first."""
+    folded = {option.casefold(): option for option in options}
+    return [folded[match] for match in difflib.get_close_matches(name.casefold(), folded, n=n)]

@@ -19,6 +19,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
+from axlearn_like.training.program import check_length
 from axlearn_like.training.programs import Tuning
 from axlearn_like.training.trainer import Trainer, resolve_model
 from mesh import UserError, to_named_sharding
@@ -37,11 +38,12 @@ from rl.roles.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.worker import RolloutWorker
-from rl.tasks.mixture import encode_prompt
+from rl.tasks.prompts import check_prompts
 from rl.training.program import padded
 from rl.training.trainer import PolicyTrainer
 from rl.verification.service import Verifier
 
+Runtime = Literal["inprocess", "ray"]
 # Lease ids of one controller process; so a lease is never confused with one of the next incarnation.
 LEASES_PER_INCARNATION = 1_000_000_000
 
@@ -86,64 +88,103 @@ class RLExperiment(Configurable):
 
         def programs(self, devices: Sequence[Any]) -> Programs:
             """Describe what the experiment can run on these devices: train, score, prefill and decode."""
+            self._check_fit()
             return experiment_programs(self.build(), devices)
 
         def tuning(self) -> Tuning:
             """Return the fields that change the memory and speed of the update, but not its result."""
             return experiment_tuning(self)
 
+        def check(self, runtime: Runtime = "ray", run_steps: int = 8) -> None:
+            """Refuse, before anything expensive, what would fail later: sizes, prompts, every role's own config.
+
+            Args:
+                runtime: where the roles will live.
+                run_steps: updates whose training problems are looked at.
+
+            Raises:
+                UserError: names the field to change.
+            """
+            self._check_sizes(runtime)
+            self._check_fit()
+            check_length(self.policy, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")
+            experiment = self.build()
+            check_prompts(
+                self.tasks.build(),
+                experiment.tokenizer,
+                max_prompt=self.max_prompt,
+                num_train=run_steps * self.groups,
+                per_family=0 if self.evaluation is None else self.evaluation.problems_per_family,
+            )
+            roles = (experiment.controller_cfg, experiment.engine_cfg, self.parameter_server, self.verifier)
+            for part in (*roles, self.objective, self.learner, self.timeouts, self.warm_start):
+                if part is not None:
+                    part.check()
+            experiment.trainer_cfg.check()
+
+        def _check_sizes(self, runtime: Runtime) -> None:
+            least = dict.fromkeys(("num_steps", "groups", "samples", "max_prompt", "max_new"), 1)
+            least |= {"staleness": 0, "workers": 1 if runtime == "ray" else 0}
+            for name, bound in least.items():
+                if getattr(self, name) < bound:
+                    raise UserError(f"{name}={getattr(self, name)}; expected {bound} or more")
+            if not 0 <= self.seed < 2**32:
+                raise UserError(f"seed={self.seed}: expected 0 to {2**32 - 1}")
+            if runtime == "inprocess" and self.trainer.processes > 1:
+                raise UserError(
+                    f"trainer.processes={self.trainer.processes}, but with --runtime inprocess there is one process; "
+                    "expected --runtime ray, or --set trainer.processes=1"
+                )
+
+        def _check_fit(self) -> None:
+            """Fields of the children that must fit each other, which only their parent sees."""
+            if not plain(self.sampler.build().cfg):
+                raise UserError(
+                    "sampler: training needs the whole distribution (temperature > 0, top_k=None, top_p=1, min_p=0, "
+                    "repetition_penalty=1, logit_bias=()): the trainer scores tokens under it, and a truncated support "
+                    "would bias every importance ratio"
+                )
+            if self.parameter_server.keep < self.staleness + 2:
+                raise UserError(
+                    f"parameter_server.keep={self.parameter_server.keep} is too few for staleness={self.staleness}: "
+                    f"workers may ask for {self.staleness + 1} versions while the next is pushed; "
+                    f"expected {self.staleness + 2} or more"
+                )
+            each_row = self.trainer.samples_per_row or self.samples
+            if self.samples % each_row:
+                raise UserError(f"trainer.samples_per_row={each_row} does not divide samples={self.samples}")
+            if self.trainer.chunks < 1 or each_row * self.max_new % self.trainer.chunks:
+                raise UserError(
+                    f"trainer.chunks={self.trainer.chunks} does not divide the {each_row} x {self.max_new} tokens "
+                    "of a row"
+                )
+            if self.evaluation is not None and self.samples < max(self.evaluation.ks):
+                raise UserError(
+                    f"pass@{max(self.evaluation.ks)} needs as many samples of a problem; samples={self.samples}"
+                )
+
     def __init__(self, cfg: Config):
-        if not 0 <= cfg.seed < 2**32:
-            raise UserError(f"seed={cfg.seed}: expected 0 to {2**32 - 1}")
         self.cfg = cfg
-        cfg.timeouts.build()  # checks it
         self.tokenizer: Tokenizer = cfg.tokenizer.build()
-        self.engine_cfg = cfg.engine.clone(
+        # A child's field that is REQUIRED takes this config's field of the same name.
+        self.engine_cfg = cfg.engine.filled_from(
+            cfg,
             model=cfg.policy,
             stop_tokens=(self.tokenizer.eos,) if cfg.stop_at_eos else (),
-            max_prompt=cfg.max_prompt,
-            max_new=cfg.max_new,
             sampler=cfg.sampler,
         )
-        if not plain(cfg.sampler.build().cfg):
-            raise UserError(
-                "sampler: training needs the whole distribution (temperature > 0, top_k=None, top_p=1, min_p=0, "
-                "repetition_penalty=1, logit_bias=()): the trainer scores tokens under it, and a truncated support "
-                "would bias every importance ratio"
-            )
-        if cfg.parameter_server.keep < cfg.staleness + 2:
-            raise UserError(
-                f"parameter_server.keep={cfg.parameter_server.keep} is too few for staleness={cfg.staleness}: "
-                f"workers may ask for {cfg.staleness + 1} versions while the next is pushed; "
-                f"expected {cfg.staleness + 2} or more"
-            )
-        each_row = cfg.trainer.samples_per_row or cfg.samples
-        if cfg.samples % each_row:
-            raise UserError(f"trainer.samples_per_row={each_row} does not divide samples={cfg.samples}")
-        if cfg.trainer.chunks < 1 or each_row * cfg.max_new % cfg.trainer.chunks:
-            raise UserError(
-                f"trainer.chunks={cfg.trainer.chunks} does not divide the {each_row} x {cfg.max_new} tokens of a row"
-            )
-        self.controller_cfg = cfg.controller.clone(
-            tasks=cfg.tasks,
-            tokenizer=cfg.tokenizer,
-            num_steps=cfg.num_steps,
-            groups=cfg.groups,
-            samples=cfg.samples,
+        self.controller_cfg = cfg.controller.filled_from(
+            cfg,
             groups_per_lease=cfg.groups_per_lease or cfg.groups,
             staleness=cfg.staleness,
             timeouts=cfg.timeouts,
         )
-        rows = cfg.trainer.row_multiple  # batches have a multiple of these
+        each_row = cfg.trainer.samples_per_row or cfg.samples
+        rows = max(cfg.trainer.row_multiple, 1)  # batches have a multiple of these
         batch_shapes = padded(cfg.groups * cfg.samples // each_row, rows) // rows
-        self.trainer_cfg = cfg.trainer.clone(
+        self.trainer_cfg = cfg.trainer.filled_from(
+            cfg,
             model=cfg.policy,
-            objective=cfg.objective,
-            learner=cfg.learner,
-            num_steps=cfg.num_steps,
-            staleness=cfg.staleness,
-            max_prompt=cfg.max_prompt,
-            max_new=cfg.max_new,
             temperature=cfg.sampler.temperature,
             max_compilations=cfg.trainer.max_compilations or batch_shapes,
         )
@@ -159,38 +200,6 @@ class RLExperiment(Configurable):
             trainer=self.trainer_cfg.clone(model=policy),
             warm_start=None if warm is None else warm.build().resolved(),
         )
-
-    def check(self, run_steps: int = 8) -> None:
-        """Check, before anything expensive, what would fail later: tasks, prompt lengths, held-out overlap.
-
-        Raises:
-            UserError, ValueError: naming the field to change.
-        """
-        tasks = self.cfg.tasks.build()
-        longest = 0
-        for index in range(run_steps * self.cfg.groups):
-            problem = tasks.train(index)
-            length = len(encode_prompt(problem.question, self.tokenizer))
-            longest = max(longest, length)
-            if length > self.cfg.max_prompt:
-                raise UserError(
-                    f"training problem {index} of family {problem.family!r} has {length} prompt tokens; "
-                    f"max_prompt is {self.cfg.max_prompt}"
-                )
-        if self.cfg.evaluation is not None:
-            if self.cfg.samples < max(self.cfg.evaluation.ks):
-                raise UserError(
-                    f"pass@{max(self.cfg.evaluation.ks)} needs as many samples of a problem; samples={self.cfg.samples}"
-                )
-            per_family = self.cfg.evaluation.problems_per_family
-            tasks.check_disjoint(self.cfg.groups * run_steps, per_family)
-            for problem in tasks.heldout(per_family):
-                length = len(encode_prompt(problem.question, self.tokenizer))
-                if length > self.cfg.max_prompt:
-                    raise UserError(
-                        f"held-out problem {problem.id} of family {problem.family!r} has {length} prompt tokens; "
-                        f"max_prompt is {self.cfg.max_prompt}"
-                    )
 
     # ---- roles
 

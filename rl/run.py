@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -25,13 +25,11 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.progress import Progress
 from axlearn_like.run.signals import Stop, graceful_stop
-from axlearn_like.training.program import check_length
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
 from rl.audit.summary import summarise_run
-from rl.experiment import RLExperiment, warm_start_directory
+from rl.experiment import RLExperiment, Runtime, warm_start_directory
 
-Runtime = Literal["inprocess", "ray"]
 Say = Callable[[str], None]
 
 
@@ -47,26 +45,13 @@ class RLRun:
         """Check what would fail later, before anything expensive and with nothing written. `run` does so too.
 
         Raises:
-            UserError, ValueError: naming the field to change.
+            UserError: names the field to change.
         """
-        cfg, experiment = self._cfg, self._experiment
-        _check_sizes(cfg, runtime)
-        check_length(cfg.policy, cfg.max_prompt + cfg.max_new, "max_prompt + max_new", "policy")
-        experiment.check()
-        roles = (experiment.controller_cfg, experiment.engine_cfg, cfg.parameter_server)
-        for part in (*roles, cfg.objective, cfg.learner):
-            part.build()
-        experiment.make_verifier().close()
-        if cfg.warm_start is not None:
-            cfg.warm_start.build()  # checks its mesh and batch
-        if cfg.trainer.processes != 1:
-            experiment.trainer_cfg.check_processes()
-        elif not os.environ.get("RAY_ADDRESS"):  # else the devices are those of other machines
-            experiment.trainer_cfg.check_sizes()
+        self._cfg.check(runtime)
         if runtime == "ray":
             from rl.runtime.ray.preflight import check_machine
 
-            check_machine(cfg)
+            check_machine(self._cfg)
         self._checked = runtime
 
     def run(
@@ -208,19 +193,6 @@ class RLRun:
         report = summarise_run(run, name=run.path.name, seed=self._cfg.seed)
         _write_json(run.path / "report.json", report)
         return report
-
-
-def _check_sizes(cfg: RLExperiment.Config, runtime: Runtime) -> None:
-    least = dict.fromkeys(("num_steps", "groups", "samples", "max_prompt", "max_new"), 1)
-    least |= {"staleness": 0, "workers": 1 if runtime == "ray" else 0}
-    for name, bound in least.items():
-        if getattr(cfg, name) < bound:
-            raise UserError(f"{name}={getattr(cfg, name)}; expected {bound} or more")
-    if runtime == "inprocess" and cfg.trainer.processes > 1:
-        raise UserError(
-            f"trainer.processes={cfg.trainer.processes}, but with --runtime inprocess there is one process; expected "
-            "--runtime ray, or --set trainer.processes=1"
-        )
 
 
 @contextmanager

@@ -16,7 +16,6 @@ KNOWN_CIRCLES: set[frozenset[str]] = {
     frozenset(f"axlearn_like.training.{name}" for name in ("evaluators", "loop", "program", "trainer")),
     frozenset(f"rl.rollout.{name}" for name in ("engine", "lifecycle", "model_runner", "validation")),
     frozenset({"rl.training.program", "rl.training.trainer"}),
-    frozenset({"tools.commands.config", "tools.experiment"}),
 }
 KNOWN_LARGE = {"axlearn_like/layers", "axlearn_like/learner", "tools/bench"}
 

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from axlearn_like.config import ConfigBase, config_name, has_mesh_rules, set_path, with_mesh_rules
-from axlearn_like.config.trust import OTHERS, OWN, remember
+from axlearn_like.config.trusted_code import OTHERS, OWN, remember
 from experiments import registry
 from mesh.errors import UserError, did_you_mean
 

@@ -24,7 +24,7 @@ from axlearn_like.config.mesh_rules import MeshRules, has_mesh_rules, with_mesh_
 from axlearn_like.config.names import config_name
 from axlearn_like.config.resolve import record_resolved, resolve
 from axlearn_like.config.text import diff, from_text, strip_comments, text_lines, to_text
-from axlearn_like.config.trust import trust
+from axlearn_like.config.trusted_code import trust
 
 __all__ = [
     "REQUIRED",

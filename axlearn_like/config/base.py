@@ -163,10 +163,11 @@ class ConfigBase[T]:
         self.build(*args, **kwargs)
 
     def filled_from(self, parent: "ConfigBase[Any]", **values: Any) -> Self:
-        """A copy with `values` set, and each field that is still REQUIRED from the parent's field of the same name."""
+        """A copy with `values` set, and each field that is declared REQUIRED from the parent's field of its name."""
         known = dict(config_items(parent))
-        wanted = [name for name, value in config_items(self) if value is REQUIRED and name not in values]
-        return self.clone(**{name: known[name] for name in wanted if name in known}, **values)
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        wanted = [f.name for f in fields if f.default is REQUIRED and f.name in known]
+        return self.clone(**{name: known[name] for name in wanted if name not in values}, **values)
 
     def _make(self, runtime: dict[str, Any]) -> Any:
         return type(self)._owner(self, **runtime)

@@ -13,7 +13,7 @@ from typing import Any
 from axlearn_like.config.base import ConfigBase
 from axlearn_like.config.errors import ConfigError, ImportNameError
 from axlearn_like.config.function import FunctionConfig, config_class
-from axlearn_like.config.trust import check_trusted
+from axlearn_like.config.trusted_code import check_trusted
 
 
 def config_name(cfg: ConfigBase[Any], where: str = "config") -> str:

@@ -25,7 +25,7 @@ from axlearn_like.config.base import REQUIRED, ConfigBase
 from axlearn_like.config.edit import is_literal, is_opened, split_path, walk_nodes
 from axlearn_like.config.errors import ConfigError
 from axlearn_like.config.names import config_from_name, config_name, import_name, qualified_name
-from axlearn_like.config.trust import file_of, offer
+from axlearn_like.config.trusted_code import file_of, offer
 
 _CODE = "# code: "
 _CONTAINERS = {"tuple": tuple, "list": list, "dict": dict}
@@ -60,7 +60,7 @@ def from_text(text: str) -> ConfigBase[Any]:
     """The config that `to_text` wrote; a field without a line takes its default.
 
     Nothing in the text is evaluated: values are literals. A name imports its module if that is trusted: those of this
-    project, and code of the user's own that was named on a command line (see `axlearn_like.config.trust`).
+    project, and code of the user's own that was named on a command line (see `axlearn_like.config.trusted_code`).
 
     Raises:
         ConfigError: a line cannot be read, or a field, value or name does not fit or is not trusted; names it.

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.parameter_names import path_name
 from rl.parameter_server.errors import WeightsError
 
 LANES = 4  # 32-bit sums per array
@@ -81,11 +82,6 @@ def begin_fingerprints(params: Params) -> Callable[[], dict[str, str]]:
         }
 
     return wait
-
-
-def path_name(path: Any) -> str:
-    """Return the path of an array in nested dicts: its keys, joined by slashes."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def fingerprint_version(fingerprints: Mapping[str, str]) -> str:

@@ -1,11 +1,10 @@
 """Reading a JSON object field by field: every refusal names the field, what it holds and what was expected."""
 
-import difflib
 import math
 from collections.abc import Iterable
 from typing import Any
 
-from mesh import did_you_mean
+from mesh.errors import did_you_mean, nearest
 from rl.serving.errors import ApiError, bad_field
 
 
@@ -65,7 +64,7 @@ class Fields:
     def missing(self, name: str, expected: str) -> ApiError:
         """The refusal of an object without a field, with the one that may have been meant by it."""
         # Of few and short names only: whoever sends many and long ones shall not keep the server busy.
-        near = difflib.get_close_matches(name, [other for other in list(self._values)[:32] if len(other) < 40], 1)
+        near = nearest(name, [other for other in list(self._values)[:32] if len(other) < 40], 1)
         meant = f"; was it meant by {near[0]!r}?" if near else ""
         return bad_field(self.path(name), f"missing; expected {expected}{meant}")
 

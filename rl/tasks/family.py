@@ -1,12 +1,11 @@
 """A task family: one procedural dataset of reasoning-gym at one difficulty, addressed by item."""
 
 import dataclasses
-import difflib
 import hashlib
 from typing import Any
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from mesh.errors import UserError
+from mesh.errors import UserError, did_you_mean
 from rl.tasks.reasoning_gym import import_reasoning_gym
 
 __all__ = ["TaskFamily"]
@@ -90,9 +89,7 @@ def _check_name(name: str) -> None:
     if name in _NEEDS_DATASETS:
         raise UserError(f"task family {name!r} is itself a mixture: name its parts in TaskMixture.Config.families")
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(DATASETS))}"
-        raise UserError(f"unknown task family {name!r}: {hint}")
+        raise UserError(f"unknown task family {name!r}{did_you_mean(name, DATASETS, limit=len(DATASETS))}")
 
 
 def _check_params(name: str, params: dict[str, Any]) -> None:
@@ -105,8 +102,5 @@ def _check_params(name: str, params: dict[str, Any]) -> None:
                 f"task family {name!r}: param {key!r} belongs to the mixture, which is endless and has its own seed"
             )
         if key not in accepted:
-            near = difflib.get_close_matches(key, accepted, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(
-                f"task family {name!r} has no param {key!r}: {hint}accepted: {', '.join(accepted) or 'none'}"
-            )
+            hint = did_you_mean(key, accepted, limit=len(accepted))
+            raise UserError(f"task family {name!r} has no param {key!r}{hint}")

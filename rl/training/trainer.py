@@ -8,6 +8,7 @@ speaks for all with the controller and in the log. Each pushes its own part of t
 """
 
 import math
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -81,6 +82,17 @@ class PolicyTrainer(Configurable):
 
         def sizes(self) -> dict[str, int]:
             return {"max_prompt": self.max_prompt, "max_new": self.max_new, "row_multiple": self.row_multiple}
+
+        def check(self) -> None:
+            """Refuse a mesh, batches or a model that do not fit each other, as far as it can be known here.
+
+            Raises:
+                UserError: names the field that does not fit.
+            """
+            if self.processes != 1:
+                self.check_processes()
+            elif not os.environ.get("RAY_ADDRESS"):  # else the devices are those of other machines
+                self.check_sizes()
 
         def check_sizes(self) -> Mesh:
             """The mesh, if it fits the devices, and batches and model fit it.

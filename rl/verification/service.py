@@ -27,6 +27,10 @@ class Verifier(Configurable):
         """Address space of a process, as an answer may ask for 9**9**9; beyond it the scorer gets a
         MemoryError. 0: no limit."""
 
+        def check(self) -> None:
+            """Refuse settings that cannot be; the processes are started and ended."""
+            self.build().close()
+
     def __init__(self, cfg: Config):
         if cfg.processes < 1 or cfg.deadline_s <= 0 or cfg.start_deadline_s <= 0:
             raise UserError(

@@ -13,7 +13,7 @@ def test_phrases_are_those_learned_from_the_training_questions():
 
 def test_every_seed_fits_and_held_out_questions_are_apart():
     for seed in range(3):
-        demo(seed=seed).build().check()
+        demo(seed=seed).check()
 
 
 def test_rl_and_supervision_use_other_problems():

@@ -121,26 +121,26 @@ def test_after_a_warm_start_the_first_version_is_its_result(tmp_path: Path):
 @pytest.mark.parametrize("sampler", [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
 def test_a_truncating_sampler_is_refused_for_training(sampler: dict[str, Any]):
     with pytest.raises(UserError, match="sampler: training needs the whole distribution"):
-        build(sampler=Sampler.Config(**sampler))
+        tiny_experiment(sampler=Sampler.Config(**sampler)).check()
 
 
 def test_too_few_kept_versions_are_refused_with_the_number_needed():
     cfg = tiny_experiment(staleness=3)
     with pytest.raises(UserError, match="keep=4 is too few for staleness=3: .* expected 5 or more"):
-        cfg.build()
+        cfg.check()
     cfg.parameter_server.keep = 5
-    cfg.build()
+    cfg.check()
 
 
 def test_check_accepts_the_tiny_experiment():
-    build().check()
-    build(evaluation=None, samples=1).check()
+    tiny_experiment().check()
+    tiny_experiment(evaluation=None, samples=1).check()
 
 
 def test_check_refuses_a_training_prompt_that_is_too_long():
     expected = r"training problem 0 of family 'spell_backward' has \d+ prompt tokens; max_prompt is 5"
     with pytest.raises(UserError, match=expected):
-        build(max_prompt=5).check()
+        tiny_experiment(max_prompt=5).check()
 
 
 def test_check_refuses_a_held_out_prompt_that_is_too_long():
@@ -151,11 +151,12 @@ def test_check_refuses_a_held_out_prompt_that_is_too_long():
     first = len(encode_prompt(tasks.build().train(0).question, build().tokenizer))
     expected = rf"held-out problem \d+ of family 'chain_sum' has \d+ prompt tokens; max_prompt is {first}"
     evaluation = Evaluation.Config(problems_per_family=40, ks=(1,))
+    cfg = tiny_experiment(tasks=tasks, groups=1, groups_per_lease=1, max_prompt=first)
     with pytest.raises(UserError, match=expected):
-        build(tasks=tasks, groups=1, max_prompt=first, evaluation=evaluation).check(run_steps=1)
-    build(tasks=tasks, groups=1, max_prompt=first, evaluation=None).check(run_steps=1)
+        cfg.clone(evaluation=evaluation).check(run_steps=1)
+    cfg.set(evaluation=None).check(run_steps=1)
 
 
 def test_check_refuses_more_tries_than_samples():
     with pytest.raises(UserError, match="pass@4 needs as many samples of a problem; samples=2"):
-        build(samples=2).check()
+        tiny_experiment(samples=2).check()

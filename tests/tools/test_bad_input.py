@@ -55,8 +55,11 @@ SETS = {
     "nested field": (["trainer.mehs={}"], "'mehs'.* did you mean 'mesh'"),
     "type": (["num_steps=many"], "num_steps.*expected int, got 'many'"),
     "not an edit": (["num_steps"], "'num_steps': expected path=value"),
-    "family": (["tasks.families.1.name=chain_sums"], "unknown task family 'chain_sums': did you mean chain_sum"),
-    "parameter": (["tasks.families.1.params={'min_trems': 2}"], "'chain_sum' has no param 'min_trems': .*'min_terms'"),
+    "family": (["tasks.families.1.name=chain_sums"], "unknown task family 'chain_sums'; did you mean 'chain_sum'"),
+    "parameter": (
+        ["tasks.families.1.params={'min_trems': 2}"],
+        "'chain_sum' has no param 'min_trems'; did you mean 'min_terms'",
+    ),
     "its value": (["tasks.families.1.params={'min_terms': 0}"], "'chain_sum': reasoning-gym refuses .*min_terms"),
     "mesh size": (["trainer.mesh={'fsdp': 3}"], r"mesh fsdp 3 needs 3 devices but there are \d .*; fsdp \d would fit"),
     "mesh axis": (["trainer.mesh={'fdsp': 1}"], "mesh has no axis 'fdsp'; did you mean 'fsdp'"),

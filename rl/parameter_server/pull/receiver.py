@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.parameter_names import path_name
 from rl.parameter_server.codecs import get_codec
 from rl.parameter_server.errors import VersionGone, WeightsError
-from rl.parameter_server.fingerprint import digest_of, fingerprints, path_name
+from rl.parameter_server.fingerprint import digest_of, fingerprints
 from rl.parameter_server.index_ranges import needed_index_ranges
 from rl.parameter_server.manifest import Manifest
 from rl.parameter_server.pull.fetch import Fetch, Part, PullStats, parts_by_server

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.parameter_names import path_name
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.fingerprint import fingerprint_version, path_name
+from rl.parameter_server.fingerprint import fingerprint_version
 from rl.parameter_server.index_ranges import (
     IndexRange,
     index_range_of,

@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from axlearn_like.config.trust import VARIABLE as CODE_VARIABLE
+from axlearn_like.config.trusted_code import VARIABLE as CODE_VARIABLE
 from axlearn_like.run.directory import RunDirectory
 from rl.experiment import RLExperiment
 from rl.runtime.ray.actors import RoleHost

@@ -34,11 +34,11 @@ def test_a_family_that_prepares_its_items_has_no_last_one():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"name": "chain_sun"}, "unknown task family 'chain_sun': did you mean chain_sum"),
-        ({"name": "qqq"}, "unknown task family 'qqq': there are ab, acre"),
+        ({"name": "chain_sun"}, "unknown task family 'chain_sun'; did you mean 'chain_sum'"),
+        ({"name": "qqq"}, "unknown task family 'qqq'; known: ab, acre"),
         (
             {"name": "gcd", "params": {"max_valeu": 3}},
-            "'gcd' has no param 'max_valeu': did you mean 'max_value'? accepted: min_numbers",
+            "'gcd' has no param 'max_valeu'; did you mean 'max_value'",
         ),
         ({"name": "gcd", "params": {"seed": 3}}, "'gcd': param 'seed' belongs to the mixture"),
         (
