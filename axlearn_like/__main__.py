@@ -9,7 +9,7 @@ _PACKAGES = ("mesh", "models", "rl", "experiments", "tools")
 
 
 def main() -> int:
-    """Runs the command line, unless a folder on the import path hides a package of this project.
+    """Run the command line, unless a folder on the import path hides a package of this project.
 
     Returns:
         The exit status; 2 with a message where a package is hidden.

@@ -1,4 +1,4 @@
-"""What pretraining runs have in common: documents in, AdamW with warm-up and cosine, activations in bfloat16."""
+"""The common parts of pretraining runs: documents in, AdamW with warm-up and cosine, activations in bfloat16."""
 
 from typing import Any
 

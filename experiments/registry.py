@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
 
 def experiment[F: Callable[..., ConfigBase[Any]]](function: F) -> F:
-    """Marks a top-level function as an experiment; it must be callable without arguments.
+    """Mark a top-level function as an experiment; it must be callable without arguments.
 
     Raises:
         UserError: for a local function, or one with a parameter that has no default.
@@ -76,7 +76,7 @@ def read_entries(folder: Path, package: str) -> Mapping[str, Entry]:
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that no module of this package defines; names with a colon are looked at by `find` only.
+    """Refuse a name that no module of this package defines; names with a colon are looked at by `find` only.
 
     Raises:
         UserError: there is no such experiment; gives the nearest names.

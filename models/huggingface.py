@@ -139,7 +139,7 @@ def _their_shape(shape: tuple[int, ...], inputs: int | None) -> tuple[int, ...]:
 
 
 def _check(state: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ConversionError unless `state` is exactly what is wanted (and perhaps a copy of the tied head)."""
+    """Raise ConversionError unless `state` is exactly what is wanted (and perhaps a copy of the tied head)."""
     head, table = TABLE["head.weight_dv"].name, TABLE["embedding.weight_vd"].name
     missing = [name for name in wanted if name not in state]
     unknown = [name for name in state if name not in wanted]

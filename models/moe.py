@@ -33,7 +33,7 @@ def mixture(feed_forward: ConfigBase[Any], **shape: Any) -> Decoder.Config:
 
 
 def deepseek_v3_feed_forward() -> MoE.Config:
-    """Of DeepSeek-V3's blocks after the third: sigmoid router with balancing bias, 8 of 256 experts, and a shared one.
+    """DeepSeek-V3's mixture, from its fourth block on: sigmoid router with bias, 8 of 256 experts, and a shared one.
 
     11.5 billion parameters. A token sees experts of 4 of 8 groups.
     """

@@ -115,7 +115,7 @@ class ConfigBase[T]:
         return f"{type(self).__qualname__}({', '.join(f'{k}={v!r}' for k, v in config_items(self))})"
 
     def set(self, **values: Any) -> Self:
-        """Sets fields in place; either all of them or, on an error, none."""
+        """Set fields in place; either all of them or, on an error, none."""
         for name in values:
             if name not in type(self).__dataclass_fields__:  # pyright: ignore[reportAttributeAccessIssue]
                 raise self._unknown_field(name)
@@ -127,7 +127,7 @@ class ConfigBase[T]:
         return _clone(self).set(**values)
 
     def build(self, **runtime: Any) -> T:
-        """Makes the owner from a private copy of this config: `owner(cfg, **runtime)`.
+        """Make the owner from a private copy of this config: `owner(cfg, **runtime)`.
 
         Raises:
             ConfigError: names every REQUIRED field of this config that is not set, with its path.
@@ -150,7 +150,7 @@ class ConfigBase[T]:
         return built
 
     def check(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses what cannot work, before anything expensive is begun.
+        """Refuse what cannot work, before anything expensive is begun.
 
         A program calls it once, at the root. It goes from the top down: an override looks at its own fields, then
         calls `check` of its children with what only it knows (a mesh, sizes). By default the owner is built, with the
@@ -210,7 +210,7 @@ class ConfigBase[T]:
 
     @classmethod
     def _matches_alias(cls, value: Any, args: tuple[Any, ...]) -> bool:
-        """Whether `value` fits the annotation `ConfigBase[X]`: a config of a class that is an X."""
+        """Return True if `value` fits the annotation `ConfigBase[X]`: a config of a class that is an X."""
         wanted = args[0]
         if not isinstance(value, cls):
             return False
@@ -264,7 +264,7 @@ _PLAIN = (ConfigBase, RequiredType, bool, int, float, str, tuple, list, dict, ty
 
 
 def _prepare_fields(cls: type[ConfigBase[Any]]) -> None:
-    """Turns mutable defaults into factories and refuses what would silently not be a field."""
+    """Turn mutable defaults into factories and refuse what would silently not be a field."""
     annotations = inspect.get_annotations(cls)
     for name in annotations:
         if hasattr(ConfigBase, name):
@@ -332,7 +332,7 @@ def join(path: str, parent: Any, key: Any) -> str:
 
 
 def label(node: Any, path: str) -> Any:
-    """Tells every config of the tree its path, so that its errors can name it; returns `node`."""
+    """Label every config of the tree with its path, so that its errors can name it; returns `node`."""
     if isinstance(node, ConfigBase):
         node.__dict__["_label"] = path
     for key, child in children(node):

@@ -16,7 +16,7 @@ from axlearn_like.config.errors import ConfigError
 
 
 def check(value: Any, hint: Any, where: str) -> Any:
-    """Returns `value`, converted where the annotation asks for it.
+    """Return `value`, converted where the annotation asks for it.
 
     Raises:
         ConfigError: names `where`, the annotation and the value that does not fit.

@@ -44,14 +44,14 @@ def walk_nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_opened(node: Any) -> bool:
-    """Whether the node's children have paths of their own."""
+    """Return True if the node's children have paths of their own."""
     if isinstance(node, ConfigBase):
         return True
     return type(node) in (list, tuple, dict) and not is_literal(node)
 
 
 def is_literal(value: Any) -> bool:
-    """Whether `repr` of the value is a Python literal that parses back to it."""
+    """Return True if `repr` of the value is a Python literal that parses back to it."""
     if type(value) is float:
         return value - value == 0.0  # inf and nan have no literal
     if type(value) is dict:
@@ -94,7 +94,7 @@ def get_path(cfg: ConfigBase[Any], path: str) -> Any:
 
 
 def set_path[C: ConfigBase[Any]](cfg: C, path: str, value: Any) -> C:
-    """Sets the value at a path in place; a string is parsed as the field's annotation asks.
+    """Set the value at a path in place; a string is parsed as the field's annotation asks.
 
     Raises:
         ConfigError: the path does not exist (gives the nearest names), or the value does not fit (names the full
@@ -110,7 +110,7 @@ def replace[C: ConfigBase[Any]](
     fn: Callable[[C], ConfigBase[Any]],
     glob: str = "*",
 ) -> int:
-    """Puts `fn(config)` in the place of every config of class `match`; returns how many.
+    """Replace by `fn(config)` every config of class `match`; returns how many.
 
     Only those at a path like `glob`, in which `*` also matches dots. Subclasses of `match` count.
     The deepest are replaced first; the root itself never is. `fn` may edit and return its argument;
@@ -141,7 +141,7 @@ def replace[C: ConfigBase[Any]](
 
 
 def apply_mesh_rules[C: ConfigBase[Any]](cfg: C, rules: MeshRules, device: str) -> C:
-    """Applies the edits of the first rule whose pattern matches the whole of `device`, in place.
+    """Apply the edits of the first rule whose pattern matches the whole of `device`, in place.
 
     An edit is a function of the config (its result is not used) or a pair (path, value).
 
@@ -175,7 +175,7 @@ def errors_at(field: str, cfg: ConfigBase[Any]) -> Iterator[None]:
 
 
 def root_name(cfg: ConfigBase[Any]) -> str:
-    """What messages call the root: its label (an experiment's name) or its owner's name."""
+    """The root's name in messages: its label (an experiment's name) or its owner's name."""
     return cfg._path or owner_name(cfg)
 
 

@@ -29,7 +29,7 @@ class AnnotationError(ConfigError):
 
 
 def mark_path(error: BaseException, path: str) -> None:
-    """Notes on an error which config was being built; the innermost counts."""
+    """Note on an error which config was being built; the innermost counts."""
     if marked_path(error) is None:
         error.__dict__["config_path"] = path
         error.add_note(f"while building {path}")

@@ -32,7 +32,7 @@ class FunctionConfig[T](ConfigBase[T]):
         return name in runtime
 
     def _make(self, runtime: dict[str, Any]) -> Any:
-        """Calls the function; a runtime argument takes the place of the field of its name."""
+        """Call the function; a runtime argument takes the place of the field of its name."""
         function = type(self)._owner
         fields = {k: v for k, v in config_items(self) if k not in runtime}
         values = {name: _build_configs(value) for name, value in fields.items()} | runtime

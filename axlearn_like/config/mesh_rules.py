@@ -24,5 +24,5 @@ def with_mesh_rules[C: ConfigBase[Any]](cfg: C, device: str) -> C:
 
 
 def has_mesh_rules(cfg: ConfigBase[Any]) -> bool:
-    """Whether anything depends on the devices."""
+    """Return True if anything depends on the devices."""
     return any(getattr(node, "mesh_rules", ()) for _, node in walk_configs(cfg))

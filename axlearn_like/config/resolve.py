@@ -14,7 +14,7 @@ from axlearn_like.config.edit import set_path
 
 
 class Resolved:
-    """What was built, in the order in which it was finished: children before their parents."""
+    """The configs that were built, in the order in which they were finished: children before their parents."""
 
     def __init__(self) -> None:
         self.built: list[tuple[str, ConfigBase[Any]]] = []
@@ -46,7 +46,7 @@ def _depth(path: str) -> int:
 
 @contextmanager
 def record_resolved() -> Iterator[Resolved]:
-    """Records every `build` of this thread inside the `with`."""
+    """Record every `build` of this thread inside the `with`."""
     resolved = Resolved()
     token = on_built.set(lambda path, cfg: resolved.built.append((path, cfg)))
     try:
@@ -56,7 +56,7 @@ def record_resolved() -> Iterator[Resolved]:
 
 
 def resolve(cfg: ConfigBase[Any], build: Callable[[ConfigBase[Any]], Any] | None = None) -> ConfigBase[Any]:
-    """Builds `cfg` and returns its resolved config.
+    """Build `cfg` and return its resolved config.
 
     Args:
         cfg: what to build; it is not changed.

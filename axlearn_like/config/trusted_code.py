@@ -1,4 +1,4 @@
-"""Whose objects a config's text may name, so that a text that came from elsewhere cannot run what it likes.
+"""The code that a config's text may name, so that a text that came from elsewhere cannot run what it likes.
 
 Always: this project's packages, jax and optax. A user's own code: the files (`path/mine.py`) and packages (`mylab`)
 that the user has named on a command line, or by `trust` in a program. `axl` remembers those in a file of the user's,
@@ -26,7 +26,7 @@ _offered: dict[str, str] = {}  # module -> the file or package that a text says 
 
 
 def trust(place: str | Path) -> str:
-    """Lets configs name the objects of a file `path/mine.py`, or of a package by any module of it.
+    """Let configs name the objects of a file `path/mine.py`, or of a package by any module of it.
 
     A file's folder is put at the end of the import path. Processes started from now on trust it as well.
 
@@ -45,7 +45,7 @@ def trust(place: str | Path) -> str:
 
 
 def import_place(place: str) -> ModuleType:
-    """Imports the file or module that the user has named, and trusts it.
+    """Import the file or module that the user has named, and trust it.
 
     Raises:
         UserError: it cannot be found.
@@ -67,7 +67,7 @@ def import_place(place: str) -> ModuleType:
 
 
 def check_trusted(name: str, where: str, *, call: bool = False) -> None:
-    """Refuses the name `module:object` of a text unless its module is trusted; imports nothing.
+    """Refuse the name `module:object` of a text unless its module is trusted; imports nothing.
 
     Raises:
         ImportNameError: names the module and how to trust it.
@@ -95,14 +95,14 @@ def file_of(module: str) -> Path | None:
 
 
 def offer(place: str) -> None:
-    """Takes in the file that a text names its objects from: trusted if the user has named it before."""
+    """Note the file that a text names objects of; it is trusted if the user has named it before."""
     _offered[Path(place).stem] = place
     if Path(place).is_file() and place in _remembered():
         trust(place)
 
 
 def remember(place: str) -> None:
-    """Trusts a file or package, now and in later commands of this user."""
+    """Trust a file or package, now and in later commands of this user."""
     module = trust(place)
     place = str(_files.get(module, _root(module)))
     if place in _remembered():
@@ -140,7 +140,7 @@ def _trust(place: str) -> str:
 
 
 def _trusted_roots() -> set[str]:
-    """By the environment, to which `trust` adds."""
+    """Packages and modules that are trusted by the environment, to which `trust` adds, or remembered."""
     places = [place for place in os.environ.get(VARIABLE, "").split(os.pathsep) if place]
     roots = {_trust(place) for place in places if not place.endswith(".py") or Path(place).is_file()}
     return {_root(name) for name in roots | set(_remembered_packages())}

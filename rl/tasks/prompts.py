@@ -1,4 +1,4 @@
-"""Whether the problems of a run fit its sizes: looked at once, before anything expensive."""
+"""Checks that the problems of a run fit its sizes, made once before anything expensive."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of the experiments is what is stored: a changed rule, remat or layer shows as lines.
+"""The compiled experiments are those stored: a changed rule, remat or layer shows as lines.
 
 In `make test` experiments of reduced sizes; with --full those of full size too.
 """
@@ -21,7 +21,7 @@ TIMEOUT = 900
 
 @pytest.fixture(scope="module")
 def small_texts() -> dict[str, str]:
-    """By name; all in one process, which imports and starts the compiler once."""
+    """The compilations by name; all in one process, which imports and starts the compiler once."""
     return elsewhere(compile_cases, [case.name for case in SMALL if not _otherwise(case)], timeout=TIMEOUT)
 
 

@@ -1,4 +1,4 @@
-"""What experiments compose is what is stored: a changed default shows up as a line in every experiment that uses it."""
+"""The configs of experiments are those stored: a changed default is a line in every experiment that uses it."""
 
 import difflib
 

@@ -27,7 +27,7 @@ NAMES = [f"{family}_{head}" for family in ("llama", "qwen2", "qwen3", "qwen3moe"
 
 
 def load(name: str) -> tuple[Decoder.Config, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Our config, the tensors under their names there, and the batch."""
+    """The config here, the tensors under their names there, and the batch."""
     with np.load(GOLDEN / f"{name}.npz") as file:
         arrays = {key: file[key] for key in file.files}
     theirs = json.loads(str(arrays.pop("config")))

@@ -72,7 +72,7 @@ def test_what_the_count_does_not_show(name, theta, eps, qk_norm):
 
 
 def test_deepseeks_layer_has_the_published_size():
-    """Of layer 3 of the published tensors: `mlp.experts`, `mlp.shared_experts`, `mlp.gate` and its bias."""
+    """The published tensors of layer 3: `mlp.experts`, `mlp.shared_experts`, `mlp.gate` and its bias."""
     count = sizes(deepseek_v3_feed_forward().set(dim=7168))
     matrix = 3 * 7168 * 2048
     assert sum(count.values()) == 256 * matrix + matrix + 256 * 7168 + 256

@@ -1,4 +1,4 @@
-"""What a config's text may name: nothing of it runs unless it is of this project or of code that the user has named."""
+"""Names in a config's text: nothing runs unless it is of this project or of code that the user has named."""
 
 import subprocess
 import sys

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.parameter_names import path_name
 from rl.parameter_server.client import ParameterServerClient
-from rl.parameter_server.fingerprint import path_name
 
 
 def publish(client: ParameterServerClient, params: Params, version: int) -> None:
