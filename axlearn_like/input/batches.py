@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from axlearn_like.input.mixture import Drawn, Mixture, Single
-from axlearn_like.input.packing import Arrangement, RowPlan, TooLong, cut, plan_rows
+from axlearn_like.input.packing import Arrangement, RowPlan, TooLong, plan_rows, split_examples
 from axlearn_like.input.shuffle import derived_seed, shuffled
 from axlearn_like.input.source import InputError
 
@@ -104,7 +104,7 @@ class BatchStream:
             index[mine] = self._shuffled(number, ordinal[mine], len(each))
             lengths[mine] = each.lengths(index[mine])
         try:
-            pieces = cut(lengths, self._seq_len, self._long)
+            pieces = split_examples(lengths, self._seq_len, self._long)
         except TooLong as error:
             number, length = source[error.example], int(lengths[error.example])
             where = f"example {index[error.example]} of {self._mixture.names[number]}"

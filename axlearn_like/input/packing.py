@@ -125,7 +125,7 @@ def _positive(window: int) -> int:
     return window
 
 
-def cut(lengths: np.ndarray, seq_len: int, long: Literal["refuse", "split"]) -> Pieces:
+def split_examples(lengths: np.ndarray, seq_len: int, long: Literal["refuse", "split"]) -> Pieces:
     """Return the pieces of examples of `lengths` (int64 [k], each >= 2) that fit into rows of `seq_len` positions.
 
     Split pieces overlap by one token, so that every token but the first is a target exactly once.

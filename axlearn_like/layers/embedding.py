@@ -26,16 +26,16 @@ class Embedding(Layer):
 
     def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return the embeddings [batch, length, dim] in `dtype`."""
-        table, spread = self.weight_vd[...].astype(dtype), partition("batch", "length", None)
-        if spread is None:
+        table, spec = self.weight_vd[...].astype(dtype), partition("batch", "length", None)
+        if spec is None:
             return table[tokens_bt]
         # Each device looks up its columns for the rows of all devices that hold other columns, and they exchange the
         # results: little beside a whole table, and the same in reverse for the gradient.
         columns = axis_sizes("embed")
         rows = tuple(name for name, size in axis_sizes("batch").items() if name not in columns and size > 1) or None
-        tokens_bt = jax.sharding.reshard(tokens_bt, PartitionSpec(rows, spread[1]))
-        x_btd = table.at[tokens_bt].get(out_sharding=PartitionSpec(rows, spread[1], *(partition("embed") or ())))
-        return jax.sharding.reshard(x_btd, spread)
+        tokens_bt = jax.sharding.reshard(tokens_bt, PartitionSpec(rows, spec[1]))
+        x_btd = table.at[tokens_bt].get(out_sharding=PartitionSpec(rows, spec[1], *(partition("embed") or ())))
+        return jax.sharding.reshard(x_btd, spec)
 
     def flops(self, work: Workload) -> float:
         """Return 0: a lookup multiplies nothing. As a tied head the table counts in `Decoder.flops`."""

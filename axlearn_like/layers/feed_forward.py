@@ -29,8 +29,8 @@ class SwiGLU(Layer):
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
         """Return [b, t, d] for [b, t, d]; `routing` is ignored."""
         del routing
-        whole_btd = gather_length(x_btd)
-        gate = checkpoint_name(project(whole_btd, self.gate_df[...], out_axis="hidden"), "gate")
-        up = checkpoint_name(project(whole_btd, self.up_df[...], out_axis="hidden"), "up")
+        gathered_btd = gather_length(x_btd)
+        gate = checkpoint_name(project(gathered_btd, self.gate_df[...], out_axis="hidden"), "gate")
+        up = checkpoint_name(project(gathered_btd, self.up_df[...], out_axis="hidden"), "up")
         y_btd = project(jax.nn.silu(gate) * up, self.down_fd[...], in_axis="hidden", like=x_btd)
         return checkpoint_name(y_btd, "feed_forward_out"), Aux()

@@ -49,18 +49,18 @@ def project(
     out = out or weight.shape[inputs:]
     width = math.prod(weight.shape[:inputs])
     matrix = _as_matrix(weight.astype(x.dtype), inputs)
-    whole = [None] * (len(out) - 1)
+    unsharded = [None] * (len(out) - 1)
     before, after = length_axes(x), length_axes(x if like is None else like)
     if before is None and after is None:
         flat = jnp.reshape(x, (batch * length, width), out_sharding=partition("batch", in_axis))
         y = _matmul(flat, matrix, dtype, out_axis)
-        return jnp.reshape(y, (batch, length, *out), out_sharding=partition("batch", None, out_axis, *whole))
+        return jnp.reshape(y, (batch, length, *out), out_sharding=partition("batch", None, out_axis, *unsharded))
     # Rows and length cannot be merged where both are sharded.
     rows, inside, outside = partition("batch", in_axis, out_axis) or (None,) * 3
     x = jnp.reshape(x, (batch, length, width), out_sharding=PartitionSpec(rows, before, inside))
-    spread = PartitionSpec(rows, after, outside)
-    y = jnp.einsum("bti,io->bto", x, matrix, preferred_element_type=dtype, out_sharding=spread)
-    return jnp.reshape(y, (batch, length, *out), out_sharding=PartitionSpec(rows, after, outside, *whole))
+    spec = PartitionSpec(rows, after, outside)
+    y = jnp.einsum("bti,io->bto", x, matrix, preferred_element_type=dtype, out_sharding=spec)
+    return jnp.reshape(y, (batch, length, *out), out_sharding=PartitionSpec(rows, after, outside, *unsharded))
 
 
 def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: str | None) -> jax.Array:
@@ -70,17 +70,17 @@ def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: 
     split the sum in two, depending on the size of the matrix. So few rows are padded, or, where that is cheaper, the
     matrix is cut into columns so narrow that the sum is not split. Nothing is changed on accelerators.
     """
-    spread = partition("batch", out_axis)
+    spec = partition("batch", out_axis)
     enough = 128 if matrix.shape[1] < 16 else 64
-    whole = out_axis is None or math.prod(axis_sizes(out_axis).values()) == 1
+    complete = out_axis is None or math.prod(axis_sizes(out_axis).values()) == 1
 
     def dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
-        return jnp.dot(x, matrix, preferred_element_type=dtype, out_sharding=spread)
+        return jnp.dot(x, matrix, preferred_element_type=dtype, out_sharding=spec)
 
     def few_rows(x: jax.Array, matrix: jax.Array) -> jax.Array:
         depth, width = matrix.shape
         columns = UNSPLIT_SUM // depth // 64 * 64
-        if whole and width % 64 == 0 and columns > 0 and width <= 16 * columns:
+        if complete and width % 64 == 0 and columns > 0 and width <= 16 * columns:
             return jnp.concatenate([dot(x, matrix[:, i : i + columns]) for i in range(0, width, columns)], axis=1)
         return dot(jnp.pad(x, [(0, enough - x.shape[0]), (0, 0)]), matrix)[: x.shape[0]]
 

@@ -236,9 +236,11 @@ def _on_each_device(
     specs: list[Any] = [partition(*names) for names in axes]
     sinks = None if attention.sinks is None else constrain(attention.sinks, "heads", None)
     length = partition("length")
-    cut = length[0] if length else None
+    sequence_axis = length[0] if length else None
     tables = None if signature.ring else jax.tree.map(jnp.asarray, kernel.tables(signature))
-    table_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 2), cut, *(None,) * (x.ndim > 1)), tables)
+    table_specs = jax.tree.map(
+        lambda x: PartitionSpec(*(None,) * (x.ndim - 2), sequence_axis, *(None,) * (x.ndim > 1)), tables
+    )
     rest = [sinks, jax.tree.map(jax.sharding.reshard, tables, table_specs)]
     mesh = jax.sharding.get_abstract_mesh()
     return jax.shard_map(

@@ -52,7 +52,7 @@ class SharedPrefix:
         """Return a query's index, and where its completion begins."""
         return codes & ((1 << _PLACE_BITS) - 1), (codes >> _PLACE_BITS) * self.completion_size + self.prefix
 
-    def whole(self, codes: np.ndarray, first: int, last: int) -> bool | None:
+    def uniform(self, codes: np.ndarray, first: int, last: int) -> bool | None:
         """Return True if all these queries see all keys from `first` to `last`, False if none does, None if unknown."""
         place, start = self._interval(codes)
         prefix = np.minimum(self.prefix - 1, place)  # the last key there that is seen
@@ -77,7 +77,7 @@ def shared_prefix_mask(shared_prefix: SharedPrefix, length: int) -> Any:
 
         def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
             queries, keys = self.q_sequence[idx[0]], idx[1]
-            alike = shared_prefix.whole(queries, keys.start, keys.stop - 1)
+            alike = shared_prefix.uniform(queries, keys.start, keys.stop - 1)
             if alike is not None:  # the kernel's tables only take any() and all() of it
                 return np.full((1, 1), alike)
             return shared_prefix.visible(queries[:, None], np.arange(keys.start, keys.stop, dtype=np.int32)[None])

@@ -92,10 +92,10 @@ class Attention(Layer):
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Return the output [b, t, d] and the layer's cache as updated by the context (None in training)."""
-        whole_btd = gather_length(x_btd)
+        gathered_btd = gather_length(x_btd)
 
         def heads(weight: nnx.Param, bias: nnx.Param | None, shape: tuple[int, ...]) -> jax.Array:
-            y = project(whole_btd, weight[...], out_axis="heads", out=shape)
+            y = project(gathered_btd, weight[...], out_axis="heads", out=shape)
             return y if bias is None else y + bias[...].astype(y.dtype)
 
         q = heads(self.q_dkqh, self.q_bias_kqh, self.query_shape)

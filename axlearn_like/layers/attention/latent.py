@@ -90,9 +90,9 @@ class LatentAttention(Layer):
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Return the output [b, t, d] and the layer's cache as updated by the context (None in training)."""
         rotate = self.rope.rotation(context.positions)
-        whole_btd = gather_length(x_btd)
-        q = checkpoint_name(self._queries(whole_btd, rotate), "query")
-        k, v = self._keys_and_values(whole_btd, rotate)
+        gathered_btd = gather_length(x_btd)
+        q = checkpoint_name(self._queries(gathered_btd, rotate), "query")
+        k, v = self._keys_and_values(gathered_btd, rotate)
         k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
         if cache is not None:
             v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - self.value_dim)])

@@ -126,8 +126,8 @@ class GroupContext:
             _visible(rules, steps, steps),
             attention,
         )
-        spread = partition("batch", None, "heads", None, None)
-        flat = jnp.reshape(completion, (completion.shape[0], -1, *completion.shape[3:]), out_sharding=spread)
+        sharding = partition("batch", None, "heads", None, None)
+        flat = jnp.reshape(completion, (completion.shape[0], -1, *completion.shape[3:]), out_sharding=sharding)
         return checkpoint_name(jnp.concatenate([prefix, flat], axis=1), "context"), cache
 
     def _live(self, length: int) -> jax.Array:
@@ -138,8 +138,8 @@ class GroupContext:
     def _split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         prefix, rest = x[:, : self.prefix_size], x[:, self.prefix_size :]
         shape = (x.shape[0], self.completions, self.completion_size, *x.shape[2:])
-        spread = partition("batch", None, None, "heads", *[None] * (x.ndim - 3))
-        return prefix, jnp.reshape(rest, shape, out_sharding=spread)
+        sharding = partition("batch", None, None, "heads", *[None] * (x.ndim - 3))
+        return prefix, jnp.reshape(rest, shape, out_sharding=sharding)
 
 
 def require_complete_rows(context: Any) -> None:

@@ -149,13 +149,13 @@ def read_window(pool: Pool, table: jax.Array, lengths: jax.Array) -> Window:
     """
     rows, width = table.shape
     _, heads, head_dim, page_size = pool["k"].shape
-    spread = partition(None, "heads", None, None)
+    sharding = partition(None, "heads", None, None)
     k = pool["k"][table].transpose(0, 2, 3, 1, 4)
     v = pool["v"][table].transpose(0, 2, 1, 3, 4)
-    v = jnp.reshape(v, (rows, heads, width * page_size, head_dim), out_sharding=spread)
+    v = jnp.reshape(v, (rows, heads, width * page_size, head_dim), out_sharding=sharding)
     written = jnp.arange(width * page_size) < lengths[:, None]
     return {
-        "k": jnp.reshape(k, (rows, heads, head_dim, width * page_size), out_sharding=spread),
+        "k": jnp.reshape(k, (rows, heads, head_dim, width * page_size), out_sharding=sharding),
         "v": jnp.where(written[:, None, :, None], v, 0),
     }
 
@@ -207,10 +207,10 @@ def attend_blocks(
     if not rules.causal:
         raise UserError("Attention.causal=False is not supported with a cache; expected causal attention")
     rows, length, heads, per_head, width = q_rckqh.shape
-    spread = ("batch", "heads", None, None)
+    sharding = ("batch", "heads", None, None)
     q = constrain(q_rckqh, "batch", None, "heads", None, None).transpose(0, 2, 1, 3, 4) * rules.scale_of(width)
-    q = jnp.reshape(q, (rows, heads, length * per_head, width), out_sharding=partition(*spread))
-    scores = [_scores(q, constrain(k, *spread, *[None] * (k.ndim - 4))) for k in keys]
+    q = jnp.reshape(q, (rows, heads, length * per_head, width), out_sharding=partition(*sharding))
+    scores = [_scores(q, constrain(k, *sharding, *[None] * (k.ndim - 4))) for k in keys]
     scores = jnp.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0]
     last = jnp.repeat(constrain(positions, "batch", None), per_head, axis=1)
     places = jnp.arange(scores.shape[-1])
@@ -225,7 +225,7 @@ def attend_blocks(
         total += jnp.exp(sinks[:, :, None] - no_fuse(jnp.max(scores, axis=-1, keepdims=True)))
     weights = weights.astype(values[0].dtype)
     parts = [weights[..., block] for block in key_blocks(scores.shape[-1], width)]
-    mixed = sum(_weighted_sum(part, constrain(v, *spread)) for part, v in zip(parts, values, strict=True)) / total
+    mixed = sum(_weighted_sum(part, constrain(v, *sharding)) for part, v in zip(parts, values, strict=True)) / total
     split = partition("batch", "heads", None, None, None)
     shape = (rows, heads, length, per_head, values[0].shape[-1])
     mixed = jnp.reshape(mixed.astype(q_rckqh.dtype), shape, out_sharding=split)

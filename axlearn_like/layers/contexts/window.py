@@ -33,8 +33,8 @@ class Cell(NamedTuple):
     def blocks(self) -> jax.Array:
         """The keys, [r, k, s / 64, h, 64]."""
         rows, heads, _, width = self.v.shape
-        spread = partition(None, "heads", None, None, None)
-        return jnp.reshape(self.k, (rows, heads, -1, width, KEY_BLOCK), out_sharding=spread)
+        sharding = partition(None, "heads", None, None, None)
+        return jnp.reshape(self.k, (rows, heads, -1, width, KEY_BLOCK), out_sharding=sharding)
 
 
 Windows = Sequence[Sequence[Cell]]  # one layer: groups of rows, cells of ascending keys
@@ -96,15 +96,15 @@ def _read_cell(pool: Pool, pages: jax.Array, lengths: jax.Array, zero: jax.Array
     """Return a cell from the pool. `zero`, the number of a round, keeps XLA from hoisting this out of the loop."""
     window = read_window(pool, pages + zero, lengths)
     rows, heads, head_dim, size = window["k"].shape
-    spread = partition(None, "heads", None, None, None)
-    k = jnp.reshape(window["k"], (rows, heads, head_dim, size // KEY_BLOCK, KEY_BLOCK), out_sharding=spread)
+    sharding = partition(None, "heads", None, None, None)
+    k = jnp.reshape(window["k"], (rows, heads, head_dim, size // KEY_BLOCK, KEY_BLOCK), out_sharding=sharding)
     return _cell(k.transpose(0, 1, 3, 2, 4), window["v"])
 
 
 def _cell(blocks: jax.Array, v: jax.Array) -> Cell:
     """Return a cell of keys in blocks, [r, k, s / 64, h, 64], and values."""
-    spread = partition(None, "heads", None)
-    return Cell(jnp.reshape(blocks, (*blocks.shape[:2], -1), out_sharding=spread), v)
+    sharding = partition(None, "heads", None)
+    return Cell(jnp.reshape(blocks, (*blocks.shape[:2], -1), out_sharding=sharding), v)
 
 
 @jax.tree_util.register_dataclass

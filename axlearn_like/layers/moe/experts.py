@@ -84,8 +84,8 @@ class Experts(Layer):
         axes = tuple(name for name, kind in kinds if kind != AxisType.Manual)
         was = jax.typeof(x_btd).sharding.spec
         # Tokens may be sharded by length, but not over `tensor`, which shards the experts' width here.
-        whole, spread = partition("batch", None, None), partition("batch", "length", None)
-        rows = spread if spread is not None and was[1] == spread[1] else whole
+        by_rows, by_tokens = partition("batch", None, None), partition("batch", "length", None)
+        rows = by_tokens if by_tokens is not None and was[1] == by_tokens[1] else by_rows
         inner, outer = partition("experts", "embed", "hidden"), partition("experts", "hidden", "embed")
         specs = (rows, rows, rows, Weights(inner, inner, outer))
         run = jax.shard_map(self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
@@ -93,14 +93,14 @@ class Experts(Layer):
         return jax.sharding.reshard(y_btd, was), dropped
 
     def _on_device(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, cut: Weights
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Weights
     ) -> tuple[jax.Array, jax.Array]:
         """Return the result for one device's tokens, with its shard of the weights."""
-        whole = Weights(*(_gathered(weight, axis) for weight, axis in zip(cut, (1, 1, 2), strict=True)))
+        matrices = Weights(*(_gathered(weight, axis) for weight, axis in zip(shards, (1, 1, 2), strict=True)))
         # Declared here, sums over devices happen once per gradient instead of wherever two kinds of arrays meet.
-        axes = frozenset[str]().union(*map(varying, (x, *whole)))
-        x, experts, weights, whole = jax.tree.map(lambda a: vary(a, axes), (x, experts, weights, whole))
-        y, dropped = self._local(x, experts, weights, whole)
+        axes = frozenset[str]().union(*map(varying, (x, *matrices)))
+        x, experts, weights, matrices = jax.tree.map(lambda a: vary(a, axes), (x, experts, weights, matrices))
+        y, dropped = self._local(x, experts, weights, matrices)
         return jax.lax.psum(y, tuple(manual_axis_sizes("hidden"))), jax.lax.pmean(dropped, tuple(axes))
 
     def _local(

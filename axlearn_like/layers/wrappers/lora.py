@@ -95,12 +95,12 @@ def _factors(name: str, weight: jax.Array, rank: int, rngs: nnx.Rngs) -> Iterato
     names, axes = factor_names(name, weight.ndim), matrix_axes(name, weight.ndim)
     assert axes is not None
     meshless = jax.sharding.get_abstract_mesh().empty
-    cut: Any = [None] * weight.ndim if meshless else jax.typeof(weight).sharding.spec
+    sharding: Any = [None] * weight.ndim if meshless else jax.typeof(weight).sharding.spec
 
-    def born(init: Initializer, *places: int | None) -> nnx.Param[jax.Array]:
+    def born(init: Initializer, *dimensions: int | None) -> nnx.Param[jax.Array]:
         """Return a factor with the axes of the matrix at these dimensions; None: the rank."""
-        shape = tuple(rank if place is None else weight.shape[place] for place in places)
-        spec = PartitionSpec(*(None if place is None else cut[place] for place in places))
+        shape = tuple(rank if dimension is None else weight.shape[dimension] for dimension in dimensions)
+        spec = PartitionSpec(*(None if dimension is None else sharding[dimension] for dimension in dimensions))
         return nnx.Param(init(rngs.params(), shape, weight.dtype, out_sharding=None if meshless else spec))
 
     fan_in = math.prod(weight.shape[axis] for axis in axes.inputs)

@@ -37,7 +37,7 @@ class GatherPlan(NamedTuple):
     order: tuple[int, ...]  # array axes: the stack's, those of rows, those of columns
     rows: int  # how many axes are rows
     columns: int
-    cut: tuple[str, ...]  # mesh axes that still shard the columns after the moves
+    sharded_by: tuple[str, ...]  # mesh axes that still shard the columns after the moves
     stack_spec: PartitionSpec  # of the stack's axes after the moves
 
     def gather(self, x: jax.Array) -> jax.Array:
@@ -67,41 +67,41 @@ class GatherPlan(NamedTuple):
         return x
 
 
-def make_plan(x: jax.Array, axes: MatrixAxes, *, whole: bool = False) -> GatherPlan:
+def make_plan(x: jax.Array, axes: MatrixAxes, *, complete: bool = False) -> GatherPlan:
     """Return the plan for an array, from its shape and sharding.
 
-    Rows are the shorter side of the matrices and columns the longer one, which may stay sharded; with `whole`, rows are
-    the inputs and columns the outputs, and nothing stays sharded.
+    Rows are the shorter side of the matrices and columns the longer one, which may stay sharded; with `complete`, rows
+    are the inputs and columns the outputs, and nothing stays sharded.
     """
     sharding = jax.typeof(x).sharding
     names = [[entry] if isinstance(entry, str) else list(entry or ()) for entry in sharding.spec]
     sizes = {name: sharding.mesh.shape[name] for on in names for name in on}
     local = [size // math.prod(sizes[n] for n in on) for size, on in zip(x.shape, names, strict=True)]
     sides = (axes.inputs, axes.outputs)
-    if not whole:
+    if not complete:
         sides = sorted(sides, key=lambda side: math.prod(x.shape[axis] for axis in side))
     rows, columns = sides
-    may_be_cut = () if whole else columns
-    moves, cut = [], []
+    may_stay_sharded = () if complete else columns
+    moves, sharded_by = [], []
     for source in (*rows, *columns):
         for name in reversed(names[source]):  # the innermost first: its pieces are adjacent
             size = sizes[name]
             target = next((a for a in axes.stack if local[a] % size == 0), None)
             if target is not None:
                 names[target] = [*names[target], name]
-            elif source in may_be_cut:
-                cut.append(name)
+            elif source in may_stay_sharded:
+                sharded_by.append(name)
                 continue
             else:
-                target = next((a for a in may_be_cut if local[a] % size == 0), None)
-                cut += [] if target is None else [name]
+                target = next((a for a in may_stay_sharded if local[a] % size == 0), None)
+                sharded_by += [] if target is None else [name]
             local[source] *= size
             if target is not None:
                 local[target] //= size
             moves.append(Move(name, source, target))
     order = (*axes.stack, *rows, *columns)
     stack_spec = PartitionSpec(*(tuple(names[axis]) or None for axis in axes.stack))
-    return GatherPlan(sharding.spec, tuple(moves), order, len(rows), len(columns), tuple(cut), stack_spec)
+    return GatherPlan(sharding.spec, tuple(moves), order, len(rows), len(columns), tuple(sharded_by), stack_spec)
 
 
 def on_matrices(
@@ -119,7 +119,7 @@ def on_matrices(
     plan = make_plan(x, axes)
 
     def body(shard: jax.Array) -> jax.Array:
-        return plan.scatter(function(plan.gather(shard), plan.cut), shard)
+        return plan.scatter(function(plan.gather(shard), plan.sharded_by), shard)
 
     if not is_sharded(plan):
         return body(x)

@@ -54,7 +54,7 @@ class Matrixwise(Configurable):
     def _init(self, params: Any) -> Any:
         def one(path: tuple[Any, ...], p: jax.Array) -> Any:
             axes = self._axes(path, p)
-            plan, kept = make_plan(p, axes, whole=True), self._kept(p, axes)
+            plan, kept = make_plan(p, axes, complete=True), self._kept(p, axes)
 
             def body(p: jax.Array) -> Any:
                 return _over_stack(self._direction.init, axes, 0, kept)(plan.gather(p))
@@ -66,7 +66,7 @@ class Matrixwise(Configurable):
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def one(path: tuple[Any, ...], g: jax.Array, state: Any, p: jax.Array) -> Any:
             axes = self._axes(path, g)
-            plan, kept = make_plan(g, axes, whole=True), self._kept(g, axes)
+            plan, kept = make_plan(g, axes, complete=True), self._kept(g, axes)
 
             def body(g: jax.Array, state: Any, p: jax.Array) -> Any:
                 update = _over_stack(self._direction.update, axes, (0, kept, 0), (0, kept))

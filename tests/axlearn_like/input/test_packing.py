@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axlearn_like.input.packing import FirstFit, FirstFitDecreasing, OneARow, TooLong, cut, plan_rows
+from axlearn_like.input.packing import FirstFit, FirstFitDecreasing, OneARow, TooLong, plan_rows, split_examples
 from axlearn_like.input.source import InputError
 
 needs = st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), min_size=1)))
@@ -45,7 +45,7 @@ def test_longest_first(case):
 @settings(deadline=None)
 @given(st.lists(st.integers(2, 40), min_size=1), st.integers(1, 12))
 def test_split_pieces_make_every_token_but_the_first_a_target_once(lengths, seq_len):
-    pieces = cut(np.array(lengths), seq_len, "split")
+    pieces = split_examples(np.array(lengths), seq_len, "split")
     assert (pieces.stop - pieces.start).max() <= seq_len
     targets = [
         (int(example), token)
@@ -57,16 +57,16 @@ def test_split_pieces_make_every_token_but_the_first_a_target_once(lengths, seq_
 
 def test_long_examples_are_refused_by_number():
     with pytest.raises(TooLong) as error:
-        cut(np.array([3, 9, 10, 11]), 8, "refuse")
+        split_examples(np.array([3, 9, 10, 11]), 8, "refuse")
     assert error.value.example == 2
-    assert len(cut(np.array([3, 9]), 8, "refuse").start) == 2
+    assert len(split_examples(np.array([3, 9]), 8, "refuse").start) == 2
 
 
 @settings(deadline=None)
 @given(needs, st.randoms())
 def test_a_plan_has_every_piece_in_its_row(case, random):
     seq_len, lengths = case
-    pieces = cut(np.array(lengths) + 1, seq_len, "refuse")
+    pieces = split_examples(np.array(lengths) + 1, seq_len, "refuse")
     rows = OneARow.Config().build().rows(pieces.stop, seq_len) // 2
     order = list(range(rows.max() + 1))
     random.shuffle(order)

@@ -68,7 +68,7 @@ def reorder(batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Layou
         if x.ndim < 2:
             return x
         rest = [None] * (x.ndim - 2)
-        whole = constrain(x, "batch", None, *rest)  # integers and weights: small beside any activation
-        return constrain(whole[:, order(x.shape[1], cp_size)], "batch", "length", *rest)
+        gathered = constrain(x, "batch", None, *rest)  # integers and weights: small beside any activation
+        return constrain(gathered[:, order(x.shape[1], cp_size)], "batch", "length", *rest)
 
     return {name: one(x) for name, x in batch.items()}, "zigzag"
