@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
+CHECKOUT_ONLY = ("tools/studies/", "tools/golden/", "tools/bench/peers/")  # for development, not in the wheel
 EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "cloud", "dev"}
 
 
@@ -53,13 +54,37 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "bin"
 
 
+def sources(checkout: Path) -> set[str]:
+    """Paths of all modules."""
+    paths = [path for package in PACKAGES for path in (checkout / package).rglob("*.py")]
+    return {path.relative_to(checkout).as_posix() for path in paths}
+
+
 def test_the_wheel_holds_every_module_and_no_test(wheel: Path, checkout: Path) -> None:
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    sources = {
-        path.relative_to(checkout).as_posix() for package in PACKAGES for path in (checkout / package).rglob("*.py")
-    }
-    assert sources <= names
+    assert {name for name in sources(checkout) if not name.startswith(CHECKOUT_ONLY)} <= names
     assert {name.split("/")[0] for name in names} == set(PACKAGES)
+
+
+def test_the_wheel_holds_no_study_no_golden_maker_and_no_peer(wheel: Path, checkout: Path) -> None:
+    assert [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(CHECKOUT_ONLY)] == []
+    assert all(any(name.startswith(folder) for name in sources(checkout)) for folder in CHECKOUT_ONLY)
+
+
+def test_no_module_of_the_wheel_imports_what_is_not_in_it(checkout: Path) -> None:
+    absent = tuple(folder.rstrip("/").replace("/", ".") for folder in CHECKOUT_ONLY)
+    found = []
+    for name in sorted(one for one in sources(checkout) if not one.startswith(CHECKOUT_ONLY)):
+        for node in ast.walk(ast.parse((checkout / name).read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [f"{name}: {module}" for module in modules if module.startswith(absent)]
+    assert found == []
+
+
+def test_every_package_of_the_wheel_says_that_it_is_typed(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
 
 
 def test_every_folder_of_modules_is_a_package(checkout: Path) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tools.bench.circumstances import machine
+from tools.bench.environments import Peer
 from tools.bench.grpo_job import GrpoJob
 from tools.bench.interleave import OURS, Measured, Say, measure_with_peers, median_over_rounds
-from tools.bench.peers.environments import Peer
 from tools.bench.step_protocol import STEP_FIELDS
 
 BENCHMARK = "grpo_step"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bench.peers.environments import EnvironmentFailed, Peer, ensure_environment
+from tools.bench.environments import WORKERS, EnvironmentFailed, Peer, ensure_environment
 from tools.bench.step_protocol import STEP_FIELDS
 from tools.bench.step_worker import StepWorker, WorkerError
 
@@ -93,7 +93,7 @@ def peer_command(peer: Peer, benchmark: str, say: Say) -> Command:
     python = ensure_environment(peer.environment, say)
     # Only this folder: the project's own packages must not shadow the peer's.
     environ = worker_environ(PYTHONPATH=str(_HERE), **peer.environ)
-    return Command((str(python), str(_HERE / "peers" / peer.scripts[benchmark])), environ)
+    return Command((str(python), str(WORKERS / peer.scripts[benchmark])), environ)
 
 
 def measure(

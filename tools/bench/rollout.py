@@ -13,9 +13,9 @@ from typing import Any
 
 from mesh.errors import UserError, did_you_mean
 from tools.bench.circumstances import circumstances, machine
+from tools.bench.environments import Peer, peers_of
 from tools.bench.grpo_job import GrpoJob
 from tools.bench.interleave import OURS, Measured, Say, measure_with_peers, median_over_rounds, our_command
-from tools.bench.peers.environments import Peer, peers_of
 from tools.bench.rollout_sections import SECTIONS
 from tools.bench.step_protocol import GENERATION_FIELDS
 

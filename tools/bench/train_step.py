@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.circumstances import circumstances, machine
+from tools.bench.environments import EnvironmentFailed, Peer
 from tools.bench.interleave import (
     OURS,
     READY_TIMEOUT_S,
@@ -26,7 +27,6 @@ from tools.bench.interleave import (
     peer_command,
     worker_environ,
 )
-from tools.bench.peers.environments import EnvironmentFailed, Peer
 from tools.bench.step_protocol import TRAIN_FIELDS
 from tools.bench.step_worker import StepWorker, WorkerError
 from tools.bench.train_step_job import DTYPES, QUICK, TrainJob

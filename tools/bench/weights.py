@@ -12,8 +12,8 @@ from typing import Any
 
 from mesh.errors import UserError, did_you_mean
 from tools.bench.circumstances import PACKAGES, circumstances, machine
+from tools.bench.environments import Peer
 from tools.bench.interleave import Say, our_command
-from tools.bench.peers.environments import Peer
 from tools.bench.weights_sections import SECTIONS
 
 BENCHMARK = "weights"

@@ -154,7 +154,7 @@ def _run(
     """
     from rich.console import Console
 
-    from tools.bench.peers.environments import find_peers
+    from tools.bench.environments import find_peers
 
     asked = find_peers(_names(peers), bench.BENCHMARK)
     console = Console(stderr=True)

@@ -1,18 +1,19 @@
-"""Writes what the TPU compiler makes of the experiments, one text each, to be compared by
+"""Golden texts of the experiments as the TPU compiler makes them, compared by
 tests/experiments/test_golden_compiles.py.
 
     python -m tools.golden.compiles [NAMES]     # experiments or files; without names: the small ones
     python -m tools.golden.compiles --full      # all: a minute and a half of CPU time for a large model
 
-A change of memory, of a collective or of how an array is cut shows as a changed line. Look at the difference, then
+A change of memory, of a collective or of how an array is sharded shows as a changed line. Look at the difference, then
 commit it. Small ones are experiments of reduced sizes: what a compilation costs goes with the width of the model, not
 with its depth, its rows or its devices. They have the mesh, the rules, the layers and the learner of the experiment.
 Needs libtpu (the extra `aot`).
 """
 
 import os
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +22,17 @@ import click
 from experiments.pretraining import TPU_OPTIONS
 from mesh.errors import UserError, did_you_mean
 from mesh.topology import compiler_version, parse_topology, prepare_compiler
+from tools.aot.programs import described
+from tools.aot.report import Report
 
 DIRECTORY = Path(__file__).parents[2] / "tests" / "experiments" / "compiled"
 COMMAND = "python -m tools.golden.compiles"
+_MEMORY = ("arguments", "output", "alias", "temp", "host", "peak")
 _VERSIONS = "compiled by "
 
 
 class Case(NamedTuple):
-    """A train step to compile.
+    """One train step to compile.
 
     Attributes:
         experiment: a registered name.
@@ -44,12 +48,12 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its file, without the ending."""
+        """The name of its file, without the ending."""
         return f"{self.experiment}.{self.topology}{'.small' if self.small else ''}"
 
 
 def _narrow(model: str, *, heads: int = 8, experts: bool = False) -> tuple[str, ...]:
-    """Edits that make a model narrow, of few layers; what else it has stays."""
+    """Return edits that make a model narrow, of few layers, and change nothing else."""
     feed_forward = ("num_experts=16", "experts.hidden=128") if experts else ("hidden=256",)
     return (
         f"{model}.dim=128",
@@ -62,7 +66,7 @@ def _narrow(model: str, *, heads: int = 8, experts: bool = False) -> tuple[str, 
 
 
 def _small(experiment: str, topology: str, rows: int, **shape: Any) -> Case:
-    """A supervised experiment with a narrow model and short rows."""
+    """Return the case of a supervised experiment with a narrow model and short rows."""
     edits = (*_narrow("model", **shape), "input.seq_len=256", f"input.batch_size={rows}")
     return Case(experiment, topology, edits, small=True)
 
@@ -90,22 +94,21 @@ CASES = (
 
 
 def versions() -> str:
-    """The line that says by which versions a text was made."""
+    """Return the line that says by which versions a text was made."""
     import jax
 
     return f"{_VERSIONS}libtpu {compiler_version() or 'of unknown version'}, jax {jax.__version__}"
 
 
 def stored_versions(text: str) -> str:
-    """That line of a stored text."""
+    """Return that line of a stored text."""
     return next((line for line in text.splitlines() if line.startswith(_VERSIONS)), "of unknown versions")
 
 
 def compiled_text(case: Case) -> str:
-    """What is stored of a case: a command that says more, the versions, what the mesh rules set, and the facts."""
+    """Return the text of a case: a command that shows more, the versions, what the mesh rules set, and the facts."""
     from axlearn_like.config import to_text
     from experiments.registry import get
-    from tools.aot.golden import golden_lines
     from tools.aot.run import compile_experiment, load_for
 
     topology = parse_topology(case.topology)
@@ -122,11 +125,57 @@ def compiled_text(case: Case) -> str:
     return "\n".join(lines) + "\n"
 
 
+def golden_lines(report: Report) -> list[str]:
+    """Return the facts of a report that depend on code and compiler alone, one in a line.
+
+    Left out are times, figures of the machine, and the places of code in its files.
+    """
+    return [
+        f"step: {report['step']}",
+        f"mesh: {described(report['mesh'])}",
+        f"fits: {'yes' if report['fits'] else 'no'}",
+        *_memory(report),
+        f"kept for the backward pass: {_size(report['kept_for_backward'])}",
+        f"FLOPs of the model: {report['flops_analytic']:.6g}",
+        f"FLOPs executed: {report['flops_executed']:.6g}",
+        *_collectives(report),
+        *(f"argument {one}" for one in report["arguments"]),
+        *_largest(report),
+    ]
+
+
+def _memory(report: Report) -> Iterator[str]:
+    if report["hbm"] is None:
+        yield f"memory: {report['oom']['what']} need {_size(report['oom']['needed'])}"
+        return
+    for name in _MEMORY:
+        yield f"memory {name}: {_size(report['hbm'][name])}"
+
+
+def _collectives(report: Report) -> Iterator[str]:
+    for axis, kinds in (report["collectives"] or {}).items():
+        for kind, row in kinds.items():
+            # Small all-reduces are joined to larger ones, not alike each time that the same program is compiled.
+            times = "" if kind == "all-reduce" else f"{row['count']} times, "
+            yield f"collective over {axis}, {kind}: {times}{_size(row['bytes'])} received"
+
+
+def _largest(report: Report) -> Iterator[str]:
+    for row in report["largest_buffers"]:
+        path = row["path"] if row["what"] == "argument" else re.sub(r"\.\d+$", "", row["path"])  # the compiler's count
+        yield f"large array: {_size(row['bytes'])} {row['array']} {row['what']} {path}"
+
+
+def _size(count: int) -> str:
+    """Format bytes to a hundredth of a MiB, below which a change is no news."""
+    return f"{count / (1 << 20):,.2f} MiB"
+
+
 def chosen(names: Iterable[str], full: bool) -> list[Case]:
-    """The cases of these names, of experiments or of files; without names the small ones, or all.
+    """Return the cases of these names, of experiments or of files; without names the small ones, or all.
 
     Raises:
-        UserError: there is none of a name.
+        UserError: a name has none.
     """
     names = [name.removesuffix(".txt") for name in names]
     known = {case.name for case in CASES} | {case.experiment for case in CASES}
@@ -138,10 +187,11 @@ def chosen(names: Iterable[str], full: bool) -> list[Case]:
     return [case for case in CASES if case.name in names or (case.experiment in names and (full or case.small))]
 
 
-@click.command(help=f"Compile experiments for TPUs, and write what came of it to {DIRECTORY.name}/.")
+@click.command(help=f"Compile experiments for TPUs, and write the results to {DIRECTORY.name}/.")
 @click.argument("names", nargs=-1)
 @click.option("--full", is_flag=True, help="Those of full size too, which take minutes.")
 def main(names: tuple[str, ...], full: bool) -> None:
+    """Write the texts of the chosen cases, and delete those of cases that are gone."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     prepare_compiler()
     DIRECTORY.mkdir(exist_ok=True)

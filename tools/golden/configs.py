@@ -1,4 +1,4 @@
-"""Writes the config of every registered experiment as text, compared by tests/experiments/test_golden_configs.py.
+"""Golden texts of the configs of all registered experiments, compared by tests/experiments/test_golden_configs.py.
 
     python -m tools.golden.configs
 
@@ -14,11 +14,12 @@ DIRECTORY = Path(__file__).parents[2] / "tests" / "experiments" / "golden"
 
 
 def golden_texts() -> dict[str, str]:
-    """Name -> text of every experiment, without arguments."""
+    """Return the text of every experiment without arguments, by name."""
     return {name: to_text(get(name)) for name in entries()}
 
 
 def main() -> None:
+    """Write the texts, and delete those of experiments that are gone."""
     DIRECTORY.mkdir(exist_ok=True)
     texts = golden_texts()
     for path in DIRECTORY.glob("*.txt"):

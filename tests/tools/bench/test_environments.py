@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.peers import environments
-from tools.bench.peers.environments import (
+from mesh import UserError
+from tools.bench import environments
+from tools.bench.environments import (
     PEERS,
     Environment,
     EnvironmentFailed,
@@ -34,7 +35,7 @@ def test_peers_are_found_for_the_benchmark_they_take_part_in() -> None:
 
 
 def test_every_script_is_there() -> None:
-    folder = Path(environments.__file__).parent
+    folder = environments.WORKERS
     scripts = {script for peer in PEERS.values() for script in peer.scripts.values()}
     assert {script for script in scripts if not (folder / script).is_file()} == set()
 
@@ -77,3 +78,10 @@ def test_interpreter_that_exists_but_refuses_to_run_is_passed_over(
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     _, version = find_interpreter(["3.98", HERE])
     assert version == HERE
+
+
+def test_without_a_checkout_there_are_no_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environments, "WORKERS", tmp_path / "peers")
+    with pytest.raises(UserError, match="not part of the wheel; run it in a checkout"):
+        find_peers(["tunix"], "rollout")
+    assert find_peers([], "rollout") == []

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tools.bench import grpo_step as bench
+from tools.bench.environments import PEERS
 from tools.bench.grpo_job import GrpoJob, digit_share
 from tools.bench.interleave import Measured
-from tools.bench.peers.environments import PEERS
 from tools.cli import EXIT_USER_ERROR, main
 
 

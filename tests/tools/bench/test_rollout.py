@@ -10,9 +10,9 @@ import pytest
 
 from mesh import UserError
 from tools.bench import rollout as bench
+from tools.bench.environments import PEERS
 from tools.bench.grpo_job import GrpoJob
 from tools.bench.interleave import Command, Measured, measure, worker_environ
-from tools.bench.peers.environments import PEERS
 from tools.bench.rollout_job import Completions, check
 from tools.bench.rollout_sections import SECTIONS
 from tools.bench.rollout_tables import tables

@@ -12,8 +12,8 @@ from flax import nnx
 from axlearn_like.layers.base import split
 from axlearn_like.training.losses import make_supervised_loss
 from tools.bench import train_step as bench
+from tools.bench.environments import PEERS
 from tools.bench.interleave import Measured, measure
-from tools.bench.peers.environments import PEERS
 from tools.bench.step_protocol import TRAIN_FIELDS
 from tools.bench.train_step_dispatch import batch_of
 from tools.bench.train_step_dispatch import measure as measure_dispatch

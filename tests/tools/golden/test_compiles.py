@@ -10,13 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from mesh import UserError, make_mesh
 from tools.aot.arguments import arguments
-from tools.aot.golden import golden_lines
-from tools.golden.compiles import CASES, chosen, stored_versions
+from tools.golden.compiles import CASES, chosen, golden_lines, stored_versions
 
 REPLICATED = P()
 
 
-def test_arguments_are_told_with_the_axes_that_cut_them():
+def test_arguments_are_listed_with_the_axes_that_shard_them():
     mesh = make_mesh({}, jax.devices()[:1])
 
     def described(*shape: int, spec: P = REPLICATED, kind: str | None = None) -> jax.ShapeDtypeStruct:
@@ -29,10 +28,10 @@ def test_arguments_are_told_with_the_axes_that_cut_them():
     with jax.set_mesh(mesh):
         traced = jax.jit(lambda state, batch: (state, batch)).trace(state, batch=described(4, 4, spec=P(None, "data")))
     assert list(map(str, arguments(traced.jaxpr))) == [
-        "state.head: bfloat16[8,16] cut over (fsdp, sequence+tensor)",
-        "state.mu.0: bfloat16[8,16] cut over (fsdp, -) on the host",
+        "state.head: bfloat16[8,16] sharded over (fsdp, sequence+tensor)",
+        "state.mu.0: bfloat16[8,16] sharded over (fsdp, -) on the host",
         "state.mu.1: bfloat16[] on every device",
-        "batch: bfloat16[4,4] cut over (-, data)",
+        "batch: bfloat16[4,4] sharded over (-, data)",
     ]
 
 

@@ -20,6 +20,7 @@ from mesh.errors import UserError, did_you_mean
 
 _PROBE = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
 _UV = "uv==0.13.8"
+WORKERS = Path(__file__).parent / "peers"
 _COMPLETE = "complete.json"  # written last: an environment without it is made anew
 
 
@@ -56,7 +57,7 @@ class Peer:
     Attributes:
         name: as on the command line.
         environment: where it runs.
-        scripts: for each benchmark it takes part in, the worker script, a file beside this one.
+        scripts: for each benchmark it takes part in, the worker script, a file in `peers`, which is in a checkout only.
         environ: settings without which its figures would not be its best.
     """
 
@@ -127,10 +128,11 @@ def peers_of(benchmark: str) -> dict[str, Peer]:
 
 
 def find_peers(names: Iterable[str], benchmark: str) -> list[Peer]:
-    """The peers of these names, in order, each once.
+    """Return the peers of these names, in order, each once.
 
     Raises:
         UnknownPeer: a name is not that of a peer of this benchmark.
+        UserError: this is an installed wheel, which has no peers.
     """
     known = peers_of(benchmark)
     found: dict[str, Peer] = {}
@@ -139,6 +141,8 @@ def find_peers(names: Iterable[str], benchmark: str) -> list[Peer]:
             hint = did_you_mean(name, known)
             raise UnknownPeer(f"benchmark {benchmark} has no peer {name!r}{hint}")
         found[name] = known[name]
+    if found and not WORKERS.is_dir():
+        raise UserError("--peers: the workers of other projects are not part of the wheel; run it in a checkout")
     return list(found.values())
 
 
