@@ -1,4 +1,4 @@
-"""From rows on hosts to a batch on the devices: which rows a process needs, and putting them there."""
+"""Batches on the devices: the rows that a process needs, and their transfer."""
 
 import math
 from typing import Any
@@ -12,12 +12,13 @@ from mesh.rules import axis_sizes, partition
 
 
 def shard_batch(tree: Any, *, rows: int | None = None) -> Any:
-    """Put host arrays on the devices of the mesh in force: rows over its batch axes, their length, if it cuts that,
-    over its sequence axis; scalars are copied.
+    """Put host arrays on the devices of the mesh in force.
+
+    Rows are sharded over its batch axes and their length over its sequence axis; scalars are replicated.
 
     Args:
-        tree: of arrays [rows, ...], on a mesh of several processes whole ones in each, or of `local_rows` alone.
-        rows: of the whole batch, where the arrays hold `local_rows(rows)` of them; None: they are whole.
+        tree: of arrays [rows, ...]; in each of several processes complete ones, or their `local_rows` alone.
+        rows: of the complete batch, where the arrays hold `local_rows(rows)` of them; None: they are complete.
 
     Raises:
         UserError: an array has a number of rows, or of tokens in a row, that does not divide over the mesh.
@@ -26,33 +27,33 @@ def shard_batch(tree: Any, *, rows: int | None = None) -> Any:
         return jax.device_put(tree)
     mesh = jax.sharding.get_mesh()
 
-    def whole(x: Any) -> tuple[int, ...]:
+    def global_shape(x: Any) -> tuple[int, ...]:
         return x.shape if rows is None or not x.ndim else (rows, *x.shape[1:])
 
-    def spread(path: Any, x: Any) -> PartitionSpec:
-        return batch_partition(whole(x), jax.tree_util.keystr(path, simple=True, separator=".") or "array")
+    def spec_of(path: Any, x: Any) -> PartitionSpec:
+        return batch_partition(global_shape(x), jax.tree_util.keystr(path, simple=True, separator=".") or "array")
 
-    specs = jax.tree_util.tree_map_with_path(spread, tree)
+    specs = jax.tree_util.tree_map_with_path(spec_of, tree)
     if mesh.empty or not mesh.is_multi_process:
         return jax.device_put(tree, specs)  # all at once: a call for each array costs the host a third more
     held = None if rows is None else local_rows(rows)
 
     def put(x: Any, spec: PartitionSpec) -> jax.Array:
-        def part(box: Any) -> Any:
-            if held is None or not box:
-                return x[box]
-            first, last, _ = box[0].indices(whole(x)[0])
+        def part(index: Any) -> Any:
+            if held is None or not index:
+                return x[index]
+            first, last, _ = index[0].indices(global_shape(x)[0])
             at = int(np.searchsorted(held, first))
-            return x[(slice(at, at + last - first), *box[1:])]
+            return x[(slice(at, at + last - first), *index[1:])]
 
         # device_put would compare the arrays of all processes first, over the network.
-        return jax.make_array_from_callback(whole(x), NamedSharding(mesh, spec), part)
+        return jax.make_array_from_callback(global_shape(x), NamedSharding(mesh, spec), part)
 
     return jax.tree.map(put, tree, specs)
 
 
 def local_rows(rows: int) -> np.ndarray:
-    """Which of a batch's rows the devices of this process hold, on the mesh in force: int64, rising.
+    """Return the rows of a batch that the devices of this process hold on the mesh in force: int64, ascending.
 
     All of them, unless the mesh is of several processes. Processes whose devices differ along other axes only, as in
     tensor parallelism over processes, hold the same.
@@ -63,23 +64,23 @@ def local_rows(rows: int) -> np.ndarray:
     mesh = jax.sharding.get_mesh()
     if mesh.empty or not mesh.is_multi_process:
         return np.arange(rows)
-    boxes = NamedSharding(mesh, batch_partition((rows,), "array")).addressable_devices_indices_map((rows,))
-    return np.unique(np.concatenate([np.arange(rows)[box] for box in boxes.values()]))
+    indices = NamedSharding(mesh, batch_partition((rows,), "array")).addressable_devices_indices_map((rows,))
+    return np.unique(np.concatenate([np.arange(rows)[index] for index in indices.values()]))
 
 
 def batch_partition(shape: tuple[int, ...], name: str) -> PartitionSpec:
-    """How an array of a batch is spread: [rows], [rows, tokens], [rows, tokens, ...] or a scalar.
+    """Return the partition of an array of a batch: [rows], [rows, tokens], [rows, tokens, ...] or a scalar.
 
     Raises:
         UserError: rows or tokens do not divide over the mesh; the message has the array's name.
     """
     rows, length = axis_sizes("batch"), axis_sizes("length")
-    cut = math.prod(length.values()) > 1
+    sharded = math.prod(length.values()) > 1
     if shape:
         _check(name, shape[0], "rows", rows)
-    if len(shape) > 1 and cut:
+    if len(shape) > 1 and sharded:
         _check(name, shape[1], "tokens in a row", length)
-    axes = ["batch", "length" if cut else None, *[None] * len(shape)]
+    axes = ["batch", "length" if sharded else None, *[None] * len(shape)]
     return partition(*axes[: len(shape)]) or PartitionSpec()
 
 

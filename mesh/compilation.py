@@ -10,7 +10,9 @@ from mesh.errors import UserError
 
 
 def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path:
-    """Keep compiled programs on disk; `AXL_COMPILATION_CACHE` overrides the place, "off" disables it.
+    """Keep compiled programs on disk and return the folder.
+
+    `AXL_COMPILATION_CACHE` overrides the folder; "off" disables the cache.
 
     The default is `cache_directory("xla")`. Every program is kept, however quick to compile: a rollout worker that
     joins compiles dozens of small ones.

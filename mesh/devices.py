@@ -1,4 +1,4 @@
-"""What the devices are called in mesh rules."""
+"""Names of devices in mesh rules, and how many devices a CPU shows."""
 
 import math
 import os
@@ -11,12 +11,12 @@ import jax
 
 from mesh.errors import UserError
 
-# TPUs report their generation and variant; everybody else, cloud consoles included, says v5p and v5e.
+# TPUs report generation and variant; cloud consoles and everybody else say v5p and v5e.
 _SOLD_AS = {"tpu-v5": "tpu-v5p", "tpu-v5-lite": "tpu-v5e", "tpu-v6-lite": "tpu-v6e"}
 
 
 def device_name(devices: Sequence[Any] | None = None) -> str:
-    """`<kind>-<count>`, lower case without blanks: "cpu-1", "tpu-v5p-256", "gpu-nvidia-h200-8"."""
+    """Return `<kind>-<count>`, lower case without blanks: "cpu-1", "tpu-v5p-256", "gpu-nvidia-h200-8"."""
     devices = jax.devices() if devices is None else devices
     first = devices[0]
     kind = first.device_kind.lower().replace(" ", "-")
@@ -26,13 +26,13 @@ def device_name(devices: Sequence[Any] | None = None) -> str:
 
 
 def platform() -> str:
-    """Where what is being traced will run: the platform of the mesh in force, which may be described only."""
+    """Return the platform of the mesh in force, which may be described only: where a traced function will run."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def device_name_in_subprocess() -> str:
-    """`device_name()` of this machine, found by another process, so that this one does not take the accelerators."""
+    """Return `device_name()` of this machine, asked of a subprocess, so that this process does not take the devices."""
     code = "from mesh.devices import device_name, one_device_per_core as f; f(); print(device_name())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -146,12 +146,14 @@ class ProcessGroup:
     def __init__(
         self, role: str = "process", *, on_wait: OnWait | None = None, warn_after: float = 30.0, limit: float = 3600.0
     ):
-        """Args:
-        role: the name that they share; see `process_name`.
-        on_wait: called as `on_wait(name, seconds)` for a process that this one waits for, after `warn_after` seconds
-            and whenever the wait has doubled.
-        warn_after: seconds before the first of these calls.
-        limit: seconds after which a wait is an error.
+        """Join the group of this program.
+
+        Args:
+            role: the name that they share; see `process_name`.
+            on_wait: called as `on_wait(name, seconds)` for a process that this one waits for, after `warn_after`
+                seconds and whenever the wait has doubled.
+            warn_after: seconds before the first of these calls.
+            limit: seconds after which a wait is an error.
         """
         self._role, self._on_wait, self._warn_after, self._limit = role, on_wait, warn_after, limit
         state = distributed.global_state

@@ -1,4 +1,4 @@
-"""Errors that a user can cause and mend: one clear message, no traceback.
+"""Errors that a user can cause and correct: one clear message, no traceback.
 
 This module is at the lowest floor and imports nothing, so that every room can raise them and the
 command line can tell them from bugs (see ``tools/cli.py``).
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """What was asked for cannot be done, and the user can change that.
+    """Error that the user can correct: what was asked for cannot be done.
 
     The message names the thing (with its full path), what was expected and, where there is one,
     the nearest right name. Subclasses may also inherit from a built-in, e.g.
@@ -25,7 +25,7 @@ def install_hint(extra: str) -> str:
 
 
 def did_you_mean(name: str, options: Iterable[str], *, limit: int = 8) -> str:
-    """Returns the tail of an error message that points from a wrong name to the right ones.
+    """Return the tail of an error message that points from a wrong name to the right ones.
 
     Args:
         name: What the user wrote.

@@ -20,7 +20,7 @@ class MeshError(UserError):
 
 
 class PlaceholderDevice:
-    """A device of which nothing is known but that it will be there: for shapes that are checked elsewhere."""
+    """Placeholder for a device of another machine, to check mesh shapes without it."""
 
     platform = device_kind = "cpu"
 
@@ -83,7 +83,7 @@ def _check_names(shape: Mapping[str, int], what: str) -> None:
 
 
 def _groups(devices: Sequence[Any], slices: Mapping[str, int]) -> list[list[Any]]:
-    """The devices of each slice."""
+    """Return the devices of each slice."""
     asked = math.prod(slices.values())
     if devices[0].platform == "cpu" and len(devices) % asked == 0:
         each = len(devices) // asked
@@ -95,7 +95,7 @@ def _groups(devices: Sequence[Any], slices: Mapping[str, int]) -> list[list[Any]
 
 
 def _over_slices(shape: Mapping[str, int], count: int, slices: Mapping[str, int]) -> dict[str, int]:
-    """By axis, the factor that goes over `count` slices."""
+    """Return the factor of each axis that goes over `count` slices."""
     over = dict(slices)
     if not slices and count > 1:
         over = {next((name for name in MESH_AXES if shape.get(name, 1) > 1), "data"): count}
@@ -114,7 +114,7 @@ def _over_slices(shape: Mapping[str, int], count: int, slices: Mapping[str, int]
 
 
 def _lay_out(sizes: Sequence[int], groups: Sequence[Sequence[Any]], outer: Sequence[int]) -> np.ndarray:
-    """Each slice by itself, and the slices along the axes that go over them, outermost."""
+    """Lay out each slice by itself, and the slices along the axes that go over them, outermost."""
     inner = [size // factor for size, factor in zip(sizes, outer, strict=True)]
     grids = np.stack([_one_slice(inner, group) for group in groups]).reshape([*outer, *inner])
     count = len(sizes)
@@ -123,7 +123,7 @@ def _lay_out(sizes: Sequence[int], groups: Sequence[Sequence[Any]], outer: Seque
 
 def _one_slice(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
     if devices[0].platform == "tpu" and len(devices) > 1:
-        with contextlib.suppress(NotImplementedError):  # of sizes that no cut of the torus has
+        with contextlib.suppress(NotImplementedError):  # no partition of the torus has these sizes
             return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return np.asarray(devices).reshape(sizes)
 
@@ -133,7 +133,7 @@ def _describe(shape: Mapping[str, int]) -> str:
 
 
 def _nearest(shape: Mapping[str, int], count: int) -> str:
-    """The nearest shape that fits: keep the inner axes, let the outermost one named take the rest."""
+    """Return the nearest shape that fits: keep the inner axes, and let the outermost one named take the rest."""
     names = [name for name in MESH_AXES if name in shape] or ["fsdp"]
     inner = math.prod(shape.get(name, 1) for name in names[1:])
     if count % inner == 0:

@@ -1,4 +1,4 @@
-"""TPU generations, and slices of them that need not be there: what chips can do, and how a slice is named.
+"""TPU generations and topologies, of devices that need not be there: peak figures of chips, and names of slices.
 
 A *device* is what jax shows as one: a chip on v4 (its two cores as one), v5e, v5p and v6e, one of the two chiplets on
 tpu7x. A topology is written as libtpu writes it, generation and chips (`v5p:8x8x16`), or by the name under which it is
@@ -22,7 +22,7 @@ from mesh.errors import UserError, did_you_mean, install_hint
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What one kind of TPU can do, by its makers.
+    """Peak figures of one kind of TPU, by its makers.
 
     Peak FLOP/s, HBM and DCN: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x). Links: the same pages state the sum
     of all links of a chip in both directions; what one link carries in one direction in practice is a tenth less, as
@@ -57,7 +57,7 @@ class Generation:
     wrap: int
 
     def per_device(self, chip_figure: float) -> float:
-        """A figure of a chip, for one of its devices."""
+        """Return the share of one device in a figure of a chip."""
         return chip_figure / self.devices
 
 
@@ -89,16 +89,17 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """As libtpu takes it."""
+        """The name that libtpu takes."""
         return f"{self.generation.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def devices(self) -> int:
-        """In all slices."""
+        """The number of devices in all slices."""
         return math.prod(self.shape) * self.generation.devices * self.slices
 
     @property
     def sold_as(self) -> str:
+        """The name under which one slice is sold: "v5p-2048"."""
         return f"{self.generation.name}-{math.prod(self.shape) * self.generation.counted}"
 
     def __str__(self) -> str:
@@ -106,7 +107,7 @@ class Topology:
 
 
 def parse_topology(text: str, slices: int = 1) -> Topology:
-    """The topology of `v5p:8x8x16`, or of `v5p-2048` (the shape with that many chips that is nearest to a cube).
+    """Parse `v5p:8x8x16`, or of `v5p-2048` (the shape with that many chips that is nearest to a cube).
 
     Raises:
         UserError: there is no such generation or slice; the nearest are listed.
@@ -131,7 +132,7 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
 
 
 def topology_devices(topology: Topology) -> list[Any]:
-    """Devices that can be compiled for, in libtpu's order.
+    """Return devices to compile for, in libtpu's order.
 
     Raises:
         UserError: libtpu is not installed, or refuses the topology.
@@ -166,10 +167,10 @@ def prepare_compiler() -> None:
 
 
 def find_compiler() -> Path | None:
-    """Libtpu's library: where TPU_LIBRARY_PATH says, as a package, or aside of the packages.
+    """Return the path of libtpu's library: in TPU_LIBRARY_PATH, as a package, or beside the packages.
 
-    Aside, in `libtpu` of the virtual environment, is where the development installation puts it: jax looks for a TPU at
-    every start where it finds the package.
+    Beside them, in `libtpu` of the virtual environment, is where the development installation puts it: jax looks for a
+    TPU at every start where it finds the package.
     """
     given = Path(os.environ.get("TPU_LIBRARY_PATH", ""))
     package = importlib.util.find_spec("libtpu")
@@ -180,7 +181,7 @@ def find_compiler() -> Path | None:
 
 
 def compiler_version() -> str | None:
-    """Of libtpu, by the metadata that were installed with it."""
+    """Return the version of libtpu, from its installed metadata."""
     library = find_compiler()
     known = [] if library is None else sorted(library.parent.parent.glob("libtpu-*.dist-info"))
     return known[-1].name.removeprefix("libtpu-").removesuffix(".dist-info") if known else None
@@ -213,9 +214,10 @@ class _silence:
 
 @functools.cache
 def _shapes(generation: Generation) -> frozenset[tuple[int, ...]]:
-    """All slices: up to four chips of one host, or whole hosts; in three dimensions, whole cubes of 64 from there on.
+    """Return all slices: up to four chips of one host, or complete hosts.
 
-    cloud.google.com/tpu/docs/v4, /v5p and /tpu7x (dimensions in ascending order), /v5e and /v6e.
+    In three dimensions, complete cubes of 64 chips from there on. Sources: cloud.google.com/tpu/docs/v4, /v5p and
+    /tpu7x (dimensions in ascending order), /v5e and /v6e.
     """
     if len(generation.chips) == 2:
         return frozenset([(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)])
@@ -242,14 +244,14 @@ def _shape_of(generation: Generation, number: int, text: str) -> tuple[int, ...]
 
 
 def _distance(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[float, float]:
-    """By the number of chips, then by the form."""
+    """Return the distance of two shapes: by the number of chips, then by form."""
     chips = abs(math.log(math.prod(shape) / math.prod(other))) if math.prod(shape) else math.inf
     pairs: Iterator[tuple[int, int]] = itertools.zip_longest(sorted(shape), sorted(other), fillvalue=1)
     return chips, sum(abs(a - b) for a, b in pairs)
 
 
 def generation_of(device: Any) -> Generation | None:
-    """The generation of a jax device, by its kind; None for what is no TPU (or no longer sold)."""
+    """Return the generation of a jax device, by its kind; None for what is no TPU (or no longer sold)."""
     kind = str(device.device_kind).lower().removeprefix("tpu").strip()
     names = {"v4": "v4", "v5": "v5p", "v5p": "v5p", "v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v6e": "v6e"}
     return GENERATIONS.get("tpu7x" if kind in ("7x", "v7x") else names.get(kind, ""))

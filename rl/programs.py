@@ -1,4 +1,4 @@
-"""What an RL experiment can run, as programs to compile, and the fields that tune its train step."""
+"""Programs of an RL experiment, to be compiled, and the fields that tune its train step."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 def experiment_programs(experiment: "RLExperiment", devices: Sequence[Any]) -> Programs:
-    """Return the programs of an experiment on these devices: train and score of the trainer, prefill and decode of an
-    engine, which has all devices to itself.
+    """Return the programs of an experiment on these devices.
+
+    These are train and score of the trainer, and prefill and decode of an engine that has all devices to itself.
     """
     cfg = experiment.cfg.trainer
     mesh = partial(make_mesh, cfg.mesh, devices, slices=cfg.slices)

@@ -1,4 +1,4 @@
-"""What a supervised experiment can run, as programs to compile, and the fields that tune its train step."""
+"""Programs of a supervised experiment, to be compiled, and the fields that tune its train step."""
 
 import dataclasses
 import math

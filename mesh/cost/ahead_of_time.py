@@ -1,7 +1,7 @@
-"""Programs compiled for TPUs that are not there.
+"""Ahead-of-time compilation for TPUs that are not there.
 
-libtpu holds the whole TPU compiler and runs on any x86-64 Linux machine. So these are the programs that a TPU would
-get, with the compiler's own plan of their memory, and its refusal where they do not fit. Nothing is executed: that
+libtpu contains the whole TPU compiler and runs on any x86-64 Linux machine. So these are the programs that a TPU would
+run, with the compiler's own plan of their memory, and its refusal where they do not fit. Nothing is executed: whether
 results are right is for other tests.
 """
 
@@ -28,17 +28,17 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device.
+    """Memory plan of a compiled program, in bytes of one device.
 
     Attributes:
         arguments: that the program reads.
         output: that it writes, those in place of arguments included.
-        alias: of the output, what lies where an argument lay.
-        temp: that it needs besides.
+        alias: the part of the output that reuses the memory of arguments.
+        temp: temporaries.
         code: of the program itself.
         host: arguments, results and temporaries in the host's memory.
-        peak: in use at the worst moment: the compiler's figure, which packs temporaries as far as it can.
-        available: to programs.
+        peak: the most in use at once: the compiler's figure, which packs temporaries as far as it can.
+        available: what programs may use.
     """
 
     arguments: int
@@ -57,8 +57,8 @@ class Shortage:
 
     Attributes:
         needed: bytes of what is too large.
-        available: bytes that there are.
-        what: "HLO temporaries", "arguments" and the like, as it says.
+        available: bytes of the device.
+        what: "HLO temporaries", "arguments" and the like, in the compiler's words.
         message: its first line.
     """
 
@@ -70,7 +70,7 @@ class Shortage:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What it took here.
+    """The cost of a compilation on this machine.
 
     Attributes:
         trace_s: wall seconds to trace and lower the program.
@@ -87,7 +87,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program, or why there is none.
+    """A compiled program, or why there is none.
 
     Attributes:
         name: of the step.
@@ -111,12 +111,12 @@ class Compiled:
 
     @functools.cached_property
     def products(self) -> Products:
-        """The matrix products that it computes."""
+        """The matrix products that the program computes."""
         return products(self.jaxpr)
 
     @functools.cached_property
     def hlo(self) -> HloModule | None:
-        """The optimised program."""
+        """The optimised program, as the compiler prints it."""
         text = None if self.executable is None else self.executable.as_text()
         return None if text is None else parse(text)
 
@@ -134,7 +134,7 @@ class Compiled:
 
 
 def load_executable(path: str | Path) -> jax.stages.Compiled:
-    """What `save` wrote, on a machine with just the devices that it was compiled for.
+    """Load what `save` wrote, on a machine with exactly the devices that it was compiled for.
 
     Loading runs code that the file holds: load only files of your own.
     """
@@ -157,7 +157,7 @@ def compile_step(
 
     Args:
         name: what messages call it.
-        trace: gives `jitted.trace(*abstract arguments)`; called with the mesh in force.
+        trace: returns `jitted.trace(*abstract arguments)`; called with the mesh in force.
         mesh: of devices of the topology.
         topology: what to compile for.
         options: of the compiler.
@@ -201,7 +201,7 @@ def _compile(
 
 
 def read_shortage(message: str) -> Shortage:
-    """The figures in a refusal; 0 for those that it does not have."""
+    """Parse the figures in a refusal; 0 for those that it does not have."""
     first = message.splitlines()[0]
     needed = re.search(r"for ([\w ]+?) \(([\d.]+)([KMGT]?)\)", first)
     there = re.search(r"available HBM \(([\d.]+)([KMGT]?)\)", first)
@@ -236,7 +236,7 @@ def _memory(executable: jax.stages.Compiled, topology: Topology) -> Memory:
 
 @functools.cache
 def memory_per_device(topology: Topology) -> int:
-    """Bytes that the compiler gives to programs, read from its refusal of one that is far too large."""
+    """Return the bytes that programs may use, read from the compiler's refusal of one that is far too large."""
     device = topology_devices(dataclasses.replace(topology, slices=1))[0]
     huge = jax.ShapeDtypeStruct((1 << 40,), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device))
     _, shortage = _compile(jax.jit(lambda x: x + 1).lower(huge), None)

@@ -1,9 +1,9 @@
 """Floating-point operations of the matrix products of a traced program, recomputation included.
 
 They are counted in jax's own form of the program (the jaxpr), where shapes are those of all devices together, loops
-have lengths, and nothing is hidden in a compiler's fusion. An optimised program does the same products. Of a ragged
-product the rows count that its layer expects (see `mesh.cost.expected`), and of a
-kernel the points of its grid that it visits, where that is said.
+have lengths, and nothing is hidden in a compiler's fusion. An optimised program does the same products. A ragged
+product counts as many rows as its layer expects, and a kernel the points of its grid that it visits, where the layer
+says so (`mesh.cost.expected`).
 """
 
 import math
@@ -22,11 +22,12 @@ class Products(NamedTuple):
 
     @property
     def total(self) -> float:
+        """FLOPs of both together."""
         return self.xla + self.kernels
 
 
 def products(jaxpr: ClosedJaxpr | Jaxpr, scope: str = "") -> Products:
-    """The matrix products that a program computes.
+    """Count the matrix products that a program computes.
 
     A while loop whose length cannot be known counts once, of the branches of a conditional the most expensive.
 
@@ -70,7 +71,7 @@ def _times(name: str, params: dict[str, Any]) -> float:
 
 
 def parts(params: dict[str, Any]) -> list[Any]:
-    """The programs within an operation: a call's, a loop's body."""
+    """Return the programs within an operation: of a call, of a loop's body."""
     found = []
     for name, value in params.items():
         if name in ("cond_jaxpr", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"):
@@ -92,7 +93,7 @@ def _dot(equation: Any) -> float:
 
 
 def _ragged(equation: Any) -> float:
-    """Every row meets one expert's matrix: the shared rows, times both other widths."""
+    """Count a ragged product: every row is multiplied with the matrix of one expert."""
     left, right = (variable.aval.shape for variable in equation.invars[:2])
     out = equation.outvars[0].aval.shape
     if len(out) == len(left):  # rows x expert's matrix -> rows

@@ -13,7 +13,7 @@ _ON_CHIP = 6.0  # the two chiplets of tpu7x, as a multiple of one ICI link (clou
 
 
 class Bandwidth(NamedTuple):
-    """What one device has for a collective of its group.
+    """The bandwidth of one device in a collective of its group.
 
     Attributes:
         rate: bytes/s that it can receive, all directions together.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mesh.cost.hlo import Frame, HloModule, Instruction
 
-# What only names memory that another line has already taken.
+# Operations whose results name memory that another line has taken.
 _NO_MEMORY = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "constant", "copy-done", "send-done",
     "recv-done", "after-all", "partition-id", "add-dependency", "optimization-barrier", "call",
@@ -21,7 +21,7 @@ class Buffer:
     Attributes:
         bytes: with the padding of its tiles.
         array: type and shape on one device, "bf16[4,2048]".
-        what: argument, forward, recomputed, backward or other.
+        what: argument, forward, recomputed, backward or other (see `phase`).
         path: of the argument in the state, or of the layers that compute it: "Decoder.hidden/Block/Attention".
         source: "attention.py:92", or empty.
         operation: of jax: "dot_general".
@@ -36,9 +36,9 @@ class Buffer:
 
 
 def largest_buffers(program: HloModule, count: int = 10) -> list[Buffer]:
-    """The largest arrays in HBM, arguments included; arrays of one shape from one place are listed once.
+    """Return the largest arrays in HBM, arguments included; arrays of one shape from one place are listed once.
 
-    Not all of them need exist at the same time: their sum is more than the program's peak.
+    Not all of them exist at the same time: their sum is more than the program's peak.
     """
     found: dict[tuple[str, ...], Buffer] = {}
     for name, _, fused in program.weighted():
@@ -73,7 +73,7 @@ def _buffers(program: HloModule, line: Instruction) -> Iterable[Buffer]:
 
 
 def phase(op_name: str) -> str:
-    """Whether an operation belongs to the forward pass, its recomputation, the backward pass or neither."""
+    """Return the pass that an operation belongs to: forward, recomputed, backward or other."""
     if "rematted_computation" in op_name:
         return "recomputed"
     if "transpose(" in op_name:
@@ -82,7 +82,7 @@ def phase(op_name: str) -> str:
 
 
 def place(frames: Iterable[Frame]) -> tuple[str, str]:
-    """(path of the methods that were under way, where in the source the innermost line of them stands)."""
+    """Return the path of the methods that were running, and the innermost line of the source among them."""
     names: list[str] = []
     source = innermost = ""
     for frame in frames:

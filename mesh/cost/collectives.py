@@ -1,10 +1,10 @@
-"""What a compiled program sends between devices: over which mesh axes, how much, and beside which computation.
+"""Communication of a compiled program: over which mesh axes, how much, and overlapped with which computation.
 
 Bytes are those that one device receives in one run of the program, by the usual algorithms, n being the size of a
 group: (n - 1) / n of the result of an all-gather and of the operand of a reduce-scatter or all-to-all, twice that for
 an all-reduce, and all of a permutation's. A ragged all-to-all sends the rows that there are, which is known only when
-it runs: it counts as if all of its smaller side (what it reads, or the places that it may fill) were rows, evenly
-spread over the group.
+it runs: it counts as if its smaller side (what it reads, or the capacity that it may fill) were full of rows, evenly
+distributed over the group.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ KINDS = {
 # An all-reduce of which every device keeps a part, which the TPU compiler makes a fusion of this name.
 _SCATTER = "all-reduce-scatter"
 _MEGASCALE = {"ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter"}
-_DCN = " between slices"  # what one axis sends over the data centre's network is apart from what it sends within slices
+_DCN = " between slices"  # traffic of an axis over the data centre's network is listed separately
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Collective:
         group: devices in a group.
         bytes: that one device receives each time.
         times: that it is done in one run.
-        beside: cycles that the compiler estimates for what it has put between start and end; 0 if not asynchronous.
+        beside: estimated cycles of the operations scheduled between its start and end; 0 if not asynchronous.
         dcn: whether it goes between slices.
         op_name: of the operation in jax that it belongs to.
     """
@@ -59,12 +59,12 @@ class Collective:
 
     @property
     def axis(self) -> str:
-        """One name for its axes: "fsdp", "fsdp+tensor", "data between slices"."""
+        """The name of its axes: "fsdp", "fsdp+tensor", "data between slices"."""
         return ("+".join(self.axes) or "none") + (_DCN if self.dcn else "")
 
 
 def collectives(program: HloModule, mesh: Mesh) -> list[Collective]:
-    """All collectives between two or more devices that the program runs.
+    """Return all collectives between two or more devices that the program runs.
 
     Args:
         program: compiled for the devices of `mesh`.
@@ -96,7 +96,7 @@ def collectives(program: HloModule, mesh: Mesh) -> list[Collective]:
 
 
 def by_axis(found: Iterable[Collective], hidden: Sequence[float]) -> dict[str, dict[str, dict[str, int]]]:
-    """{axis: {kind: {count, bytes, overlapped}}} in one run, sorted; `hidden` is the hidden part of each, 0 to 1."""
+    """Return {axis: {kind: {count, bytes, overlapped}}} of one run, sorted; `hidden` is the overlapped part of each."""
     table: dict[str, dict[str, dict[str, int]]] = {}
     for one, part in zip(found, hidden, strict=True):
         row = table.setdefault(one.axis, {}).setdefault(one.kind, {"count": 0, "bytes": 0, "overlapped": 0})
@@ -108,7 +108,7 @@ def by_axis(found: Iterable[Collective], hidden: Sequence[float]) -> dict[str, d
 
 @dataclasses.dataclass(frozen=True)
 class _Grid:
-    """Where on the mesh each partition of the program lies: int [partitions, axes]."""
+    """The coordinates on the mesh of each partition of the program: int [partitions, axes]."""
 
     names: tuple[str, ...]
     places: np.ndarray
@@ -146,7 +146,7 @@ def _kind(computation: str, line: Instruction) -> str | None:
 
 
 def _ends(lines: Sequence[Instruction]) -> dict[str, int]:
-    """Where an operation that a line starts is waited for, by the name of that line."""
+    """Return the index of the line that waits for an asynchronous operation, by the name of its start."""
     return {
         line.operands[0]: at
         for at, line in enumerate(lines)
@@ -169,8 +169,10 @@ def _received(kind: str, line: Instruction, size: int) -> int:
 
 
 def _ragged(line: Instruction, lines: Sequence[Instruction], size: int) -> int:
-    """Its operands are the rows, the places, and who gets how many. No more can be received than was there to be sent;
-    no layer that reserves places for the worst case fills them.
+    """Return the bytes that a ragged all-to-all receives at most.
+
+    Its operands are the rows, the buffer for them, and the counts. No more can be received than there was to send, and
+    a layer that reserves capacity for the worst case does not fill it.
     """
     rows, places = (next((one for one in lines if one.name == name), None) for name in line.operands[:2])
     whole = min(sum(array.bytes for array in one.arrays) for one in (rows, places) if one is not None)
@@ -198,7 +200,7 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 
 
 def _along_mesh(sizes_text: str, axes_text: str) -> list[list[int]]:
-    """Groups written as `mesh['a'=2,'b'=4] {'b'}`, or `{'b':(2)2}`: of axis b the part of size 2 after the first 2."""
+    """Parse groups like `mesh['a'=2,'b'=4] {'b'}` or `{'b':(2)2}`: the part of size 2 of axis b after the first 2."""
     names = re.findall(r"'([^']+)'=(\d+)", sizes_text)
     split: dict[str, list[int]] = {name: [int(size)] for name, size in names}
     chosen: list[tuple[str, int, int]] = []
@@ -220,7 +222,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _between_slices(lines: Sequence[Instruction], times: float, grid: _Grid) -> Iterator[Collective]:
-    """What is handed to the host to be exchanged with other slices: a `send` for each."""
+    """Yield the transfers that the host exchanges with other slices: one for each `send`."""
     done = {line.operands[0]: at for at, line in enumerate(lines) if line.opcode == "recv-done" and line.operands}
     waited = {_rendezvous(line): done[line.name] for line in lines if line.opcode == "recv" and line.name in done}
     for at, line in enumerate(lines):

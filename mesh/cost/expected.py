@@ -1,7 +1,7 @@
-"""How much of what a program reserves for the worst case is expected to be used, said by the layer that made it.
+"""Expected use of capacity that a program reserves for the worst case, stated by the layer that reserves it.
 
-A traced program shows places and blocks; which of them hold rows, or are visited, is known to the layer or only when it
-runs. The name of a scope carries what is known to where FLOPs are counted (see `mesh.cost.arithmetic`).
+A traced program shows capacities and blocks; how many of them hold rows, or are visited, is known to the layer, or only
+at run time. The name of a scope carries it to where FLOPs are counted (see `mesh.cost.arithmetic`).
 """
 
 import re
@@ -14,22 +14,22 @@ _SHARE, _POINTS = re.compile(r"filled_1_of_(\d+)"), re.compile(r"visits_(\d+)_po
 
 
 def filled(one_of: int) -> AbstractContextManager[Any]:
-    """Within it, one of so many rows of every ragged product is expected to be one."""
+    """Enter a scope in which one of so many rows of every ragged product is expected to be filled."""
     return jax.named_scope(f"filled_1_of_{one_of}")
 
 
 def visits(points: int) -> AbstractContextManager[Any]:
-    """Within it, every kernel does something at so many points of its grid."""
+    """Enter a scope in which every kernel computes at so many points of its grid."""
     return jax.named_scope(f"visits_{points}_points")
 
 
 def filled_share(name_stack: str) -> float:
-    """Of an operation's rows, by its name stack; 1 outside of `filled`."""
+    """Return the share of an operation's rows that is filled, by its name stack; 1 outside of `filled`."""
     found = _SHARE.findall(name_stack)
     return 1 / int(found[-1]) if found else 1.0
 
 
 def visited_points(name_stack: str) -> int | None:
-    """By an operation's name stack; None outside of `visits`."""
+    """Return the grid points that a kernel visits, by its name stack; None outside of `visits`."""
     found = _POINTS.findall(name_stack)
     return int(found[-1]) if found else None

@@ -1,4 +1,4 @@
-"""The text of an optimised XLA program, as far as it is needed to account for memory and communication."""
+"""Parser of an optimised XLA program's text, as far as memory and communication need it."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Of its elements alone."""
+        """Bytes of the elements, without padding."""
         width = _BYTES.get(self.dtype, 1 if self.dtype.startswith("f8") else 0.5)
         return math.ceil(math.prod(self.shape) * width)
 
@@ -47,7 +47,7 @@ class Array:
 
     @property
     def in_hbm(self) -> bool:
-        """Not in a memory of its own, such as VMEM or that of the host."""
+        """True unless it lies in another memory, such as VMEM or that of the host."""
         return "S(" not in self.layout
 
     def __str__(self) -> str:
@@ -82,18 +82,20 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
+        """The name of the jax operation that it comes from, with its scopes; "" for none."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1].replace("\\'", "'") if found else ""
 
     @property
     def frame(self) -> int | None:
+        """The number of the innermost stack frame in the module's table."""
         found = re.search(r"stack_frame_id=(\d+)", self.attributes)
         return int(found[1]) if found else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """Where in the source a line comes from."""
+    """A line of the source that an instruction comes from."""
 
     file: str
     function: str
@@ -103,7 +105,7 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """All computations, those that are called before those that call them."""
+    """All computations of a compiled program, those that are called before those that call them."""
 
     computations: Mapping[str, Sequence[Instruction]]
     entry: str
@@ -111,9 +113,9 @@ class HloModule:
     frames: Mapping[int, Frame]
 
     def weighted(self) -> Iterator[tuple[str, float, bool]]:
-        """(computation, how often it runs in one run of the program, whether it is fused) for each that runs.
+        """Yield (computation, runs in one run of the program, whether it is fused) for each computation that runs.
 
-        Loops count as often as they turn; of branches, each is taken to be taken. A loop whose end cannot be read
+        A loop's body counts as often as it iterates, and every branch counts as taken. A loop whose end cannot be read
         from its condition counts once: see `unknown_loops`.
         """
         weights: dict[str, float] = {self.entry: 1.0}
@@ -129,12 +131,12 @@ class HloModule:
         return ((name, weights[name], fused[name]) for name in self._callers_first())
 
     def unknown_loops(self) -> int:
-        """How many loops there are of which it cannot be read how often they turn."""
+        """Return the number of loops whose iterations cannot be read from the program."""
         whiles = [(name, i) for name, lines in self.computations.items() for i in lines if i.opcode == "while"]
         return sum(self.turns(name, i) is None for name, i in whiles)
 
     def turns(self, computation: str, loop: Instruction) -> int | None:
-        """How often a loop turns: as the compiler says, or from a condition `counter < constant`."""
+        """Return the iterations of a loop, as the compiler says or from a condition `counter < constant`; else None."""
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(found[1])
         lines = {i.name: i for i in self.computations[loop.called["condition"]]}
@@ -150,7 +152,7 @@ class HloModule:
         return None if begin is None or end is None else int(end[0]) - begin
 
     def _constant(self, computation: str, name: str, index: int) -> int | None:
-        """The integer at a place of a tuple, if it is a constant."""
+        """Return the integer at a place of a tuple, if it is a constant."""
         lines = {i.name: i for i in self.computations[computation]}
         line = lines.get(name)
         if line is None or line.opcode != "tuple":
@@ -180,7 +182,7 @@ class HloModule:
         return order[::-1]
 
     def trace(self, frame: int | None) -> list[Frame]:
-        """The frames of a line, the outermost first."""
+        """Return the frames of a line, the outermost first."""
         frames: list[Frame] = []
         while frame is not None and frame in self.frames and len(frames) < 100:
             frames.append(self.frames[frame])
@@ -189,7 +191,7 @@ class HloModule:
 
 
 def parse(text: str) -> HloModule:
-    """The program of `compiled.as_text()`."""
+    """Parse the text of `compiled.as_text()`."""
     computations: dict[str, list[Instruction]] = {}
     entry, current, tables = "", None, []
     for line in _joined(text):
@@ -208,7 +210,7 @@ def parse(text: str) -> HloModule:
 
 
 def _joined(text: str) -> Iterator[str]:
-    """Lines, where an instruction that goes over several (a kernel's configuration) is one."""
+    """Yield lines, with an instruction that spans several (a kernel's configuration) joined to one."""
     whole = ""
     for line in text.splitlines():
         begins = not whole.startswith("  ") or _HEAD.match(line) or line == "}" or line.startswith("}, execution_")

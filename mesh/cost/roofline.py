@@ -1,7 +1,7 @@
-"""How long a step would take: a lower bound by each resource, and an estimate from the compiler's own schedule.
+"""Time of a step: a lower bound by each resource, and an estimate from the compiler's own schedule.
 
-Nothing here was measured on a TPU by this project. What each figure is worth stands in `TRUST`, which travels with
-every report.
+Nothing here was measured on a TPU by this project. `TRUST`, which is part of every report, says how far each figure can
+be trusted.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ class Estimate:
         hbm: all traffic with HBM at full bandwidth.
         links: by axes, all bytes at nominal link speed.
         busy: matrix products as the compiler estimates them, and everything else by its bytes.
-        exposed: communication that is beside no computation.
-        hidden: of each collective, the part that is beside computation.
+        exposed: communication that overlaps no computation.
+        hidden: of each collective, the part that overlaps computation.
     """
 
     compute: float
@@ -62,6 +62,7 @@ class Estimate:
 
     @property
     def step(self) -> float:
+        """Seconds of the step: computation, and the communication that it does not hide."""
         return self.busy + self.exposed
 
 
@@ -74,7 +75,7 @@ def estimate(
     flops: float,
     kernel_flops: float = 0.0,
 ) -> Estimate:
-    """Time for the collectives that were found and everything else.
+    """Estimate the time of a step with these collectives.
 
     Args:
         program: as compiled.
@@ -116,7 +117,7 @@ def estimate(
 
 
 def transfer_seconds(one: Collective, mesh: Mesh, topology: Topology) -> float:
-    """One such collective at nominal link speed.
+    """Return the seconds of one such collective at nominal link speed.
 
     A permutation goes to one neighbour, and so over one link; in an all-to-all along a ring of n devices each byte
     travels n / 4 links on average.

@@ -1,8 +1,8 @@
-"""The largest arrays of a traced program, for where there is no compiled one to ask.
+"""The largest arrays of a traced program, for a program that could not be compiled.
 
-Shapes are those of one device, as explicit sharding states them; arrays of which it says nothing, because it is left to
-the compiler how they are spread (within a gather from a spread table, say), are not listed. Nothing is fused yet: some
-of these arrays never exist, and so a program may need less. What a loop stacks up over its turns always exists: it
+Shapes are those of one device, as explicit sharding states them; arrays whose sharding is left to the compiler (within
+a gather from a sharded table, say) are not listed. Nothing is fused yet: some
+of these arrays never exist, and so a program may need less. What a loop stacks up over its iterations always exists: it
 comes first.
 """
 
@@ -20,7 +20,7 @@ from mesh.cost.hlo import Frame
 
 
 def largest_traced(jaxpr: ClosedJaxpr | Jaxpr, count: int = 10) -> list[Buffer]:
-    """The largest arrays that operations make, those stacked over a loop first if they are as large."""
+    """Return the largest arrays that operations make; of equal sizes, those stacked over a loop come first."""
     found: dict[tuple[str, ...], Buffer] = {}
     for buffer in _walk(jaxpr):
         found.setdefault((buffer.array, buffer.what, buffer.path, buffer.source), buffer)
@@ -29,7 +29,7 @@ def largest_traced(jaxpr: ClosedJaxpr | Jaxpr, count: int = 10) -> list[Buffer]:
 
 
 def kept_for_backward(jaxpr: ClosedJaxpr | Jaxpr) -> int:
-    """Bytes of one device that the loop with the most of them stacks up over its turns: what remat decides about."""
+    """Return the bytes of one device that the largest loop stacks up over its iterations: what remat decides about."""
     most = 0
     inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     for equation in inner.eqns:
@@ -63,7 +63,7 @@ def _whole(aval: Any) -> tuple[int, ...]:
 
 
 def _shape(aval: Any) -> tuple[int, ...]:
-    """Of one device's part. Inside a shard_map the axes that it maps over are in no partition: the shape is local."""
+    """Return the shape of one device's part. Inside a shard_map shapes are local in the axes that it maps over."""
     shape, sharding = _whole(aval), getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
         return tuple(shape)
@@ -96,6 +96,6 @@ def _array(aval: Any) -> str:
 
 
 def _frames(traceback: Any) -> list[Frame]:
-    """The outermost first."""
+    """Return the frames, the outermost first."""
     frames = [] if traceback is None else traceback.frames
     return [Frame(one.file_name, one.function_name, one.line_num, None) for one in reversed(frames)]

@@ -38,7 +38,7 @@ class Operation:
 
 
 def operations(program: HloModule) -> Iterator[Operation]:
-    """All but the collectives."""
+    """Yield all operations but the collectives."""
     for name, times, fused in program.weighted():
         if fused:
             continue
@@ -54,18 +54,18 @@ def operations(program: HloModule) -> Iterator[Operation]:
             matrix = line.opcode in _MATRIX or any(one.opcode in _MATRIX for one in inside)
             kernel = line.opcode == "custom-call" and "tpu_custom_call" in line.attributes
             moved = _moved(program, line, made, inside)
-            if kernel:  # of places without rows it reads and writes nothing
+            if kernel:  # capacity without rows is neither read nor written
                 moved = round(moved * filled_share(line.op_name))
             yield Operation(times, moved, line.cycles, matrix, kernel)
 
 
 def _counts(line: Instruction) -> bool:
-    """Of the two or three lines of what is under way beside others, the one that says best what is moved."""
+    """Return True for the one line of an asynchronous transfer that counts: each counts once."""
     return line.opcode == "copy-start" or (line.opcode.endswith("-done") and line.opcode != "copy-done")
 
 
 def _moved(program: HloModule, line: Instruction, made: dict[str, Instruction], inside: Sequence[Instruction]) -> int:
-    """What is only cut out of a large array, or written into one, counts as what is cut out or written."""
+    """Return the bytes that an operation moves; a slice of a large array, read or written, counts as the slice."""
     if line.opcode.endswith("-done"):  # of a slice or a gather: read from HBM, whole or not, and put somewhere
         return sum(array.padded + _hbm(array) for array in line.arrays)
     if line.opcode.endswith("-start"):  # copies from memory to memory: (destination, source, ...)
@@ -86,7 +86,7 @@ def _moved(program: HloModule, line: Instruction, made: dict[str, Instruction], 
 
 
 def _parameters(inside: Sequence[Instruction]) -> dict[int, int]:
-    """Of parameters of which a fusion reads parts only: their bytes that it reads."""
+    """Return the bytes that a fusion reads of those parameters that it reads in part only, by their number."""
     numbers = {line.name: int(line.operands[0]) for line in inside if line.opcode == "parameter"}
     partial: dict[int, int] = {}
     for name, number in numbers.items():

@@ -1,4 +1,4 @@
-"""What a step reads, and how the mesh cuts it."""
+"""The arguments of a program, and how they are sharded."""
 
 import dataclasses
 from typing import Any
@@ -8,27 +8,27 @@ from mesh.cost.buffers import argument_path
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One array that a step reads.
+    """One array that a program reads.
 
     Attributes:
         path: of it in the state or the batch: "state.params.embedding.weight".
         array: type and shape, of all devices together: "float32[32000,4096]".
-        cut: for each dimension the mesh axes over which it is spread, "-" for none: "tensor, fsdp".
+        axes: for each dimension the mesh axes over which it is sharded, "-" for none: "tensor, fsdp".
         on_host: kept in the memory of the host.
     """
 
     path: str
     array: str
-    cut: str
+    axes: str
     on_host: bool
 
     def __str__(self) -> str:
-        where = f" cut over ({self.cut})" if self.cut.strip("-, ") else " on every device"
+        where = f" sharded over ({self.axes})" if self.axes.strip("-, ") else " on every device"
         return f"{self.path}: {self.array}{where}{' on the host' if self.on_host else ''}"
 
 
 def arguments(jaxpr: Any) -> list[Argument]:
-    """Of a traced step, in its order."""
+    """Return the arguments of a traced program, in its order."""
     names = jaxpr.jaxpr.debug_info.arg_names or ()
     avals = jaxpr.in_avals
     if len(names) != len(avals):  # closed-over arrays go first, without names
@@ -39,6 +39,6 @@ def arguments(jaxpr: Any) -> list[Argument]:
 def _argument(name: str, aval: Any) -> Argument:
     spec = tuple(aval.sharding.spec)
     axes = [*spec, *[None] * (len(aval.shape) - len(spec))]
-    cut = ", ".join("-" if not one else one if isinstance(one, str) else "+".join(one) for one in axes)
+    text = ", ".join("-" if not one else one if isinstance(one, str) else "+".join(one) for one in axes)
     array = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
-    return Argument(argument_path(name), array, cut, "host" in str(getattr(aval, "memory_space", "")).lower())
+    return Argument(argument_path(name), array, text, "host" in str(getattr(aval, "memory_space", "")).lower())

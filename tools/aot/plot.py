@@ -1,4 +1,4 @@
-"""A sweep drawn: what each way to run a step takes of the memory, and its estimated time with the estimate's error."""
+"""The plot of a sweep: memory of each candidate, and its estimated time with the estimate's error."""
 
 from typing import Any
 
@@ -23,10 +23,10 @@ text { fill: var(--ink); } .soft { fill: var(--soft); } .head { font-weight: 600
 
 
 def draw_sweep(result: Report) -> str:
-    """An SVG document with a line for each candidate of a sweep, in its order.
+    """Return an SVG document with a line for each candidate of a sweep, in its order.
 
-    Left: the arguments and, paler, what else there is at the peak, in GiB of one device, against what there is. Right:
-    the estimated step in seconds, with the range in which a real one is expected.
+    Left: the arguments and, paler, the rest of the peak, in GiB of one device, against what is available. Right: the
+    estimated step in seconds, with the range in which a real one is expected.
 
     Args:
         result: of `run_sweep`, with `experiment`.
@@ -90,7 +90,7 @@ def _axis(scale: Scale, bottom: float) -> list[str]:
 
 
 def _label(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The mesh, and of the rest what is not the same everywhere."""
+    """Return the mesh, and what else differs between candidates."""
     parts = [described(row["mesh"])]
     parts += [row["remat"]] if len({one["remat"] for one in rows}) > 1 else []
     parts += [f"{row['microbatches']} mb"] if len({one["microbatches"] for one in rows}) > 1 else []

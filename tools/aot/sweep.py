@@ -39,7 +39,7 @@ def run_sweep(
         cfg: of the experiment.
         topology: to compile for.
         limit: compilations at most; those that the cache knows do not count.
-        cache: JSON lines, one for each candidate that was tried; a later sweep goes on from there.
+        cache: JSON lines, one for each candidate tried; a later sweep continues from there.
         options: of the compiler.
         space: what to try.
 
@@ -130,7 +130,7 @@ def _verdict(row: Row) -> str:
 
 
 def print_sweep(result: Report) -> None:
-    """The ranking, and the best one as arguments of the command line."""
+    """Print the ranking, and the best candidate as arguments of the command line."""
     rows = result["tried"]
     table = Table("mesh", "remat", "microbatches", "GiB", "step, s", "MFU", "exposed, s", box=None, pad_edge=False)
     for row in rows:

@@ -1,4 +1,4 @@
-"""The report of `axl aot` to read."""
+"""The report of `axl aot` on the console."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 
 def print_report(report: Report, advice: Iterable[str] = (), console: Console | None = None) -> None:
-    """Verdict, memory, time, collectives and the largest arrays."""
+    """Print verdict, memory, time, collectives and the largest arrays."""
     console = console or Console()
     where = report["topology"] if report["slices"] == 1 else f"{report['slices']} x {report['topology']}"
     console.print(Text(f"{report['step']} on {where} ({report['sold_as']}, {report['devices']} devices): "), end="")
@@ -38,7 +38,7 @@ def print_report(report: Report, advice: Iterable[str] = (), console: Console | 
         console.print(
             Text(
                 f"estimated step {report['estimated_step_s']:.4g} s ({least} to {most} times that), of which "
-                f"communication beside nothing {report['exposed_s']:.4g}; MFU about {report['mfu_estimate']:.0%}"
+                f"exposed communication {report['exposed_s']:.4g}; MFU about {report['mfu_estimate']:.0%}"
             )
         )
         console.print(_collectives(report["collectives"]))
@@ -52,7 +52,7 @@ def print_report(report: Report, advice: Iterable[str] = (), console: Console | 
 
 
 def _collectives(axes: dict[str, Any]) -> Table:
-    table = Table("axes", "collective", "count", "MiB received", "beside computation", box=None, pad_edge=False)
+    table = Table("axes", "collective", "count", "MiB received", "overlapped", box=None, pad_edge=False)
     for axis, kinds in axes.items():
         for kind, row in kinds.items():
             share = row["overlapped"] / row["bytes"] if row["bytes"] else 0.0

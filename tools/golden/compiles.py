@@ -1,5 +1,4 @@
-"""Golden texts of the experiments as the TPU compiler makes them, compared by
-tests/experiments/test_golden_compiles.py.
+"""Golden texts of the compiled experiments, compared by tests/experiments/test_golden_compiles.py.
 
     python -m tools.golden.compiles [NAMES]     # experiments or files; without names: the small ones
     python -m tools.golden.compiles --full      # all: a minute and a half of CPU time for a large model

@@ -146,6 +146,7 @@ def make_batch(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
+    """Write one file for each case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory

@@ -29,11 +29,11 @@ COLLECTIVES = ("ragged-all-to-all", "all-to-all", "all-gather", "reduce-scatter"
 
 
 class CompiledLayer(NamedTuple):
-    """What the compiler plans for one device.
+    """The compiler's plan for one device.
 
     Attributes:
         temporary: bytes beside arguments and results.
-        flops: of the grouped products, those for all places that are set aside.
+        flops: of the grouped products, those for all reserved capacity.
         collectives: kind -> how many there are.
         seconds: to compile.
     """
@@ -54,7 +54,7 @@ def compile_layer(
         topology: generation and chips, e.g. "v5p:2x2x1".
         shape: of the mesh.
         length: tokens per device.
-        capacity_einsum: instead of our dispatch, GShard's with one-hot matrices and places for 1.25 times the mean.
+        capacity_einsum: instead of our dispatch, GShard's with one-hot matrices and a capacity of 1.25 times the mean.
 
     Raises:
         UserError: libtpu is missing, or the mesh does not fit the topology.

@@ -61,7 +61,7 @@ def code_lines(function: Callable[..., Any]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a model is and does.
+    """A model as it was built and traced.
 
     Attributes:
         tree: its parameters, described.
@@ -91,7 +91,7 @@ def models(cfg: ConfigBase[Any]) -> dict[str, Decoder.Config]:
 
 @functools.cache
 def trace(model: str) -> Traced:
-    """Builds a decoder, given as config text, and runs it on a packed batch; nothing is allocated."""
+    """Build a decoder, given as config text, and trace it on a packed batch; nothing is allocated."""
     cfg = from_text(model)
     graphdef, tree = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))
     integers = jax.ShapeDtypeStruct((2, 8), jnp.int32)
@@ -147,7 +147,7 @@ VARIANTS: Mapping[str, Callable[[Attention.Config], ConfigBase[Any]]] = {
 
 
 def named_models() -> dict[str, Decoder.Config]:
-    """Those of `models/` with configs of their own; of several names for one config, the first."""
+    """Return the models of `models/` with configs of their own; of several names for one config, the first."""
     found = {**{name: llama(name) for name in LLAMA}, **{name: qwen(name) for name in QWEN}}
     found |= {name: moe(name) for name in MOE}
     distinct = {to_text(cfg): name for name, cfg in reversed(found.items())}

@@ -3,9 +3,9 @@
     python -m tools.studies.scaling docs/figures/scaling.json                      # the table
     python -m tools.studies.scaling docs/figures/scaling.json --add 512=step.json  # keep what it needs of a report
 
-Every chip has the same rows, whatever the number of chips. Parameters are cut over `fsdp` chips of a slice; more chips
-share the rows alone, and so do slices. Between the sizes that were compiled, bytes follow the usual algorithms
-((n - 1) / n of what is gathered), and memory is a part that is cut over `fsdp` and a part that is not.
+Every chip has the same rows, whatever the number of chips. Parameters are sharded over `fsdp` chips of a slice; more
+chips are data-parallel, and so are slices. Between the sizes that were compiled, bytes follow the usual algorithms
+((n - 1) / n of what is gathered), and memory is a part that is sharded over `fsdp` and a part that is not.
 """
 
 import json
@@ -35,11 +35,11 @@ _RANGE = (0.9, 1.5)  # of a real step over the estimate (docs/reference/aot.md)
 
 
 class Facts(NamedTuple):
-    """What the compiled steps say.
+    """Figures of the compiled steps.
 
     Attributes:
         busy: seconds of computation in a step.
-        cut, whole: bytes of memory that are cut over `fsdp`, and that are not.
+        sharded, replicated: bytes of memory that are sharded over `fsdp`, and that are not.
         gathered: bytes that `fsdp` would exchange over infinitely many chips.
         summed: bytes of gradients of all parameters, as they are summed over `data`.
         rate: bytes/s that a chip receives over `fsdp` where that is a part of a slice.
@@ -49,8 +49,8 @@ class Facts(NamedTuple):
     """
 
     busy: float
-    cut: float
-    whole: float
+    sharded: float
+    replicated: float
     gathered: float
     summed: float
     rate: float
@@ -76,7 +76,9 @@ class Row(NamedTuple):
 
 
 def facts(reports: Sequence[Mapping[str, Any]]) -> Facts:
-    """Of reports of one slice with the same rows per chip, at two sizes of `fsdp` or more; one also with `data`.
+    """Derive the figures from reports of one slice with the same rows per chip.
+
+    They must have two sizes of `fsdp` or more, and one of them `data`, too.
 
     Raises:
         click.ClickException: there are too few.
@@ -87,12 +89,12 @@ def facts(reports: Sequence[Mapping[str, Any]]) -> Facts:
         raise click.ClickException("expected reports of two sizes of fsdp or more, one of them with data too")
     first, last = single[0], single[-1]
     few, many = fsdp_of(first), fsdp_of(last)
-    cut = (memory_of(first) - memory_of(last)) / (1 / few - 1 / many)
+    sharded = (memory_of(first) - memory_of(last)) / (1 / few - 1 / many)
     data = summed[0]["mesh"]["data"]
     return Facts(
         busy=last["estimated_step_s"] - last["exposed_s"],
-        cut=cut,
-        whole=memory_of(last) - cut / many,
+        sharded=sharded,
+        replicated=memory_of(last) - sharded / many,
         gathered=axis_bytes(last, "fsdp") * many / (many - 1),
         summed=axis_bytes(summed[0], "data") * fsdp_of(summed[0]) / (2 * (data - 1) / data),
         rate=axis_bytes(summed[0], "fsdp") / summed[0]["roofline_s"]["link fsdp"],
@@ -103,7 +105,7 @@ def facts(reports: Sequence[Mapping[str, Any]]) -> Facts:
 
 
 def row(known: Facts, chips: int, generation: str = "v5p") -> Row:
-    """The line for so many chips."""
+    """Return the line for so many chips."""
     chip = GENERATIONS[generation]
     slices = max(1, chips // LARGEST_SLICE)
     inside = chips // slices
@@ -115,7 +117,7 @@ def row(known: Facts, chips: int, generation: str = "v5p") -> Row:
     whole = links(parse_topology(f"{generation}-{inside * chip.counted}").shape) * chip.link
     ici = (fsdp_bytes + data_bytes) / (whole if data == 1 else known.rate)
     dcn = dcn_bytes / chip.dcn
-    memory = known.cut / fsdp + known.whole
+    memory = known.sharded / fsdp + known.replicated
     return Row(
         *(chips, slices, fsdp, memory, memory <= known.available, fsdp_bytes, data_bytes, dcn_bytes, ici, dcn),
         covered_from=known.tokens * (ici + dcn) / known.busy,
@@ -128,6 +130,7 @@ def links(shape: Sequence[int]) -> int:
 
 
 def fsdp_of(report: Mapping[str, Any]) -> int:
+    """Return the size of the axis `fsdp`."""
     return report["mesh"].get("fsdp", 1)
 
 

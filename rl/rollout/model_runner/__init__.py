@@ -1,0 +1,1 @@
+"""Model runner: what an engine computes on the device, in batches of few shapes."""
