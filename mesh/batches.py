@@ -1,5 +1,8 @@
 """Batches on the devices: the rows that a process needs, and their transfer."""
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import math
 from typing import Any
 

@@ -1,5 +1,8 @@
 """XLA's persistent compilation cache: the second start of any command skips compilation."""
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import os
 from pathlib import Path
 

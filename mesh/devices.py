@@ -1,5 +1,8 @@
 """Names of devices in mesh rules, and how many devices a CPU shows."""
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import math
 import os
 import subprocess
@@ -17,12 +20,12 @@ _SOLD_AS = {"tpu-v5": "tpu-v5p", "tpu-v5-lite": "tpu-v5e", "tpu-v6-lite": "tpu-v
 
 def device_name(devices: Sequence[Any] | None = None) -> str:
     """Return `<kind>-<count>`, lower case without blanks: "cpu-1", "tpu-v5p-256", "gpu-nvidia-h200-8"."""
-    devices = jax.devices() if devices is None else devices
-    first = devices[0]
-    kind = first.device_kind.lower().replace(" ", "-")
+    shown: Sequence[Any] = jax.devices() if devices is None else devices
+    first: Any = shown[0]
+    kind: str = first.device_kind.lower().replace(" ", "-")
     if not kind.startswith(first.platform):
         kind = f"{first.platform}-{kind}"
-    return f"{_SOLD_AS.get(kind, kind)}-{len(devices)}"
+    return f"{_SOLD_AS.get(kind, kind)}-{len(shown)}"
 
 
 def platform() -> str:

@@ -9,6 +9,9 @@ for ever, without a message, on a process that is gone. The service takes a thir
 can be reported.
 """
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import itertools
 import json
 import socket

@@ -1,5 +1,8 @@
 """Values inside a shard_map: the manual axes over which they vary from device to device."""
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from collections.abc import Iterable
 
 import jax

@@ -1,5 +1,8 @@
 """The one named mesh on which everything runs."""
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import contextlib
 import math
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,12 @@ Parameters and activations use different names where they are sharded differentl
 come into force together with its mesh (`use_mesh`).
 """
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -41,7 +45,7 @@ _changed: Any = jax.make_user_context(default_value=())
 
 
 @contextlib.contextmanager
-def use_mesh(mesh: Mesh, rules: AxisRules | None = None) -> Iterator[Mesh]:
+def use_mesh(mesh: Mesh, rules: AxisRules | None = None) -> Generator[Mesh]:
     """Set the mesh of this thread, and the axis rules as in `use_rules`."""
     with use_rules(rules), jax.set_mesh(mesh):
         yield mesh

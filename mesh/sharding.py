@@ -3,6 +3,9 @@
 Everywhere the partition is read from the array's own type (explicit sharding); without a mesh nothing is sharded.
 """
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import math
 from typing import Any
 

@@ -5,6 +5,9 @@ tpu7x. A topology is written as libtpu writes it, generation and chips (`v5p:8x8
 sold (`v5p-2048`), whose number counts TensorCores on v4, v5p and tpu7x, and chips on v5e and v6e.
 """
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import dataclasses
 import functools
 import importlib.util

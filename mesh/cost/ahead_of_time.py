@@ -5,6 +5,10 @@ run, with the compiler's own plan of their memory, and its refusal where they do
 results are right is for other tests.
 """
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+
 import dataclasses
 import functools
 import re

@@ -6,6 +6,9 @@ product counts as many rows as its layer expects, and a kernel the points of its
 says so (`mesh.cost.expected`).
 """
 
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import math
 from typing import Any, NamedTuple
 
@@ -36,7 +39,7 @@ def products(jaxpr: ClosedJaxpr | Jaxpr, scope: str = "") -> Products:
         scope: name stack of what calls it.
     """
     xla = kernels = 0.0
-    inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
     for equation in inner.eqns:
         name, params = equation.primitive.name, equation.params
         within = f"{scope}/{equation.source_info.name_stack}"
@@ -46,7 +49,7 @@ def products(jaxpr: ClosedJaxpr | Jaxpr, scope: str = "") -> Products:
             xla += _ragged(equation) * filled_share(within)
         elif name == "conv_general_dilated":
             kernel = _shape(equation.invars[1])
-            per_output = math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
+            per_output: float = math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
             xla += 2.0 * math.prod(_shape(equation.outvars[0])) * per_output
         elif name == "pallas_call":
             kernels += _kernel(params, visited_points(within))
@@ -72,11 +75,11 @@ def _times(name: str, params: dict[str, Any]) -> float:
 
 def parts(params: dict[str, Any]) -> list[Any]:
     """Return the programs within an operation: of a call, of a loop's body."""
-    found = []
+    found: list[Any] = []
     for name, value in params.items():
         if name in ("cond_jaxpr", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"):
             continue
-        values = value if isinstance(value, (tuple, list)) else (value,)
+        values: Any = value if isinstance(value, (tuple, list)) else (value,)
         found += [one for one in values if isinstance(one, (ClosedJaxpr, Jaxpr))]
     return found
 

@@ -71,7 +71,7 @@ def collectives(program: HloModule, mesh: Mesh) -> list[Collective]:
         mesh: its order of devices is that of the program's partitions; of several slices, each runs the program.
     """
     grid = _coordinates(mesh)
-    found = []
+    found: list[Collective] = []
     for name, times, fused in program.weighted():
         lines = program.computations[name]
         if fused and not name.startswith(_SCATTER):

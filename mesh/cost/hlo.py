@@ -193,7 +193,9 @@ class HloModule:
 def parse(text: str) -> HloModule:
     """Parse the text of `compiled.as_text()`."""
     computations: dict[str, list[Instruction]] = {}
-    entry, current, tables = "", None, []
+    entry = ""
+    current: list[Instruction] | None = None
+    tables: list[str] = []
     for line in _joined(text):
         if current is not None:
             if line.rstrip() == "}" or line.startswith("}, execution_thread"):
@@ -260,7 +262,7 @@ def _frames(lines: Sequence[str]) -> dict[int, Frame]:
     def name(table: str, index: int) -> str:
         return json.loads(tables[table][index])
 
-    frames = {}
+    frames: dict[int, Frame] = {}
     for index, row in tables.get("StackFrames", {}).items():
         at = fields(row)
         place = fields(tables["FileLocations"][at["file_location_id"]])

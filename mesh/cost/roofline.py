@@ -97,7 +97,8 @@ def estimate(
         else:
             rest += one.times * by_bytes
     links: dict[str, float] = {}
-    exposed, hidden = 0.0, []
+    exposed = 0.0
+    hidden: list[float] = []
     for one in found:
         seconds = transfer_seconds(one, mesh, topology)
         part = min(1.0, one.beside / generation.clock / seconds) if seconds else 1.0

@@ -31,7 +31,7 @@ def largest_traced(jaxpr: ClosedJaxpr | Jaxpr, count: int = 10) -> list[Buffer]:
 def kept_for_backward(jaxpr: ClosedJaxpr | Jaxpr) -> int:
     """Return the bytes of one device that the largest loop stacks up over its iterations: what remat decides about."""
     most = 0
-    inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
     for equation in inner.eqns:
         if equation.primitive.name == "scan":
             body = equation.params["jaxpr"].jaxpr.outvars
@@ -43,7 +43,7 @@ def kept_for_backward(jaxpr: ClosedJaxpr | Jaxpr) -> int:
 
 
 def _walk(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Buffer]:
-    inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
     for equation in inner.eqns:
         below = parts(equation.params)
         for part in below:
@@ -97,5 +97,5 @@ def _array(aval: Any) -> str:
 
 def _frames(traceback: Any) -> list[Frame]:
     """Return the frames, the outermost first."""
-    frames = [] if traceback is None else traceback.frames
+    frames: list[Any] = [] if traceback is None else list(traceback.frames)
     return [Frame(one.file_name, one.function_name, one.line_num, None) for one in reversed(frames)]
