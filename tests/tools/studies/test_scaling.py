@@ -38,7 +38,7 @@ def report(fsdp: int, data: int = 1) -> dict[str, Any]:
 def test_the_reports_are_found_again():
     known = facts([report(64, 8), report(32), report(64, 2)])
     assert known.busy == 8.0 and known.tokens == 2 * 4096
-    assert (known.cut, known.whole) == (pytest.approx(CUT), pytest.approx(WHOLE))
+    assert (known.sharded, known.replicated) == (pytest.approx(CUT), pytest.approx(WHOLE))
     assert (known.gathered, known.summed) == (pytest.approx(GATHERED), pytest.approx(SUMMED))
 
 
