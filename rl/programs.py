@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from axlearn_like.layers.base import Workload
-from axlearn_like.operations.flops import causal_pairs, model_flops
+from axlearn_like.operations.flops import causal_pairs, model_flops, shared_prompt_workload
 from axlearn_like.training.programs import Tuning, rows_flops, traced
 from mesh import make_mesh
 from mesh.cost.program import Program, Programs
@@ -55,13 +55,7 @@ def _train(experiment: "RLExperiment", mesh: Mesh) -> Program:
     program, batch = trainer.program(mesh), trainer.batch(mesh, groups=cfg.groups, samples=cfg.samples)
     rows, trunk = batch["trunk"].shape
     groups, samples, new = cfg.groups, cfg.samples, cfg.max_new  # a prompt counts once, in however many rows it is
-    branches = groups * samples * new
-
-    def pairs(window: int | None) -> float:
-        seen = min(trunk, window or trunk)
-        return causal_pairs(groups, trunk, window) + causal_pairs(groups * samples, new, window) + branches * seen
-
-    flops = model_flops(cfg.policy, Workload(groups * trunk + branches, branches, pairs), backward=True)
+    flops = model_flops(cfg.policy, shared_prompt_workload(groups, trunk, samples, new), backward=True)
     counted = f"forward and backward pass of {groups} prompts of {trunk + 1} tokens, {samples} answers of {new} each"
     trace = partial(traced, program.step, mesh, trainer.axis_rules, program.state, batch)
     return Program("train", mesh, trace, rows, trunk + batch["inputs"].shape[1] * new, flops, counted)

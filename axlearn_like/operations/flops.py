@@ -35,6 +35,18 @@ def rows_workload(rows: int, length: int) -> Workload:
     return Workload(rows * length, rows * length, partial(causal_pairs, rows, length))
 
 
+def shared_prompt_workload(groups: int, trunk: int, samples: int, length: int) -> Workload:
+    """Return the work of prompts of `trunk` tokens, each computed once for its `samples` completions of `length`."""
+    branches = groups * samples * length
+
+    def pairs(window: int | None) -> float:
+        seen = min(trunk, window or trunk)  # of the prompt, by a token of a completion
+        inside = causal_pairs(groups, trunk, window) + causal_pairs(groups * samples, length, window)
+        return inside + branches * seen
+
+    return Workload(groups * trunk + branches, branches, pairs)
+
+
 def model_flops(model: ConfigBase[Any], work: Workload, *, backward: bool = False) -> float:
     """Return the FLOPs of one pass over tokens, on all devices together.
 

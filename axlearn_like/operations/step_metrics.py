@@ -32,7 +32,6 @@ class StepMetrics:
         past: Account,
         devices: Sequence[Any],
         *,
-        flops: float | None = None,
         peak: float | None = None,
     ):
         """Start counting now.
@@ -41,21 +40,21 @@ class StepMetrics:
             clock: of this process.
             past: account of the event log up to now, this process included.
             devices: of the mesh.
-            flops: model FLOPs of one step (see axlearn_like/operations/flops.py), if known.
             peak: FLOP/s of one device, if known.
         """
         self._clock, self._past, self._devices = clock, past, devices
-        self._flops, self._peak = flops, peak
+        self._peak = peak
         self._accounted = dict(clock.totals)  # included in `past`
         self._input = 0.0
 
-    def row(self, seconds: float, tokens: float, steps: int) -> dict[str, float]:
+    def row(self, seconds: float, tokens: float, steps: int, flops: float | None = None) -> dict[str, float]:
         """Return the metrics of a row.
 
         Args:
             seconds: wall time per step since the last row.
             tokens: learned since the last row.
             steps: since the last row.
+            flops: model FLOPs of these steps (see axlearn_like/operations/flops.py), if known.
 
         Returns:
             `step_seconds`, `tokens_per_second`, `input_seconds` (per step: waiting for input while the devices had
@@ -77,8 +76,8 @@ class StepMetrics:
         figures |= {f"time/{cause}": round(share, 4) for cause, share in shares.items()}
         if (memory := _device_peak(self._devices)) is not None:
             figures["device_memory_bytes"] = memory
-        if self._flops is not None and self._peak is not None and seconds > 0:
-            figures["mfu"] = round(self._flops / (seconds * self._peak * len(self._devices)), 4)
+        if flops is not None and self._peak is not None and seconds > 0:
+            figures["mfu"] = round(flops / (seconds * steps * self._peak * len(self._devices)), 4)
         return figures
 
 
@@ -105,7 +104,8 @@ class StepLog:
         self._run_metrics, self.rows = run_metrics, rows
         self._pending: tuple[int, dict[str, Any], bool] | None = None
         self._now = self._written = (start, time.monotonic())
-        self._tokens = 0.0
+        self._tokens, self._flops = 0.0, 0.0
+        self._flops_known = True
 
     @property
     def pending(self) -> dict[str, Any] | None:
@@ -117,9 +117,13 @@ class StepLog:
         """True if nothing that was dispatched is still being computed."""
         return self._pending is None or self._pending[1]["loss"].is_ready()
 
-    def add(self, step: int, metrics: Mapping[str, jax.Array | float], *, wanted: bool) -> None:
-        """Hold the metrics of `step`; write those of the step before."""
+    def add(
+        self, step: int, metrics: Mapping[str, jax.Array | float], *, wanted: bool, flops: float | None = None
+    ) -> None:
+        """Hold the metrics of `step`, and its model FLOPs if known; write those of the step before."""
         self.flush()
+        self._flops += flops or 0.0
+        self._flops_known &= flops is not None
         self._pending = (step, dict(metrics), wanted)
         self._now = (step, time.monotonic())
 
@@ -140,8 +144,9 @@ class StepLog:
             # The loop's period since the last row: with metrics read one step late, the step time.
             (now_step, now), (last_step, last) = self._now, self._written
             steps, self._written = now_step - last_step, self._now
-            measured = self._run_metrics.row((now - last) / steps, self._tokens, steps)
-            self._tokens = 0.0
+            flops = self._flops if self._flops_known else None
+            measured = self._run_metrics.row((now - last) / steps, self._tokens, steps, flops)
+            self._tokens, self._flops, self._flops_known = 0.0, 0.0, True
             row = self._writer.write(step, {**values, **measured})
             self.rows.append(row)
             for other in self._others:

@@ -24,6 +24,16 @@ def step_flops(model: ConfigBase, rows: int, length: int) -> float | None:
         return None
 
 
+def row_flops(model: ConfigBase, trunk: int, samples: int, length: int) -> float | None:
+    """Return the model FLOPs of a policy update, per row: a shared prompt and its completions; None if unknown."""
+    from axlearn_like.operations.flops import model_flops, shared_prompt_workload
+
+    try:
+        return model_flops(model, shared_prompt_workload(1, trunk, samples, length), backward=True)
+    except UserError:
+        return None
+
+
 def peak_flops(devices: Sequence[Any]) -> float | None:
     """Return the bfloat16 FLOP/s of one device; None where it is not known, as for CPUs."""
     from mesh.topology import generation_of

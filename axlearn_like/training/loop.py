@@ -22,6 +22,7 @@ class Feed(Protocol):
 
     waits: bool  # `updated` waits for the devices, so metrics are written at once instead of one step late
     tokens: str  # the metric that counts the tokens learned by a step
+    flops: float | None  # model FLOPs of the update by the last batch, if known
 
     def next(self, step: int, state: State, timeout: float) -> Any | None:
         """Return the arrays of update number `step`; None if they are not there within `timeout` seconds."""
@@ -98,7 +99,7 @@ class TrainingLoop:
         self.feed.updated(step, self.state, metrics)
         self.tiers.check()
         wanted = step % self.log_every == 0 or step == self.num_steps
-        log.add(step, {**self.feed.metrics(), **metrics}, wanted=wanted)
+        log.add(step, {**self.feed.metrics(), **metrics}, wanted=wanted, flops=self.feed.flops)
         self.beat(step)
         clock.completed(step)
         self._scalars = self._evaluate()

@@ -58,6 +58,7 @@ class TrainingConfig[T](ConfigBase[T]):
     watchdog: Watchdog.Config | None = Watchdog.Config()
     profile: Profiler.Config = Profiler.Config()
     sdc_check: SDCCheck.Config | None = None  # None: steps are not repeated
+    peak_flops: float | None = None  # FLOP/s of one device, for MFU; None: by its kind, where that is known
 
     def check_counts(self) -> None:
         """Refuse counts below 1, and evaluators of averaged parameters where nothing is averaged (UserError)."""
@@ -114,6 +115,7 @@ class Session(contextlib.ExitStack):
         self.tiers = CheckpointTiers(checkpointer, best, remote, self.events)
         self.callback(self.tiers.close)
         here = {"run_dir": run.path, "events": self.events}
+        self.peak = cfg.peak_flops or peak_flops(list(mesh.devices.flat))  # FLOP/s of one device, if known
         self._beat: Callable[[int], None] = lambda step: None
         if cfg.watchdog:
             self._beat = self.enter_context(cfg.watchdog.build(**here, doing=lambda: self.clock.cause)).beat
@@ -156,7 +158,6 @@ class Session(contextlib.ExitStack):
         learner: Learner,
         loss: SupervisedLoss,
         *,
-        flops: Callable[[], float | None] = lambda: None,
         rows_kept: int = 1,
         show: bool = False,
     ) -> TrainingLoop:
@@ -170,7 +171,6 @@ class Session(contextlib.ExitStack):
             learner: that of the program.
             loss: of evaluators.
 
-            flops: gives the model FLOPs of a step, if known.
             rows_kept: newest metrics rows that the loop keeps.
             show: progress on the terminal.
         """
@@ -185,7 +185,7 @@ class Session(contextlib.ExitStack):
             log_every=cfg.log_every,
             step_fn=CompiledStep(program.step, allowed=allowed, around=self._compiling),
             feed=feed,
-            log=self._log(step, flops, rows_kept, show and self._group.leader, feed.tokens),
+            log=self._log(step, rows_kept, show and self._group.leader, feed.tokens),
             clock=self.clock,
             tiers=self.tiers,
             evaluators=[evaluator.build(graphdef=program.graphdef, loss=loss) for evaluator in cfg.evaluators],
@@ -203,7 +203,7 @@ class Session(contextlib.ExitStack):
             found = account(read_rows(self._run.events_path))
             print(*account_lines(found), sep="\n", file=sys.stderr, flush=True)
 
-    def _log(self, start: int, flops: Callable[[], float | None], rows_kept: int, show: bool, tokens: str) -> StepLog:
+    def _log(self, start: int, rows_kept: int, show: bool, tokens: str) -> StepLog:
         cfg, leader = self._cfg, self._group.leader
         writer = MetricsWriter(self._run.path, phase=self._phase, resume_step=start, silent=not leader)
         self.callback(writer.close)
@@ -212,9 +212,8 @@ class Session(contextlib.ExitStack):
             self.callback(other.close)
         progress = self.enter_context(Progress(cfg.num_steps, start=start)) if show else None
         devices = list(self._mesh.devices.flat)
-        peak = peak_flops(devices)
         past = account(read_rows(self._run.events_path))
-        metrics = StepMetrics(self.clock, past, devices, flops=flops() if peak else None, peak=peak)
+        metrics = StepMetrics(self.clock, past, devices, peak=self.peak)
         rows = [row for row in read_rows(self._run.metrics_path) if row["phase"] == self._phase]
         return StepLog(writer, others, progress, metrics, start, deque(rows, maxlen=rows_kept), tokens=tokens)
 

@@ -136,7 +136,8 @@ class Trainer(Configurable):
             run.resolved_config_path.write_text(to_text(self.resolved()))
         where: dict[str, Any] = {"phase": "sft", "checkpoints": run.checkpoints, "config_text": to_text(cfg)}
         with graceful_stop() as stop, Session(cfg, run, self._mesh, group, **where, began=began) as session:
-            feed = InputFeed(cfg.input.build(rows=local_rows(cfg.input.batch_size)))
+            flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if session.peak else None
+            feed = InputFeed(cfg.input.build(rows=local_rows(cfg.input.batch_size)), flops)
             session.callback(feed.close)
             start = cfg.start_from.build().params if cfg.start_from else None
             state, step, extras = session.restore_or_start(program, self._learner, seed=cfg.seed, params=start)
@@ -145,7 +146,6 @@ class Trainer(Configurable):
             rule = cfg.early_stopping.build() if cfg.early_stopping else lambda rows, before: False
             loop = session.loop(
                 *(state, step, program, feed, self._learner, cfg.loss.build()),
-                flops=lambda: step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len),
                 rows_kept=cfg.early_stopping.rows + 1 if cfg.early_stopping else 1,
                 show=show,
             )
@@ -165,8 +165,9 @@ class InputFeed:
     waits = False
     tokens = "tokens"
 
-    def __init__(self, data: SupervisedInput):
-        self._data = data
+    def __init__(self, data: SupervisedInput, flops: float | None = None):
+        """`flops`: model FLOPs of an update, if known."""
+        self._data, self.flops = data, flops
 
     def next(self, step: int, state: State, timeout: float) -> Any:
         """Return the next batch, sharded."""

@@ -1,7 +1,8 @@
 """The policy trainer's feed: batches of the controller before an update, publication of the weights after it."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -37,8 +38,13 @@ class PolicyFeed:
         *,
         diff_every: int,
         sizes: Mapping[str, Any],
+        flops: Callable[[int, int, int], float | None] = lambda trunk, samples, length: None,
     ):
-        """`diff_every`: updates between comparisons by `diff`; `sizes`: keyword arguments of `pack_groups`."""
+        """`diff_every`: updates between comparisons by `diff`; `sizes`: keyword arguments of `pack_groups`;
+        `flops`: model FLOPs of a row.
+        """
+        self.flops: float | None = None
+        self._row_flops = lru_cache(flops)
         self._controller, self._publication, self._group, self._events = controller, publication, group, events
         self._objective, self._diff, self._diff_every, self._sizes = objective, diff, diff_every, sizes
         self._waiting_since: float | None = None
@@ -64,8 +70,10 @@ class PolicyFeed:
         if version % self._diff_every == 0 and (drawn_by := only_version(groups)) is not None:
             sampler = self._publication.params(drawn_by, version, params)
             figures |= self._diff.metrics(groups, batch, arrays, sampler)
-        live = batch["action_mask"][batch["weights"].any(axis=(1, 2))]
-        figures["train_tokens"] = float(live.sum() + batch["trunk_lengths"].sum())
+        live = batch["weights"].any(axis=(1, 2))
+        figures["train_tokens"] = float(batch["action_mask"][live].sum() + batch["trunk_lengths"].sum())
+        each = self._row_flops(batch["trunk"].shape[1], *batch["inputs"].shape[1:])
+        self.flops = None if each is None else float(each * live.sum())
         self._metrics = {**figures, **_staleness(groups, version), "wait_seconds": waited, "version": step}
         return arrays
 

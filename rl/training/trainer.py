@@ -10,6 +10,7 @@ speaks for all with the controller and in the log. Each pushes its own part of t
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax.sharding import Mesh
 from axlearn_like.config import REQUIRED, Configurable, errors_at
 from axlearn_like.layers.base import Params
 from axlearn_like.learner import Learner
+from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.training.losses import SupervisedLoss
@@ -194,6 +196,7 @@ class PolicyTrainer(Configurable):
                 *(controller, self._publication, objective, self.diff, group, self._session.events),
                 diff_every=cfg.logprob_diff_every,
                 sizes={**sizes, "samples_per_row": cfg.samples_per_row},
+                flops=partial(row_flops, cfg.model) if self._session.peak else lambda *sizes: None,
             )
             loss = SupervisedLoss.Config(chunks=cfg.chunks).build()  # of evaluators on supervised data
             self._loop = self._session.loop(state, step, program, feed, learner, loss)

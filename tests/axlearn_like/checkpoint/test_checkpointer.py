@@ -3,6 +3,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer, CheckpointError, restore_params
+from tests.elsewhere import ROOT
 
 
 def make_state(seed: int = 0) -> dict:
@@ -225,3 +227,45 @@ def test_the_manifest_says_what_is_inside(tmp_path):
     manifest = json.loads((tmp_path / "2" / "manifest" / "metadata").read_text())
     assert manifest["params"]["head"]["shape"] == [30, 7]
     assert manifest["params"]["head"]["dtype"] == "bfloat16"
+
+
+def test_extras_that_were_changed_are_noticed(tmp_path):
+    save_steps(tmp_path, [4, 6]).close()
+    (path,) = [p for p in (tmp_path / "6" / "extras").rglob("*") if p.is_file() and b"next_index" in p.read_bytes()]
+    path.write_bytes(path.read_bytes().replace(b"6", b"7"))
+    with pytest.raises(CheckpointError, match=r"6 is damaged \(the content of .*extras does not match its digest"):
+        save_steps(tmp_path, []).restore(abstract(make_state()))
+
+
+UNREADABLE = """
+import os, sys
+from axlearn_like.checkpoint.checkpointer import Checkpointer, CheckpointError, restore_params, verify_latest
+path = sys.argv[1]
+restore_params(path)  # everything is imported and readable
+os.chmod(sys.argv[2], 0)
+if os.geteuid() == 0:
+    os.seteuid(65534)
+for read in (restore_params, verify_latest):
+    try:
+        read(path)
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("item", ["params", "manifest", ""])
+def test_files_that_may_not_be_read_are_not_called_damaged(item):
+    with tempfile.TemporaryDirectory() as name:  # which everybody may enter, unlike tmp_path
+        os.chmod(name, 0o755)
+        save_steps(Path(name) / "steps", [2, 4]).close()
+        subprocess.run(["chmod", "-R", "a+rX", name], check=True)
+        newest = Path(name) / "steps" / "4"
+        files = [p for p in (newest / item).rglob("*") if p.is_file() and (p.name == "metadata" or item == "params")]
+        path = max(files, key=lambda p: p.stat().st_size) if item else newest.parent
+        words = [sys.executable, "-c", UNREADABLE, str(newest.parent), str(path)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+        os.chmod(path, 0o755)
+    assert done.returncode == 0, done.stderr
+    messages = done.stdout.splitlines()
+    assert len(messages) == 2 and all("cannot be " in message for message in messages), done.stdout
+    assert "damaged" not in done.stdout and "elete" not in done.stdout

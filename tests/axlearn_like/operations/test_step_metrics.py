@@ -34,8 +34,8 @@ def test_a_row_tells_speed_waiting_and_where_all_time_went(tmp_path):
 
 
 def test_mfu_is_model_flops_against_the_peak_of_all_devices(tmp_path):
-    _, live = figures(tmp_path, flops=6e12, peak=1e13)
-    assert live.row(seconds=0.5, tokens=1.0, steps=1)["mfu"] == 0.3  # 6e12 / (0.5 s x 4 x 1e13)
+    _, live = figures(tmp_path, peak=1e13)
+    assert live.row(seconds=0.5, tokens=1.0, steps=2, flops=12e12)["mfu"] == 0.3  # 6e12 / (0.5 s x 4 x 1e13)
 
 
 @pytest.mark.parametrize(

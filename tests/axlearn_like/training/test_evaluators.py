@@ -1,14 +1,17 @@
 """The loss evaluator measures what the loss function computes, on data that stays the same."""
 
+from typing import Any
+
 import jax
 import numpy as np
+import pytest
 
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.evaluators import LossEvaluator
-from axlearn_like.training.losses import SupervisedLoss, supervised_loss
+from axlearn_like.training.losses import SupervisedLoss, eval_step, supervised_loss
 from tests.axlearn_like.layers.small import initialise, small_decoder
 from tests.axlearn_like.tiny import Counting, tiny_trainer
 
@@ -38,3 +41,16 @@ def test_the_trainer_writes_it(tmp_path):
     rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in row]
     assert [row["step"] for row in rows] == [2, 4]
     assert rows[0]["eval_loss"] != rows[1]["eval_loss"]
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_it_uses_the_chunks_of_the_loss(chunks: int):
+    """With chunks no array holds the logits of all tokens, neither in an evaluation nor in what is compiled for it."""
+    graphdef, params = initialise(small_decoder())
+    vocab = small_decoder().vocab_size
+    data = counting().build()
+    step: Any = eval_step(graphdef, SupervisedLoss.Config(chunks=chunks).build())
+    text = str(step.trace(params, jax.device_put(next(data))).jaxpr)
+    assert (f"f32[2,16,{vocab}]" in text) == (chunks == 1)
+    assert f"f32[2,{16 // chunks},{vocab}]" in text
+    data.close()
