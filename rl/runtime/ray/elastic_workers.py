@@ -20,8 +20,8 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
-from rl.runtime.ray.actors import RoleGone, connect_services, server_names
 from rl.runtime.ray.fault_injection import Say
+from rl.runtime.ray.proxies import RoleGone, connect_services, server_names
 from rl.runtime.ray.session import ray_session
 from rl.runtime.ray.shutdown import GracefulShutdown
 

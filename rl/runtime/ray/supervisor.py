@@ -17,11 +17,11 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.runtime.ray.actors import RemoteRole, result, server_names, trainer_names
 from rl.runtime.ray.elastic_workers import advertise, withdraw
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.health import HealthMonitor
 from rl.runtime.ray.placement import start_actor
+from rl.runtime.ray.proxies import RemoteRole, result, server_names, trainer_names
 from rl.runtime.ray.trainer_group import Awaited, TrainerGroup
 
 MAX_DEATHS = 5  # of one role without an update in between; more are a fault of the run

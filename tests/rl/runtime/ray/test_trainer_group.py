@@ -81,7 +81,7 @@ def test_each_is_killed_and_asked_to_leave_and_the_result_is_that_of_an_undistur
     assert_same_outcome(scenario.path, calm.path)
     assert_sound(scenario.path)
     died = [row["target"] for row in events(scenario.path, "died")]
-    assert died == ["trainer-1", "trainer"], "of those that were killed with them nothing is told"
+    assert died == ["trainer-1", "trainer"], "the deaths of processes killed with them are not reported"
     ended = [(row["target"], row["cause"]) for row in events(scenario.path, "ended")]
     assert ended == [("trainer", "trainer-1"), ("trainer-1", "trainer")] * 2
     left = list(events(scenario.path, "shutdown"))

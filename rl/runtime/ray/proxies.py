@@ -1,0 +1,146 @@
+"""Proxies of roles that run in actors: roles call each other by plain method calls.
+
+Weights do not travel through these calls, but over connections of their own (see rl/parameter_server/transport).
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from axlearn_like.run.events import EventLog
+from mesh import UserError
+from mesh.distributed import process_name
+from rl.experiment import RLExperiment
+from rl.parameter_server.client import ParameterServerClient, connect
+from rl.parameter_server.transport.endpoint import Endpoint
+from rl.roles.timeouts import Timeouts, Waits
+
+CALL_MARGIN = 60.0  # seconds that a call may last beyond the time after which an unresponsive role is killed
+
+
+class RoleGone(UserError):
+    """A role has ended and will not come back."""
+
+
+def result(reference: Any, timeout: float | None = None) -> Any:
+    """Call `ray.get`, and raise an error of the actor as the actor raised it, without Ray's wrapping."""
+    try:
+        return ray.get(reference, timeout=timeout)
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, UserError) else error.as_instanceof_cause()
+        raise cause from None
+
+
+class RemoteRole:
+    """A role that runs in an actor: its methods, called synchronously.
+
+    A long call is logged as an event of the caller. A call waits up to `timeouts.restart` seconds for an actor that is
+    being restarted, and waits for one that does not answer until the driver has killed it; then the error names the
+    role.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        timeouts: Timeouts.Config,
+        *,
+        limit: float | None = None,
+        caller: str = "driver",
+        events: EventLog | None = None,
+        over: Callable[[], bool] = lambda: False,
+    ):
+        """`limit`: seconds that a call may take beyond its own `timeout`. `over()`: the run is over."""
+        self._name, self._actor, self._timeouts = name, actor, timeouts
+        self._limit = timeouts.unresponsive + CALL_MARGIN if limit is None else limit
+        self._caller, self._events, self._over = caller, events, over
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wait = kwargs.get("timeout", 0.0)
+            return self._call(method, lambda: self._actor.call.remote(method, args, kwargs), wait)
+
+        return call
+
+    def _call(self, method: str, start: Callable[[], Any], wait: float = 0.0) -> Any:
+        waits, give_up = Waits(self._timeouts.warn_after + wait), None
+        waits.begin(method)
+        while True:
+            try:
+                return self._answer(start(), method, waits, self._limit + wait)
+            except RayActorError as error:
+                if self._over():
+                    raise RoleGone(f"{self._name} is gone: {error}") from error
+                give_up = give_up or time.monotonic() + self._timeouts.restart
+                if time.monotonic() > give_up:
+                    raise UserError(
+                        f"{self._name} died and has not restarted within {self._timeouts.restart:g} s "
+                        f"(timeouts.restart): {error}"
+                    ) from error
+                self._report(method, waits, "to restart")
+                time.sleep(0.2)
+
+    def _answer(self, reference: Any, method: str, waits: Waits, limit: float) -> Any:
+        give_up = time.monotonic() + limit
+        while (left := give_up - time.monotonic()) > 0:
+            if ray.wait([reference], timeout=min(1.0, left))[0]:
+                return result(reference)
+            self._report(method, waits, f"to answer ({method})")
+        raise UserError(f"{self._name}.{method} has not answered for {limit:.0f} s")
+
+    def _report(self, method: str, waits: Waits, what: str) -> None:
+        if self._events is not None and waits.due(method):
+            seconds = round(waits.begin(method), 1)
+            self._events.append(self._caller, "waiting", who=self._caller, what=f"{self._name} {what}", seconds=seconds)
+
+
+class RemoteParameterServer(RemoteRole):
+    """The actor of a parameter server process. Other roles only ask for its address, and connect to it."""
+
+    def locate(self) -> Endpoint:
+        """Return the endpoint of the process that is alive now."""
+        return self._call("endpoint", self._actor.endpoint.remote)
+
+
+def server_names(cfg: RLExperiment.Config) -> list[str]:
+    """Return the names of the parameter server's actors, the one with the directory first."""
+    return ["parameter-server", *(f"parameter-server-{n}" for n in range(1, cfg.parameter_server.shard_servers))]
+
+
+def trainer_names(cfg: RLExperiment.Config) -> list[str]:
+    """Return the names of the trainer's actors, the leader first."""
+    return [process_name("trainer", index) for index in range(cfg.trainer.processes)]
+
+
+def connect_services(
+    caller: str,
+    actors: dict[str, Any],
+    cfg: RLExperiment.Config,
+    events: EventLog,
+    over: Callable[[], bool] = lambda: False,
+) -> tuple[Any, ParameterServerClient, Any]:
+    """Connect `caller` to the controller, the parameter server and the verifier."""
+    timeouts, known = cfg.timeouts, {"caller": caller, "events": events, "over": over}
+    controller = RemoteRole("controller", actors["controller"], timeouts, **known)
+    names = server_names(cfg)
+    servers = [RemoteParameterServer(name, actors[name], timeouts, **known) for name in names]
+
+    def on_wait(shard: int, what: str, seconds: float) -> None:
+        events.append(caller, "waiting", who=caller, what=f"{names[shard]} {what}", seconds=round(seconds, 1))
+
+    locate = [server.locate for server in servers]
+    weights = connect(
+        cfg.parameter_server,
+        locate,
+        on_wait=on_wait,
+        warn_after=timeouts.warn_after,
+        advertised_host=ray.util.get_node_ip_address(),
+    )
+    verifier = RemoteRole("verifier", actors["verifier"], timeouts, limit=timeouts.batch, **known)
+    return controller, weights, verifier
