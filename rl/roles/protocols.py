@@ -9,7 +9,7 @@ from rl.roles.messages import Group, Lease, Rollout, Score
 
 if TYPE_CHECKING:
     from rl.parameter_server.pull.fetch import PullStats
-    from rl.rollout.model_runner.runner import PlacedWeights
+    from rl.rollout.model_runner.weights import PlacedWeights
 
 
 class LeaseSource(Protocol):

@@ -1,12 +1,13 @@
-"""Request programs: what a sample does, as a generator of steps that the engine carries out.
+"""Agent loops: what a sample does, as a generator of commands that the engine carries out.
 
     def with_calculator(completion):
         while (yield Generate(strings=("</call>",))) == "stop" and (call := find_call(completion.output_tokens)):
-            result = yield Wait(pool.submit(evaluate, call))  # gives up its row; its pages stay while there is room
+            result = yield Wait(pool.submit(evaluate, call))  # frees its row; keeps its pages while there is room
             yield Observe(tokenizer.encode(result))           # tokens that are given, not drawn
 
-A step that cannot be taken raises `mesh.UserError` in the program; what a program does not catch fails its request. A
-completion is deterministic if its program is: its draws depend on the request, the sample id and the position alone.
+A command that cannot be carried out raises `mesh.UserError` in the loop; an exception that a loop does not catch fails
+its request. A completion is deterministic if its loop is: its draws depend on the request, the sample id and the
+position alone.
 """
 
 import dataclasses
@@ -21,13 +22,13 @@ from rl.roles.messages import Rollout
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generate:
-    """Draw tokens until a stop rule; answers with the finish reason ("stop" or "length").
+    """Draw tokens until a stop condition; answers with the finish reason ("stop" or "length").
 
     Once the request's `max_new` is used up it answers "length" at once, every time.
 
     Attributes:
-        max_new: at most so many tokens in this step; None: what the request still allows.
-        strings: stop strings of this step alone, beside the request's.
+        max_new: at most so many tokens by this command; None: what the request still allows.
+        strings: stop strings of this command alone, beside the request's.
     """
 
     max_new: int | None = None
@@ -47,17 +48,17 @@ class Observe:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Give up the row until the future is done; answers with its result, or raises its exception in the program."""
+    """Give up the row until the future is done; answers with its result, or raises its exception in the loop."""
 
     future: Future[Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fork:
-    """Fork copies of all tokens so far, each continued by `agent_loop`; answers with the completions.
+    """Copy all tokens so far into new completions, each continued by `agent_loop`; answers with the completions.
 
     Attributes:
-        samples: the completions' sample ids, new in the request: they make the keys of their draws.
+        samples: sample ids of the copies, new in the request: they make the keys of their draws.
     """
 
     agent_loop: "AgentLoop"
@@ -75,13 +76,16 @@ Command = Generate | Observe | Wait | Fork | Join
 
 
 class Completion(Protocol):
-    """What a program sees of the sequence it steers."""
+    """The sequence that an agent loop steers, as the loop sees it."""
 
     @property
-    def sample(self) -> int: ...
+    def sample(self) -> int:
+        """The sample id, unique in the request."""
+        ...
+
     @property
     def prompt(self) -> np.ndarray:
-        """int32, as it was asked."""
+        """int32, as requested."""
         ...
 
     @property
@@ -90,14 +94,19 @@ class Completion(Protocol):
         ...
 
     @property
-    def ended(self) -> bool: ...
-    def rollout(self) -> Rollout: ...
+    def ended(self) -> bool:
+        """True once its loop has ended."""
+        ...
+
+    def rollout(self) -> Rollout:
+        """Return its tokens and their records so far."""
+        ...
 
 
 AgentLoop = Callable[[Completion], Generator[Command, Any, None]]
 
 
 def single_turn(completion: Completion) -> Generator[Command, Any, None]:
-    """One completion."""
+    """Generate once."""
     del completion
     yield Generate()

@@ -1,4 +1,4 @@
-"""The engine's programs, compiled for TPUs that are not there (see `mesh.cost.ahead_of_time`)."""
+"""Ahead-of-time compilation of the engine's programs for absent TPUs (see `mesh.cost.ahead_of_time`)."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from mesh.cost.ahead_of_time import compile_step
 from mesh.cost.ahead_of_time import memory_per_device as _memory_per_device
 from mesh.topology import Topology, parse_topology, topology_devices
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.runner import Device, Dispatch
+from rl.rollout.model_runner.runner import Dispatch, ModelRunner
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class CompiledStep:
 
     Attributes:
         name: the kind of dispatch and its rows.
-        arguments: of weights, pool and host arrays, those that it uses.
+        arguments: weights, pool and host arrays that it uses.
         outputs: the pool included.
-        aliased: of the outputs, what lies where an argument lay. All of the pool, where it is not copied.
-        temporary: what the program needs besides.
+        aliased: the part of the outputs that is updated in place. All of the pool, unless it is copied.
+        temporary: other memory of the program.
         code: of the program itself.
         weights: as the engine holds them.
-        pool: the whole of it.
-        tokens: that the pool holds.
+        pool: all of it.
+        tokens: capacity of the pool.
         seconds: to compile.
     """
 
@@ -46,24 +46,24 @@ class CompiledStep:
 
     @property
     def beside(self) -> int:
-        """What is needed while it runs, beside weights and pool."""
+        """Memory that it needs while it runs, beside weights and pool."""
         from_host = max(0, self.arguments - self.weights - self.pool)
         return from_host + self.outputs - self.aliased + self.temporary
 
 
 def engine_dispatches(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[Mesh, list[Dispatch]]:
     """Return the engine's mesh, and the dispatches that it runs, of each kind the largest."""
-    device = _described_device(cfg, devices)
-    return device.mesh, device.dispatches()
+    runner = _described_runner(cfg, devices)
+    return runner.mesh, runner.dispatches()
 
 
 def compile_engine(
-    cfg: RolloutEngine.Config, topology: str, *, only: Items[str] = ("prefill", "decode", "copy", "blank")
+    cfg: RolloutEngine.Config, topology: str, *, only: Items[str] = ("prefill", "decode", "copy", "zero")
 ) -> list[CompiledStep]:
     """Compile the largest dispatch of each kind that an engine runs.
 
     Args:
-        cfg: of the engine; an empty mesh means tensor parallelism over all devices of the topology.
+        cfg: its mesh; an empty one means tensor parallelism over all devices of the topology.
         topology: generation and chips, e.g. "v5p:2x2x1" or "v6e:2x4".
         only: kinds of dispatches.
 
@@ -71,15 +71,15 @@ def compile_engine(
         UserError: libtpu is missing, there is no such topology, the mesh is not one of it, or a program does not fit.
     """
     found = parse_topology(topology)
-    device = _described_device(cfg, topology_devices(found))
-    assert device.params is not None
-    weights, pool = _bytes(device.params), _bytes(device.pool)
+    runner = _described_runner(cfg, topology_devices(found))
+    assert runner.params is not None
+    weights, pool = _bytes(runner.params), _bytes(runner.pool)
     steps = []
-    for dispatch in device.dispatches():
+    for dispatch in runner.dispatches():
         if dispatch.kind not in only:
             continue
         name = dispatch.name
-        compiled = compile_step(name, dispatch.trace, device.mesh, found)
+        compiled = compile_step(name, dispatch.trace, runner.mesh, found)
         if compiled.executable is None or compiled.memory is None:
             assert compiled.shortage is not None
             raise UserError(
@@ -97,7 +97,7 @@ def compile_engine(
                 code=memory.code,
                 weights=weights,
                 pool=pool,
-                tokens=_pages(cfg) * cfg.page_size,
+                tokens=cfg.pool_pages * cfg.page_size,
                 seconds=compiled.cost.compile_s,
             )
         )
@@ -105,17 +105,19 @@ def compile_engine(
 
 
 def largest_pool(cfg: RolloutEngine.Config, topology: str, *, weights_held: int = 2) -> int:
-    """The pages that fit into the memory that weights and programs leave.
+    """Return the number of pages that fit beside weights and programs.
 
-    Found by compiling for a small pool, for what a program needs besides the pool does not depend on its size.
+    Found by compiling for a small pool: what a program needs besides the pool does not depend on its size.
 
     Args:
-        weights_held: 2 leaves room for a new version beside the one in use, which is what `set_weights` needs.
+        cfg: its `pages` are not used.
+        topology: as `compile_engine`'s.
+        weights_held: 2 leaves room for a new version beside the one in use, as `set_weights` needs.
 
     Raises:
         UserError: not one sequence of full length fits.
     """
-    least = _pages(cfg.clone(max_num_seqs=1, pages=None))
+    least = cfg.clone(max_num_seqs=1, pages=None).pool_pages
     steps = compile_engine(cfg.clone(pages=least), topology)
     rest = weights_held * steps[0].weights + max(step.beside for step in steps) + sum(step.code for step in steps)
     pages = (memory_per_device(topology) - rest) // (steps[0].pool // least)
@@ -128,21 +130,16 @@ def largest_pool(cfg: RolloutEngine.Config, topology: str, *, weights_held: int 
 
 
 def memory_per_device(topology: str | Topology) -> int:
-    """Bytes that the compiler gives to programs."""
+    """Return the bytes that the compiler gives to programs."""
     return _memory_per_device(parse_topology(topology) if isinstance(topology, str) else topology)
 
 
-def _described_device(cfg: RolloutEngine.Config, devices: Items[Any]) -> Device:
-    cfg = cfg.clone(mesh=cfg.mesh or {"tensor": len(devices)})
-    return Device(cfg, pages=_pages(cfg), longest=cfg.max_prompt + cfg.max_new, described=devices)
-
-
-def _pages(cfg: RolloutEngine.Config) -> int:
-    return cfg.pages or 1 + cfg.max_num_seqs * -(-(cfg.max_prompt + cfg.max_new) // cfg.page_size)
+def _described_runner(cfg: RolloutEngine.Config, devices: Items[Any]) -> ModelRunner:
+    return ModelRunner(cfg.clone(mesh=cfg.mesh or {"tensor": len(devices)}), devices)
 
 
 def _bytes(described: Any) -> int:
-    """Of one device."""
+    """Return the bytes on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(described)
     )

@@ -1,6 +1,6 @@
-"""Requests under way: their programs carried from command to command, and how each of them ends.
+"""The lifecycle of requests: their agent loops run command by command, and every way in which they end.
 
-Whatever a request's own code does (an agent loop, a callback, a tool's future), it is that request which fails.
+An error in a request's own code (an agent loop, a callback, a tool's future) fails that request alone.
 """
 
 from collections.abc import Callable
@@ -14,70 +14,62 @@ from rl.roles.messages import FinishReason
 from rl.rollout.agent_loop import AgentLoop, Command, Fork, Generate, Join, Observe, Wait, single_turn
 from rl.rollout.request import RequestOutput
 from rl.rollout.scheduler import Scheduler
-from rl.rollout.sequence import Sequence, SequenceGroup, State, overdue
+from rl.rollout.sequence import Sequence, SequenceGroup
 from rl.rollout.validation import outside
 
-_LATER: Any = object()  # instead of an answer: the step takes its time
+_PENDING: Any = object()  # the answer of a command that takes its time
 
 
 class Lifecycle:
-    """All groups that have not ended, and what is to be told of them."""
+    """All unfinished requests, and the outputs and tokens to report."""
 
     def __init__(self, scheduler: Scheduler, vocab: int, decode: Callable[[Any], str] | None):
-        self._scheduler, self._vocab, self._text = scheduler, vocab, decode
+        self._scheduler, self._vocab, self._decode = scheduler, vocab, decode
         self.groups: dict[int, SequenceGroup] = {}
         self.failed = 0
-        self._done: list[SequenceGroup] = []  # ended, to be handed out
-        self._news: list[Sequence] = []  # have tokens that on_tokens has not seen
+        self._finished: list[SequenceGroup] = []  # not collected yet
+        self._extended: list[Sequence] = []  # with tokens that on_tokens has not seen
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way, and nothing to be handed out."""
-        return not (self.groups or self._done)
+        """True with no request unfinished, and no output to collect."""
+        return not (self.groups or self._finished)
 
-    # ---- beginnings
+    # ---- starts
 
-    def begin(self, group: SequenceGroup) -> None:
-        """Take up a request. Its samples share a prefix until the prompt is in the pool, but for partial ones."""
+    def start(self, group: SequenceGroup) -> None:
+        """Start a request. Its samples share the prompt until it is in the pool, except for partial ones."""
         self.groups[group.number] = group
         request = group.request
         prompt = request.prompt.tokens.tolist()
         if request.samples > 1 and not request.partial:
-            return self._scheduler.enqueue(self._new(group, -1, prompt, None))
-        known = {rollout.sample_id: rollout for rollout in request.partial}
-        sequences = [self._new(group, sample, list(prompt), request.agent_loop) for sample in sorted(known) or [0]]
+            return self._scheduler.enqueue(Sequence(group, -1, prompt, None))
+        partial = {rollout.sample_id: rollout for rollout in request.partial}
+        sequences = [Sequence(group, sample, list(prompt), request.agent_loop) for sample in sorted(partial) or [0]]
         for sequence in sequences:
-            if (rollout := known.get(sequence.sample)) is not None:
-                sequence.resume_from(rollout)
-                if rollout.finish_reason in ("stop", "length"):  # it had ended already
-                    sequence.reason = rollout.finish_reason
-                    self._end(sequence)
+            if (rollout := partial.get(sequence.sample)) is not None and sequence.continue_from(rollout):
+                self._end(sequence)
             self.resume(sequence)
 
     def fan_out(self, prefix: Sequence) -> None:
-        """The prompt is in the pool: its samples share it."""
+        """Start the samples of a prompt that is in the pool."""
         request = prefix.group.request
-        completions = [self._fork_from(prefix, sample, request.agent_loop) for sample in range(request.samples)]
+        completions = [self._copy(prefix, sample, request.agent_loop) for sample in range(request.samples)]
         self._scheduler.end(prefix)
         for completion in completions:
             self.resume(completion)
 
-    def _new(self, group: SequenceGroup, sample: int, tokens: list[int], agent_loop: AgentLoop | None) -> Sequence:
-        sequence = Sequence(group, sample, tokens, agent_loop)
-        group.sequences.append(sequence)
-        return sequence
+    def _copy(self, parent: Sequence, sample: int, agent_loop: AgentLoop) -> Sequence:
+        copy = Sequence(parent.group, sample, list(parent.tokens), agent_loop)
+        copy.inherit(parent)
+        self._scheduler.kv_cache.share(parent, copy)
+        return copy
 
-    def _fork_from(self, parent: Sequence, sample: int, agent_loop: AgentLoop) -> Sequence:
-        completion = self._new(parent.group, sample, list(parent.tokens), agent_loop)
-        completion.inherit(parent)
-        self._scheduler.kv_cache.share(parent, completion)
-        return completion
-
-    # ---- programs
+    # ---- agent loops
 
     def resume(self, sequence: Sequence, answer: Any = None, failure: Exception | None = None) -> None:
-        """Let its program go on with the answer to its last command, until it wants tokens drawn, waits, or ends."""
-        while not sequence.ended:  # as it is once a step has made the request fail
+        """Run an agent loop on from the answer to its last command, until it draws tokens, waits, or ends."""
+        while not sequence.ended:  # as it is once a command has made the request fail
             try:
                 command = sequence.advance(answer, failure)
             except StopIteration:
@@ -85,42 +77,38 @@ class Lifecycle:
             except Exception as error:
                 return self.fail(sequence, repr(error))
             try:
-                answer, failure = self._take_up(sequence, command), None
-            except UserError as error:  # a step that cannot be taken: the program is told
+                answer, failure = self._execute(sequence, command), None
+            except UserError as error:  # raised in the loop
                 answer, failure = None, error
-            if answer is _LATER:
+            if answer is _PENDING:
                 return None
 
-    def _take_up(self, sequence: Sequence, command: Command) -> Any:
-        """The answer to the command, or _LATER. Raises UserError if it cannot be taken."""
+    def _execute(self, sequence: Sequence, command: Command) -> Any:
+        """Return the answer to the command, or _PENDING. Raises UserError if it cannot be carried out."""
         match command:
             case Generate():
-                sequence.begin(command, self._text)
-                if sequence.limit > len(sequence.tokens):
-                    self._scheduler.enqueue(sequence)
-                    return _LATER
-                sequence.reason = "length"
-                return "length"
+                if not sequence.generate(command, self._decode):
+                    return "length"
+                self._scheduler.enqueue(sequence)
+                return _PENDING
             case Observe():
                 return self._observe(sequence, command)
             case Fork():
                 return self._fork(sequence, command)
             case Wait() | Join():
                 _check_wait(sequence, command)
-                sequence.waits_for = command
-                self._scheduler.park(sequence)
-                return _LATER
+                self._scheduler.park(sequence, command)
+                return _PENDING
             case _:
-                raise UserError(
-                    f"{sequence.name}: its agent loop yielded {command!r}; expected Generate, Observe and so on"
-                )
+                expected = "Generate, Observe, Wait, Fork or Join"
+                raise UserError(f"{sequence.name}: its agent loop yielded {command!r}; expected {expected}")
 
     def _observe(self, sequence: Sequence, command: Observe) -> int:
         tokens = np.asarray(command.tokens, np.int64)
         if (wrong := outside(tokens, self._vocab)) is not None:
             raise UserError(f"{sequence.name} observes token {wrong}; the vocabulary is 0 to {self._vocab - 1}")
         taken = sequence.observe(tokens.tolist(), self._scheduler.version)
-        self.tell(sequence)
+        self.extended(sequence)
         return taken
 
     def _fork(self, sequence: Sequence, command: Fork) -> list[Sequence]:
@@ -131,18 +119,18 @@ class Lifecycle:
                     f"{sequence.name} forks to sample {sample}; its draws need an id of their own, 0 to 2**32 - 1"
                 )
             taken.add(sample)
-        completions = [self._fork_from(sequence, sample, command.agent_loop) for sample in command.samples]
+        completions = [self._copy(sequence, sample, command.agent_loop) for sample in command.samples]
         for completion in completions:
             self.resume(completion)
         return completions
 
     def poll(self) -> None:
-        """Deadlines, and those that wait for something which has come."""
-        for group in [group for group in self.groups.values() if overdue(group)]:
-            self.cut(group, "deadline")
+        """End requests that are overdue, and resume loops whose wait is over."""
+        for group in [group for group in self.groups.values() if group.overdue]:
+            self.end_group(group, "deadline")
         for sequence in list(self._scheduler.parked):
             if sequence.ended:
-                continue  # its request was cut meanwhile
+                continue  # its request ended in this loop
             match sequence.waits_for:
                 case Wait(future) if future.done():
                     self._scheduler.withdraw(sequence)
@@ -153,59 +141,57 @@ class Lifecycle:
 
     # ---- ends
 
-    def leave_row(self, sequence: Sequence, reason: FinishReason) -> None:
-        """It has drawn what its step asked for."""
-        sequence.reason = reason
+    def generated(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Finish a Generate command: the sequence leaves its row, and its loop runs on."""
+        sequence.stop(reason)
         self._scheduler.withdraw(sequence)
         self.resume(sequence, reason)
 
     def fail(self, sequence: Sequence, why: str) -> None:
-        """End its request with an error."""
+        """End the request of a sequence with an error."""
         self.failed += 1
         sequence.group.error = f"{sequence.name}: {why}"
-        self.cut(sequence.group, "error")
+        self.end_group(sequence.group, "error")
 
-    def cut(self, group: SequenceGroup, reason: FinishReason) -> None:
+    def end_group(self, group: SequenceGroup, reason: FinishReason) -> None:
         """End what is left of a request."""
         for sequence in [one for one in group.sequences if not one.ended]:
-            sequence.reason = reason
-            self._scheduler.end(sequence)
+            self._scheduler.end(sequence, reason)
             try:
                 sequence.close()
-            except Exception as error:  # of the program's own last words
+            except Exception as error:  # from the loop's own clean-up
                 group.error = group.error or f"{sequence.name}, when ended: {error!r}"
-            if sequence.is_prefix:  # its samples were still to come
+            if sequence.is_prefix:  # its samples had not started
                 for sample in range(group.request.samples):
-                    completion = self._new(group, sample, list(sequence.tokens), single_turn)
-                    completion.reason, completion.state = reason, State.ENDED
-        self._settle(group)
+                    Sequence(group, sample, list(sequence.tokens), single_turn).end(reason)
+        self._finish_if_ended(group)
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.end(sequence)
-        self._settle(sequence.group)
+        self._finish_if_ended(sequence.group)
 
-    def _settle(self, group: SequenceGroup) -> None:
+    def _finish_if_ended(self, group: SequenceGroup) -> None:
         if group.ended and self.groups.pop(group.number, None) is not None:
-            self._done.append(group)
+            self._finished.append(group)
 
-    # ---- what is told
+    # ---- reports
 
-    def tell(self, sequence: Sequence) -> None:
-        """It has new tokens."""
+    def extended(self, sequence: Sequence) -> None:
+        """Note that a sequence has new tokens."""
         if sequence.group.on_tokens is not None:
-            self._news.append(sequence)
+            self._extended.append(sequence)
 
-    def hand_out(self) -> list[RequestOutput]:
-        """What has finished; tells the streams what there is before."""
-        news, self._news = self._news, []
-        for sequence in news:
+    def collect(self) -> list[RequestOutput]:
+        """Call on_tokens for new tokens, then return the outputs of finished requests."""
+        extended, self._extended = self._extended, []
+        for sequence in extended:
             try:
                 sequence.report()
             except Exception as error:
                 if sequence.group.error is None:
                     self.fail(sequence, f"on_tokens raised {error!r}")
-        done, self._done = self._done, []
-        return [group.finished() for group in done]
+        finished, self._finished = self._finished, []
+        return [group.output() for group in finished]
 
 
 def _check_wait(sequence: Sequence, command: Wait | Join) -> None:
@@ -216,7 +202,7 @@ def _check_wait(sequence: Sequence, command: Wait | Join) -> None:
 
 
 def _outcome(future: Future[Any]) -> tuple[Any, Exception | None]:
-    """What a finished future gives: its result, or its exception."""
+    """Return the result of a finished future, or its exception."""
     try:
         error = future.exception()
     except CancelledError as cancelled:

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers."""
+"""Requests to the engine, and their results."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,7 @@ OnTokens = Callable[[int, np.ndarray, np.ndarray], None]  # (sample id, tokens i
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StopConditions:
-    """When a completion ends.
+    """Conditions that end a completion.
 
     Attributes:
         tokens: any of these ends it, and is an action of it.
@@ -36,10 +36,10 @@ class Request:
         sampler, stop: None: the engine's.
         deadline: seconds from submission; what there is by then is returned with finish reason "deadline".
         adapter: name of a set of adapter weights, None for the policy itself.
-        priority: higher goes first; among equals, whoever came first.
+        priority: higher goes first; among equals, the earlier one.
         agent_loop: what each sample does; by default, generate once.
-        partial: rollouts of this request to go on from, as an abort returned them; other samples are not drawn, and
-            those that ended by "stop" or "length" come out as they are. A program begins anew, on these tokens.
+        partial: rollouts of this request to continue, as an abort returned them; other samples are not drawn, and those
+            that ended by "stop" or "length" are returned unchanged. An agent loop starts again, on these tokens.
     """
 
     prompt: Prompt
@@ -55,13 +55,13 @@ class Request:
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """The request's name in messages."""
         return f"prompt {self.prompt.id} ({self.prompt.family})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The end of a request: its rollouts in order of sample id, and what went wrong, if anything did."""
+    """The result of a request: its rollouts in order of sample id, and the error that ended it, if one did."""
 
     number: int
     rollouts: tuple[Rollout, ...]

@@ -1,9 +1,9 @@
 """Drawing tokens: the distribution, its log-probabilities, and keys that depend on nothing but the request.
 
-The key of a draw is a function of (seed, prompt id, sample id, position in the completion). It knows neither batch,
-slot nor worker, so a lost rollout can be generated again, anywhere, and come out the same. So that the same holds for
-the distribution, sequences of different rules share one compiled step (`Rules` are arrays, a row a sequence), and each
-row comes out with the bits it would have alone.
+The key of a draw is a function of (seed, prompt id, sample id, position in the completion), not of batch, row or
+worker, so a lost rollout can be generated again, anywhere, with the same tokens. For the same to hold of the
+distribution, sequences of different parameters share one compiled step (`SamplingMetadata` has a row a sequence), and
+each row has the bits it would have alone.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ STRONGEST_BIAS = 100.0
 
 
 class Sampler(Configurable):
-    """How tokens are drawn; log-probabilities are those of exactly the distribution drawn from.
+    """Sampling parameters; log-probabilities are those of exactly the distribution drawn from.
 
-    Each rule works on what the former left, in the order of the fields, after `logit_bias` and `repetition_penalty`.
-    Tokens of equal probability stay or go together, so a cut may leave more than `top_k` tokens.
+    Each parameter works on what the previous one left, in the order of the fields, after `logit_bias` and
+    `repetition_penalty`. Tokens of equal probability stay or go together, so a cut may leave more than `top_k` tokens.
     """
 
     class Config(ConfigBase["Sampler"]):
@@ -47,7 +47,7 @@ class Sampler(Configurable):
 
     @staticmethod
     def check(cfg: Config, vocab: int, where: str) -> None:
-        """Refuse rules that no sampler of `vocab` tokens can follow; `where` is the path of `cfg` in the request.
+        """Refuse parameters that no sampler of `vocab` tokens can follow; `where` is the path of `cfg` in the request.
 
         Raises:
             UserError: a value out of its range, or a bias on a token that does not exist.
@@ -88,8 +88,8 @@ def _check_values(cfg: Sampler.Config, where: str) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rules:
-    """The sampling rules of a batch as arrays [r], a row a sequence; fields as in `Sampler.Config`."""
+class SamplingMetadata:
+    """The sampling parameters of a batch as arrays [r], a row a sequence; fields as in `Sampler.Config`."""
 
     temperature: jax.Array | np.ndarray  # float32
     top_k: jax.Array | np.ndarray  # int32; the size of the vocabulary for "all tokens"
@@ -99,18 +99,18 @@ class Rules:
 
 
 def plain(cfg: Sampler.Config) -> bool:
-    """Whether a temperature above 0 is all there is: no truncation, no penalty, no bias."""
+    """Return True if a temperature above 0 is all there is: no truncation, no penalty, no bias."""
     whole = cfg.top_k is None and cfg.top_p == 1 and cfg.min_p == 0
     return whole and cfg.temperature > 0 and cfg.repetition_penalty == 1 and not cfg.logit_bias
 
 
-def pack_metadata(configs: Sequence[Sampler.Config], vocab: int) -> Rules:
-    """Rules of valid configs, one a row, as numpy arrays."""
+def pack_metadata(configs: Sequence[Sampler.Config], vocab: int) -> SamplingMetadata:
+    """Return the arrays of valid configs, one a row, as numpy arrays."""
 
     def column(name: str) -> np.ndarray:
         return np.array([getattr(cfg, name) for cfg in configs], np.float32)
 
-    return Rules(
+    return SamplingMetadata(
         temperature=column("temperature"),
         top_k=np.array([min(cfg.top_k or vocab, vocab) for cfg in configs], np.int32),
         top_p=column("top_p"),
@@ -120,7 +120,7 @@ def pack_metadata(configs: Sequence[Sampler.Config], vocab: int) -> Rules:
 
 
 def pack_bias(configs: Sequence[Sampler.Config], vocab: int) -> np.ndarray | None:
-    """float32 [r, vocab], what to add to the raw logits of each row; None if no row has a bias."""
+    """Return float32 [r, vocab] to add to the raw logits of each row; None if no row has a bias."""
     if not any(cfg.logit_bias for cfg in configs):
         return None
     rows = np.zeros((len(configs), vocab), np.float32)
@@ -132,19 +132,19 @@ def pack_bias(configs: Sequence[Sampler.Config], vocab: int) -> np.ndarray | Non
 
 def distribution(
     logits_rv: jax.Array,
-    rules: Rules,
+    metadata: SamplingMetadata,
     *,
     seen_rv: jax.Array | np.ndarray | None,
     bias_rv: jax.Array | np.ndarray | None,
     plain: bool,
 ) -> jax.Array:
-    """The logits of the distribution drawn from, float32 [r, vocab]; tokens that are never drawn have NEVER.
+    """Return the logits of the distribution drawn from, float32 [r, vocab]; tokens that are never drawn have NEVER.
 
-    Rows do not touch each other. A row whose own rules are plain has the same bits on both paths.
+    Rows do not affect each other. A row whose own parameters are plain has the same bits on both paths.
 
     Args:
         logits_rv: the model's, any float dtype.
-        rules: arrays, not constants, where it matters: XLA divides by an array, but multiplies by a constant's
+        metadata: arrays, not constants, where it matters: XLA divides by an array, but multiplies by a constant's
             reciprocal, which is another number.
         seen_rv: bool, tokens of the prompt and of the completion so far; None if no row has a repetition penalty
             (Keskar et al. 2019, arXiv 1909.05858, section 4.1, for logits of either sign).
@@ -153,60 +153,60 @@ def distribution(
     """
     logits = logits_rv.astype(jnp.float32)
     if plain:
-        return logits / rules.temperature[..., None]
-    # Columns [r, 1] that are spread over the mesh as the logits are, whatever the rules were.
-    rules = jax.tree.map(lambda rule: rule[..., None] + jnp.zeros_like(logits[..., :1], rule.dtype), rules)
+        return logits / metadata.temperature[..., None]
+    # Columns [r, 1] that are sharded as the logits are.
+    metadata = jax.tree.map(lambda column: column[..., None] + jnp.zeros_like(logits[..., :1], column.dtype), metadata)
     if bias_rv is not None:
         logits = logits + jnp.where(bias_rv == 0, -0.0, bias_rv)  # x + 0.0 is not x where x is -0.0
     if seen_rv is not None:
-        penalised = jnp.where(logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty)
+        penalised = jnp.where(logits > 0, logits / metadata.repetition_penalty, logits * metadata.repetition_penalty)
         logits = jnp.where(seen_rv, penalised, logits)
-    greedy = rules.temperature == 0
+    greedy = metadata.temperature == 0
     best = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1, keepdims=True)  # the first of equals
-    scaled = logits / jnp.where(greedy, 1.0, rules.temperature)
-    dropped = (greedy & ~best) | (~greedy & (scaled < _smallest_kept(scaled, rules)))
-    certain = greedy & ~jnp.isnan(scaled)  # what a broken model says must not be scored as certain
+    scaled = logits / jnp.where(greedy, 1.0, metadata.temperature)
+    dropped = (greedy & ~best) | (~greedy & (scaled < _smallest_kept(scaled, metadata)))
+    certain = greedy & ~jnp.isnan(scaled)  # a broken model's tokens must not be scored as certain
     return jnp.where(dropped, NEVER, jnp.where(certain, 0.0, scaled))
 
 
-def _smallest_kept(logits_rv: jax.Array, rules: Rules) -> jax.Array:
-    """The smallest logit that top_k, top_p and min_p leave in each row, [r, 1]; so are the rules' columns here.
+def _smallest_kept(logits_rv: jax.Array, metadata: SamplingMetadata) -> jax.Array:
+    """Return the smallest logit that top_k, top_p and min_p leave in each row, [r, 1]; metadata is [r, 1] here.
 
-    min_p compares with the likeliest token, which every rule leaves, so it needs neither the order of the tokens nor
-    what the other two left. Those need one sort, done only if some row asks for it.
+    min_p compares with the likeliest token, which is never dropped, so it needs neither the order of the tokens nor
+    the result of the other two. Those need one sort, done only if some row asks for it.
     """
 
     def by_rank() -> jax.Array:
         ordered = -jnp.sort(-logits_rv, axis=-1)
         rank = jnp.arange(ordered.shape[-1])
-        kth = jnp.min(ordered, axis=-1, keepdims=True, where=rank < rules.top_k, initial=jnp.inf)
+        kth = jnp.min(ordered, axis=-1, keepdims=True, where=rank < metadata.top_k, initial=jnp.inf)
         mass = jax.nn.softmax(jnp.where(ordered < kth, NEVER, ordered), axis=-1)
         mass_before = jnp.cumsum(mass, axis=-1) - mass
         # In float32 a tiny top_p is 0, and a sum of masses may reach 1 before the last token.
-        nucleus = (mass_before < rules.top_p) | (rank == 0) | (rules.top_p == 1)
+        nucleus = (mass_before < metadata.top_p) | (rank == 0) | (metadata.top_p == 1)
         last = jnp.min(ordered, axis=-1, keepdims=True, where=nucleus, initial=jnp.inf)
         return jnp.maximum(kth, last)
 
-    ranked = jnp.any((rules.top_k < logits_rv.shape[-1]) | (rules.top_p < 1))
+    ranked = jnp.any((metadata.top_k < logits_rv.shape[-1]) | (metadata.top_p < 1))
     smallest = jax.lax.cond(ranked, by_rank, lambda: jnp.min(logits_rv, axis=-1, keepdims=True))
-    return jnp.maximum(smallest, jnp.max(logits_rv, axis=-1, keepdims=True) + jnp.log(rules.min_p))
+    return jnp.maximum(smallest, jnp.max(logits_rv, axis=-1, keepdims=True) + jnp.log(metadata.min_p))
 
 
 def draw(keys_r: jax.Array, logits_rv: jax.Array) -> tuple[jax.Array, Chosen]:
-    """A token of each row's distribution, int32 [r], and its log-probability under it, in parts.
+    """Draw a token of each row's distribution, int32 [r]; returns it and its log-probability, in parts.
 
     Args:
         keys_r: a PRNG key for each row. [r] may be several axes.
-        logits_rv: what `distribution` returned.
+        logits_rv: the result of `distribution`.
     """
-    # What comes next is compiled alike for all distributions. Fused with what made the logits, the log-probability
+    # The rest is compiled alike for all distributions. Fused with the computation of the logits, the log-probability
     # would be rounded in other places, and differ in its last bit between the two paths above.
     logits_rv = no_fuse(logits_rv)
     noise = jax.random.gumbel
     for _ in range(keys_r.ndim):
         noise = jax.vmap(noise, in_axes=(0, None))
-    # As `jax.random.categorical` does it, but apart: XLA's CPU code takes the logarithms of the noise one by one where
-    # it fuses them into the search for the largest, four times as slow.
+    # Like `jax.random.categorical`, but not fused: XLA's CPU code takes the logarithms of the noise one by one where it
+    # fuses them into the search for the largest, four times as slow.
     scores = no_fuse(noise(keys_r, logits_rv.shape[-1:]) + logits_rv)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
@@ -215,7 +215,7 @@ def draw(keys_r: jax.Array, logits_rv: jax.Array) -> tuple[jax.Array, Chosen]:
 
 
 def row_keys(identity: jax.Array) -> jax.Array:
-    """PRNG keys [r] of samples; folding in the position in the completion gives the key of a draw.
+    """Return PRNG keys [r] of samples; folding in the position in the completion gives the key of a draw.
 
     Args:
         identity: uint32 [r, 4]: seed, high and low half of the prompt's id, sample id.

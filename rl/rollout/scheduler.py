@@ -1,61 +1,64 @@
-"""Who is prefilled, who has a row, who gives up pages: the scheduler of sequences. Host code, no device.
+"""The scheduler of sequences: rows of the batch, prefill order, pages and preemption. Host code, no device.
 
-Waiting sequences go in order of (priority, arrival, sample). When pages run out, prefixes kept for later go first;
-then the sequence that would go last gives up its pages, keeps its tokens, and waits to be prefilled again.
+Waiting sequences go in order of (priority, arrival, sample). When pages run out, cached prefixes go first; then the
+sequence that would go last gives up its pages, keeps its tokens, and waits to be prefilled again.
 """
 
 import bisect
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from rl.roles.messages import FinishReason
+from rl.rollout.agent_loop import Join, Wait
 from rl.rollout.kv_cache.manager import KVCacheManager, PageCopy
 from rl.rollout.sequence import Sequence, State
 
 
 class Scheduler:
-    """Rows and pages for sequences. The engine says what happened; the scheduler says what to do next."""
+    """Rows and pages for sequences. The engine reports what happened; the scheduler says what to do next."""
 
     def __init__(self, kv_cache: KVCacheManager, max_num_seqs: int, keep_completions: bool = True):
         self.kv_cache, self._max_num_seqs, self._keep_completions = kv_cache, max_num_seqs, keep_completions
-        self.running: list[Sequence] = []  # in order, as the waiting are
+        self.running: list[Sequence] = []  # in order, as the waiting ones
         self.parked: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self.version = -1  # of the weights in place
-        self.draining = False  # nothing new is taken up
+        self.draining = False  # only requests that have started get on
         self.preemptions = 0
         self.reused = 0  # tokens that a cached prefix saved
 
     @property
     def waiting(self) -> int:
+        """Sequences that wait for a row."""
         return len(self._waiting)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """It wants tokens drawn."""
-        sequence.state = State.WAITING
+        """Queue a sequence that has tokens to draw."""
+        sequence.wait()
         bisect.insort(self._waiting, sequence, key=lambda s: s.order)
 
-    def park(self, sequence: Sequence) -> None:
-        """Its program waits for something else: it loses its row, and keeps its pages while there is room."""
+    def park(self, sequence: Sequence, waits_for: Wait | Join) -> None:
+        """Take the row of a sequence whose agent loop waits; its pages stay while there is room."""
         self.withdraw(sequence)
-        sequence.state = State.PARKED
+        sequence.park(waits_for)
         bisect.insort(self.parked, sequence, key=lambda s: s.order)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Take it out of its queue; its pages stay its own."""
+        """Take a sequence out of its queue; it keeps its pages."""
         queues = {State.WAITING: self._waiting, State.RUNNING: self.running, State.PARKED: self.parked}
         if sequence.state in queues and sequence in (queue := queues[sequence.state]):
             queue.remove(sequence)
 
-    def end(self, sequence: Sequence) -> None:
-        """It needs neither row nor pages any more."""
+    def end(self, sequence: Sequence, reason: FinishReason | None = None) -> None:
+        """End a sequence: it needs neither row nor pages any more."""
         self.withdraw(sequence)
         if self._keep_completions:
             self.kv_cache.remember(sequence)
         self.kv_cache.release(sequence)
-        sequence.state = State.ENDED
+        sequence.end(reason)
 
     def drop_pages(self, sequence: Sequence) -> None:
-        """Its keys and values are to be computed anew."""
+        """Release the pages of a sequence: its keys and values are computed again."""
         self.kv_cache.release(sequence)
         if sequence.state is State.RUNNING:
             self.withdraw(sequence)
@@ -64,7 +67,7 @@ class Scheduler:
     # ---- prefill
 
     def to_prefill(self, shape: Callable[[int], tuple[int, int]]) -> tuple[list[tuple[Sequence, int]], list[PageCopy]]:
-        """Who is to be prefilled next, with how many tokens each; 0 tokens where a kept prefix was all it lacked.
+        """Choose sequences to prefill, and the number of tokens of each; 0 where a cached prefix was all it lacked.
 
         `shape` gives (rows, tokens of a row) for the number of tokens that the first lacks.
         """
@@ -77,26 +80,25 @@ class Scheduler:
                 rows, chunk = shape(sequence.unfilled)
             count = min(chunk, sequence.unfilled)
             if count and not self._room(sequence, sequence.cached + count):
-                if reused:  # who has not begun holds nothing
+                if reused:  # a sequence that has not started holds nothing
                     self.kv_cache.release(sequence)
                 break
             self.reused += reused
             copies += self.kv_cache.reserve(sequence, sequence.cached + count) if count else []
-            sequence.group.begun = True
             chosen.append((sequence, count))
             if len(chosen) == rows:
                 break
         return chosen, copies
 
     def _adopt(self, sequence: Sequence) -> int:
-        """A sequence without pages begins with what is kept of its tokens under these weights: how many tokens."""
+        """Give a sequence without pages the cached prefix of its tokens; returns its number of tokens."""
         if sequence.pages:
             return 0
-        sequence.cache_key = (self.version, sequence.group.request.adapter)
+        sequence.start_cache((self.version, sequence.group.request.adapter))
         return self.kv_cache.adopt(sequence)
 
     def _prefillable(self) -> Iterator[Sequence]:
-        """Sequences with tokens to prefill that will find a row free, in order."""
+        """Yield sequences with tokens to prefill that will find a row free, in order."""
         free = self._max_num_seqs - len(self.running)
         for sequence in self._eligible():
             if free <= 0:
@@ -106,12 +108,12 @@ class Scheduler:
                 yield sequence
 
     def _eligible(self) -> Iterator[Sequence]:
-        """The first of those that wait: enough to fill all rows."""
-        eligible = (sequence for sequence in self._waiting if sequence.group.begun or not self.draining)
+        """Yield the first of the waiting sequences: enough to fill all rows."""
+        eligible = (sequence for sequence in self._waiting if sequence.group.started or not self.draining)
         return iter(list(islice(eligible, 4 * self._max_num_seqs)))
 
     def _room(self, sequence: Sequence, length: int) -> bool:
-        """Room for a sequence that waits: at the cost of kept prefixes, and, if nobody runs, of those behind it."""
+        """Make room for a waiting sequence: from cached prefixes and, if none runs, from sequences behind it."""
         needed = self.kv_cache.missing(sequence, length)
         while not self.kv_cache.make_room(needed):
             if self.running or not self._reclaim(sequence):
@@ -121,13 +123,13 @@ class Scheduler:
     # ---- decoding
 
     def to_decode(self, steps: int) -> tuple[list[Sequence], list[PageCopy]]:
-        """All sequences that can draw up to `steps` tokens now, their pages reserved."""
+        """Choose all sequences that can draw up to `steps` tokens now, and reserve their pages."""
         self._admit()
         copies: list[PageCopy] = []
         for sequence in list(self.running):
             if sequence.state is not State.RUNNING:
                 continue  # gave up its pages to one before it
-            length = sequence.cached + min(steps, sequence.limit - len(sequence.tokens))
+            length = sequence.cached + min(steps, sequence.remaining)
             needed = self.kv_cache.missing(sequence, length)
             while not self.kv_cache.make_room(needed):
                 if not self._reclaim(sequence):
@@ -138,20 +140,19 @@ class Scheduler:
         return list(self.running), copies
 
     def _admit(self) -> None:
-        """Give free rows to those that have nothing left to prefill."""
+        """Give free rows to sequences that have nothing left to prefill."""
         free = self._max_num_seqs - len(self.running)
         ready = [sequence for sequence in self._eligible() if not sequence.unfilled and not sequence.is_prefix]
         for sequence in ready[:free]:
-            self._adopt(sequence)  # of a prompt of one token there is nothing to adopt, but its pages get a key
-            sequence.group.begun = True
+            self._adopt(sequence)  # a prompt of one token has nothing to adopt, but its pages get a key
             self._waiting.remove(sequence)
-            sequence.state = State.RUNNING
+            sequence.run()
             bisect.insort(self.running, sequence, key=lambda s: s.order)
 
     def _reclaim(self, sequence: Sequence) -> bool:
-        """Take the pages of whoever can best do without them, if that is someone behind `sequence`, or parked."""
-        holders = [s for s in (*self.parked, *self._waiting) if s.pages and s is not sequence]
-        behind = [s for s in holders if s.state is State.PARKED or s.order > sequence.order]
+        """Take the pages of the last sequence behind this one, or of a parked one; returns False if there is none."""
+        others = [s for s in (*self.parked, *self._waiting) if s.pages and s is not sequence]
+        behind = [s for s in others if s.state is State.PARKED or s.order > sequence.order]
         if not behind:
             behind = [s for s in self.running if s.order > sequence.order]
         if not behind:

@@ -1,4 +1,8 @@
-"""A sequence: one completion of a request, with its tokens and their records, its pages and its program."""
+"""A sequence: one completion of a request, with its tokens and their records, its pages and its agent loop.
+
+Nothing outside this file writes an attribute of a sequence: the scheduler, the KV-cache manager, the request lifecycle
+and the engine call its methods.
+"""
 
 import dataclasses
 import time
@@ -18,15 +22,15 @@ from rl.rollout.stop_strings import StopText, check_strings
 class State(Enum):
     """Scheduling state of a sequence."""
 
-    WAITING = "waiting"  # for a row: it wants tokens drawn
+    WAITING = "waiting"  # for a row of the batch: it has tokens to draw
     RUNNING = "running"  # has a row
-    PARKED = "parked"  # its program waits for something else
+    PARKED = "parked"  # its agent loop waits for a future or for other completions
     ENDED = "ended"
 
 
 @dataclasses.dataclass(slots=True)
 class SequenceGroup:
-    """A request under way."""
+    """An unfinished request with all its sequences."""
 
     number: int
     request: Request
@@ -35,68 +39,81 @@ class SequenceGroup:
     due: float | None  # on the monotonic clock
     on_tokens: OnTokens | None
     sequences: list["Sequence"] = dataclasses.field(default_factory=list)
-    begun: bool = False  # some of its tokens were computed
+    started: bool = False  # some of its tokens were computed
     error: str | None = None
 
     @property
     def ended(self) -> bool:
+        """True when all sequences have ended."""
         return all(sequence.ended for sequence in self.sequences)
 
-    def finished(self) -> RequestOutput:
+    @property
+    def overdue(self) -> bool:
+        """True when its deadline has passed."""
+        return self.due is not None and time.monotonic() >= self.due
+
+    def output(self) -> RequestOutput:
+        """Return the rollouts in order of sample id."""
         found = sorted((s for s in self.sequences if not s.is_prefix), key=lambda s: s.sample)
         return RequestOutput(self.number, tuple(sequence.rollout() for sequence in found), self.error)
 
 
 class Sequence:
-    """Tokens of prompt and completion, and how far their keys and values are in the pool.
+    """Tokens of prompt and completion, and how many of them have keys and values in the pool.
 
-    `cached` counts from the start; the last token is never in the pool before it is fed. A *prefix* holds a prompt that
-    several samples will share, draws nothing and is no rollout.
+    `cached` counts from the start; the last token is never in the pool before it is fed. A *shared prefix* holds a
+    prompt for several samples, draws nothing and is no rollout.
     """
 
     def __init__(self, group: SequenceGroup, sample: int, tokens: list[int], agent_loop: AgentLoop | None):
+        """Join a request; `agent_loop` is None for a shared prefix."""
         self.group, self.sample, self.tokens = group, sample, tokens
         self._agent_loop = agent_loop
-        self._commands: Generator[Command, Any, None] | None = None  # the agent_loop, once it has begun
+        self._commands: Generator[Command, Any, None] | None = None  # the agent loop, once it has started
         self.state = State.WAITING
         self.pages: list[int] = []
         self.cached = 0
-        self.cache_key: Hashable = None
+        self.cache_key: Hashable = None  # what its keys and values depend on beside its tokens; None: on a mixture
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.actions: list[bool] = []
         self.reason: FinishReason = "stop"
         self.tags: set[str] = set()
-        self.limit = len(tokens)  # tokens at which the step in hand ends
-        self.text: StopText | None = None
-        self.checked = 0  # completion tokens in which no stop string was found
+        self.limit = len(tokens)  # tokens at which the current command ends
         self.waits_for: Wait | Join | None = None  # while parked
-        self.reported = 0  # completion tokens given to on_tokens
+        self._text: StopText | None = None
+        self._searched = 0  # completion tokens in which no stop string was found
+        self._reported = 0  # completion tokens given to on_tokens
+        group.sequences.append(self)
 
-    # ---- what programs see
+    # ---- the view of an agent loop
 
     @property
     def prompt(self) -> np.ndarray:
+        """int32, as requested."""
         return self.group.request.prompt.tokens
 
     @property
     def output_tokens(self) -> np.ndarray:
+        """int32, everything after the prompt."""
         return np.asarray(self.tokens[len(self.prompt) :], np.int32)
 
     @property
     def ended(self) -> bool:
+        """True once its agent loop has ended."""
         return self.state is State.ENDED
 
-    # ---- what the engine does
+    # ---- the view of the engine
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """The sequence's name in messages."""
         request = self.group.request.name
         return request if self.is_prefix else f"{request}, sample {self.sample}"
 
     @property
     def is_prefix(self) -> bool:
+        """True for a shared prefix."""
         return self._agent_loop is None
 
     @property
@@ -111,49 +128,84 @@ class Sequence:
         return len(self.prompt) + self.group.stop.max_new
 
     @property
+    def remaining(self) -> int:
+        """Tokens that the current command may still draw."""
+        return self.limit - len(self.tokens)
+
+    @property
     def unfilled(self) -> int:
-        """Tokens to prefill before the next can be drawn."""
+        """Tokens to prefill before it can draw: all but the last, which is fed."""
         return len(self.tokens) - 1 - self.cached
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Who goes first: by priority, then by arrival, then by sample."""
+        """The sort key of queues: smaller goes first."""
         return (-self.group.request.priority, self.group.number, self.sample)
 
+    # ---- states
+
+    def wait(self) -> None:
+        """Wait for a row."""
+        self.state = State.WAITING
+
+    def run(self) -> None:
+        """Take a row."""
+        self.state, self.group.started = State.RUNNING, True
+
+    def park(self, waits_for: Wait | Join) -> None:
+        """Wait for something else than a row."""
+        self.state, self.waits_for = State.PARKED, waits_for
+
+    def end(self, reason: FinishReason | None = None) -> None:
+        """End, with this finish reason or the last one."""
+        self.state, self.reason = State.ENDED, reason or self.reason
+
+    # ---- the agent loop
+
     def advance(self, answer: Any, failure: Exception | None) -> Command:
-        """The program's next command. Raises StopIteration at its end, and whatever the program raises."""
+        """Return the loop's next command. Raises StopIteration at its end, and what the loop raises."""
         assert self._agent_loop is not None
         if self._commands is None:
             self._commands = self._agent_loop(self)
         return self._commands.send(answer) if failure is None else self._commands.throw(failure)
 
     def close(self) -> None:
-        """End the program where it is. Raises what its own `finally` and the like raise."""
+        """Stop the loop where it is. Raises what its own `finally` blocks raise."""
         if self._commands is not None:
             self._commands.close()
 
-    def begin(self, command: Generate, decode: Callable[[Any], str] | None) -> None:
-        """Take up a step that draws tokens.
+    def generate(self, command: Generate, decode: Callable[[Any], str] | None) -> bool:
+        """Start a command; returns False if there is no room for another token.
 
         Raises:
-            UserError: stop strings that cannot be looked for.
+            UserError: stop strings that cannot be searched for.
         """
         check_strings(command.strings, has_text=decode is not None, where=self.name)
         self.limit = self.most if command.max_new is None else min(self.most, len(self.tokens) + command.max_new)
         strings = (*self.group.stop.strings, *command.strings)
-        self.text = StopText(strings, decode) if strings and decode is not None else None
-        self.checked = self.drawn
+        self._text = StopText(strings, decode) if strings and decode is not None else None
+        self._searched = self.drawn
+        if self.remaining <= 0:
+            self.reason = "length"
+        return self.remaining > 0
 
-    def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Tokens drawn by the policy. All but the last have been fed, so their keys and values are in the pool."""
+    def stop(self, reason: FinishReason) -> None:
+        """End the current command."""
+        self.reason = reason
+
+    # ---- tokens
+
+    def extend(self, tokens: list[int], logprobs: list[float], version: int, tags: tuple[str, ...]) -> None:
+        """Append drawn tokens. All but the last have been fed, so their keys and values are in the pool."""
         self.cached += len(tokens)
         self.tokens += tokens
         self.logprobs += logprobs
         self.versions += [version] * len(tokens)
         self.actions += [True] * len(tokens)
+        self.tags.update(tags)
 
     def observe(self, tokens: list[int], version: int) -> int:
-        """Tokens given to it, as many as there is room for; how many those are."""
+        """Append given tokens, as many as there is room for; returns their number."""
         room = self.most - len(self.tokens)
         if len(tokens) > room:
             self.reason = "length"
@@ -165,11 +217,11 @@ class Sequence:
         return len(tokens)
 
     def cut_at_stop_string(self) -> bool:
-        """Whether a stop string was found; then nothing is left behind the token that completes it."""
-        if self.text is None:
+        """Drop everything behind the token that completes a stop string; returns False if there is none."""
+        if self._text is None:
             return False
-        kept = self.text.find(self.tokens[len(self.prompt) :], self.checked)
-        self.checked = self.drawn
+        kept = self._text.find(self.tokens[len(self.prompt) :], self._searched)
+        self._searched = self.drawn
         if kept is None:
             return False
         for records in (self.logprobs, self.versions, self.actions):
@@ -179,24 +231,69 @@ class Sequence:
         return True
 
     def inherit(self, parent: "Sequence") -> None:
-        """A fork has the parent's records."""
+        """Copy the parent's records: a fork."""
         self.logprobs, self.versions = list(parent.logprobs), list(parent.versions)
         self.actions, self.tags = list(parent.actions), set(parent.tags)
         self.cache_key = parent.cache_key
 
-    def resume_from(self, rollout: Rollout) -> None:
-        """Take over what a rollout has."""
+    def continue_from(self, rollout: Rollout) -> bool:
+        """Take over the tokens and records of a rollout; returns True if it had ended by itself."""
         self.tokens += rollout.tokens.tolist()
         self.logprobs, self.versions = rollout.logprobs.tolist(), rollout.versions.tolist()
         self.actions, self.tags = rollout.action_mask.tolist(), set(rollout.tags)
+        if rollout.finish_reason not in ("stop", "length"):
+            return False
+        self.reason = rollout.finish_reason
+        return True
+
+    # ---- keys and values
+
+    def start_cache(self, key: Hashable) -> None:
+        """Begin without pages, under these weights."""
+        self.cache_key = key
+
+    def adopt(self, pages: list[int], cached: int) -> None:
+        """Take pages that hold its first `cached` tokens."""
+        self.pages, self.cached = pages, cached
+
+    def add_pages(self, pages: list[int]) -> None:
+        """Take pages for tokens to come."""
+        self.pages += pages
+
+    def replace_page(self, index: int, page: int) -> int:
+        """Take a copy of a page in its place; returns the old one."""
+        old, self.pages[index] = self.pages[index], page
+        return old
+
+    def drop_pages(self) -> list[int]:
+        """Give up all pages, and keep the tokens; returns the pages."""
+        pages, self.pages, self.cached = self.pages, [], 0
+        return pages
+
+    def prefilled(self, count: int) -> None:
+        """Count tokens whose keys and values have been written."""
+        self.cached += count
+        self.group.started = True
+
+    def mix_cache(self) -> None:
+        """Record that new weights will draw over keys and values of old ones."""
+        self.cache_key = None
+        self.tags.add("mixed-cache")
+
+    def spoil_cache(self) -> None:
+        """Record that its keys and values are of no use to other sequences."""
+        self.cache_key = None
+
+    # ---- results
 
     def report(self) -> None:
-        """Tell on_tokens what it has not seen."""
-        first, self.reported = self.reported, self.drawn
+        """Pass tokens to on_tokens that it has not seen."""
+        first, self._reported = self._reported, self.drawn
         if self.group.on_tokens is not None and first < self.drawn:
             self.group.on_tokens(self.sample, self.output_tokens[first:], np.asarray(self.logprobs[first:], np.float32))
 
     def rollout(self) -> Rollout:
+        """Return its tokens and their records so far."""
         return Rollout(
             prompt_id=self.group.request.prompt.id,
             sample_id=self.sample,
@@ -207,7 +304,3 @@ class Sequence:
             finish_reason=self.reason,
             tags=tuple(sorted(self.tags)),
         )
-
-
-def overdue(group: SequenceGroup) -> bool:
-    return group.due is not None and time.monotonic() >= group.due

@@ -1,4 +1,4 @@
-"""Stop strings: where a completion ends when its text contains one, as a number of tokens.
+"""Stop strings: the number of tokens after which a completion's text contains one.
 
 A stop string may span tokens, and end in the middle of one. The completion is cut behind that token, never inside it,
 so that tokens, log-probabilities and masks stay aligned; `text_before_stop` gives the text without the string.
@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 
 from mesh import UserError
 
-# How many characters at the front of a text may be others when the tokens before it are left out: the bytes of a
-# character cut in two (at most 3), a blank that a tokenizer drops at the start of a text, with room to spare. One more
-# may be unfinished at the end of what was searched before.
+# Characters at the front of a text that may differ when the tokens before it are left out: the bytes of a character
+# cut in two (at most 3), a blank that a tokenizer drops at the start of a text, with room to spare. One more may be
+# unfinished at the end of the text that was searched before.
 MARGIN = 8
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class StopText:
-    """Finds the first token at whose end a completion's text contains one of `strings`.
+    """Search for the first token at whose end a completion's text contains one of `strings`.
 
     `decode` gives the text of tokens. It may drop tokens (special ones), and show a character whose bytes are not all
     there yet as U+FFFD; apart from that, more tokens must only lengthen the text.
@@ -32,14 +32,14 @@ class StopText:
         self._enough = max(map(len, strings), default=0) + MARGIN
 
     def find(self, tokens: Sequence[int], start: int) -> int | None:
-        """The smallest number of tokens behind `start` at whose end a stop string has come; None if there is none.
+        """Return the least number of tokens, more than `start`, whose text ends a stop string; None if there is none.
 
-        A string that was whole before `start` does not count: a program goes on behind it. Only a tail is decoded:
-        `tokens[start:]` and what before it a stop string could begin in.
+        A string that was complete before `start` does not count: an agent loop goes on behind it. Only a tail is
+        decoded: `tokens[start:]` and the tokens before it in which a stop string could begin.
 
         Args:
             tokens: all of the completion so far.
-            start: how many of them were searched before, or are not to be.
+            start: tokens that were searched before, or are not to be.
         """
         if not self._strings or start >= len(tokens):
             return None
@@ -51,23 +51,23 @@ class StopText:
         return next((end for end in range(start + 1, len(tokens) + 1) if self._holds(tokens[first:end], old)), None)
 
     def _tail(self, tokens: Sequence[int], start: int) -> int:
-        """The index from which on the text before `start` is as long as a stop string and the margin, or 0."""
+        """Return the index from which the text up to `start` is as long as a stop string and the margin, or 0."""
         length = self._enough  # in tokens: enough if each has a character
         while length < start and len(self._decode(tokens[start - length : start])) < self._enough:
             length *= 2
         return max(0, start - length)
 
     def _holds(self, tokens: Sequence[int], old: int) -> bool:
-        """Whether their text has a stop string that ends behind the first `old` characters."""
+        """Return True if their text has a stop string that ends behind the first `old` characters."""
         text = self._decode(tokens)
         return any(text.find(string, max(0, old + 1 - len(string))) >= 0 for string in self._strings)
 
 
 def check_strings(strings: Sequence[str], *, has_text: bool, where: str = "") -> None:
-    """Refuse strings that cannot be looked for; `where` begins the message.
+    """Refuse strings that cannot be searched for; `where` begins the message.
 
     Raises:
-        UserError: an empty string, one with U+FFFD, or any where there is no text to look in (not `has_text`).
+        UserError: an empty string, one with U+FFFD, or any string where there is no text to search (not `has_text`).
     """
     where = f"{where}: " if where else ""
     if strings and not has_text:
@@ -78,6 +78,6 @@ def check_strings(strings: Sequence[str], *, has_text: bool, where: str = "") ->
 
 
 def text_before_stop(text: str, strings: Sequence[str]) -> str:
-    """The text up to where the first stop string in it begins; all of it if there is none."""
+    """Return the text before the first stop string in it; all of it if there is none."""
     begins = [begin for string in strings if (begin := text.find(string)) >= 0]
     return text[: min(begins, default=len(text))]

@@ -1,47 +1,34 @@
-"""What the engine refuses: sizes that cannot work, and requests that can never be carried out."""
+"""Validation of requests: one that can never be carried out is refused when it is submitted."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from mesh import UserError
+from rl.rollout.config import EngineConfig
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.stop_strings import check_strings
 
-if TYPE_CHECKING:
-    from rl.rollout.engine import RolloutEngine
 
-
-def check_sizes(cfg: "RolloutEngine.Config") -> None:
-    """Raises UserError for a field that no engine can have."""
-    for name in ("max_prompt", "max_new", "max_num_seqs", "steps_per_dispatch", "prefills_per_iteration"):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"RolloutEngine.{name} is {getattr(cfg, name)}; expected 1 or more")
-    if cfg.max_queue is not None and cfg.max_queue < 1:
-        raise UserError(f"RolloutEngine.max_queue is {cfg.max_queue}; expected 1 or more, or None for no limit")
-    if cfg.page_size < 1 or 64 % cfg.page_size:
-        raise UserError(f"RolloutEngine.page_size is {cfg.page_size}; expected a divisor of 64")
-    if cfg.prefill_tokens < 64:
-        raise UserError(f"RolloutEngine.prefill_tokens is {cfg.prefill_tokens}; expected 64 or more")
-
-
-def resolve(
-    request: Request, cfg: "RolloutEngine.Config", *, vocab: int, cache_tokens: int, has_text: bool
+def validate(
+    request: Request, cfg: EngineConfig[Any], *, vocab: int, cache_tokens: int, has_text: bool
 ) -> StopConditions:
-    """The request's stop rules in full, if it can be carried out.
+    """Return the request's stop conditions in full.
 
     Args:
+        request: the request as submitted.
+        cfg: the engine's.
         vocab: tokens of the model.
-        cache_tokens: that fit into all pages of the cache.
-        has_text: whether the engine can decode, as stop strings need.
+        cache_tokens: tokens that fit into all pages of the cache.
+        has_text: True if the engine can decode, as stop strings need.
 
     Raises:
         UserError: naming the request and what is wrong with it.
     """
     _check_prompt(request, cfg, vocab)
     _check_fields(request, vocab)
-    stop = _stop_rules(request, cfg, vocab, has_text)
+    stop = _stop_conditions(request, cfg, vocab, has_text)
     assert stop.max_new is not None
     _check_partial(request, stop.max_new, vocab)
     needed = -(-(len(request.prompt.tokens) + stop.max_new) // cfg.page_size)
@@ -54,12 +41,12 @@ def resolve(
 
 
 def outside(tokens: np.ndarray, vocab: int) -> int | None:
-    """The first token that the vocabulary does not have."""
+    """Return the first token that the vocabulary does not have."""
     wrong = tokens[(tokens < 0) | (tokens >= vocab)]
     return int(wrong[0]) if len(wrong) else None
 
 
-def _check_prompt(request: Request, cfg: "RolloutEngine.Config", vocab: int) -> None:
+def _check_prompt(request: Request, cfg: EngineConfig[Any], vocab: int) -> None:
     name, prompt = request.name, request.prompt
     if not 0 <= prompt.id < 1 << 64:
         raise UserError(f"{name}: the prompt's id makes the keys of its draws; expected 0 to 2**64 - 1")
@@ -83,7 +70,7 @@ def _check_fields(request: Request, vocab: int) -> None:
         Sampler.check(request.sampler, vocab, f"{name}: sampler")
 
 
-def _stop_rules(request: Request, cfg: "RolloutEngine.Config", vocab: int, has_text: bool) -> StopConditions:
+def _stop_conditions(request: Request, cfg: EngineConfig[Any], vocab: int, has_text: bool) -> StopConditions:
     name, stop = request.name, request.stop or StopConditions(tokens=cfg.stop_tokens)
     limit = cfg.max_new if stop.max_new is None else stop.max_new
     if not 1 <= limit <= cfg.max_new:
@@ -97,7 +84,7 @@ def _stop_rules(request: Request, cfg: "RolloutEngine.Config", vocab: int, has_t
 
 
 def _check_partial(request: Request, max_new: int, vocab: int) -> None:
-    """Rollouts to go on from: of this prompt, one for each sample, no longer than the request allows."""
+    """Refuse partial rollouts of another prompt, twice of one sample, or longer than the request allows."""
     seen: set[int] = set()
     for rollout in request.partial:
         name = f"{request.name}: the partial rollout of sample {rollout.sample_id}"

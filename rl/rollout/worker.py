@@ -1,7 +1,7 @@
-"""The rollout worker: lease, pull, generate, have verified, submit; and again.
+"""The rollout worker: lease, pull weights, generate, score, submit; and again.
 
-It holds nothing that cannot be had again: kill it at any moment and its lease goes to another. Asked to leave, it hands
-back what it has, for another to go on from.
+It holds nothing that cannot be made again: kill it at any moment and its lease goes to another worker. Asked to leave,
+it hands back what it has, for another worker to continue.
 """
 
 import time
@@ -19,11 +19,11 @@ from rl.roles.protocols import LeaseSource, ScoreSource, WeightSource
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.request import Request
 
-_PULL_ATTEMPTS = 5  # in a row that may fail before the run does
+_PULL_ATTEMPTS = 5  # failures in a row before the run fails
 
 
 class RolloutWorker:
-    """Generates what the controller leases to it, under the name it is given."""
+    """Worker of this name: carries out the leases of the controller."""
 
     def __init__(
         self,
@@ -39,10 +39,7 @@ class RolloutWorker:
         swap: Swap = "keep_cache",
         began: float | None = None,
     ):
-        """`swap`: what becomes of sequences under way when newer weights are taken up (see the engine).
-
-        `began`: when its process was started, if not now (`time.time()`).
-        """
+        """`swap`: see `RolloutEngine.set_weights`. `began`: start of its process (`time.time()`), if not now."""
         self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
         self._controller, self._weights, self._verifier = controller, weights, verifier
         self._events, self._pull_timeout = events, pull_timeout
@@ -52,11 +49,11 @@ class RolloutWorker:
         self._productive = False  # some rollouts were accepted
         self._stop: Callable[[], bool] = lambda: False
         self._incarnation = 0  # of the trainer that made the weights in place
-        self._void = False  # what is in hand has gone to another
-        self._whole: tuple[Lease, list[Rollout]] | None = None  # generated and not yet submitted
+        self._revoked = False  # the lease has gone to another worker
+        self._unsubmitted: tuple[Lease, list[Rollout]] | None = None  # generated
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Work until the controller says that the run is over, or until `stop()`: then hand back what is in hand."""
+        """Work until the controller says that the run is over, or until `stop()`; then hand back unfinished work."""
         self._stop = stop
         self._controller.join(self.name)
         while not stop() and not self._controller.status()["stopped"]:
@@ -65,13 +62,12 @@ class RolloutWorker:
         self._controller.leave(self.name)
 
     def run_once(self, timeout: float = 0.0) -> bool:
-        """One lease; False if none was to be had, or it was handed back."""
+        """Carry out one lease; returns False if there was none, or it was handed back."""
         if self._stop() or (lease := self._controller.lease(self.name, timeout)) is None:
             return False
-        if (
-            lease.incarnation != self._incarnation
-        ):  # what is in place may be weights of a trainer that died before it saved them
-            self._engine.version, self._incarnation = -1, lease.incarnation
+        if lease.incarnation != self._incarnation:  # weights may be of a trainer that died before it saved them
+            self._engine.invalidate_weights()
+            self._incarnation = lease.incarnation
         if not self._load(lease.version):
             return True
         with self._span("generate", step=lease.step, lease=lease.id, version=lease.version) as span:
@@ -80,42 +76,42 @@ class RolloutWorker:
         if self._stop():
             self._hand_back(lease, rollouts)
             return False
-        if self._void:
+        if self._revoked:
             return True
         check_whole(rollouts)
         if self._controller.generated(lease.id):
-            self._whole = lease, rollouts
+            self._unsubmitted = lease, rollouts
             accepted = self._controller.submit(lease.id, self._score(lease, rollouts))
-            self._whole = None
+            self._unsubmitted = None
             if accepted and not self._productive:
                 self._productive = True
                 self._events.append(self.name, "productive", join_s=round(time.time() - self._began, 3))
         return True
 
     def abandon(self) -> None:
-        """From another thread, when there is no more time: free the lease, and hand back rollouts that are whole."""
-        if (whole := self._whole) is not None:
-            self._hand_back(*whole)
+        """Free the lease and hand back rollouts that are whole: for another thread, when there is no more time."""
+        if (unsubmitted := self._unsubmitted) is not None:
+            self._hand_back(*unsubmitted)
         self._controller.leave(self.name)
 
     def _generate(self, lease: Lease) -> list[Rollout]:
-        """All rollouts of a lease in its order; some are not whole if it is void, or the worker is asked to leave."""
+        """Return the rollouts of a lease in its order; some are cut if it was revoked, or the worker must leave."""
         numbers = []
         for prompt in lease.prompts:
             partial = tuple(r for r in lease.partial if r.prompt_id == prompt.id)
             numbers.append(self._engine.submit(Request(prompt, lease.samples, self._seed, partial=partial)))
         rollouts: dict[int, tuple[Rollout, ...]] = {}
-        self._void, heard = False, time.monotonic()
+        self._revoked, renewed = False, time.monotonic()
         while len(rollouts) < len(numbers):
-            if self._stop() or self._void:
+            if self._stop() or self._revoked:
                 finished = self._engine.abort_all()
             else:
                 finished = self._engine.step()
                 if lease.follow:
-                    self._follow()
+                    self._swap_newer()
             rollouts |= {one.number: one.rollouts for one in finished}
-            if time.monotonic() - heard > lease.seconds / 4:
-                self._void, heard = not self._controller.renew(lease.id), time.monotonic()
+            if time.monotonic() - renewed > lease.seconds / 4:
+                self._revoked, renewed = not self._controller.renew(lease.id), time.monotonic()
         return [rollout for number in numbers for rollout in rollouts[number]]
 
     def _hand_back(self, lease: Lease, rollouts: list[Rollout]) -> None:
@@ -123,7 +119,7 @@ class RolloutWorker:
             self._controller.hand_back(lease.id, tuple(rollouts))
 
     def _load(self, version: int) -> bool:
-        """False if the version is not to be had for now: its trainer died, and makes it again when it is back."""
+        """Return False if the version is not available now: its trainer died, and makes it again when it is back."""
         if version == self._engine.version:
             return True
         with self._span("pull", version=version) as span:
@@ -142,8 +138,8 @@ class RolloutWorker:
             self._engine.set_weights(placed, version, rewind=True)
         return True
 
-    def _follow(self) -> None:
-        """Between two dispatches: take up newer weights if they are here."""
+    def _swap_newer(self) -> None:
+        """Swap in newer weights, between two dispatches, if they have arrived."""
         if (found := self._weights.newer()) is None:
             return
         newest, placed, moved = found
@@ -166,14 +162,14 @@ class RolloutWorker:
 
 
 def _figures(moved: PullStats) -> dict[str, Any]:
-    """Of a pull, whose `seconds` are those that the worker has waited; most of the transfer goes on beside drawing."""
+    """Return the event fields of a pull. Its `seconds` are time blocked; most of the transfer overlaps drawing."""
     seconds = round(moved.seconds, 4)
     figures = {"nbytes": moved.needed, "network": moved.network, "source": moved.source, "checksum": moved.checksum}
     return {**figures, "transfer_seconds": seconds}
 
 
 def check_whole(rollouts: Sequence[Rollout]) -> None:
-    """Refuse to go on with a policy whose logits are not all numbers: nothing that it draws is of use.
+    """Refuse rollouts that did not end by themselves: the logits of their policy are not all numbers.
 
     Raises:
         UserError: naming the first prompt that failed, and the version.

@@ -1,4 +1,4 @@
-"""Whose keys and values lie on which pages: sequences, forks that share them, and prefixes kept for later."""
+"""The KV-cache manager: pages of sequences, of forks that share them, and of prefixes cached for later requests."""
 
 from collections.abc import Hashable
 from typing import Protocol
@@ -11,88 +11,105 @@ from rl.rollout.kv_cache.prefix_cache import PrefixCache
 PageCopy = tuple[int, int]  # from, to
 
 
-class Holder(Protocol):
-    """A sequence, as the memory sees it: `cached` of its tokens lie on `pages`."""
+class PagedSequence(Protocol):
+    """A sequence as the manager sees it: the first `cached` of its tokens have keys and values on `pages`."""
 
     tokens: list[int]
     pages: list[int]
     cached: int
     cache_key: Hashable  # what its keys and values depend on beside its tokens; None: on a mixture
 
+    def adopt(self, pages: list[int], cached: int) -> None:
+        """Take pages that hold its first `cached` tokens."""
+        ...
+
+    def add_pages(self, pages: list[int]) -> None:
+        """Take pages for tokens to come."""
+        ...
+
+    def replace_page(self, index: int, page: int) -> int:
+        """Take a copy of a page in its place; returns the old one."""
+        ...
+
+    def drop_pages(self) -> list[int]:
+        """Give up all pages; returns them."""
+        ...
+
 
 class KVCacheManager:
-    """Gives pages to sequences. Full pages can be shared by sequences; a page being written has one holder."""
+    """Pages of sequences. Full pages can be shared by sequences; a page being written has one holder."""
 
     def __init__(self, pages: int, page_size: int, keep_prefixes: bool):
         self.pool, self.page_size = PagePool(pages), page_size
         self._prefixes = PrefixCache(self.pool, page_size) if keep_prefixes else None
 
     def pages_for(self, tokens: int) -> int:
+        """Return the number of pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
-    def adopt(self, holder: Holder) -> int:
-        """Give a sequence without pages the cached prefix of its tokens; how many tokens that saves it."""
-        if self._prefixes is not None and not holder.pages and holder.cache_key is not None:
-            known = np.asarray(holder.tokens[:-1], np.int32)  # the last token is fed, so it is never cached
-            holder.pages = self._prefixes.match(holder.cache_key, known)
-            holder.cached = len(holder.pages) * self.page_size
-        return holder.cached
+    def adopt(self, sequence: PagedSequence) -> int:
+        """Give a sequence without pages the cached prefix of its tokens; returns the number of tokens it saves."""
+        if self._prefixes is not None and not sequence.pages and sequence.cache_key is not None:
+            known = np.asarray(sequence.tokens[:-1], np.int32)  # the last token is fed, so it is never cached
+            pages = self._prefixes.match(sequence.cache_key, known)
+            sequence.adopt(pages, len(pages) * self.page_size)
+        return sequence.cached
 
-    def missing(self, holder: Holder, length: int) -> int:
-        """Free pages needed so that the sequence can write up to `length` tokens."""
-        return max(0, self.pages_for(length) - len(holder.pages)) + self._writes_shared(holder)
+    def missing(self, sequence: PagedSequence, length: int) -> int:
+        """Return the number of free pages needed so that the sequence can write up to `length` tokens."""
+        return max(0, self.pages_for(length) - len(sequence.pages)) + self._writes_shared(sequence)
 
     def make_room(self, count: int) -> bool:
-        """Whether `count` pages are free, after forgetting prefixes if need be."""
+        """Evict cached prefixes until `count` pages are free; returns False if there are too few."""
         lacking = count - self.pool.free
         if lacking > 0 and self._prefixes is not None:
             self._prefixes.evict(lacking)
         return self.pool.free >= count
 
-    def reserve(self, holder: Holder, length: int) -> list[PageCopy]:
-        """Pages for all tokens up to `length`; returns the copies to make before the sequence writes.
+    def reserve(self, sequence: PagedSequence, length: int) -> list[PageCopy]:
+        """Give pages for all tokens up to `length`; returns the copies to make before the sequence writes.
 
         Raises:
             OutOfPages: fewer than `missing` pages are free.
         """
-        fresh = self.pool.allocate(self.missing(holder, length))
+        fresh = self.pool.allocate(self.missing(sequence, length))
         copies: list[PageCopy] = []
-        if self._writes_shared(holder):
-            index, page = holder.cached // self.page_size, fresh.pop()
-            copies.append((holder.pages[index], page))
-            self.pool.release([holder.pages[index]])
-            holder.pages[index] = page
-        holder.pages.extend(fresh)
+        if self._writes_shared(sequence):
+            page = fresh.pop()
+            shared = sequence.replace_page(sequence.cached // self.page_size, page)
+            copies.append((shared, page))
+            self.pool.release([shared])
+        sequence.add_pages(fresh)
         return copies
 
-    def share(self, source: Holder, target: Holder) -> None:
-        """A fork: `target` begins as `source` does and has no pages yet."""
+    def share(self, source: PagedSequence, target: PagedSequence) -> None:
+        """Fork: give `target`, which has no pages yet, those that `source` has."""
         used = source.pages[: self.pages_for(source.cached)]
         self.pool.share(used)
-        target.pages, target.cached = list(used), source.cached
+        target.adopt(list(used), source.cached)
 
-    def release(self, holder: Holder) -> None:
-        """The sequence keeps its tokens and loses its pages."""
-        self.pool.release(holder.pages)
-        holder.pages, holder.cached = [], 0
+    def release(self, sequence: PagedSequence) -> None:
+        """Take all pages of a sequence, which keeps its tokens."""
+        self.pool.release(sequence.drop_pages())
 
-    def remember(self, holder: Holder) -> None:
-        """Keep the sequence's full pages as a prefix for others."""
-        if self._prefixes is not None and holder.cache_key is not None:
-            full = holder.cached // self.page_size
-            tokens = np.asarray(holder.tokens[: full * self.page_size], np.int32)
-            self._prefixes.insert(holder.cache_key, tokens, holder.pages[:full])
+    def remember(self, sequence: PagedSequence) -> None:
+        """Cache the sequence's full pages as a prefix for others."""
+        if self._prefixes is not None and sequence.cache_key is not None:
+            full = sequence.cached // self.page_size
+            tokens = np.asarray(sequence.tokens[: full * self.page_size], np.int32)
+            self._prefixes.insert(sequence.cache_key, tokens, sequence.pages[:full])
 
     def forget(self) -> None:
-        """No prefix computed so far is of use any more."""
+        """Drop all cached prefixes: the weights have changed."""
         if self._prefixes is not None:
             self._prefixes.drop(lambda key: False)
 
     @property
     def prefix_pages(self) -> int:
+        """Pages of cached prefixes."""
         return 0 if self._prefixes is None else self._prefixes.pages
 
-    def _writes_shared(self, holder: Holder) -> bool:
-        """Whether the page that the next token goes to has other holders."""
-        index = holder.cached // self.page_size
-        return index < len(holder.pages) and self.pool.references(holder.pages[index]) > 1
+    def _writes_shared(self, sequence: PagedSequence) -> bool:
+        """Return True if the page that the next token goes to has other holders."""
+        index = sequence.cached // self.page_size
+        return index < len(sequence.pages) and self.pool.references(sequence.pages[index]) > 1

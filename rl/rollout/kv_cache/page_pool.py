@@ -1,8 +1,8 @@
-"""Which pages of the device's pool are free, and how many holders each of the others has.
+"""Reference counts of the pages of the device's pool.
 
 A page is room for the keys and values of `page_size` tokens of all layers; here it is only a number. Page 0 is the
-null page: padding is written to it, nobody reads it, and it is never handed out. Everyone who needs a page (a
-running sequence, the prefix cache) holds one reference to it and releases that reference once.
+null page: padding is written to it, nothing reads it, and it is never handed out. Each holder of a page (a running
+sequence, the prefix cache) has one reference to it and releases that reference once.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from mesh import UserError
 
 
 class OutOfPages(Exception):
-    """More pages were asked for than are free. Nothing was taken."""
+    """More pages were requested than are free. Nothing was taken."""
 
     def __init__(self, needed: int, free: int):
         super().__init__(f"{needed} pages are needed and {free} are free")
@@ -20,14 +20,16 @@ class OutOfPages(Exception):
 
 
 class PageError(RuntimeError):
-    """A page was used by someone who does not hold it: a bug of the caller."""
+    """A page was used without a reference to it: a bug of the caller."""
 
 
 class PagePool:
     """Reference counts of pages 1 to pages - 1. Not safe for use from several threads."""
 
     def __init__(self, pages: int):
-        """Args:
+        """Make a pool.
+
+        Args:
             pages: pages on the device, the null page included.
 
         Raises:
@@ -46,18 +48,20 @@ class PagePool:
 
     @property
     def free(self) -> int:
+        """Pages without a holder."""
         return len(self._free)
 
     def free_pages(self) -> list[int]:
-        """The pages that nobody holds."""
+        """Return the pages without a holder."""
         return list(self._free)
 
     @property
     def used(self) -> int:
+        """Pages with a holder."""
         return self.total - self.free
 
     def references(self, page: int) -> int:
-        """How many hold this page; 0 if it is free."""
+        """Return the number of holders of this page; 0 if it is free."""
         if not 0 <= page < len(self._references):
             raise PageError(f"there is no page {page}; the last is {self.total}")
         return self._references[page]
@@ -89,10 +93,10 @@ class PagePool:
         for page in pages:
             self._references[page] += 1
             if self._references[page] == 2:
-                self._tell(page, True)
+                self._notify(page, True)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Take one reference from each page; a page without any becomes free.
+        """Drop one reference to each page; a page without any becomes free.
 
         Raises:
             PageError: a page is free already. Those named before it were released.
@@ -104,16 +108,16 @@ class PagePool:
             if self._references[page] == 0:
                 self._free.append(page)
             elif self._references[page] == 1:
-                self._tell(page, False)
+                self._notify(page, False)
 
     def watch(self, changed: Callable[[int, bool], None]) -> None:
-        """From now on call changed(page, True) when a page gets a second holder, changed(page, False) when one is left.
+        """Call changed(page, True) when a page gets a second holder, changed(page, False) when one is left.
 
-        So the prefix cache knows at any moment what it could free, without asking about each of its pages. The
+        The prefix cache thus knows at any moment what it could free, without a query for each of its pages. The
         callback must not change the pool.
         """
         self._watchers.append(changed)
 
-    def _tell(self, page: int, shared: bool) -> None:
+    def _notify(self, page: int, shared: bool) -> None:
         for changed in self._watchers:
             changed(page, shared)

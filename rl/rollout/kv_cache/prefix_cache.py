@@ -1,12 +1,12 @@
-"""Pages of finished sequences, kept for the next prompt that begins with the same tokens.
+"""Pages of finished sequences, cached for the next prompt that begins with the same tokens.
 
 A radix tree for each key (weights version, adapter), whose edges are blocks of `page_size` tokens and whose nodes are
-the pages that hold their keys and values. What is in a page depends on all tokens before it, so a page is found only
-along the whole path from the root. Edges are compared token by token: dictionaries of the blocks' bytes.
+the pages that hold their keys and values. The contents of a page depend on all tokens before it, so a page is found
+only along the whole path from the root. Edges are compared token by token: dictionaries of the blocks' bytes.
 
-The cache holds one reference to each of its pages. It can free a page when it is the only holder and the same is
-true of everything below. Such pages go least recently used first, from the leaves up. That order needs no search:
-idle leaves wait in a heap, and each node counts what stands in its way (see `_Node.blockers`).
+The cache holds one reference to each of its pages. It can evict a page when it is the only holder and the same is
+true of everything below. Pages are evicted least recently used first, from the leaves up. That order needs no search:
+idle leaves wait in a heap, and each node counts what blocks its eviction (see `_Node.blockers`).
 """
 
 import heapq
@@ -24,12 +24,12 @@ from rl.rollout.kv_cache.page_pool import PageError, PagePool
 class _Node:
     """One page below its parent; or a root, which has page 0 and no parent."""
 
-    edge: Hashable  # the tokens' bytes in the parent's `children`; of a root its key
+    edge: Hashable  # the tokens' bytes in the parent's `children`; a root's key
     page: int
     parent: "_Node | None" = None
     children: dict[Hashable, "_Node"] = field(default_factory=dict)
-    used: int = 0  # when it was last used, by the cache's own count of uses
-    # 1 if someone else holds the page, plus the number of children that are blocked; at 0 the node is evictable.
+    used: int = 0  # the time of its last use, in uses of the cache
+    # 1 if the page has another holder, plus the number of children that are blocked; at 0 the node is evictable.
     # A change climbs only as far as it changes 0 to 1 or 1 to 0: constant time per page of a path.
     blockers: int = 0
     queued: bool = False  # it has its one entry in the heap
@@ -44,8 +44,10 @@ class PrefixCache:
     """A radix tree over blocks of page_size tokens. One thread, as the pool."""
 
     def __init__(self, pool: PagePool, page_size: int):
-        """Args:
-            pool: where the pages come from and go back to.
+        """Make an empty cache.
+
+        Args:
+            pool: the source of the pages.
             page_size: tokens per page.
 
         Raises:
@@ -73,7 +75,7 @@ class PrefixCache:
         return self._evictable
 
     def match(self, key: Hashable, tokens: np.ndarray) -> list[int]:
-        """The pages of the longest cached prefix that is made of full pages.
+        """Return the pages of the longest cached prefix of full pages.
 
         Each gets one more reference, which the caller owns and must release.
 
@@ -88,14 +90,14 @@ class PrefixCache:
         return pages
 
     def insert(self, key: Hashable, tokens: np.ndarray, pages: Sequence[int]) -> None:
-        """Keep pages that the caller holds; the caller's own references stay the caller's.
+        """Cache pages that the caller holds; the caller keeps its own references.
 
         Where the same tokens are cached already, the old page stays and the new one is not kept.
 
         Args:
             key: (weights version, adapter) of all of them.
             tokens: int32 [len(pages) * page_size], from the start of the sequence.
-            pages: what holds them, in order.
+            pages: the pages that hold them, in order.
 
         Raises:
             ValueError: the tokens do not fill the pages exactly.
@@ -115,7 +117,7 @@ class PrefixCache:
         self._touch(path)
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages that nobody else holds, least recently used leaves first; returns how many."""
+        """Free up to `count` pages without another holder, least recently used leaves first; returns their number."""
         freed = 0
         while freed < count and self._idle:
             used, page = heapq.heappop(self._idle)
@@ -129,9 +131,9 @@ class PrefixCache:
         return freed
 
     def drop(self, keep: Callable[[Any], bool]) -> int:
-        """Forget every tree whose key keep(key) turns down; returns how many pages that were.
+        """Drop every tree whose key keep(key) rejects; returns its number of pages.
 
-        Those that a running sequence holds become free when it releases them.
+        Pages that a running sequence holds become free when it releases them.
         """
         dropped: list[int] = []
         for key in [key for key in self._roots if not keep(key)]:
@@ -148,15 +150,15 @@ class PrefixCache:
         return len(dropped)
 
     def _blocks(self, tokens: np.ndarray) -> Iterator[bytes]:
-        """The bytes of each full page of tokens."""
+        """Return the bytes of each full page of tokens."""
         ids = np.ascontiguousarray(tokens, dtype=np.int32)
         if ids.ndim != 1 or (ids is not tokens and not np.array_equal(ids, tokens)):
-            raise ValueError("tokens are not one row of int32")
+            raise ValueError("tokens are not a vector of int32")
         data, step = ids.tobytes(), self._page_size * ids.itemsize
         return (data[start : start + step] for start in range(0, len(data) - step + 1, step))
 
     def _walk(self, key: Hashable, blocks: Iterator[bytes]) -> list[_Node]:
-        """The nodes along these blocks, as far as there are any."""
+        """Return the nodes along these blocks, as far as there are any."""
         path: list[_Node] = []
         node = self._roots.get(key)
         for block in blocks:
@@ -167,7 +169,7 @@ class PrefixCache:
         return path
 
     def _touch(self, path: list[_Node]) -> None:
-        """A use of a page is a use of all before it, so no node is older than one below it."""
+        """Record a use: a use of a page is a use of all before it, so no node is older than one below it."""
         self._uses += 1
         for node in path:
             node.used = self._uses
@@ -202,19 +204,19 @@ class PrefixCache:
             del self._roots[parent.edge]
 
     def _queue(self, node: _Node) -> None:
-        """Put the node into the heap if it is idle and not there already."""
+        """Push the node onto the heap if it is idle and not there already."""
         if node.idle and not node.queued:
             node.queued = True
             heapq.heappush(self._idle, (node.used, node.page))
 
     def _shared_changed(self, page: int, shared: bool) -> None:
-        """The pool's word that a page got its second holder, or that one holder is left."""
+        """Handle the pool's notice that a page got its second holder, or that one holder is left."""
         node = self._nodes.get(page)
         if node is not None:
             (self._block if shared else self._unblock)(node)
 
     def _block(self, node: _Node) -> None:
-        """One more thing stands in the way of evicting this node; up to the first ancestor that had one already."""
+        """Count one more blocker of this node, and of its ancestors up to the first that had one already."""
         while node.parent is not None:
             node.blockers += 1
             if node.blockers > 1:

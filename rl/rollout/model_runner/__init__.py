@@ -1,1 +1,1 @@
-"""Model runner: what an engine computes on the device, in batches of few shapes."""
+"""The device side of the engine: weights, the page pool, and compiled dispatches of few shapes."""

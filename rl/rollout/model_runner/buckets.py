@@ -1,4 +1,4 @@
-"""The few shapes of the engine's dispatches: how many rows, tokens of a chunk, keys of a prefill's window.
+"""The few shapes of the engine's dispatches: rows, tokens of a chunk, keys of a prefill's window.
 
 Each combination is one compiled program, so a size is rounded up to the next of a short list.
 """
@@ -19,12 +19,16 @@ class Buckets:
     def __init__(
         self, *, max_num_seqs: int, steps: int, prefill_tokens: int, longest: int, ragged: bool, grouped: bool = True
     ):
-        """Args:
-        steps: of a decoding dispatch.
-        longest: tokens that a sequence can have.
-        ragged: whether a prefill too reads each row's own keys alone, so that there is one window for all.
-        grouped: whether rows decode in groups that read as far as each needs. On CPUs; elsewhere small groups would
-            leave the device idle, and each group has to be compiled for each layer and width.
+        """Choose the sizes.
+
+        Args:
+            max_num_seqs: the most rows.
+            steps: of a decoding dispatch.
+            prefill_tokens: the most tokens of a prefill, in all rows.
+            longest: tokens that a sequence can have.
+            ragged: a prefill too reads each row's own keys alone, so one window serves all.
+            grouped: rows decode in groups that read as far as each needs. On CPUs; elsewhere small groups would leave
+                the device idle, and each group has to be compiled for each layer and width.
         """
         self._grouped = grouped
         self._steps, self._prefill_tokens = steps, prefill_tokens
@@ -35,14 +39,15 @@ class Buckets:
 
     @property
     def widest(self) -> int:
+        """Keys of the widest window."""
         return self._widths[-1]
 
     def rows(self, count: int) -> int:
-        """Rows of a decoding dispatch of so many sequences."""
+        """Return the rows of a decoding dispatch of so many sequences."""
         return bucket(count, self._rows)
 
     def groups(self, rows: int) -> list[int]:
-        """Rows of the windows of a dispatch (see window_context.py).
+        """Return the rows of each window of a dispatch (see contexts/window.py).
 
         8, 8, 16, 32, ...: the longest rows differ most in length. The groups of fewer rows are the first of those of
         more, so that all dispatches work in the same memory. Where windows are narrow, groups cost more than they save.
@@ -53,37 +58,39 @@ class Buckets:
         return [sizes[0], *(after - before for before, after in itertools.pairwise(sizes))]
 
     def quorum(self, count: int, *, waiting: bool) -> int:
-        """Below how many rows a dispatch of `count` sequences ends early: when the rest would fit into a smaller one,
-        or, if others could use the rows, when an eighth has ended.
+        """Return the least rows with which a dispatch of `count` sequences goes on.
+
+        It ends early when the rest would fit into a smaller one or, if others could use the rows, when an eighth has
+        ended.
         """
         smaller = max((rows for rows in self._rows if rows < count), default=0)
         return max(1, smaller + 1, count - count // 8 if waiting else 0)
 
     def width(self, tokens: int) -> int:
-        """Keys of a prefill's window that holds so many."""
+        """Return the keys of a prefill's window that holds so many tokens."""
         return bucket(tokens, self._widths)
 
     def prefill(self, unfilled: int) -> tuple[int, int]:
-        """(most rows, chunk) of the dispatch for a sequence that has so many tokens to prefill."""
+        """Return (most rows, chunk) of the dispatch for a sequence that has so many tokens to prefill."""
         chunk = bucket(unfilled, self.chunks)
         return max(1, self._prefill_tokens // chunk), chunk
 
     def prefill_rows(self, count: int, chunk: int) -> int:
-        """Rows of a prefill of so many sequences."""
+        """Return the rows of a prefill of so many sequences."""
         return bucket(count, halvings(max(1, self._prefill_tokens // chunk), 1))
 
     def reach(self, sequence: Sequence) -> int:
-        """Tokens of the sequence by the end of a dispatch."""
-        return sequence.cached + min(self._steps, sequence.limit - len(sequence.tokens))
+        """Return the tokens of the sequence at the end of a dispatch."""
+        return sequence.cached + min(self._steps, sequence.remaining)
 
 
 def bucket(size: int, buckets: Items[int]) -> int:
-    """The smallest bucket that holds `size`, or the largest there is."""
+    """Return the smallest bucket that holds `size`, or the largest there is."""
     return min((bucket for bucket in buckets if bucket >= size), default=max(buckets))
 
 
 def halvings(most: int, least: int) -> list[int]:
-    """most, most / 2, ... down to `least`, rounded up."""
+    """Return most, most / 2, ... down to `least`, rounded up."""
     sizes = [most]
     while sizes[-1] // 2 >= least:
         sizes.append(-(-sizes[-1] // 2))
@@ -91,6 +98,6 @@ def halvings(most: int, least: int) -> list[int]:
 
 
 def _widths(widest: int) -> list[int]:
-    """1, 1.5, 2, 3, 4, 6, 8, 12, ... blocks of keys."""
+    """Return 1, 1.5, 2, 3, 4, 6, 8, 12, ... blocks of keys."""
     sizes = {KEY_BLOCK << i for i in range(24)} | {3 * KEY_BLOCK // 2 << i for i in range(23)}
     return sorted(size for size in sizes if size < widest) + [widest]

@@ -1,6 +1,5 @@
-"""What the engine runs on the device: prefill a chunk, decode some steps, copy pages. Pure functions, to be traced."""
+"""Prefill of a chunk, decoding of some steps, copies of pages: pure functions, to be traced."""
 
-import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
@@ -12,61 +11,23 @@ from axlearn_like.layers.contexts.paged import PagedContext, Pool, write_tokens
 from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
-from rl.rollout.sampling import Rules, distribution, draw, row_keys
+from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
+from rl.rollout.sampling import distribution, draw, row_keys
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    """Rows of a prefill: `counts[i]` tokens of a sequence that has `starts[i]` in the pool. int32."""
-
-    tokens: Any  # [r, c]
-    starts: Any  # [r]
-    counts: Any  # [r]; 0: an idle row
-    page_table: Any  # [r, w]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows of a decoding dispatch, one sequence each. int32 unless said otherwise.
-
-    Attributes:
-        feed: [r], the last token, whose keys and values are not in the pool yet.
-        lengths: [r], tokens in the pool.
-        ordinals: [r], position in the completion of the first token to draw.
-        remaining: [r], tokens that may be drawn; 0: an idle row.
-        identity: uint32 [r, 4]: seed, high and low half of the prompt's id, sample id.
-        stop: [r, m], stop tokens, -1 where there are fewer.
-        page_table: [r, w], with room for the tokens to be drawn.
-        bias: float32 [r, vocab] or None. seen: bool [r, vocab] or None.
-    """
-
-    feed: Any
-    lengths: Any
-    ordinals: Any
-    remaining: Any
-    identity: Any
-    stop: Any
-    page_table: Any
-    rules: Rules
-    bias: Any = None
-    seen: Any = None
-
-
-def prefill(model: Any, pool: Pool, chunks: Chunks, *, pages: int, kernel: bool) -> Pool:
-    """Write keys and values of the chunks' tokens into their pages."""
+def prefill(model: Any, pool: Pool, batch: PrefillBatch, *, pages: int, kernel: bool) -> Pool:
+    """Write keys and values of the batch's tokens into their pages."""
     context = PagedContext(
-        chunks.page_table, chunks.starts, chunks.counts, chunk=chunks.tokens.shape[1], pages=pages, kernel=kernel
+        batch.page_table, batch.starts, batch.counts, chunk=batch.tokens.shape[1], pages=pages, kernel=kernel
     )
-    return model.hidden(chunks.tokens, context, pool).cache
+    return model.hidden(batch.tokens, context, pool).cache
 
 
 def decode(
     model: Any,
     pool: Pool,
     windows: Items[Windows],
-    rows: Rows,
+    batch: DecodeBatch,
     quorum: jax.Array,
     *,
     steps: int,
@@ -76,33 +37,32 @@ def decode(
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` tokens of each row.
 
-    Ends early when fewer than `quorum` rows are left (1 or more: at the latest when all have stopped).
+    Ends early when fewer than `quorum` rows are left (1 or more, so at the latest when all have stopped).
 
-    Args:
-        windows: by layer, to work in; what is in them does not matter. Empty for the kernel.
-        rows: the longest first, lest short ones share a group with long ones.
+    `windows`, by layer, are memory to work in; their contents do not matter, and the kernel needs none. The batch has
+    the longest rows first, so that short ones do not share a group with long ones.
 
     Returns:
         The pool, the windows, and `tokens` int32 [steps, r], `chosen` (the parts of their log-probabilities)
         [steps, r], `counts` int32 [r] (tokens drawn), `stopped` bool [r] (by a stop token), `broken` bool [r] (the last
         log-probability is not a number), `steps`.
     """
-    size = rows.feed.shape[0]
-    keys = row_keys(rows.identity)
+    size = batch.feed.shape[0]
+    keys = row_keys(batch.identity)
     if kernel:
-        cache, advance = pool, _paged_step(model, rows, pages)
+        cache, advance = pool, _paged_step(model, batch, pages)
     else:
-        needed = cells_needed(windows[0], rows.lengths + jnp.minimum(rows.remaining, steps))
-        cache, advance = _filled(windows, pool, rows, needed, steps, pages), _window_step(model, needed)
+        needed = cells_needed(windows[0], batch.lengths + jnp.minimum(batch.remaining, steps))
+        cache, advance = _filled(windows, pool, batch, needed, steps, pages), _window_step(model, needed)
 
     def body(state: dict[str, Any]) -> dict[str, Any]:
         step, alive = state["step"], state["alive"]
         hidden, cache = advance(state["cache"], state["feed"], state["lengths"], alive, step)
         logits = constrain(model.logits(hidden)[:, 0], None, None)
-        logits = distribution(logits, rows.rules, seen_rv=state["seen"], bias_rv=rows.bias, plain=plain)
-        tokens, chosen = draw(jax.vmap(jax.random.fold_in)(keys, rows.ordinals + step), logits)
+        logits = distribution(logits, batch.sampling, seen_rv=state["seen"], bias_rv=batch.bias, plain=plain)
+        tokens, chosen = draw(jax.vmap(jax.random.fold_in)(keys, batch.ordinals + step), logits)
         broken = alive & ~jnp.isfinite(chosen.logit + chosen.total)
-        stopped = alive & jnp.any(tokens[:, None] == rows.stop, axis=-1)
+        stopped = alive & jnp.any(tokens[:, None] == batch.stop, axis=-1)
         write = jax.lax.dynamic_update_index_in_dim
         drawn = state["counts"] + alive
         seen = state["seen"]
@@ -112,7 +72,7 @@ def decode(
             "feed": jnp.where(alive, tokens, state["feed"]),
             "lengths": state["lengths"] + alive,
             "counts": drawn,
-            "alive": alive & ~stopped & ~broken & (drawn < rows.remaining),
+            "alive": alive & ~stopped & ~broken & (drawn < batch.remaining),
             "stopped": state["stopped"] | stopped,
             "broken": state["broken"] | broken,
             "seen": seen if seen is None else seen.at[jnp.arange(size), tokens].max(alive),
@@ -126,13 +86,13 @@ def decode(
         {
             "step": jnp.int32(0),
             "cache": cache,
-            "feed": rows.feed,
-            "lengths": rows.lengths,
+            "feed": batch.feed,
+            "lengths": batch.lengths,
             "counts": jnp.zeros(size, jnp.int32),
-            "alive": rows.remaining > 0,
+            "alive": batch.remaining > 0,
             "stopped": jnp.zeros(size, bool),
             "broken": jnp.zeros(size, bool),
-            "seen": rows.seen,
+            "seen": batch.seen,
             "tokens": jnp.zeros((steps, size), jnp.int32),
             "chosen": Chosen(*[jnp.ones((steps, size), jnp.float32)] * 3),
         },
@@ -140,20 +100,20 @@ def decode(
     if kernel:
         pool = final["cache"]
     else:
-        pool = _write_back(pool, final["cache"], rows, final["counts"], pages)
+        pool = _write_back(pool, final["cache"], batch, final["counts"], pages)
         windows = tuple(cache.windows for cache in final["cache"])
     out = {name: final[name] for name in ("tokens", "counts", "stopped", "broken")}
     return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
 
 
 def copy_pages(pool: Pool, sources: jax.Array, targets: jax.Array, *, layers: int, pages: int) -> Pool:
-    """Copy pages in all layers; int32 [n] each. Targets are distinct, but for the null page (padding)."""
+    """Copy pages in all layers; int32 [n] each. Targets are distinct, except for the null page (padding)."""
     offsets = jnp.arange(layers)[:, None] * pages
     return jax.tree.map(lambda x: x.at[targets + offsets].set(x[sources + offsets]), pool)
 
 
 def zero_pages(pool: Pool, targets: jax.Array, *, layers: int, pages: int) -> Pool:
-    """Blank pages in all layers: what is not a number there would spoil whoever comes next, although masked."""
+    """Fill pages with zeros in all layers: a NaN there would spoil the next sequence, although masked."""
     offsets = jnp.arange(layers)[:, None] * pages
     return jax.tree.map(lambda x: x.at[targets + offsets].set(0), pool)
 
@@ -161,12 +121,12 @@ def zero_pages(pool: Pool, targets: jax.Array, *, layers: int, pages: int) -> Po
 Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
-def _paged_step(model: Any, rows: Rows, pages: int) -> Advance:
+def _paged_step(model: Any, batch: DecodeBatch, pages: int) -> Advance:
     def advance(
         pool: Pool, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, Pool]:
         del step
-        context = PagedContext(rows.page_table, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=True)
+        context = PagedContext(batch.page_table, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=True)
         hidden = model.hidden(feed[:, None], context, pool)
         return hidden.x, hidden.cache
 
@@ -177,7 +137,7 @@ def _window_step(model: Any, needed: jax.Array) -> Advance:
     def advance(
         caches: Any, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, Any]:
-        del alive  # a row that has ended writes behind its last token in its own window, which nobody reads
+        del alive  # a row that has ended writes behind its last token in its own window, which nothing reads
         hidden = model.hidden(feed[:, None], WindowContext(lengths, needed, step), caches)
         return hidden.x, hidden.cache
 
@@ -185,22 +145,22 @@ def _window_step(model: Any, needed: jax.Array) -> Advance:
 
 
 def _filled(
-    windows: Items[Windows], pool: Pool, rows: Rows, needed: jax.Array, steps: int, pages: int
+    windows: Items[Windows], pool: Pool, batch: DecodeBatch, needed: jax.Array, steps: int, pages: int
 ) -> tuple[Cache, ...]:
-    """Of each layer: the windows with what the rows have in the pool, and room for the tokens of this dispatch."""
-    size, (_, heads, _, head_dim) = rows.feed.shape[0], pool["v"].shape
+    """Return each layer's windows, filled from the pool, with room for the tokens of this dispatch."""
+    size, (_, heads, _, head_dim) = batch.feed.shape[0], pool["v"].shape
     fresh = constrain(jnp.zeros((steps, size, heads, head_dim), pool["v"].dtype), None, None, "heads", None)
     return tuple(
-        Cache(fill(window, pool, rows.page_table + layer * pages, rows.lengths, needed), fresh, fresh)
+        Cache(fill(window, pool, batch.page_table + layer * pages, batch.lengths, needed), fresh, fresh)
         for layer, window in enumerate(windows)
     )
 
 
-def _write_back(pool: Pool, caches: Items[Cache], rows: Rows, counts: jax.Array, pages: int) -> Pool:
-    """The tokens of this dispatch into their pages."""
+def _write_back(pool: Pool, caches: Items[Cache], batch: DecodeBatch, counts: jax.Array, pages: int) -> Pool:
+    """Write the tokens of this dispatch into their pages."""
     for layer, cache in enumerate(caches):
         k, v = (x.swapaxes(0, 1) for x in (cache.k, cache.v))
         steps = jnp.arange(k.shape[1])
-        positions, live = rows.lengths[:, None] + steps, steps < counts[:, None]
-        pool = write_tokens(pool, k, v, rows.page_table + layer * pages, positions, live)
+        positions, live = batch.lengths[:, None] + steps, steps < counts[:, None]
+        pool = write_tokens(pool, k, v, batch.page_table + layer * pages, positions, live)
     return pool

@@ -16,7 +16,7 @@ from models.dense import dense
 from models.qwen import qwen
 from rl.rollout.aot import compile_engine, largest_pool, memory_per_device
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.runner import spread
+from rl.rollout.model_runner.weights import place
 from tests.elsewhere import elsewhere
 
 COMPILER = find_compiler() is not None
@@ -50,7 +50,7 @@ def qwq_engine(**changes: Any) -> RolloutEngine.Config:
 def test_all_programs_compile_and_none_copies_the_cache(topology):
     found = elsewhere(compile_small, topology)
     names = [step["name"] for step in found["steps"]]
-    assert names == ["prefill 2 x 32", "decode 16, plain", "decode 16, all rules", "copy pages", "blank pages"]
+    assert names == ["prefill 2 x 32", "decode 16, plain", "decode 16, all rules", "copy pages", "zero pages"]
     devices, head = 4, 2 * 128 * 2  # one head's keys and values of a token, in bfloat16
     assert found["steps"][0]["pool"] == 2 * 4096 * 16 * 8 * head // devices
     for step in found["steps"]:
@@ -92,7 +92,7 @@ def test_a_policy_of_32_billion_parameters_fits(checkout, topology, least_tokens
     assert "does not fit" in found["too_large"]
 
 
-def test_weights_are_spread_before_their_heads_are_merged():
+def test_weights_are_sharded_before_their_heads_are_merged():
     found = elsewhere(merge_on_two_devices, environ={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
     assert found == {"same": True, "shards": [[2, 3, 10], [2, 3, 10]], "dtype": "bfloat16"}
 
@@ -145,7 +145,7 @@ def merge_on_two_devices() -> dict[str, Any]:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
     with jax.set_mesh(mesh):
-        placed = spread(leaf, like(2, 3, 4, 5), like(2, 3, 20))
+        placed = place(leaf, like(2, 3, 4, 5), like(2, 3, 20))
     return {
         "same": bool((np.asarray(placed, np.float32) == leaf.reshape(2, 3, 20)).all()),
         "shards": [list(shard.data.shape) for shard in placed.addressable_shards],

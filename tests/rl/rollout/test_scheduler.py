@@ -1,9 +1,10 @@
-"""The scheduler and the memory without a device: any order of events keeps rows, pages and their contents right.
+"""The scheduler and the KV-cache manager without a device: rows, pages and contents stay right in any order of events.
 
 A page's contents are kept here as (position, token, all tokens before it), which is what keys and values depend on; so
 a page that is shared, copied, evicted or handed on wrongly shows.
 """
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl.roles.messages import Prompt
-from rl.rollout.agent_loop import single_turn
+from rl.rollout.agent_loop import Generate, Wait, single_turn
 from rl.rollout.kv_cache.manager import KVCacheManager, PageCopy
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
@@ -24,7 +25,7 @@ Content = tuple[int, ...]  # the tokens up to and including this one
 
 
 class World(RuleBasedStateMachine):
-    """What the engine and the device would do, in turns; `turn` is what must make progress."""
+    """The engine and the device, simulated; `turn` is one iteration, which must make progress."""
 
     @initialize(
         max_num_seqs=st.integers(1, 4),
@@ -50,8 +51,8 @@ class World(RuleBasedStateMachine):
         for target, page in zip(targets, read, strict=True):
             self.pool[target] = page
 
-    def write(self, sequence: Sequence, count: int) -> None:
-        for at in range(sequence.cached, sequence.cached + count):
+    def write(self, sequence: Sequence, start: int, count: int) -> None:
+        for at in range(start, start + count):
             page = sequence.pages[at // self.page_size]
             assert self.kv_cache.pool.references(page) == 1, "a shared page is written"
             self.pool[page][at % self.page_size] = tuple(sequence.tokens[: at + 1])
@@ -60,12 +61,11 @@ class World(RuleBasedStateMachine):
 
     def add(self, group: SequenceGroup, sample: int, tokens: list[int], prefix: bool = False) -> Sequence:
         sequence = Sequence(group, sample, list(tokens), None if prefix else single_turn)
-        group.sequences.append(sequence)
         self.sequences.append(sequence)
         return sequence
 
     def enqueue(self, sequence: Sequence) -> None:
-        sequence.limit = sequence.most
+        sequence.generate(Generate(), None)
         self.scheduler.enqueue(sequence)
 
     def completion(self, parent: Sequence, sample: int) -> Sequence:
@@ -102,7 +102,7 @@ class World(RuleBasedStateMachine):
         if not running and self.scheduler.waiting:
             assert self.prefill(rows, chunk), "nobody gets on"
         for sequence in running:
-            most = min(steps, sequence.limit - len(sequence.tokens))
+            most = min(steps, sequence.remaining)
             assert most >= 1 and sequence.unfilled == 0
             self.draw(sequence, draws.draw(st.integers(1, most)))
 
@@ -112,8 +112,8 @@ class World(RuleBasedStateMachine):
         assert len(chosen) <= rows
         for sequence, count in chosen:
             assert count <= chunk and (count or not sequence.unfilled)
-            self.write(sequence, count)
-            sequence.cached += count
+            self.write(sequence, sequence.cached, count)
+            sequence.prefilled(count)
             if not sequence.unfilled:
                 self.kv_cache.remember(sequence)
                 if sequence.is_prefix:
@@ -123,7 +123,7 @@ class World(RuleBasedStateMachine):
         return bool(chosen)
 
     def decode(self, steps: int) -> tuple[list[Sequence], list[PageCopy]]:
-        """Who goes first of all keeps its row."""
+        """Check that the first of all keeps its row."""
         first = min(self.live(), key=lambda one: one.order, default=None)
         has_row = first is not None and first.state is State.RUNNING
         running, copies = self.scheduler.to_decode(steps)
@@ -133,13 +133,10 @@ class World(RuleBasedStateMachine):
     def draw(self, sequence: Sequence, count: int) -> None:
         drawn = [(sum(sequence.tokens[-3:]) + sequence.sample + i) % 11 for i in range(count)]
         fed = len(sequence.tokens) - 1
-        sequence.tokens += drawn
-        for at in range(fed, fed + count):
-            assert at == sequence.cached
-            self.write(sequence, 1)
-            sequence.cached += 1
-        sequence.logprobs += [0.0] * count
-        if len(sequence.tokens) == sequence.limit:
+        assert fed == sequence.cached
+        sequence.extend(drawn, [0.0] * count, 0, ())
+        self.write(sequence, fed, count)
+        if not sequence.remaining:
             self.scheduler.end(sequence)
 
     def live(self) -> list[Sequence]:
@@ -148,16 +145,16 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.live())
     @rule(data=st.data())
     def end(self, data: Any) -> None:
-        """As an abort does, wherever it is."""
+        """End it as an abort does, in any state."""
         self.scheduler.end(data.draw(st.sampled_from(self.live())))
 
     @precondition(lambda self: any(not one.is_prefix for one in self.live()))
     @rule(data=st.data(), given=st.integers(0, 5))
     def park_or_return(self, data: Any, given: int) -> None:
-        """A program waits, or goes on with tokens that it was given."""
+        """Let an agent loop wait, or go on with tokens that it was given."""
         sequence = data.draw(st.sampled_from([one for one in self.live() if not one.is_prefix]))
         if sequence.state is not State.PARKED:
-            return self.scheduler.park(sequence)
+            return self.scheduler.park(sequence, Wait(Future()))
         self.scheduler.withdraw(sequence)
         sequence.observe([given] * given, 0)
         self.enqueue(sequence) if len(sequence.tokens) < sequence.most else self.scheduler.end(sequence)
@@ -172,16 +169,16 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.live())
     @rule(recompute=st.booleans())
     def other_weights(self, recompute: bool) -> None:
-        """What is in the pages stays right for the test only if all is computed anew, or nothing kept is reused."""
+        """Change the weights; here pages stay right only if all is recomputed, or nothing cached is reused."""
         self.scheduler.version += 1
         self.kv_cache.forget()
         for sequence in [one for one in self.live() if one.cached]:
             if recompute:
                 self.scheduler.drop_pages(sequence)
             else:
-                sequence.cache_key = None
+                sequence.mix_cache()
 
-    # ---- what must always be so
+    # ---- invariants
 
     @invariant()
     def rows_and_queues(self) -> None:
@@ -199,14 +196,14 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def pages(self) -> None:
-        """References are holders; a sequence's pages hold its tokens; nothing that has not begun holds any."""
+        """References are holders; a sequence's pages hold its tokens; nothing that has not started holds any."""
         if not self.sequences:
             return
         holders = [0] * (self.kv_cache.pool.total + 1)
         for one in self.sequences:
             for page in one.pages:
                 holders[page] += 1
-            assert not (one.ended and one.pages) and (one.group.begun or not one.pages)
+            assert not (one.ended and one.pages) and (one.group.started or not one.pages)
             assert one.cached <= len(one.pages) * self.page_size and one.cached < len(one.tokens)
             for at in range(one.cached):
                 found = self.pool[one.pages[at // self.page_size]][at % self.page_size]
@@ -241,12 +238,12 @@ class World(RuleBasedStateMachine):
         assert self.left() < before, f"{first.order} does not get on"
 
     def left(self) -> tuple[int, int]:
-        """Tokens still to be drawn, of trunks all that their samples will draw, and trunks."""
-        total = trunks = 0
+        """Return tokens still to be drawn, by the samples of shared prefixes too, and shared prefixes."""
+        total = prefixes = 0
         for one in self.live():
             most = (one.most - len(one.tokens)) * (one.group.request.samples if one.is_prefix else 1)
-            total, trunks = total + most, trunks + one.is_prefix
-        return total, trunks
+            total, prefixes = total + most, prefixes + one.is_prefix
+        return total, prefixes
 
 
 World.TestCase.settings = settings(
@@ -259,13 +256,12 @@ def _sequence(number: int, tokens: list[int], priority: int = 0) -> Sequence:
     request = Request(Prompt(number, "any", np.array(tokens, np.int32)), priority=priority)
     group = SequenceGroup(number, request, Sampler.Config(), StopConditions(max_new=8), None, None)
     sequence = Sequence(group, 0, tokens, single_turn)
-    group.sequences.append(sequence)
-    sequence.limit = sequence.most
+    sequence.generate(Generate(), None)
     return sequence
 
 
-def test_who_finds_no_room_gives_back_the_prefix_it_was_given():
-    """Else it would hold pages without having begun, against those that must end before others may begin."""
+def test_a_sequence_without_room_releases_the_prefix_it_adopted():
+    """Otherwise it would hold pages before it starts, against those that must end before others may start."""
     kv_cache = KVCacheManager(1 + 6, 4, True)
     scheduler = Scheduler(kv_cache, 2)
     before, long, late = (
@@ -277,11 +273,11 @@ def test_who_finds_no_room_gives_back_the_prefix_it_was_given():
         scheduler.enqueue(sequence)
         ((chosen, count),) = scheduler.to_prefill(lambda _: (1, 64))[0]
         assert chosen is sequence
-        sequence.cached += count
+        sequence.prefilled(count)
         assert scheduler.to_decode(1)[0] == [sequence]
         if sequence is before:
             scheduler.end(sequence)
             assert kv_cache.prefix_pages == 2
     scheduler.enqueue(late)
     assert scheduler.to_prefill(lambda _: (1, 64)) == ([], [])
-    assert late.pages == [] and not late.group.begun and scheduler.reused == 0
+    assert late.pages == [] and not late.group.started and scheduler.reused == 0

@@ -22,7 +22,7 @@ from rl.parameter_server.pull.fetch import PullStats
 from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.roles.messages import Group, Score
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.runner import PlacedWeights
+from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import Request
 from rl.rollout.worker import RolloutWorker
 from rl.verification.inline import InlineVerifier

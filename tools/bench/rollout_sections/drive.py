@@ -115,24 +115,24 @@ class Dispatch:
 
 
 class Watch:
-    """While entered, counts what an engine sends to its device.
+    """Counter of an engine's dispatches while it is entered.
 
     Args:
         timed: wait for each decoding dispatch and read the clocks, at the price of overlap with the host.
     """
 
     def __init__(self, engine: RolloutEngine, *, timed: bool = False):
-        self._device: Any = engine._device
+        self._runner: Any = engine._runner
         self._timed = timed
         self._decodes: list[tuple[int, int, jax.Array, Clock | None]] = []
         self.prefills = 0
 
     def __enter__(self) -> Self:
-        decode, prefill = self._device.decode, self._device.prefill
+        decode, prefill = self._runner.decode, self._runner.prefill
 
         def watched_decode(sequences: Any, **options: Any) -> dict[str, jax.Array]:
             if self._timed:
-                jax.block_until_ready(self._device._pool)  # prefills and copies before it are not its own
+                jax.block_until_ready(self._runner.pool)  # prefills and copies before it are not its own
             start = now()
             out = decode(sequences, **options)
             took = now().since(start) if self._timed and jax.block_until_ready(out) else None
@@ -143,11 +143,11 @@ class Watch:
             self.prefills += 1
             prefill(chosen)
 
-        self._device.decode, self._device.prefill = watched_decode, watched_prefill
+        self._runner.decode, self._runner.prefill = watched_decode, watched_prefill
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        del self._device.decode, self._device.prefill  # the methods show again
+        del self._runner.decode, self._runner.prefill  # the methods show again
 
     @property
     def decodes(self) -> list[Dispatch]:

@@ -74,8 +74,8 @@ def _generation(bed: Bed, engine: RolloutEngine, updates: Iterator[tuple[Params,
 
 def _change(engine: RolloutEngine, params: Params, version: int) -> tuple[float, float]:
     """Seconds of the whole change, and of placing the arrays in it."""
-    device: Any = engine._device
-    place, placing = device.place, []
+    runner: Any = engine._runner
+    place, placing = runner.place, []
 
     def timed_place(params: Params) -> Params:
         began = time.perf_counter()
@@ -83,13 +83,13 @@ def _change(engine: RolloutEngine, params: Params, version: int) -> tuple[float,
         placing.append(time.perf_counter() - began)
         return placed
 
-    device.place = timed_place
+    runner.place = timed_place
     try:
         began = time.perf_counter()
         engine.set_weights(params, version, swap="keep_cache")
         return time.perf_counter() - began, placing[0]
     finally:
-        del device.place  # the method shows again
+        del runner.place  # the method shows again
 
 
 def _percentiles(prefix: str, seconds: list[float]) -> dict[str, float]:

@@ -24,8 +24,8 @@ def sequence(tokens: int, max_new: int) -> Sequence:
     request = Request(Prompt(0, "any", np.zeros(1, np.int32)))
     group = SequenceGroup(0, request, Sampler.Config(), StopConditions(max_new=max_new), None, None)
     made = Sequence(group, 0, [0] * tokens, single_turn)
-    made.begin(Generate(), None)
-    made.cached = tokens - 1
+    made.generate(Generate(), None)
+    made.prefilled(tokens - 1)
     return made
 
 

@@ -1,0 +1,105 @@
+"""Batches of a dispatch: sequences packed into arrays, one sequence a row."""
+
+import dataclasses
+from collections.abc import Sequence as Items
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_like.layers.contexts.paged import NULL_PAGE
+from rl.rollout.sampling import Sampler, SamplingMetadata, pack_bias, pack_metadata
+from rl.rollout.sequence import Sequence
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillBatch:
+    """Rows of a prefill: `counts[i]` tokens of a sequence that has `starts[i]` in the pool. int32."""
+
+    tokens: Any  # [r, c]
+    starts: Any  # [r]
+    counts: Any  # [r]; 0: an idle row
+    page_table: Any  # [r, w]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeBatch:
+    """Rows of a decoding dispatch. int32 unless said otherwise.
+
+    Attributes:
+        feed: [r], the last token, whose keys and values are not in the pool yet.
+        lengths: [r], tokens in the pool.
+        ordinals: [r], position in the completion of the first token to draw.
+        remaining: [r], tokens that may be drawn; 0: an idle row.
+        identity: uint32 [r, 4]: seed, high and low half of the prompt's id, sample id.
+        stop: [r, m], stop tokens, -1 where there are fewer.
+        page_table: [r, w], with room for the tokens to be drawn.
+        sampling: temperature, top-k and so on of each row.
+        bias: float32 [r, vocab] or None. seen: bool [r, vocab] or None.
+    """
+
+    feed: Any
+    lengths: Any
+    ordinals: Any
+    remaining: Any
+    identity: Any
+    stop: Any
+    page_table: Any
+    sampling: SamplingMetadata
+    bias: Any = None
+    seen: Any = None
+
+
+def pack_prefill(chosen: Items[tuple[Sequence, int]], rows: int, chunk: int, pages: int) -> PrefillBatch:
+    """Pack the next `count` tokens of each sequence; `pages`: of a row."""
+    batch = PrefillBatch(
+        tokens=np.zeros((rows, chunk), np.int32),
+        starts=np.zeros(rows, np.int32),
+        counts=np.zeros(rows, np.int32),
+        page_table=np.full((rows, pages), NULL_PAGE, np.int32),
+    )
+    for row, (sequence, count) in enumerate(chosen):
+        batch.tokens[row, :count] = sequence.tokens[sequence.cached : sequence.cached + count]
+        batch.starts[row], batch.counts[row] = sequence.cached, count
+        used = sequence.pages[:pages]
+        batch.page_table[row, : len(used)] = used
+    return batch
+
+
+def pack_decode(sequences: Items[Sequence], samplers: Items[Sampler.Config], *, pages: int, vocab: int) -> DecodeBatch:
+    """Pack the sequences, one for each of the first samplers; the other rows are idle."""
+    size = len(samplers)
+    stops = max((len(sequence.group.stop.tokens) for sequence in sequences), default=0)
+    columns = np.zeros((4, size), np.int32)
+    batch = DecodeBatch(
+        feed=columns[0],
+        lengths=columns[1],
+        ordinals=columns[2],
+        remaining=columns[3],
+        identity=np.zeros((size, 4), np.uint32),
+        stop=np.full((size, max(4, 1 << max(0, stops - 1).bit_length())), -1, np.int32),
+        page_table=np.full((size, pages), NULL_PAGE, np.int32),
+        sampling=pack_metadata(samplers, vocab),
+        bias=pack_bias(samplers, vocab),
+        seen=_seen(sequences, samplers, vocab),
+    )
+    for row, sequence in enumerate(sequences):
+        request = sequence.group.request
+        number = request.prompt.id
+        columns[:, row] = sequence.tokens[-1], sequence.cached, sequence.drawn, sequence.remaining
+        batch.identity[row] = request.seed & 0xFFFFFFFF, number >> 32, number & 0xFFFFFFFF, sequence.sample
+        batch.stop[row, : len(sequence.group.stop.tokens)] = sequence.group.stop.tokens
+        batch.page_table[row, : len(sequence.pages)] = sequence.pages[:pages]
+    return batch
+
+
+def _seen(sequences: Items[Sequence], samplers: Items[Sampler.Config], vocab: int) -> np.ndarray | None:
+    """Return bool [rows, vocab], tokens so far; None if no row has a repetition penalty."""
+    if all(sampler.repetition_penalty == 1 for sampler in samplers):
+        return None
+    seen = np.zeros((len(samplers), vocab), bool)
+    for row, sequence in enumerate(sequences):
+        seen[row, sequence.tokens] = True
+    return seen

@@ -1,0 +1,120 @@
+"""Weights on the engine's devices, in the layout and types that it computes with."""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.layers.attention.grouped_query import MERGEABLE
+from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.wrappers.base import plain_config, plain_params
+from mesh import UserError, to_named_sharding
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacedWeights:
+    """Weights on the engine's devices, in the engine's layout.
+
+    Attributes:
+        approximations: tags of rollouts drawn with them, if they are not the trainer's to the bit.
+    """
+
+    params: Params
+    approximations: tuple[str, ...] = ()
+
+
+class WeightLayout:
+    """The layout of a model's parameters on a mesh.
+
+    Matrices are stored in the type that the model computes in; norms keep float32, as the trainer uses them. Wrapped
+    layers (LoRA, int8) are unwrapped once for each version. Kernels take the layers as a stack; XLA takes them one by
+    one.
+    """
+
+    def __init__(self, model: ConfigBase, mesh: Mesh, *, stacked: bool):
+        """Describe the layout; `stacked` for kernels."""
+        self._mesh, self._stacked = mesh, stacked
+        with jax.set_mesh(mesh):
+            self.model = jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0)))
+            graphdef, arriving = split(self.model)
+            self._arriving = to_named_sharding(arriving, mesh)
+            plain = plain_config(model)
+            self._unwrap = None if plain == model else jax.jit(partial(plain_params, graphdef))
+            self.graphdef, stored = split(jax.eval_shape(lambda: self._build(plain)))
+            self._placed = to_named_sharding(stored, mesh)
+
+    def _build(self, cfg: ConfigBase) -> Any:
+        model = cfg.build(rngs=nnx.Rngs(0))
+        return model if self._stacked else model.unstack()
+
+    @property
+    def like(self) -> Params:
+        """Arrays that can be placed with the least copying: the trainer's layout, the types that are stored here."""
+
+        def described(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            dtype = self._dtype(path, leaf) if self._unwrap is None else leaf.dtype
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+        return jax.tree_util.tree_map_with_path(described, self._arriving)
+
+    @property
+    def described(self) -> Params:
+        """Shapes, types and shardings of the stored arrays."""
+        return jax.tree_util.tree_map_with_path(self._stored, self._placed)
+
+    def place(self, params: Params) -> Params:
+        """Return the trainer's parameters in this layout.
+
+        Raises:
+            UserError: an array is missing, or has another shape.
+        """
+        self._check(params)
+        if self._unwrap is not None:
+            with jax.set_mesh(self._mesh):
+                params = self._unwrap(jax.tree.map(lambda leaf, like: place(leaf, like, like), params, self._arriving))
+        if not self._stacked:
+            layers = {
+                i: jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(self.model.num_layers)
+            }
+            params = {**params, "layers": layers}
+        with jax.set_mesh(self._mesh):
+            return jax.tree_util.tree_map_with_path(
+                lambda path, leaf, like: place(leaf, like, self._stored(path, like)), params, self._placed
+            )
+
+    def _check(self, params: Params) -> None:
+        wanted = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(self._arriving)}
+        given = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        for name in sorted(wanted.keys() ^ given.keys()):
+            raise UserError(f"weights: {name} is {'missing' if name in wanted else 'not part of the model'}")
+        for name, leaf in wanted.items():
+            if given[name].shape != leaf.shape:
+                raise UserError(f"weights: {name} has shape {given[name].shape}; the model's is {leaf.shape}")
+
+    def _stored(self, path: Any, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return the stored form of a parameter: its type, and for kernels its shape with head axes merged."""
+        name, shape, sharding = _name(path), like.shape, like.sharding
+        if self._stacked and name.endswith(MERGEABLE):  # [layers, d, *heads]
+            shape = (*shape[:2], math.prod(shape[2:]))
+            sharding = NamedSharding(self._mesh, PartitionSpec(*sharding.spec[:3]))
+        return jax.ShapeDtypeStruct(shape, self._dtype(path, like), sharding=sharding)
+
+    def _dtype(self, path: Any, like: jax.ShapeDtypeStruct) -> Any:
+        return like.dtype if _name(path).endswith("scale") else self.model.dtype
+
+
+def place(leaf: Any, like: jax.ShapeDtypeStruct, stored: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an array on the devices, sharded as `like`, then in the shape of `stored`."""
+    # Not by way of the default device, which could not hold a large model's stack of matrices.
+    placed = jax.device_put(leaf.astype(stored.dtype), like.sharding)
+    return placed if placed.shape == stored.shape else jnp.reshape(placed, stored.shape, out_sharding=stored.sharding)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
