@@ -1,4 +1,4 @@
-"""What clients read: choices, chunks of a stream, log-probabilities and usage, for completions and for chats.
+"""Response bodies: choices, chunks of a stream, log-probabilities and usage, for completions and for chats.
 
 Every sampled token counts and has a log-probability, the stop token too, as in training; the text of that one is empty.
 The text of a stream's chunks, joined, is the text of the whole answer.
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class Answer:
-    """Writes the answer to one generation, choice by choice."""
+    """The response to one generation, choice by choice."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, version: int):
         """`version` of the weights, at the beginning."""
@@ -37,10 +37,11 @@ class Answer:
 
     @property
     def completion_tokens(self) -> int:
+        """Tokens of all choices so far."""
         return sum(choice.count for choice in self._choices)
 
     def whole(self, groups: Sequence[Sequence[Rollout]]) -> Json:
-        """The answer that is no stream, from the rollouts of each request."""
+        """Return the body of a response that is no stream, from the rollouts of each request."""
         choices = []
         for rollout, choice in zip((r for group in groups for r in group), self._choices, strict=True):
             choices.append(choice.whole(rollout))
@@ -48,23 +49,23 @@ class Answer:
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
 
     def opening(self) -> list[Json]:
-        """The chunks before any token: a chat says whose turn it is."""
+        """Return the chunks before any token: a chat names the role."""
         if not self._generation.chat:
             return []
         delta = {"role": "assistant", "content": ""}
         return [self._chunk([{"index": c.index, "delta": delta, "finish_reason": None}]) for c in self._choices]
 
     def more(self, index: int, sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> list[Json]:
-        """The chunk for more tokens of a sample of request `index`; none if they give no text yet."""
+        """Return the chunk for more tokens of a sample of request `index`; none if they give no text yet."""
         choice = self._choices[index * self._generation.samples + sample]
         piece = choice.more(tokens, logprobs)
         return [] if piece is None else [self._chunk([piece])]
 
     def end(self, index: int, rollouts: Sequence[Rollout]) -> Iterator[Json]:
-        """The last chunks of request `index`."""
+        """Yield the last chunks of request `index`."""
         for rollout in rollouts:
             choice = self._choices[index * self._generation.samples + rollout.sample_id]
-            # Whatever the callback has not brought.
+            # Tokens that the callback has not passed.
             yield from self.more(
                 index, rollout.sample_id, rollout.tokens[choice.count :], rollout.logprobs[choice.count :]
             )
@@ -72,7 +73,7 @@ class Answer:
                 yield self._chunk([piece])
 
     def usage_chunk(self) -> Json:
-        """The chunk after the last one, for a client that asked for it."""
+        """Return the chunk after the last one, for a client that asked for it."""
         return {**self._chunk([]), "usage": self._usage()}
 
     def _chunk(self, choices: list[Json]) -> Json:
@@ -94,7 +95,7 @@ class _Choice:
         self._text = TextStream(tokenizer.decode, generation.stops)
 
     def whole(self, rollout: Rollout) -> Json:
-        """The choice of an answer that is no stream."""
+        """Return the choice of a response that is no stream."""
         said, logprobs = self._push(rollout.tokens, rollout.logprobs)
         said += self._text.finish()
         body: Json = {"message": {"role": "assistant", "content": said}} if self._generation.chat else {"text": said}
@@ -102,14 +103,14 @@ class _Choice:
         return self._with_ids(body, rollout.tokens)
 
     def more(self, tokens: np.ndarray, logprobs: np.ndarray) -> Json | None:
-        """The piece of a chunk, if there is something to say."""
+        """Return the choice of a chunk; None if there is nothing to send yet."""
         said, written = self._push(tokens, logprobs)
         if not said and (written is None and not self._generation.token_ids or not len(tokens)):
             return None
         return self._with_ids(self._piece(said, written, None), tokens)
 
     def end(self, rollout: Rollout) -> list[Json]:
-        """What was held back, and the reason of the end."""
+        """Return the choices with the text that was held back, and with the finish reason."""
         rest, reason = self._text.finish(), _reason(rollout)
         if not self._generation.chat:
             return [self._piece(rest, None, reason)]
@@ -121,7 +122,7 @@ class _Choice:
         return {"index": self.index, **body, "logprobs": logprobs, "finish_reason": reason}
 
     def _push(self, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[str, Json | None]:
-        """New text and, if wanted, the new tokens' log-probabilities in the form of the endpoint."""
+        """Return new text and, if requested, the new tokens' log-probabilities in the form of the endpoint."""
         ids = [int(token) for token in tokens]
         self.count += len(ids)
         if not self._generation.logprobs:
@@ -143,13 +144,13 @@ class _Choice:
 
 
 def problem(rollouts: Sequence[Rollout]) -> ApiError | None:
-    """Why these are no answer: the deadline passed, or somebody ended them."""
+    """Return the error of rollouts that failed, were aborted or met the deadline; None for an answer."""
     reasons = {rollout.finish_reason for rollout in rollouts}
     count = sum(len(rollout.tokens) for rollout in rollouts)
     if "error" in reasons:
         return ApiError(500, f"generation failed after {count} tokens", code="generation_failed")
     if "abort" in reasons:
-        return ApiError(503, f"generation was ended after {count} tokens", code="aborted")
+        return ApiError(503, f"generation was aborted after {count} tokens", code="aborted")
     if "deadline" in reasons:
         return ApiError(504, f"the deadline passed after {count} tokens", code="deadline")
     return None
@@ -160,6 +161,6 @@ def _reason(rollout: Rollout) -> str | None:
 
 
 def _entry(word: str, logprob: float) -> Json:
-    # Part of a character has no text, and U+FFFD in its place has not its bytes.
+    # Part of a character has no text, and U+FFFD in its place has other bytes.
     raw = None if REPLACEMENT in word else list(word.encode("utf-8"))
     return {"token": word, "logprob": logprob, "bytes": raw, "top_logprobs": []}

@@ -1,4 +1,4 @@
-"""The routes: completions, chat, models, health, metrics; who may use them, and how many at a time."""
+"""The routes: completions, chat, models, health, metrics; access to them, and the limit of waiting requests."""
 
 import math
 import time
@@ -18,11 +18,11 @@ from rl.serving.answers import Answer, problem
 from rl.serving.context import ServingContext
 from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Stream, Tokens
 from rl.serving.errors import ApiError
-from rl.serving.http import ClientGone, EventStream, check_key, read_json, refusal, unless_gone
+from rl.serving.http import ClientGone, EventStream, check_access, read_json, refusal, unless_gone
 from rl.serving.metrics import CONTENT_TYPE, Metrics
 from rl.serving.protocol import Generation, parse
 
-CLIENT_GONE = 499  # the status counted for a client that did not wait; nobody reads it
+CLIENT_GONE = 499  # the status counted for a client that did not wait; it is sent to nobody
 LONGEST_RETRY = 60  # seconds
 
 
@@ -30,11 +30,19 @@ class App:
     """The HTTP application in front of an engine; `asgi` is what a web server runs."""
 
     def __init__(
-        self, engine: EngineThread, served: ServingContext, *, max_queue: int, max_body: int, api_key: str | None = None
+        self,
+        engine: EngineThread,
+        context: ServingContext,
+        *,
+        max_queue: int,
+        max_body: int,
+        api_key: str | None = None,
+        allowed_hosts: tuple[str, ...] = (),
     ):
-        """`max_queue`: requests without a first token; `max_body`: bytes; `api_key`: asked for below /v1."""
-        self._engine, self._served = engine, served
-        self._max_queue, self._max_body, self._key = max_queue, max_body, api_key
+        """`max_queue`: requests without a first token; `max_body`: bytes; the rest: see `check_access`, for /v1."""
+        self._engine, self._context = engine, context
+        self._max_queue, self._max_body = max_queue, max_body
+        self._key, self._allowed_hosts = api_key, allowed_hosts
         self._jobs: set[_Job] = set()
         self._first_token_seconds = 1.0  # recent ones, averaged
         self._created = int(time.time())
@@ -53,6 +61,9 @@ class App:
         handlers: dict[Any, Any] = {ApiError: _refused, HTTPException: self._http_error, Exception: _bug}
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
+    def _check_access(self, request: HttpRequest) -> None:
+        check_access(request, self._key, self._allowed_hosts)
+
     def _waiting(self) -> int:
         return sum(not job.stream.begun for job in self._jobs)
 
@@ -67,9 +78,9 @@ class App:
     async def _answer(self, request: HttpRequest, *, chat: bool) -> Response:
         endpoint = "chat" if chat else "completions"
         try:
-            check_key(request, self._key)
+            self._check_access(request)
             body = await read_json(request, self._max_body)
-            generation = parse(body, self._served, chat=chat)
+            generation = parse(body, self._context, chat=chat)
             job = self._begin(endpoint, generation)
         except ApiError as error:
             self._count(endpoint, error.status)
@@ -86,7 +97,7 @@ class App:
             again = min(max(1, math.ceil(self._first_token_seconds)), LONGEST_RETRY)
             said = f"{waiting} requests are waiting and {self._max_queue} are the most; try again in {again} s"
             raise ApiError(429, said, code="queue_full", retry_after=again)
-        answer = Answer(generation, self._served.tokenizer, self._served.model, self._engine.version)
+        answer = Answer(generation, self._context.tokenizer, self._context.model, self._engine.version)
         job = _Job(endpoint, generation, self._engine.submit(generation.requests), answer)
         self._jobs.add(job)
         return job
@@ -111,7 +122,7 @@ class App:
             self._end(job, status)
 
     async def _collect(self, job: "_Job") -> list[tuple[Rollout, ...]]:
-        """The rollouts of every request, in order."""
+        """Return the rollouts of every request, in order."""
         groups: dict[int, tuple[Rollout, ...]] = {}
         while len(groups) < len(job.stream.requests):
             event = await self._next(job)
@@ -122,7 +133,7 @@ class App:
     async def _streamed(self, request: HttpRequest, job: "_Job") -> Response:
         status = CLIENT_GONE
         try:
-            # A refusal can have a status only as long as nothing has been sent.
+            # A refusal can have a status only before anything has been sent.
             first = await unless_gone(request, self._next(job))
         except ClientGone:
             self._end(job, status)
@@ -137,7 +148,7 @@ class App:
         return EventStream(self._chunks(job, first), on_end)
 
     async def _chunks(self, job: "_Job", event: Event) -> AsyncGenerator[dict[str, Any]]:
-        """The objects of a stream; an error in its midst is the last of them."""
+        """Yield the objects of a stream; an error after the first chunk is the last of them."""
         answer, left = job.answer, len(job.stream.requests)
         for chunk in answer.opening():
             yield chunk
@@ -164,7 +175,7 @@ class App:
             yield answer.usage_chunk()
 
     async def _next(self, job: "_Job") -> Event:
-        """The next event, counted; a failure is raised."""
+        """Return the next event, counted; raises the error of a failure."""
         event = await job.stream.next()
         now = time.monotonic()
         if isinstance(event, Failed):
@@ -180,7 +191,7 @@ class App:
         return event
 
     def _end(self, job: "_Job", status: int) -> None:
-        """Lets go of a job: whatever of it still runs is aborted."""
+        """Count a job as ended, and abort what still runs of it."""
         self._jobs.discard(job)
         if status != 200:
             self._engine.abort(job.stream)
@@ -193,26 +204,26 @@ class App:
     def _count(self, endpoint: str, status: int) -> None:
         self.metrics.requests.labels(endpoint, str(status)).inc()
 
-    # ---- the rest
+    # ---- other routes
 
     async def _models(self, request: HttpRequest) -> Response:
-        check_key(request, self._key)
+        self._check_access(request)
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: HttpRequest) -> Response:
-        check_key(request, self._key)
+        self._check_access(request)
         name = request.path_params["name"]
-        if name != self._served.model:
-            raise ApiError(404, f"no model {name[:80]!r} here; this server has {self._served.model!r}", param="model")
+        if name != self._context.model:
+            raise ApiError(404, f"no model {name[:80]!r} here; this server has {self._context.model!r}", param="model")
         return JSONResponse(self._card())
 
     def _card(self) -> dict[str, Any]:
-        return {"id": self._served.model, "object": "model", "created": self._created, "owned_by": "axlearn-like"}
+        return {"id": self._context.model, "object": "model", "created": self._created, "owned_by": "axlearn-like"}
 
     async def _health(self, request: HttpRequest) -> Response:
         del request
         alive = self._engine.alive
-        body = {"status": "ok" if alive else "failed", "model": self._served.model, "version": self._engine.version}
+        body = {"status": "ok" if alive else "failed", "model": self._context.model, "version": self._engine.version}
         return JSONResponse(body, 200 if alive else 503)
 
     async def _metrics(self, request: HttpRequest) -> Response:
@@ -229,7 +240,7 @@ class App:
 
 @dataclass
 class _Pace:
-    """When the first and the last tokens of a sample came (monotonic seconds), and how many after the first ones."""
+    """Arrival of a sample's first and last tokens (monotonic seconds), and the number after the first ones."""
 
     first: float
     last: float
@@ -238,13 +249,13 @@ class _Pace:
 
 @dataclass(eq=False)
 class _Job:
-    """One generation under way, begun at a time of the monotonic clock."""
+    """One unfinished generation, and the time of the monotonic clock when it began."""
 
     endpoint: str
     generation: Generation
     stream: Stream
     answer: Answer
-    status: int = 200  # of a stream, as it turns out
+    status: int = 200  # of a stream, once it has ended
     began: float = field(default_factory=time.monotonic)
     paces: dict[tuple[int, int], _Pace] = field(default_factory=dict)  # by (request, sample)
 
@@ -255,6 +266,6 @@ async def _refused(request: HttpRequest, error: ApiError) -> Response:
 
 
 async def _bug(request: HttpRequest, error: Exception) -> Response:
-    """The traceback goes to the log."""
+    """Answer 500; the traceback goes to the log."""
     del request
     return refusal(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))

@@ -1,4 +1,4 @@
-"""A conversation as one text: each message in the form of its role, then the assistant's opening."""
+"""Chat template: each message in the form of its role, then the assistant's opening."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,17 @@ CONTENT = "{content}"
 
 
 class ChatTemplate(Configurable):
-    """Joins messages into the text that the policy continues.
+    """Template that joins messages into the text that the policy continues.
 
-    By the defaults a single user message reads as `rl.tasks.mixture.encode_prompt` writes a question, so that a chat
-    asks the policy what training asked it.
+    By default a single user message has the form in which `rl.tasks.mixture.encode_prompt` writes a question, so a chat
+    asks the policy as training did.
     """
 
     class Config(ConfigBase["ChatTemplate"]):
         roles: dict[str, str] = {"system": "{content}\n", "user": "{content}\n", "assistant": "{content}\n"}
-        """Form of a message by role; `{content}` stands for what it says."""
+        """Form of a message by role; `{content}` stands for its content."""
         opening: str = ""
-        """What the assistant's answer is preceded by."""
+        """Text before the assistant's answer."""
 
     def __init__(self, cfg: Config):
         if not cfg.roles:
@@ -30,7 +30,7 @@ class ChatTemplate(Configurable):
         self.cfg = cfg
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """The text of (role, content) pairs, ending where the assistant begins.
+        """Return the text of (role, content) pairs, up to the assistant's answer.
 
         Raises:
             UserError: a role without a form.

@@ -1,4 +1,4 @@
-"""What a server has, against which requests are checked."""
+"""The serving context: the policy's properties and the server's limits, against which requests are checked."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ from rl.serving.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class ServingContext:
-    """The policy behind the endpoint, and what a request may ask of it.
+    """The policy behind the endpoint, and the limits of a request.
 
     Attributes:
-        model: the one name that requests may give.
+        model: the name that requests must give.
         max_prompt: tokens.
-        max_new: tokens of a completion, the default too.
+        max_new: tokens of a completion; also the default.
         stop_tokens: end every completion.
-        sampler: for what a request leaves open.
+        sampler: defaults of a request's sampling parameters.
         max_samples: completions of one request, over all its prompts.
-        deadline: seconds, the longest and the default.
+        deadline: seconds; also the default.
     """
 
     model: str

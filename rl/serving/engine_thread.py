@@ -1,8 +1,8 @@
 """The engine in a thread of its own: requests go in by a queue, tokens come back into the event loop that asked.
 
-Everything that touches the engine runs in that thread, between two of its turns. A request that the engine refuses or
-ends with an error ends alone. If a turn itself fails, nothing is known about the engine's state: every request is told
-so, and none is taken any more.
+Everything that touches the engine runs in that thread, between two of its steps. A request that the engine refuses or
+ends with an error ends alone. If a step itself fails, nothing is known about the engine's state: every request fails,
+and no more are accepted.
 """
 
 import asyncio
@@ -52,25 +52,25 @@ Event = Tokens | Done | Failed
 
 
 class Stream:
-    """What the requests of one `submit` give, for the event loop that made it. Nothing follows a `Failed`."""
+    """Events of the requests of one `submit`, for the event loop that made it. Nothing follows a `Failed`."""
 
     def __init__(self, requests: Sequence[Request]):
         self.requests = tuple(requests)
-        self.begun = False  # something has come
-        self.over = False  # ended before its time: nothing is to follow
+        self.begun = False  # an event has arrived
+        self.over = False  # aborted: no event may follow
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def next(self) -> Event:
-        """Waits for the next event."""
+        """Wait for the next event."""
         return await self._events.get()
 
     def post(self, events: Sequence[Event]) -> None:
-        """Hands over events, from any thread."""
+        """Hand over events, from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._take, events)
         except RuntimeError:
-            pass  # the loop is closed: nobody listens
+            pass  # the loop is closed
 
     def _take(self, events: Sequence[Event]) -> None:
         self.begun = True
@@ -79,12 +79,14 @@ class Stream:
 
 
 class EngineThread:
-    """Owns an engine from `start` to `close`. Methods may be called from any thread, `submit` from an event loop."""
+    """Owner of an engine from `start` to `close`. Any thread may call its methods, `submit` from an event loop."""
 
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._running: dict[int, tuple[Stream, int]] = {}  # the engine's number -> whose, and which of its requests
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._running: dict[
+            int, tuple[Stream, int]
+        ] = {}  # by the engine's number: the stream, and the index of the request in it
         self._outbox: dict[Stream, list[Event]] = {}
         self._paused = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -93,73 +95,75 @@ class EngineThread:
         self.stats = engine.stats()
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether requests are taken."""
+        """True while requests are accepted."""
         return self._thread.is_alive() and self.failure is None
 
-    # ---- commands
+    # ---- calls
 
     def submit(self, requests: Sequence[Request]) -> Stream:
-        """Queues requests; all of them, or if the engine refuses one, none."""
+        """Queue requests; all of them, or if the engine refuses one, none."""
         stream = Stream(requests)
-        self._commands.put(lambda: self._submit(stream))
+        self._calls.put(lambda: self._submit(stream))
         return stream
 
     def abort(self, stream: Stream) -> None:
-        """Ends a stream's requests; nothing more comes of it. Does nothing for one that is over."""
-        self._commands.put(lambda: self._abort(stream))
+        """End a stream's requests; no event follows. No effect on a stream that has ended."""
+        self._calls.put(lambda: self._abort(stream))
 
     def abort_all(self, why: ApiError) -> None:
-        """Ends every stream with this error."""
-        self._commands.put(lambda: self._fail_all(why))
+        """End every stream with this error."""
+        self._calls.put(lambda: self._fail_all(why))
 
     def set_weights(self, params: Params, version: int) -> Future[None]:
-        """Swaps the weights between two turns; requests go on under the new ones."""
+        """Swap the weights between two steps; requests continue under the new ones."""
         return self._call(lambda: self._set_weights(params, version))
 
     def pause(self) -> Future[None]:
-        """Takes no more turns until `resume`; requests queue up."""
+        """Make no more steps until `resume`; requests queue up."""
         return self._call(partial(setattr, self, "_paused", True))
 
     def resume(self) -> Future[None]:
+        """End a pause."""
         return self._call(partial(setattr, self, "_paused", False))
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends the thread after the turn in hand; requests that are left are told so."""
+        """End the thread after the current step; unfinished requests fail."""
         self.abort_all(ApiError(503, "the server is shutting down", code="shutting_down"))
-        self._commands.put(None)
+        self._calls.put(None)
         if self._thread.ident is not None:  # it was started
             self._thread.join(timeout)
 
     # ---- in the thread
 
     def _run(self) -> None:
-        while self._obey():
+        while self._run_calls():
             if self._has_work():
-                self._turn()
+                self._step()
             if self.failure is None:
                 self.stats = self._engine.stats()
 
     def _has_work(self) -> bool:
         return self._engine.busy and not self._paused and self.failure is None
 
-    def _obey(self) -> bool:
-        """Carries out the commands that are there, or, with nothing else to do, the next one; False: the end."""
+    def _run_calls(self) -> bool:
+        """Run the queued calls or, with nothing else to do, wait for the next; returns False at the end."""
         wait = not self._has_work()
         while True:
             try:
-                command = self._commands.get(block=wait)
+                call = self._calls.get(block=wait)
             except queue.Empty:
                 return True
-            if command is None:
+            if call is None:
                 return False
-            command()
+            call()
             wait = False
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         try:
             finished = self._engine.step()
         except Exception as error:
@@ -198,7 +202,7 @@ class EngineThread:
         self._outbox.setdefault(stream, []).append(event)
 
     def _post(self) -> None:
-        """One call into the event loop for all that a turn has given a stream."""
+        """Make one call into the event loop for all events of a stream."""
         for stream, events in self._outbox.items():
             stream.post(events)
         self._outbox.clear()
@@ -225,10 +229,10 @@ class EngineThread:
         self.version = version
 
     def _call(self, function: Callable[[], None]) -> Future[None]:
-        """A command whose end, and error, the caller can wait for."""
+        """Queue a call whose end, or error, the caller can wait for."""
         future: Future[None] = Future()
 
-        def command() -> None:
+        def call() -> None:
             try:
                 function()
             except Exception as error:
@@ -236,5 +240,5 @@ class EngineThread:
             else:
                 future.set_result(None)
 
-        self._commands.put(command)
+        self._calls.put(call)
         return future

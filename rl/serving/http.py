@@ -1,10 +1,12 @@
-"""HTTP's own business: bounded bodies, answers that end when the client goes, server-sent events, keys."""
+"""HTTP: access, bounded bodies, responses that end when the client goes, server-sent events."""
 
 import asyncio
 import hmac
+import ipaddress
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -14,14 +16,14 @@ from rl.serving.errors import ApiError
 
 
 class ClientGone(Exception):
-    """The client closed the connection before the answer was there."""
+    """The client closed the connection before the response was complete."""
 
 
 async def read_json(request: HttpRequest, limit: int) -> Any:
-    """The decoded body.
+    """Return the decoded body.
 
     Raises:
-        ApiError: 413 for more than `limit` bytes, 400 for what is no JSON.
+        ApiError: 413 for more than `limit` bytes, 400 for a body that is not JSON.
     """
     too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "0")
@@ -39,14 +41,48 @@ async def read_json(request: HttpRequest, limit: int) -> Any:
         raise ApiError(400, f"the body is not JSON: {why}", code="invalid_json") from None
 
 
-def check_key(request: HttpRequest, key: str | None) -> None:
-    """Compares the bearer's key with `key`, in a time that does not tell how much of it is right.
+def check_access(request: HttpRequest, key: str | None, allowed_hosts: Sequence[str] = ()) -> None:
+    """Refuse a request without the key or, where there is no key, one that a web page could have sent.
+
+    Without a key, a page in a browser on this machine could use the server: by a form or a fetch to 127.0.0.1 (CSRF),
+    or under a name of the page's own that resolves to 127.0.0.1 (DNS rebinding). So the Host, and the Origin if there
+    is one, must be a loopback name or one of `allowed_hosts`; and a body must be declared as JSON, which a page of
+    another origin cannot do without a preflight request.
 
     Raises:
-        ApiError: 401.
+        ApiError: 401, 403 or 415.
     """
-    if key is None:
-        return
+    if key is not None:
+        return _check_key(request, key)
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    if not _allowed(f"//{host}", allowed_hosts):
+        said = f"host {host[:80]!r} is not a loopback address; allow it with --allow-host, or set an API key"
+        raise ApiError(403, said, code="host_not_allowed")
+    if origin is not None and not _allowed(origin, allowed_hosts):
+        said = f"pages of origin {origin[:80]!r} are refused; allow its host with --allow-host, or set an API key"
+        raise ApiError(403, said, code="origin_not_allowed")
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.method == "POST" and content_type != "application/json":
+        said = f"Content-Type is {content_type[:80]!r}; expected application/json"
+        raise ApiError(415, said, code="unsupported_media_type")
+
+
+def _allowed(url: str, allowed_hosts: Sequence[str]) -> bool:
+    """Return True if the host of a URL is a loopback name or address, or one of these."""
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        return False
+    if host == "localhost" or host in (allowed.lower().strip("[]") for allowed in allowed_hosts):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_key(request: HttpRequest, key: str) -> None:
+    """Compare the bearer's key with `key`, in a time that does not depend on how much of it is right."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # Headers are bytes, which Starlette reads as Latin-1.
     right = hmac.compare_digest(given.strip().encode("latin-1"), key.strip().encode("utf-8"))
@@ -56,7 +92,7 @@ def check_key(request: HttpRequest, key: str | None) -> None:
 
 
 def refusal(error: ApiError) -> JSONResponse:
-    """The answer that an error is."""
+    """Return the response to an error."""
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
@@ -66,7 +102,7 @@ def refusal(error: ApiError) -> JSONResponse:
 
 
 async def unless_gone[T](request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client goes. The body must have been read.
+    """Return the result of `work`, which is cancelled if the client goes. The body must have been read.
 
     Raises:
         ClientGone: it went.
@@ -86,7 +122,7 @@ class EventStream(Response):
 
     Args:
         events: JSON-able objects; closed when the client goes.
-        on_end: called once, however it ends; the argument says whether the client has everything.
+        on_end: called once, however it ends; the argument is True if the client has everything.
     """
 
     media_type = "text/event-stream"
@@ -119,17 +155,17 @@ class EventStream(Response):
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
+    """Wait until the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels what still runs, and waits for its end."""
+    """Cancel what still runs, and wait for its end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

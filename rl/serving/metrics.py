@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' text form; a registry of its own, so that servers in one process are apart."""
+"""Metrics in Prometheus' text form. Each server has its own registry, so one process may hold several."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ class Metrics:
         r.register(_EngineFigures(engine_stats))
 
     def text(self) -> bytes:
-        """All of them as Prometheus reads them."""
+        """Return all of them in Prometheus' text form."""
         return generate_latest(self.registry)
 
 

@@ -20,14 +20,14 @@ from rl.rollout.request import Request, StopConditions
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Where weights lie, and after how many updates."""
+    """The path of weights, and the number of updates that made them."""
 
     path: Path
     version: int
 
 
 def find_run(path: Path) -> RunDirectory | None:
-    """The run that a directory is, or is a checkpoint of; None for any other."""
+    """Return the run that a directory is, or that it is a checkpoint of; None for any other."""
     path = path.expanduser().absolute()
     if not path.is_dir():
         return None
@@ -39,10 +39,10 @@ def find_run(path: Path) -> RunDirectory | None:
 
 
 def recorded_config(run: RunDirectory) -> RLExperiment.Config:
-    """The experiment whose config the directory records.
+    """Return the experiment that the directory records.
 
     Raises:
-        UserError: it is of another kind of run; errors of `from_text` for what cannot be read.
+        UserError: it is a run of another kind; errors of `from_text` if it cannot be read.
     """
     cfg = from_text(run.config_path.read_text())
     if not isinstance(cfg, RLExperiment.Config):
@@ -55,10 +55,9 @@ def recorded_config(run: RunDirectory) -> RLExperiment.Config:
 
 
 def newest_weights(run: RunDirectory, path: Path | None = None) -> Weights | None:
-    """The newest weights of a run: of RL, else of its warm start; None before there are any.
+    """Return the newest weights of a run: of RL, else of its warm start; None before there are any.
 
-    Args:
-        path: a checkpoint in the run, to be taken instead.
+    `path` names a checkpoint in the run to take instead.
     """
     rl, warm = run.checkpoints / "rl", warm_start_directory(run)
     if path is not None and (path / "params").is_dir():
@@ -71,7 +70,7 @@ def newest_weights(run: RunDirectory, path: Path | None = None) -> Weights | Non
 
 
 def load_params(experiment: RLExperiment, weights: Weights | None, mesh: jax.sharding.Mesh) -> Params:
-    """Parameters spread over `mesh`; None: drawn at random from the experiment's seed.
+    """Return parameters sharded over `mesh`; without weights, random ones from the experiment's seed.
 
     Raises:
         CheckpointError: damaged, or of another policy.
@@ -89,12 +88,8 @@ def load_params(experiment: RLExperiment, weights: Weights | None, mesh: jax.sha
 
 
 def make_engine(experiment: RLExperiment, weights: Weights | None) -> RolloutEngine:
-    """The experiment's engine with weights, and with its usual programs compiled.
-
-    Args:
-        weights: where they lie; None: random ones.
-    """
-    engine = experiment.make_engine(keep_completions=True)  # a conversation comes back with its next question
+    """Return the experiment's engine with weights (None: random ones) and its usual programs compiled."""
+    engine = experiment.make_engine(keep_completions=True)  # a conversation continues with its next question
     params = load_params(experiment, weights, make_mesh(engine.cfg.mesh))
     engine.set_weights(params, 0 if weights is None else weights.version)
     first = Prompt(0, "warm-up", np.asarray([experiment.tokenizer.bos] * 2, np.int32)[: engine.cfg.max_prompt])

@@ -1,4 +1,4 @@
-"""The server: engine thread, application and web server together, from `start` to a polite end."""
+"""The server: engine thread, application and web server together, from `start` to a graceful stop."""
 
 import socket
 import threading
@@ -17,11 +17,11 @@ from rl.serving.context import ServingContext
 from rl.serving.engine_thread import EngineThread
 from rl.serving.errors import ApiError
 
-_LAST_WORDS = 2.0  # seconds for answers that only say that it is over
+_REFUSING = 2.0  # seconds to send the last errors
 
 
 class Server(Configurable):
-    """Serves one engine over HTTP, in threads of this process."""
+    """One engine served over HTTP, in threads of this process."""
 
     class Config(ConfigBase["Server"]):
         template: ChatTemplate.Config = ChatTemplate.Config()
@@ -29,10 +29,11 @@ class Server(Configurable):
         max_samples: int = 64  # completions of one request
         max_body: int = 1 << 20  # bytes
         deadline: float = 600.0  # seconds, the longest that a request may take
-        grace: float = 30.0  # seconds for requests under way when the end is asked for
+        grace: float = 30.0  # seconds for unfinished requests after a stop
+        allowed_hosts: tuple[str, ...] = ()  # Host and Origin besides loopback ones, where there is no API key
 
         def check(self) -> None:
-            """Refuses sizes that allow nothing, and a template that loses what is said; before anything expensive.
+            """Refuse sizes that allow nothing, and a template that loses the content of messages.
 
             Raises:
                 UserError: naming the field.
@@ -57,7 +58,7 @@ class Server(Configurable):
         cfg.check()
         self.cfg = cfg
         self.engine = EngineThread(engine)
-        served = ServingContext(
+        context = ServingContext(
             model=model,
             tokenizer=tokenizer,
             template=cfg.template.build(),
@@ -68,13 +69,20 @@ class Server(Configurable):
             max_samples=cfg.max_samples,
             deadline=cfg.deadline,
         )
-        self.app = App(self.engine, served, max_queue=cfg.max_queue, max_body=cfg.max_body, api_key=api_key)
+        self.app = App(
+            self.engine,
+            context,
+            max_queue=cfg.max_queue,
+            max_body=cfg.max_body,
+            api_key=api_key,
+            allowed_hosts=cfg.allowed_hosts,
+        )
         self._http: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, listener: socket.socket) -> None:
-        """Answers on a bound socket, until `stop`."""
-        # Signals belong to whoever runs this; the log is the program's.
+        """Answer on a bound socket, until `stop`."""
+        # Signals and the log belong to the caller.
         config = uvicorn.Config(
             self.app.asgi,
             loop="asyncio",
@@ -84,7 +92,7 @@ class Server(Configurable):
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=int(self.cfg.grace + 2 * _LAST_WORDS),
+            timeout_graceful_shutdown=int(self.cfg.grace + 2 * _REFUSING),
         )
         self._http = uvicorn.Server(config)
         self.engine.start()
@@ -97,26 +105,26 @@ class Server(Configurable):
         return self.engine.alive and self._thread is not None and self._thread.is_alive()
 
     def wait(self, stopped: Callable[[], bool]) -> None:
-        """Until `stopped()`, or until the server has come to an end by itself."""
+        """Wait until `stopped()`, or until the server has ended by itself."""
         while self.alive and not stopped():
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """Takes no more requests; those under way have `grace` seconds, then they are told that it is over."""
+        """Accept no more requests; unfinished ones have `grace` seconds, then they fail."""
         if self._http is not None and self._thread is not None:
             self._http.should_exit = True
             self._thread.join(self.cfg.grace)
             if self._thread.is_alive():
                 self.engine.abort_all(ApiError(503, "the server is shutting down", code="shutting_down"))
-                self._thread.join(2 * _LAST_WORDS)
+                self._thread.join(2 * _REFUSING)
         self.engine.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, before anything expensive is done: clients wait, and a port in use is known; port 0: any.
+    """Return a listening socket, before anything expensive: clients wait, and a port in use is known. Port 0: any.
 
     Raises:
-        UserError: the address is not to be had.
+        UserError: the address is not available.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -134,6 +142,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """`http://HOST:PORT` of a bound socket."""
+    """Return `http://HOST:PORT` of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -11,7 +11,7 @@ class TextStream:
     """The text of one completion. The pieces, joined, are the text of all tokens up to the first stop string.
 
     Args:
-        decode: tokens to text; the bytes of the tokens joined and read as UTF-8, with U+FFFD for what is not.
+        decode: tokens to text: the bytes of the tokens joined and read as UTF-8, with U+FFFD for invalid bytes.
         stops: strings that end the text and are not part of it.
     """
 
@@ -24,15 +24,15 @@ class TextStream:
         self.length = 0  # characters decoded so far, the held ones included
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The next piece: what more tokens make certain, perhaps nothing."""
+        """Return the next piece: the text that more tokens make certain, perhaps none."""
         return self._release(self._characters(tokens), final=False)
 
     def finish(self) -> str:
-        """The last piece: what was held back, now that nothing follows."""
+        """Return the last piece: the text that was held back, now that nothing follows."""
         return self._release(self._characters((), final=True), final=True)
 
     def _characters(self, tokens: Iterable[int], final: bool = False) -> str:
-        """Characters that later tokens cannot change.
+        """Return the characters that later tokens cannot change.
 
         A decoder of UTF-8 reads from left to right and writes one U+FFFD for the unfinished end, so only the last
         character can still change, and only if it is that.
@@ -61,6 +61,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""`axl serve NAME`: answers over HTTP, in OpenAI's protocol, by the policy of a run."""
+"""`axl serve NAME`: serve the policy of a run over HTTP, in OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "AXL_API_KEY"
 _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 _SERVER = "server."  # edits of the server's config, where all others are the experiment's
+_ANY = ("0.0.0.0", "::", "")  # every address of the machine
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -32,8 +33,15 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
 @click.option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Clients must send it; better set by variable.")
+@click.option(
+    "--allow-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Without an API key: accept this Host and Origin besides loopback ones. May be repeated.",
+)
 @click.option("--max-queue", type=int, help="Waiting requests beyond which more are refused.")
-@click.option("--grace", type=float, help="Seconds that requests under way have when the server is to end.")
+@click.option("--grace", type=float, help="Seconds for unfinished requests after SIGTERM or Ctrl-C.")
 @click.option(
     "--set",
     "sets",
@@ -47,6 +55,7 @@ def command(
     host: str,
     port: int,
     api_key: str | None,
+    allowed_hosts: tuple[str, ...],
     max_queue: int | None,
     grace: float | None,
     sets: tuple[str, ...],
@@ -55,7 +64,7 @@ def command(
     """Serve the policy of NAME: a run directory, a checkpoint in one, or an experiment.
 
     A run directory's newest weights are taken; an experiment stands for its run directory in runs/. Ctrl-C or SIGTERM
-    ends the server when the requests under way are answered.
+    stops the server when all accepted requests are answered.
     """
     if api_key is not None and not api_key.strip():
         raise UserError(f"the API key is empty; leave --api-key out and {KEY_VARIABLE} unset to serve without one")
@@ -72,9 +81,10 @@ def command(
     from rl.serving.server import listen, url_of
 
     with listen(host, port) as listener, graceful_stop() as stop:
-        server = _build(cfg, weights, model, server_sets, api_key)
+        hosts = allowed_hosts if host in _ANY else (*allowed_hosts, host)
+        server = _build(cfg, weights, model, server_sets, hosts, api_key)
         if api_key is None and host not in _LOCAL:
-            click.echo(f"axl: warning: whoever reaches {host}:{port} may use this server; see --api-key", err=True)
+            click.echo(f"axl: warning: any program that reaches {host}:{port} may use it; see --api-key", err=True)
         if not stop.requested:
             server.start(listener)
             what = "untrained" if weights is None else f"weights after {weights.version} updates"
@@ -82,7 +92,7 @@ def command(
         server.wait(lambda: stop.requested)
         ended_by_itself = not stop.requested
         if stop.requested:
-            click.echo(f"stopping: requests under way have {server.cfg.grace:g} s (Ctrl-C again: at once)")
+            click.echo(f"stopping: unfinished requests have {server.cfg.grace:g} s (Ctrl-C again: at once)")
         server.stop()
     if server.engine.failure is not None:
         raise server.engine.failure
@@ -91,7 +101,7 @@ def command(
 
 
 def _resolve(name: str, sets: Sequence[str], random_weights: bool) -> tuple[RLExperiment.Config, Weights | None, str]:
-    """What to serve: the experiment, where its weights lie (None: random ones), and its name for clients."""
+    """Return the experiment, its weights (None: random ones), and the model's name for clients."""
     path = Path(name)
     if not path.is_dir() and ":" not in name:
         if os.sep in name:
@@ -117,14 +127,19 @@ def _resolve(name: str, sets: Sequence[str], random_weights: bool) -> tuple[RLEx
     cfg = _recorded(run, sets)
     weights = None if random_weights else newest_weights(run, path)
     if weights is None and not random_weights:
-        raise UserError(f"{run.path} holds no weights yet; go on with its training, or serve with --random-weights")
+        raise UserError(f"{run.path} holds no weights yet; continue its training, or serve with --random-weights")
     return cfg, weights, run.path.name
 
 
 def _build(
-    cfg: RLExperiment.Config, weights: Weights | None, model: str, server_sets: Sequence[str], api_key: str | None
+    cfg: RLExperiment.Config,
+    weights: Weights | None,
+    model: str,
+    server_sets: Sequence[str],
+    allowed_hosts: tuple[str, ...],
+    api_key: str | None,
 ) -> Server:
-    """The server with an engine that is ready: weights loaded, the usual programs compiled."""
+    """Return the server with an engine that is ready: weights loaded, the usual programs compiled."""
     from mesh.compilation import enable_compilation_cache
     from rl.serving.policy import make_engine
     from rl.serving.server import Server
@@ -132,14 +147,14 @@ def _build(
     enable_compilation_cache()
     server_cfg = Server.Config()
     apply_edits(server_cfg, server_sets, prefix=_SERVER)
-    server_cfg.check()
+    server_cfg.set(allowed_hosts=(*server_cfg.allowed_hosts, *allowed_hosts)).check()
     experiment = cfg.build()
     engine = make_engine(experiment, weights)
     return server_cfg.build(engine=engine, tokenizer=experiment.tokenizer, model=model, api_key=api_key)
 
 
 def _recorded(run: RunDirectory, sets: Sequence[str]) -> RLExperiment.Config:
-    """The config of a run directory with edits."""
+    """Return the config of a run directory with edits."""
     from rl.serving.policy import recorded_config
 
     cfg = recorded_config(run)

@@ -311,7 +311,7 @@ STATES: dict[str, tuple[int, dict[str, Any]]] = {
     "queued": (0, {}),
     "waiting for a row": (3, {"samples": 9}),
     "running": (2, {}),
-    "parked": (2, {"program": _parked}),
+    "parked": (2, {"agent_loop": _parked}),
 }
 
 

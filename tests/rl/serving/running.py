@@ -40,22 +40,22 @@ def make_params(seed: int) -> Params:
 
 
 class Running:
-    """A server that answers, and what it is asked with."""
+    """A running server, and clients of it."""
 
     def __init__(self, server: Server, engine: RolloutEngine, url: str):
         self.server, self.engine, self.url = server, engine, url
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        """The official client, which then shows refusals at once."""
+        """Return the official client, without retries."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
     def post(self, path: str, body: Any, /, **headers: str) -> tuple[int, Any, dict[str, str]]:
-        """Status, JSON (or text) and headers of a bare POST; `body` is JSON-able, or bytes as they are."""
+        """Return status, JSON (or text) and headers of a bare POST; `body` is JSON-able, or bytes as they are."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.ask("POST", path, raw, **headers)
+        return self.ask("POST", path, raw, **{"Content-Type": "application/json", **headers})
 
     def ask(self, method: str, path: str, body: Any = b"", /, **headers: str) -> tuple[int, Any, dict[str, str]]:
-        """Status, JSON (or text) and headers (in lower case) of a request by the standard library's client."""
+        """Return status, JSON (or text) and headers (in lower case) of a request by the standard library's client."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
         try:
             connection.request(method, path, body, headers)
@@ -70,7 +70,7 @@ class Running:
 
 @contextmanager
 def running(engine: RolloutEngine | None = None, api_key: str | None = None, **changes: Any) -> Iterator[Running]:
-    """Serves until the end of the block; `changes` are fields of the server's config."""
+    """Serve until the end of the block; `changes` are fields of the server's config."""
     engine = engine or make_engine()
     cfg = Server.Config(**{"grace": 5.0, **changes})
     server = cfg.build(engine=engine, tokenizer=TOKENIZER, model=MODEL, api_key=api_key)
@@ -83,13 +83,13 @@ def running(engine: RolloutEngine | None = None, api_key: str | None = None, **c
 
 
 def as_prompt(text: str) -> Prompt:
-    """What the server makes of a text."""
+    """Return a text as the server's prompt."""
     tokens = np.asarray([TOKENIZER.bos, *TOKENIZER.encode(text)], np.int32)
     return Prompt(prompt_id(tokens), FAMILY, tokens)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether the condition came true in time."""
+    """Return True if the condition came true in time."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)

@@ -262,7 +262,7 @@ def test_another_model_is_not_found(client: openai.OpenAI) -> None:
         (b"{", "not JSON"),
         (b"[1]", "expected an object"),
         (b"\xff\xfe", "not JSON"),
-        (b'{"temperature": NaN}', "NaN is no number"),
+        (b'{"temperature": NaN}', "NaN is not a number"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"n": ' + b"9" * 5000 + b"}", "not JSON"),
     ],
@@ -288,7 +288,7 @@ def test_a_body_too_large_is_refused() -> None:
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
         assert small.post("/v1/completions", {"model": MODEL})[0] == 400
         chunked = iter([b'{"prompt": "', b"x" * 200, b'"}'])
-        status, answer, _ = small.ask("POST", "/v1/completions", chunked)
+        status, answer, _ = small.ask("POST", "/v1/completions", chunked, **{"Content-Type": "application/json"})
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
 
 
@@ -305,6 +305,48 @@ def test_below_v1_the_key_is_asked_for() -> None:
             assert fields["www-authenticate"] == "Bearer"
         assert locked.post("/v1/chat/completions", {})[0] == 401
         assert locked.ask("GET", "/health")[0] == locked.ask("GET", "/metrics")[0] == 200
+
+
+FOREIGN: list[tuple[dict[str, str], int, str]] = [
+    ({"Host": "evil.example"}, 403, "host_not_allowed"),  # DNS rebinding
+    ({"Host": "127.0.0.1.evil.example:80"}, 403, "host_not_allowed"),
+    ({"Host": "192.168.0.7"}, 403, "host_not_allowed"),
+    ({"Host": "[::1"}, 403, "host_not_allowed"),
+    ({"Origin": "https://evil.example"}, 403, "origin_not_allowed"),
+    ({"Origin": "null"}, 403, "origin_not_allowed"),  # a file, or a frame in a sandbox
+    ({"Content-Type": "text/plain"}, 415, "unsupported_media_type"),  # what a form can send
+    ({"Content-Type": ""}, 415, "unsupported_media_type"),
+]
+
+
+@pytest.mark.parametrize(("headers", "status", "code"), FOREIGN, ids=lambda value: str(value)[:40])
+def test_without_a_key_a_web_page_cannot_use_the_server(
+    served: Running, headers: dict[str, str], status: int, code: str
+) -> None:
+    before = metric(served, "axl_requests_total", endpoint="completions", status=str(status))
+    found, answer, _ = served.post("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 1}, **headers)
+    assert (found, answer["error"]["code"]) == (status, code)
+    assert metric(served, "axl_requests_total", endpoint="completions", status=str(status)) == before + 1
+    if status == 403:
+        assert served.ask("GET", "/v1/models", **headers)[0] == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.9", "[::1]:80"])
+def test_a_loopback_host_and_origin_may_use_the_server(served: Running, host: str) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+    headers = {"Host": host, "Origin": f"http://{host}", "Content-Type": "application/json; charset=utf-8"}
+    assert served.post("/v1/completions", body, **headers)[0] == 200
+
+
+def test_allowed_hosts_and_a_key_let_others_in() -> None:
+    body, foreign = {"model": MODEL, "prompt": "a", "max_tokens": 1}, {"Host": "Box.example:80"}
+    with running(allowed_hosts=("box.example",)) as open_to_one:
+        assert open_to_one.post("/v1/completions", body, **foreign)[0] == 200
+        assert open_to_one.post("/v1/completions", body, Origin="http://box.example", **foreign)[0] == 200
+        assert open_to_one.post("/v1/completions", body, Host="other.example")[0] == 403
+    with running(api_key="secret") as locked:
+        headers = {"Authorization": "Bearer secret", "Content-Type": "text/plain", **foreign}
+        assert locked.post("/v1/completions", body, **headers)[0] == 200
 
 
 def test_a_key_may_have_any_letters() -> None:

@@ -89,7 +89,7 @@ def test_a_run_is_served_and_sigterm_lets_it_finish(run_dir: Path) -> None:
         assert chunks[-1].finish_reason == "length"
         out, _ = served.process.communicate(timeout=60)
         assert served.process.returncode == 0, out
-        assert "stopping: requests under way have 30 s" in out
+        assert "stopping: unfinished requests have 30 s" in out
         assert "Traceback" not in out
 
 
@@ -101,7 +101,7 @@ def test_an_experiment_is_served_with_random_weights_and_ctrl_c_ends_it() -> Non
             create(model="tiny_experiment", prompt="a", n=3)
         assert create(model="tiny_experiment", prompt="a", seed=3).choices[0].finish_reason in ("stop", "length")
         status, out = served.end(signal.SIGINT)
-        assert status == 0 and "requests under way have 5 s" in out and "Traceback" not in out
+        assert status == 0 and "unfinished requests have 5 s" in out and "Traceback" not in out
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -330,7 +330,7 @@ def test_tokens_are_never_wrapped_or_rounded_into_others():
     (pages,) = cached(cache, pool, (0, 1))
     assert cache.match(KEYS[0], np.array([0, 1], np.int64)) == pages
     for tokens in (np.array([0, 2**32 + 1]), np.array([0, 1.5]), row([0, 1])[None]):
-        with pytest.raises(ValueError, match="not one row of int32"):
+        with pytest.raises(ValueError, match="not a vector of int32"):
             cache.match(KEYS[0], tokens)
 
 
