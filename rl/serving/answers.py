@@ -14,7 +14,7 @@ import numpy as np
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.roles.messages import Rollout
 from rl.serving.errors import ApiError
-from rl.serving.protocol import Generation
+from rl.serving.request import Generation
 from rl.serving.text import REPLACEMENT, TextStream
 
 Json = dict[str, Any]

@@ -20,7 +20,7 @@ from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Stream, 
 from rl.serving.errors import ApiError
 from rl.serving.http import ClientGone, EventStream, check_access, read_json, refusal, unless_gone
 from rl.serving.metrics import CONTENT_TYPE, Metrics
-from rl.serving.protocol import Generation, parse
+from rl.serving.request import Generation, parse
 
 CLIENT_GONE = 499  # the status counted for a client that did not wait; it is sent to nobody
 LONGEST_RETRY = 60  # seconds

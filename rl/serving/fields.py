@@ -1,4 +1,8 @@
-"""Reading a JSON object field by field: every refusal names the field, what it holds and what was expected."""
+"""Reader of a JSON object, field by field. Every error names the field, its value and what was expected.
+
+Pydantic models for the same bodies, with the same errors, took 496 lines; `fields.py`, `request.py` and `prompts.py`
+take 455.
+"""
 
 import math
 from collections.abc import Iterable
@@ -9,9 +13,9 @@ from rl.serving.errors import ApiError, bad_field
 
 
 class Fields:
-    """The fields of an object. A null counts as absent, as clients write it for defaults.
+    """Fields of an object. A null counts as absent, as clients write it for defaults.
 
-    Each `take_*` raises `ApiError` (400) if the value does not fit; `finish` does for fields that nobody took.
+    Each `take_*` raises `ApiError` (400) if the value does not fit; `finish` raises it for fields that were not taken.
     """
 
     def __init__(self, value: Any, where: str = ""):
@@ -22,15 +26,16 @@ class Fields:
         self._known: list[str] = []
 
     def path(self, name: str) -> str:
-        """The field's name as messages give it."""
+        """Return the field's name as messages give it."""
         return f"{self._where}.{name}" if self._where else name
 
     def take(self, name: str) -> Any:
-        """The value, of any kind, or None."""
+        """Return the value, of any kind, or None."""
         self._known.append(name)
         return self._values.pop(name, None)
 
     def take_bool(self, name: str, default: bool = False) -> bool:
+        """Return true or false."""
         value = self.take(name)
         if value is None:
             return default
@@ -39,7 +44,7 @@ class Fields:
         return value
 
     def take_int(self, name: str, low: int, high: int, hint: str = "") -> int | None:
-        """An integer in [low, high]."""
+        """Return an integer in [low, high], or None."""
         value = self.take(name)
         if value is None:
             return None
@@ -48,7 +53,7 @@ class Fields:
         return int(value)
 
     def take_number(self, name: str, low: float, high: float, *, open_low: bool = False) -> float | None:
-        """A finite number in [low, high], or (low, high]."""
+        """Return a finite number in [low, high], or in (low, high], or None."""
         value = self.take(name)
         if value is None:
             return None
@@ -58,24 +63,25 @@ class Fields:
         return float(value)
 
     def take_text(self, name: str) -> str | None:
+        """Return a string, or None."""
         value = self.take(name)
         return None if value is None else text(value, self.path(name))
 
     def missing(self, name: str, expected: str) -> ApiError:
-        """The refusal of an object without a field, with the one that may have been meant by it."""
-        # Of few and short names only: whoever sends many and long ones shall not keep the server busy.
+        """Return the error of an absent field, with the one that may have been meant by it."""
+        # Of few and short names only: a client that sends many and long ones must not keep the server busy.
         near = nearest(name, [other for other in list(self._values)[:32] if len(other) < 40], 1)
         meant = f"; was it meant by {near[0]!r}?" if near else ""
         return bad_field(self.path(name), f"missing; expected {expected}{meant}")
 
     def refuse(self, name: str, neutral: Iterable[Any], hint: str = "") -> None:
-        """Takes a field that is not supported: it may be absent, or have a value that asks for nothing."""
+        """Refuse a field that is not supported, unless its value asks for nothing."""
         value = self.take(name)
         if value is not None and value not in neutral:
             raise bad_field(self.path(name), f"not supported by this server; leave it out{hint}")
 
     def finish(self) -> None:
-        """Refuses the first field that is left, with the nearest one that exists."""
+        """Refuse the first field that is left, with the nearest one that exists."""
         for name in self._values:
             # A string that no client would send may hold anything: it is quoted, and cut.
             raise ApiError(
@@ -90,7 +96,7 @@ class Fields:
 
 
 def text(value: Any, path: str) -> str:
-    """`value` if it is a string that has a UTF-8 form."""
+    """Return `value` if it is a string that has a UTF-8 form."""
     if not isinstance(value, str):
         raise bad_field(path, f"got {_kind(value)}; expected a string")
     try:
@@ -101,19 +107,19 @@ def text(value: Any, path: str) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a JSON value is an integer; 3.0 is one, true is not."""
+    """Return True for a JSON value that is an integer; 3.0 is one, true is not."""
     return is_number(value) and float(value).is_integer()
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value is a finite number."""
+    """Return True for a JSON value that is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it: in full if it is short."""
+    """Return a value as a message quotes it: in full if it is short."""
     if isinstance(value, (dict, list)):
         return _kind(value)
     written = repr(value)

@@ -133,6 +133,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they end or the client goes."""
         del scope
         pump, watch = asyncio.create_task(self._pump(send)), asyncio.create_task(_gone(receive))
         whole = False

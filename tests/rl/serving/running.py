@@ -16,7 +16,7 @@ from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.serving.prompts import prompt_id
-from rl.serving.protocol import FAMILY
+from rl.serving.request import FAMILY
 from rl.serving.server import Server, listen, url_of
 from tests.rl.tiny import PHRASES, tiny_params, tiny_policy
 

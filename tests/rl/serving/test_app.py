@@ -385,7 +385,8 @@ def test_a_client_that_goes_ends_its_generation(served: Running, stream: bool) -
     aborted = served.engine.stats()["aborted"]
     served.server.engine.pause().result(10)
     connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": "hello", "stream": stream}))
+    body = json.dumps({"model": MODEL, "prompt": "hello", "stream": stream})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     assert eventually(lambda: metric(served, "axl_requests_waiting") == 1)
     connection.close()
     assert eventually(lambda: metric(served, "axl_requests_waiting") == 0)

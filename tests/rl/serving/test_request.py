@@ -14,7 +14,7 @@ from rl.serving.chat_template import ChatTemplate
 from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError
 from rl.serving.prompts import prompt_id
-from rl.serving.protocol import Generation, parse
+from rl.serving.request import Generation, parse
 from rl.tasks.mixture import encode_prompt
 from tests.rl.serving.running import TOKENIZER
 
