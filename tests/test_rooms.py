@@ -16,7 +16,7 @@ KNOWN_CIRCLES: set[frozenset[str]] = {
     frozenset(f"axlearn_like.training.{name}" for name in ("evaluators", "loop", "program", "trainer")),
     frozenset({"rl.training.program", "rl.training.trainer"}),
 }
-KNOWN_LARGE = {"axlearn_like/layers", "axlearn_like/learner", "tools/bench"}
+KNOWN_LARGE = {"axlearn_like/layers", "axlearn_like/learner"}
 
 
 def imported_names(source: str, module: str) -> Iterator[tuple[int, str, str]]:
