@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 SEED ?= 0
 NAME ?=
 ARGS ?=
+# Processes of `make test`, of about 2 GB each: many tests wait for processes of their own, so one more than cores.
+WORKERS ?= 3
+PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 PATHS := axlearn_like rl models mesh experiments tools tests examples docs
 SOURCES := pyproject.toml constraints.txt tools/install.sh tools/find_python.sh tools/have_compiler.sh
 
@@ -15,7 +18,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-full lint types docs format clean
+.PHONY: help install demo test test-full coverage lint types docs format clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -38,11 +41,14 @@ install: $(VENV)/.installed-dev ## make .venv with everything for development
 demo: $(VENV)/.installed ## the main job: SFT, RL with a killed worker, report (SEED=0, NAME=, ARGS=)
 	@$(BIN)/axl rl demo --seed $(SEED) --run-dir runs/$(or $(NAME),demo-seed$(SEED)) $(ARGS)
 
-test: $(VENV)/.installed-dev ## the tests, under a quarter of an hour on two cores (ARGS=)
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.installed-dev ## the tests, side by side; with ARGS="-k name" those alone, in one process
+	@$(BIN)/python -m pytest $(or $(ARGS),$(PARALLEL))
 
 test-full: $(VENV)/.installed-dev ## all tests, slow ones included
 	@$(BIN)/python -m pytest --full $(ARGS)
+
+coverage: $(VENV)/.installed-dev ## the tests with the lines that they reach, in build/coverage/index.html
+	@$(BIN)/python -m pytest $(or $(ARGS),$(PARALLEL)) --cov --cov-report=term:skip-covered --cov-report=html
 
 lint: $(VENV)/.installed-dev ## ruff: rules and layout
 	@$(BIN)/ruff check $(PATHS)

@@ -5,10 +5,14 @@ first import of jax.
 """
 
 import os
+import re
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A directory of its own: programs of the tests never reach a user's runs. Subprocesses inherit it.
@@ -26,18 +30,94 @@ os.environ.setdefault("AXL_CODE", "tests")
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="axlearn-like-state-")
 
 
+FILES: pytest.StashKey[set[Path] | None] = pytest.StashKey()  # those to look into; None: all
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the slow tests (marker `full`) too")
+    parser.addoption("--every-file", action="store_true", help="import files too that lack the words of -k")
+
+
+# Side by side (`-n 3`), a file's tests run in one process, and tests of whole runs in one after another, however many
+# files: half a dozen processes each, with waits that assume that they get a share of the machine.
+WHOLE_RUNS = ("tests/rl/runtime/ray/", "tests/chaos/", "tests/rl/test_run.py")
+# Long ones first, so that no process is left alone with one at the end.
+LONG = (
+    *WHOLE_RUNS,
+    "tests/tools/golden/test_compiles.py",
+    "tests/axlearn_like/layers/contexts/test_paged.py",
+    "tests/axlearn_like/training/",
+    "tests/rl/rollout/",
+    "tests/rl/",
+    "tests/tools/",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips slow tests unless --full or a marker expression asks for them."""
-    if config.getoption("--full") or config.getoption("markexpr"):
-        return
-    skip = pytest.mark.skip(reason="slow: runs with --full (make test-full)")
-    for item in items:
-        if "full" in item.keywords:
-            item.add_marker(skip)
+    """Skip slow tests unless --full or a marker expression asks for them; put the others into an order for `-n`."""
+    if not config.getoption("--full") and not config.getoption("markexpr"):
+        skip = pytest.mark.skip(reason="slow: runs with --full (make test-full)")
+        for item in items:
+            if "full" in item.keywords:
+                item.add_marker(skip)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: next((n for n, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG)))
+
+
+class Scheduling(LoadFileScheduling):
+    """Files by process; all whole runs in one. (Marks `xdist_group` have no effect with pytest 9.2.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "whole runs" if nodeid.startswith(WHOLE_RUNS) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    return Scheduling(config, log)
+
+
+def files_for(keywords: str, root: Path) -> set[Path] | None:
+    """Return the test files below `root` whose path or text has the words of a `-k` expression; None: any may match.
+
+    A name that is computed (a parameter's, say) stands in no file, and after `not` a word says nothing.
+    """
+    words = set(re.findall(r"[^\s()]+", keywords.lower()))
+    if not words - {"and", "or"} or "not" in words or re.search(r"[^\w\s()]", keywords):
+        return None
+    every = any if "or" in words else all
+    words -= {"and", "or"}
+    texts = {path: f"{path.relative_to(root)}\n{path.read_text(encoding='utf-8')}" for path in root.rglob("test_*.py")}
+    return {path for path, text in texts.items() if every(word in text.lower() for word in words)} or None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    every = config.getoption("every_file")
+    config.stash[FILES] = None if every else files_for(config.getoption("keyword") or "", Path(__file__).parent)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out test files that cannot have what `-k` asks for: to import all of them takes half a minute."""
+    files = config.stash[FILES]
+    left_out = files is not None and collection_path.name.startswith("test_") and collection_path not in files
+    return True if left_out and collection_path.is_file() else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Look into every file where those that have the words of `-k` have no test of that name."""
+    result = yield
+    distributes = session.config.pluginmanager.has_plugin("dsession")  # has no items of its own
+    if not session.items and session.config.stash[FILES] is not None and not distributes:
+        session.config.stash[FILES] = None
+        session.perform_collect()
+    return result
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    files = config.stash[FILES]
+    if files is None:
+        return []
+    return [f"-k: from {len(files)} files that have these words; computed names of parameters need --every-file too"]
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[1]
 def elsewhere(
     function: Callable[..., Any], *args: Any, timeout: float = 200, environ: Mapping[str, str] | None = None
 ) -> Any:
-    """What a module's function returns, both ways as JSON, with these environment variables and JAX on the CPU."""
+    """Return what a module's function returns in another process, with these environment variables and JAX on the CPU.
+
+    Arguments and result travel as JSON.
+    """
     module, name = function.__module__, function.__name__
     code = f"import json, sys, {module} as m; print(json.dumps(m.{name}(*json.loads(sys.argv[1]))))"
     done = subprocess.run(
@@ -34,7 +37,7 @@ def elsewhere(
 
 
 def in_two_processes(function: Callable[..., Any], *args: Any, timeout: float = 600) -> list[Any]:
-    """What it returns in each of two processes, called with a place to meet, the number of the process, and `args`."""
+    """Return what `function(address, index, *args)` returns in each of two processes; they meet at `address`."""
     address = free_address()
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(elsewhere, function, address, index, *args, timeout=timeout) for index in (0, 1)]

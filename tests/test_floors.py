@@ -23,7 +23,7 @@ SOURCES = [path.relative_to(ROOT).as_posix() for room in FLOORS for path in sort
 
 
 def imported_modules(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
-    """Yields (line, dotted name) of every import in `tree`, the source of `module`."""
+    """Yield (line, dotted name) of every import in `tree`, the source of `module`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -34,7 +34,7 @@ def imported_modules(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
 
 
 def floor_violations(source: str, module: str) -> list[str]:
-    """Returns one line for each import that goes up, or between rl and models, or to the tests."""
+    """Return one line for each import that goes up, or between rl and models, or to the tests."""
     room = module.split(".")[0]
     found = []
     for line, name in imported_modules(ast.parse(source), module):
@@ -49,7 +49,7 @@ def floor_violations(source: str, module: str) -> list[str]:
 
 
 def nnx_violations(source: str, module: str) -> list[str]:
-    """Returns one line for each use of a forbidden name of flax.nnx."""
+    """Return one line for each use of a forbidden name of flax.nnx."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):

@@ -150,7 +150,7 @@ CHECKS: dict[str, Callable[[Traced, Traced], None]] = {
 
 
 def test_the_new_kernel_computes_attention():
-    """It is no stand-in: outputs are those of the kernel in its place."""
+    """The new kernel is no stand-in: outputs are those of the kernel in its place."""
     from flax import nnx
 
     from axlearn_like.layers.base import bind, split

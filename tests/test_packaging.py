@@ -134,7 +134,7 @@ def test_constraints_are_names_and_versions_and_pin_what_make_installs(checkout:
 
 
 def test_every_imported_distribution_is_declared(checkout: Path) -> None:
-    """What the packages import (the benchmark's peers, in environments of their own, aside)."""
+    """Check what the packages import, except the benchmark's peers, which have environments of their own."""
     declared = set().union(*requirement_names(checkout).values())
     # Comes with jax, by its own metadata, and has its version chosen by it.
     declared |= {"jaxlib", "ml-dtypes"}

@@ -13,10 +13,10 @@ LIMIT = 15
 
 # Still to be opened or split: remove an entry with that change, add none.
 KNOWN_CIRCLES: set[frozenset[str]] = {
-    frozenset(f"axlearn_like.training.{name}" for name in ("evaluators", "loop", "program", "trainer")),
-    frozenset({"rl.training.program", "rl.training.trainer"}),
+    frozenset({"axlearn_like.training.programs", "axlearn_like.training.trainer"}),
+    frozenset({"rl.experiment", "rl.programs"}),
 }
-KNOWN_LARGE = {"axlearn_like/layers", "axlearn_like/learner"}
+KNOWN_LARGE: set[str] = set()
 
 
 def imported_names(source: str, module: str) -> Iterator[tuple[int, str, str]]:
@@ -72,8 +72,8 @@ def described(circle: frozenset[str], graph: Mapping[str, Mapping[str, int]]) ->
 
 
 def entries(folder: Path) -> list[str]:
-    """Return the names of files and folders, without `__init__.py` and what Python writes."""
-    kept = [path for path in folder.iterdir() if path.name not in ("__init__.py", "__pycache__")]
+    """Return the names of files and folders, without markers of packages and what Python writes."""
+    kept = [path for path in folder.iterdir() if path.name not in ("__init__.py", "py.typed", "__pycache__")]
     # A folder whose files have moved away may still hold byte code.
     return sorted(p.name for p in kept if any(q.is_file() and q.suffix != ".pyc" for q in (p, *p.rglob("*"))))
 

@@ -19,7 +19,7 @@ class Described:
 
 
 class DescribedMesh:
-    """As much of a mesh as the accounts of communication read."""
+    """Fields of a mesh that the accounts of communication read."""
 
     def __init__(self, devices: np.ndarray):
         self.devices, self.axis_names = devices, MESH_AXES
@@ -27,7 +27,7 @@ class DescribedMesh:
 
 
 def described_mesh(chips: tuple[int, ...] | None = None, slices: int = 1, **axes: int) -> jax.sharding.Mesh:
-    """Of that shape, in the order of the chips' places, the slices outermost."""
+    """Describe a mesh of that shape, in the order of the chips' places, the slices outermost."""
     count = math.prod(axes.values())
     chips = chips or (count // slices,)
     devices = np.empty(count, object)

@@ -10,7 +10,7 @@ from mesh.devices import configure_cpu_devices, device_name
 
 
 class Described(NamedTuple):
-    """What a device says of itself: all that its name depends on, for machines that are not at hand."""
+    """Attributes of a device: all that its name depends on, for machines that are not at hand."""
 
     platform: str
     device_kind: str

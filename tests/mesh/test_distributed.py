@@ -1,4 +1,4 @@
-"""Who does not come is named, and nobody waits for ever."""
+"""A process that does not come is named, and no other waits for ever."""
 
 import socket
 import threading
@@ -23,7 +23,7 @@ def test_all_that_come_go_on_whoever_else_knocks():
 
 
 def knock(host: str, port: int) -> None:
-    """As a port scanner does, as far as anybody listens."""
+    """Send a line that is not ours, as a port scanner does."""
     try:
         with socket.create_connection((host, port), timeout=5.0) as connection:
             connection.sendall(b"GET / HTTP/1.0\r\n")

@@ -78,7 +78,7 @@ def test_the_error_is_one_that_the_user_can_mend():
 
 
 class OfASlice:
-    """As much of an accelerator as a mesh looks at."""
+    """Fields of an accelerator that a mesh looks at."""
 
     platform = "gpu"
 

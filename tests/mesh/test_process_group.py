@@ -1,4 +1,4 @@
-"""What one process alone agrees on, and two real ones."""
+"""Agreement of one process alone, and of two real ones."""
 
 import time
 from typing import Any
@@ -76,7 +76,7 @@ def agree(address: str, index: int) -> dict[str, Any]:
 
 
 def on_devices() -> dict[str, Any]:
-    """What is put on a mesh of both processes' devices, and read from it."""
+    """Arrays that are put on a mesh of both processes' devices, and read from it."""
     found: dict[str, Any] = {"devices": [jax.device_count(), jax.local_device_count()]}
     mesh = make_mesh({"data": 2, "fsdp": 2})
     batch = {"rows": np.arange(24).reshape(8, 3), "weights": np.arange(8.0), "scale": np.float32(2)}

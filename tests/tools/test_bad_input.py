@@ -1,4 +1,4 @@
-"""What a user can get wrong with `axl rl`: one message that names the thing, status 2, and no run is harmed."""
+"""Mistakes that a user can make with `axl rl`: one message that names the thing, status 2, and no run is harmed."""
 
 import re
 import socket

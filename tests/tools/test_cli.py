@@ -57,7 +57,7 @@ class Broken(UserError, ValueError):
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adds the commands `refuse` (a user's mistake), `crash` (a bug) and `interrupt` to axl."""
+    """Add the commands `refuse` (a user's mistake), `crash` (a bug) and `interrupt` to axl."""
     monkeypatch.delenv("AXL_DEBUG", raising=False)
     errors = {
         "refuse": Broken("no mesh axis 'fdsp'"),

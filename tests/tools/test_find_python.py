@@ -22,7 +22,7 @@ class Machine:
         self.home.mkdir()
 
     def put(self, name: str, body: str) -> None:
-        """Puts an executable on PATH, or with a slash in its name under the home folder."""
+        """Put an executable on PATH, or with a slash in its name under the home folder."""
         file = self.home / name if "/" in name else self.path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(body)

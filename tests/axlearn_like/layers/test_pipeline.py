@@ -1,4 +1,4 @@
-"""Refusals of a pipeline, and its cost. That it computes the same is in test_sharding.py, on eight devices."""
+"""Refusals of a pipeline, and its cost. That it computes the same is in training/test_step_mesh.py."""
 
 import jax
 import jax.numpy as jnp

@@ -72,7 +72,7 @@ def test_a_refusal_is_read():
 
 
 def communicate(topology: str, slices: int, shape: dict[str, int]) -> dict[str, Any]:
-    """In a loop: gather over fsdp, sum over tensor, shift along tensor, scatter over fsdp; then a sum over data."""
+    """Loop of a gather over fsdp, a sum and a shift over tensor and a scatter over fsdp; then a sum over data."""
     found = parse_topology(topology, slices)
     mesh = make_mesh(shape, topology_devices(found))
 

@@ -37,7 +37,7 @@ def test_loops_turn_as_often_as_their_condition_says():
 
 
 def test_collectives_by_axis_kind_and_bytes():
-    """By hand: 4 turns; bf16 of 2 bytes; groups of 2, so that a half or, in an all-reduce, twice that is received."""
+    """Counts made by hand: 4 turns; bf16 of 2 bytes; groups of 2: half is received, in an all-reduce all."""
     mesh = described_mesh(fsdp=2, tensor=2)  # devices 0 and 1 differ in tensor, 0 and 2 in fsdp
     found = collectives(parse(PROGRAM), mesh)
     table = by_axis(found, [0.5] * len(found))

@@ -44,7 +44,7 @@ def tiny(**changes: Any) -> Trainer.Config:
 
 @needs_compiler
 def test_a_train_step_is_accounted_for(tmp_path):
-    """On v5p the rules make it fsdp 2 x tensor 2."""
+    """Tiny decoder; on v5p the rules make its mesh fsdp 2 x tensor 2."""
     words = [HERE, "--topology", "v5p-8", "--json", "--save", str(tmp_path / "step.bin")]
     report = elsewhere(run_cli, words, timeout=280)["json"]
     assert report["fits"] and report["oom"] is None and report["advice"] == []

@@ -1,4 +1,4 @@
-"""What `axl config` prints."""
+"""The output of `axl config`."""
 
 import io
 

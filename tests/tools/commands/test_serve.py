@@ -48,7 +48,7 @@ class Served:
         self.client = openai.OpenAI(base_url=found[0], api_key="secret", max_retries=0, timeout=60)
 
     def end(self, signum: signal.Signals) -> tuple[int, str]:
-        """Sends a signal; exit status and the rest of the output."""
+        """Send a signal; return the exit status and the rest of the output."""
         self.process.send_signal(signum)
         out, _ = self.process.communicate(timeout=60)
         return self.process.returncode, out

@@ -1,4 +1,4 @@
-"""What `axl train` refuses before anything is made; how it trains is in tests/axlearn_like."""
+"""Refusals of `axl train` before anything is made; tests of the training itself are in tests/axlearn_like."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from tools.cli import EXIT_USER_ERROR, main
 
 
 def two_ways() -> Trainer.Config:
-    """On a mesh of two devices."""
+    """Tiny experiment on a mesh of two devices."""
     return tiny_trainer(2, mesh={"fsdp": 2})
 
 

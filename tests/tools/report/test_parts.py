@@ -1,4 +1,4 @@
-"""What the report's pictures are made of: scales, smoothing, spans."""
+"""Parts of the report's pictures: scales, smoothing, spans."""
 
 import pytest
 

@@ -56,7 +56,7 @@ def evaluation(which: int) -> dict[str, Any]:
 
 
 def write_run(run: Path, *, steps: int = 320, kill: bool = True, finished: bool = True) -> Path:
-    """Writes a run directory as the RL demo would, with two workers and one of them killed."""
+    """Write a run directory as the RL demo would, with two workers and one of them killed."""
     rng, start = random.Random(0), 1_795_000_000.0
     now = start
     metrics: list[dict[str, Any]] = []
@@ -183,7 +183,7 @@ def _write_rollouts(folder: Path, rng: random.Random, finished: bool) -> None:
 
 
 class Page(HTMLParser):
-    """Collects tags with attributes and visible text; checks that tags are balanced."""
+    """Parser that collects tags with attributes and visible text, and checks that tags are balanced."""
 
     def __init__(self, source: str) -> None:
         super().__init__()

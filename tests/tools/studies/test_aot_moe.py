@@ -1,4 +1,4 @@
-"""What TPUs would be given for a mixture of experts; needs the TPU compiler, no TPU."""
+"""Compilations of a mixture of experts for TPUs; they need the TPU compiler, no TPU."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ GATHERED, SUMMED, CUT, WHOLE = 400e9, 130e9, 2e12, 20e9
 
 
 def report(fsdp: int, data: int = 1) -> dict[str, Any]:
-    """Of a step that does just what the tool supposes."""
+    """Make the report of a step that does just what the tool supposes."""
     chips = fsdp * data
     sent = {"fsdp": {"all-gather": {"bytes": GATHERED * (fsdp - 1) / fsdp}}}
     if data > 1:

@@ -23,7 +23,7 @@ from axlearn_like.training.losses import make_supervised_loss
 from axlearn_like.training.step import init_state, make_train_step
 from mesh import UserError, make_mesh, shard_batch, to_named_sharding
 from tests.axlearn_like.layers.small import initialise, small_decoder
-from tests.axlearn_like.sharded import make_batch
+from tests.axlearn_like.training.step_mesh import make_batch
 from tests.elsewhere import elsewhere
 
 RANK, ALPHA = 2, 6.0

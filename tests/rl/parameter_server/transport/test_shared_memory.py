@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,7 +20,18 @@ from rl.parameter_server.transport import shared_memory as shared
 from rl.parameter_server.transport.shared_memory import Segment, SegmentGone, host_identity, sweep
 
 ROOT = Path(__file__).parents[4]
-FOLDER = shared._folder()
+# Our own, since every parameter server sweeps the user's: tests that run beside these have some.
+FOLDER = shared._folder() / f"axl-tests-{os.getpid()}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_folder() -> Iterator[None]:
+    FOLDER.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "_SHARED_MEMORY", FOLDER)
+        yield
+        gc.collect()
+    shutil.rmtree(FOLDER)
 
 
 @dataclasses.dataclass
@@ -48,8 +60,11 @@ class Other:
 LOOP = """
 import os
 import sys
+from pathlib import Path
 import numpy as np
+from rl.parameter_server.transport import shared_memory
 from rl.parameter_server.transport.shared_memory import Segment, host_identity, sweep
+shared_memory._SHARED_MEMORY = Path(sys.argv[1])
 for line in sys.stdin:
     exec(line)
     sys.stdout.flush()
@@ -62,7 +77,8 @@ def start() -> Iterator[Callable[[], Other]]:
 
     def one() -> Other:
         pipe = subprocess.PIPE
-        process = subprocess.Popen([sys.executable, "-c", LOOP], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+        command = [sys.executable, "-c", LOOP, str(FOLDER)]
+        process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
         running.append(Other(process))
         return running[-1]
 

@@ -133,7 +133,8 @@ class Assassin:
 
 
 @pytest.mark.usefixtures("session")
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full  # of kills of every role, tests/chaos/test_schedule.py has the short proof
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_server_controller_verifier_and_trainer_are_killed_one_after_the_other(
     staleness: int, tmp_path, baseline
 ) -> None:

@@ -1,1 +1,0 @@
-"""`axl bench grpo_step`: one GRPO update beside peers."""

@@ -1,1 +1,0 @@
-"""Measuring workers in turns: the protocol they speak, and the circumstances of a run."""

@@ -1,0 +1,1 @@
+"""Plots and tables of the docs, made from stored results of `axl bench`."""

@@ -1,1 +1,0 @@
-"""`axl bench rollout`: tokens of the rollout engine beside peers."""

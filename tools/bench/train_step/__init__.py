@@ -1,1 +1,0 @@
-"""`axl bench train_step`: the supervised train step beside plain JAX and peers."""

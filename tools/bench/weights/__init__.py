@@ -1,1 +1,0 @@
-"""`axl bench weights`: push, pull and codecs of the parameter server."""
