@@ -14,8 +14,8 @@ import pytest
 from rl.audit.invariants import check_run
 from tests.chaos.experiments import calm
 from tests.chaos.hosts import Hosts, permitted
-from tools.bench.recovery_compare import compare, make_undisturbed
-from tools.bench.recovery_run import DRIVER, WatchedRun
+from tools.bench.recovery.compare import compare, make_undisturbed
+from tools.bench.recovery.run import DRIVER, WatchedRun
 
 pytestmark = [
     pytest.mark.full,

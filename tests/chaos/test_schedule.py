@@ -7,8 +7,8 @@ import pytest
 from rl.audit.invariants import check_run
 from tests.chaos.experiments import calm
 from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
-from tools.bench.recovery_compare import compare, make_undisturbed
-from tools.bench.recovery_run import WatchedRun
+from tools.bench.recovery.compare import compare, make_undisturbed
+from tools.bench.recovery.run import WatchedRun
 
 pytestmark = pytest.mark.timeout(1800)  # starts half a dozen processes many times: a busy machine needs long
 

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from mesh.errors import UserError, did_you_mean
-from tools.bench.rollout_sections import SECTIONS
-from tools.bench.weights_sections import SECTIONS as WEIGHTS_SECTIONS
+from tools.bench.rollout.sections import SECTIONS
+from tools.bench.weights.sections import SECTIONS as WEIGHTS_SECTIONS
 
 
 class BenchmarkGroup(click.Group):
@@ -46,7 +46,7 @@ def grpo_step(peers: str, steps: int, as_json: bool) -> None:
 
     Peers run in virtual environments of their own, which the first use installs.
     """
-    from tools.bench import grpo_step as bench
+    from tools.bench.grpo import benchmark as bench
 
     _run(bench, peers, steps, as_json, _print_grpo_step)
 
@@ -63,7 +63,7 @@ def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) 
     The comparison runs when peers are given, or as `--sections peers` with ours alone. Peers run in virtual
     environments of their own, which the first use installs.
     """
-    from tools.bench import rollout as bench
+    from tools.bench.rollout import benchmark as bench
 
     chosen = bench.find_sections(_names(sections), peers=bool(_names(peers)))
     _run(bench, peers, rounds, as_json, _print_rollout, sections=chosen, quick=quick)
@@ -81,7 +81,7 @@ def recovery(kills: int, roles: str, seed: int, minutes: float | None, keep: Pat
     from rich.console import Console
 
     from mesh.compilation import enable_compilation_cache
-    from tools.bench import recovery as bench
+    from tools.bench.recovery import benchmark as bench
 
     console = Console(stderr=True)
     enable_compilation_cache()
@@ -107,7 +107,7 @@ def recovery(kills: int, roles: str, seed: int, minutes: float | None, keep: Pat
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def weights(sections: str, quick: bool, as_json: bool) -> None:
     """Speed of push and pull of weights on this machine, pause of a swap, deltas, resharding, fan-out."""
-    from tools.bench import weights as bench
+    from tools.bench.weights import benchmark as bench
 
     _run(bench, "", 0, as_json, _print_weights, sections=bench.find_sections(_names(sections)), quick=quick)
 
@@ -117,7 +117,7 @@ def weights(sections: str, quick: bool, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def input_(documents: int, as_json: bool) -> None:
     """Tokens of training input by CPU second: tokenising, and packing in each way."""
-    from tools.bench import input_speed as bench
+    from tools.bench.input import benchmark as bench
 
     result = bench.run(documents)
     if as_json:
@@ -136,7 +136,7 @@ def train_step(peers: str, steps: int, quick: bool, as_json: bool) -> None:
 
     Peers run in virtual environments of their own, which the first use installs.
     """
-    from tools.bench import train_step as bench
+    from tools.bench.train_step import benchmark as bench
 
     _run(bench, peers, steps, as_json, _print_train_step, quick=quick)
 
@@ -154,7 +154,7 @@ def _run(
     """
     from rich.console import Console
 
-    from tools.bench.environments import find_peers
+    from tools.bench.harness.environments import find_peers
 
     asked = find_peers(_names(peers), bench.BENCHMARK)
     console = Console(stderr=True)
@@ -176,7 +176,7 @@ def _run(
 
 
 def _print_grpo_step(result: dict[str, Any]) -> None:
-    from tools.bench import grpo_step as bench
+    from tools.bench.grpo import benchmark as bench
 
     _print_table(
         f"one GRPO step: {bench.describe_job()}; medians of {result['steps']}",
@@ -190,7 +190,7 @@ def _print_grpo_step(result: dict[str, Any]) -> None:
 
 
 def _print_rollout(result: dict[str, Any]) -> None:
-    from tools.bench.rollout_tables import tables
+    from tools.bench.rollout.tables import tables
 
     for table in tables(result):
         _print_table(*table)
@@ -198,7 +198,7 @@ def _print_rollout(result: dict[str, Any]) -> None:
 
 
 def _print_recovery(result: dict[str, Any]) -> None:
-    from tools.bench import recovery as bench
+    from tools.bench.recovery import benchmark as bench
 
     figures = ("next update s", "back s", "longest gap s", "back CPU s")
     columns = ("role", "kills", *(column for figure in figures for column in (figure, "worst")))
@@ -209,14 +209,14 @@ def _print_recovery(result: dict[str, Any]) -> None:
 
 
 def _print_weights(result: dict[str, Any]) -> None:
-    from tools.bench import weights as bench
+    from tools.bench.weights import benchmark as bench
 
     _print_table("weights through the parameter server", ("figure", "value"), bench.rows(result))
     _print_circumstances(result)
 
 
 def _print_input(result: dict[str, Any]) -> None:
-    from tools.bench import input_speed as bench
+    from tools.bench.input import benchmark as bench
 
     columns = ("way", "tokens / CPU s", "CPU ms / batch", "packing")
     fields = ("tokens_per_cpu_s", "cpu_ms_per_batch", "packing")
@@ -228,7 +228,7 @@ def _print_input(result: dict[str, Any]) -> None:
 
 
 def _print_train_step(result: dict[str, Any]) -> None:
-    from tools.bench import train_step as bench
+    from tools.bench.train_step import benchmark as bench
 
     columns = ("system", "float32 CPU s", "wall s", "ours / it", "bfloat16 CPU s", "wall s", "ours / it", "start CPU s")
     title = f"one step: {bench.describe_job(quick=result['quick'])}; medians of {result['steps']}"

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from step_protocol import StepServer
-from train_step_job import DTYPES, QUICK, TrainJob
+from harness.protocol import StepServer
+from train_step.job import DTYPES, QUICK, TrainJob
 
 ENDLESS = 10**6  # steps; the runner says when to stop
 

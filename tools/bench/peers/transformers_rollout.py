@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import torch
 import transformers
-from grpo_job import GrpoJob
-from rollout_job import Completions, serve, use_one_core
-from step_protocol import StepServer
+from grpo.job import GrpoJob
+from harness.protocol import StepServer
+from rollout.job import Completions, serve, use_one_core
 from transformers import DynamicCache, GenerationConfig, Qwen3ForCausalLM
 from transformers_policy import PAD, build_model, parameter_count
 

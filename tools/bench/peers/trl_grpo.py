@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from grpo_job import GrpoJob, digit_share
-from step_protocol import StepServer
+from grpo.job import GrpoJob, digit_share
+from harness.protocol import StepServer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers_policy import BOS, EOS, PAD, build_model, parameter_count

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from grpo_job import GrpoJob, digit_share
-from step_protocol import StepServer
+from grpo.job import GrpoJob, digit_share
+from harness.protocol import StepServer
 from tunix.rl import rl_cluster as rlc
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig

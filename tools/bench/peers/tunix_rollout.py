@@ -12,9 +12,9 @@ Run by the benchmark with the interpreter of the peer's environment (see `enviro
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from grpo_job import GrpoJob
-from rollout_job import Completions, serve, use_one_core
-from step_protocol import StepServer
+from grpo.job import GrpoJob
+from harness.protocol import StepServer
+from rollout.job import Completions, serve, use_one_core
 from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix_policy import (

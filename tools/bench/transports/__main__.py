@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
-from tools.bench.circumstances import machine
-from tools.bench.environments import Environment, EnvironmentFailed, ensure_environment
-from tools.bench.interleave import worker_environ
+from tools.bench.harness.circumstances import machine
+from tools.bench.harness.environments import Environment, EnvironmentFailed, ensure_environment
+from tools.bench.harness.interleave import worker_environ
 from tools.bench.transports.yardsticks import ROOT, Spent, memcpy_gbps, raw_stream_gbps
 
 FLIGHT = Environment(name="pyarrow", pythons=("3.12", "3.13"), requirements=("pyarrow==26.0.1",))

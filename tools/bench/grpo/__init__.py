@@ -1,0 +1,1 @@
+"""`axl bench grpo_step`: one GRPO update beside peers."""

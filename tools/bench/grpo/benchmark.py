@@ -1,0 +1,101 @@
+"""`axl bench grpo_step`: CPU seconds of one GRPO step, ours and peers', taking turns in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tools.bench.grpo.job import GrpoJob
+from tools.bench.harness.circumstances import machine
+from tools.bench.harness.environments import Peer
+from tools.bench.harness.interleave import OURS, Measured, Say, measure_with_peers, median_over_rounds
+from tools.bench.harness.protocol import STEP_FIELDS
+
+BENCHMARK = "grpo_step"
+
+
+def summarise(results: Mapping[str, Measured], steps: int) -> dict[str, Any]:
+    """The result that `--json` prints.
+
+    The best peer is the one with the lowest median CPU seconds a step; the ratio is the median over
+    rounds of our CPU seconds by the best peer's in the same round, None without both.
+    """
+    done = {name: result for name, result in results.items() if result.error is None}
+    ours = done.get(OURS)
+    peers = {name: result for name, result in done.items() if name != OURS}
+    best = min(peers, key=lambda name: peers[name].median("cpu_s"), default=None)
+    ratio = None
+    if ours is not None and best is not None:
+        ratio = median_over_rounds(ours, peers[best], lambda our, their: our["cpu_s"] / their["cpu_s"])
+    return {
+        "bench": BENCHMARK,
+        "ours_cpu_s_per_step": ours and ours.median("cpu_s"),
+        "ours_wall_s_per_step": ours and ours.median("wall_s"),
+        "ours_gen_tok_per_cpu_s": ours and ours.median_ratio("new_tokens", "gen_cpu_s"),
+        "ours_first_step_s": ours and ours.ready["first_step_s"],
+        "ours_version": ours and ours.ready["version"],
+        "peers": {name: _figures(result) for name, result in peers.items()},
+        "best_peer": best,
+        "ratio_to_best_peer": ratio,
+        "steps": steps,
+        "parameters": {name: result.ready["parameters"] for name, result in done.items()},
+        "cpu_s_by_round": {name: [s["cpu_s"] for s in r.steps] for name, r in done.items()},
+        "reward_last": {name: result.steps[-1]["reward"] for name, result in done.items()},
+        "errors": {name: r.error for name, r in results.items() if r.error is not None},
+        "machine": machine(),
+    }
+
+
+def run(peers: Sequence[Peer], steps: int, say: Say) -> dict[str, Any]:
+    """Measures our stack and `peers`, interleaved; what cannot be run stands under `errors`."""
+    results = measure_with_peers(BENCHMARK, "tools.bench.grpo.ours", peers, steps, say, STEP_FIELDS)
+    return summarise(results, steps)
+
+
+def succeeded(result: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
+    """Whether what was asked for can be read off the result: ours, and one peer if any."""
+    ours = result["ours_cpu_s_per_step"] is not None
+    return ours and (not peers or result["ratio_to_best_peer"] is not None)
+
+
+def rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of the table for people: system, CPU s, wall s, tokens/CPU s, first step s, version."""
+    ours = {
+        "cpu_s_per_step": result["ours_cpu_s_per_step"],
+        "wall_s_per_step": result["ours_wall_s_per_step"],
+        "gen_tok_per_cpu_s": result["ours_gen_tok_per_cpu_s"],
+        "first_step_s": result["ours_first_step_s"],
+        "version": result["ours_version"],
+    }
+    systems = {} if ours["cpu_s_per_step"] is None else {OURS: ours}
+    return [
+        [
+            name,
+            f"{figures['cpu_s_per_step']:.3f}",
+            f"{figures['wall_s_per_step']:.3f}",
+            f"{figures['gen_tok_per_cpu_s']:,.0f}",
+            f"{figures['first_step_s']:.1f}",
+            figures["version"],
+        ]
+        for name, figures in (systems | result["peers"]).items()
+    ]
+
+
+def describe_job(job: GrpoJob | None = None) -> str:
+    """The job in one line."""
+    job = job or GrpoJob()
+    return (
+        f"{job.layers} layers x {job.dim}, {job.prompts} prompts x {job.group}, "
+        f"{job.prompt_tokens} + {job.new_tokens} tokens, float32, CPU"
+    )
+
+
+def _figures(result: Measured) -> dict[str, Any]:
+    return {
+        "cpu_s_per_step": result.median("cpu_s"),
+        "wall_s_per_step": result.median("wall_s"),
+        "gen_tok_per_cpu_s": result.median_ratio("new_tokens", "gen_cpu_s"),
+        "first_step_s": result.ready["first_step_s"],
+        "start_s": result.ready["start_s"],
+        "version": result.ready["version"],
+    }

@@ -1,0 +1,264 @@
+"""Virtual environments of the peers, made on demand and kept in the user's cache folder.
+
+A peer is never vendored: pip installs pinned versions by name, from wherever the user's pip is
+configured to look, into an environment that only the benchmark uses.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mesh.errors import UserError, did_you_mean
+
+_PROBE = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+_UV = "uv==0.13.8"
+WORKERS = Path(__file__).parents[1] / "peers"
+_COMPLETE = "complete.json"  # written last: an environment without it is made anew
+
+
+class UnknownPeer(UserError, ValueError):
+    """A name that is no peer's; the message has the nearest one."""
+
+
+class EnvironmentFailed(RuntimeError):
+    """A peer's environment could not be made; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment; several peers may share one.
+
+    Attributes:
+        name: of its folder.
+        pythons: interpreter versions that it works with, the preferred first.
+        requirements: what pip installs, `name==version`.
+        lowest: whether the requirements' own requirements come in the lowest versions that they allow, which pip cannot
+            do; then pip installs uv, and uv the rest.
+    """
+
+    name: str
+    pythons: tuple[str, ...]
+    requirements: tuple[str, ...]
+    lowest: bool = False
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What it takes to run one peer.
+
+    Attributes:
+        name: as on the command line.
+        environment: where it runs.
+        scripts: for each benchmark it takes part in, the worker script, a file in `peers`, which is in a checkout only.
+        environ: settings without which its figures would not be its best.
+    """
+
+    name: str
+    environment: Environment
+    scripts: Mapping[str, str]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+_TUNIX = Environment(
+    name="tunix",
+    pythons=("3.12", "3.13"),
+    # The jax that pip chooses today and that our stack runs on; jax 0.10.2 costs the same.
+    requirements=(
+        "google-tunix==0.1.7",
+        "jax==0.12.0.1",
+        "jaxlib==0.12.0.1",
+        "flax==0.12.12",
+    ),
+)
+_TRL = Environment(
+    name="trl",
+    pythons=("3.11",),
+    requirements=(
+        "trl==1.16.0",
+        "torch==2.13.0",
+        "transformers==5.23.0",
+        "datasets==5.2.0",
+        "accelerate==1.15.0",
+    ),
+)
+# The extra has lower bounds alone, and those are the versions its authors test: their install command resolves to them.
+_MAXTEXT = Environment(
+    name="maxtext",
+    pythons=("3.12",),
+    requirements=("maxtext[tpu]==0.2.5",),
+    lowest=True,
+)
+_TORCH_ENVIRON = {
+    # Threads that spin while they wait inflate a step six to nine times where cores are shared, in
+    # CPU seconds and in wall seconds.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("tunix", _TUNIX, {"grpo_step": "tunix_grpo.py", "rollout": "tunix_rollout.py"}),
+        Peer("trl", _TRL, {"grpo_step": "trl_grpo.py"}, _TORCH_ENVIRON),
+        Peer("transformers", _TRL, {"rollout": "transformers_rollout.py"}, _TORCH_ENVIRON),
+        # Without the first it looks for a cloud's metadata server and waits; without the second for a cloud's storage.
+        Peer(
+            "maxtext",
+            _MAXTEXT,
+            {"train_step": "maxtext_train.py"},
+            {"TPU_SKIP_MDS_QUERY": "1", "DECOUPLE_GCLOUD": "TRUE"},
+        ),
+    )
+}
+
+
+def peers_of(benchmark: str) -> dict[str, Peer]:
+    """The peers that take part in a benchmark, by name."""
+    return {name: peer for name, peer in PEERS.items() if benchmark in peer.scripts}
+
+
+def find_peers(names: Iterable[str], benchmark: str) -> list[Peer]:
+    """Return the peers of these names, in order, each once.
+
+    Raises:
+        UnknownPeer: a name is not that of a peer of this benchmark.
+        UserError: this is an installed wheel, which has no peers.
+    """
+    known = peers_of(benchmark)
+    found: dict[str, Peer] = {}
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise UnknownPeer(f"benchmark {benchmark} has no peer {name!r}{hint}")
+        found[name] = known[name]
+    if found and not WORKERS.is_dir():
+        raise UserError("--peers: the workers of other projects are not part of the wheel; run it in a checkout")
+    return list(found.values())
+
+
+def cache_folder() -> Path:
+    """Where the environments live: `axlearn-like/peers` under the XDG cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "axlearn-like" / "peers"
+
+
+def find_interpreter(versions: Iterable[str]) -> tuple[Path, str]:
+    """Finds an interpreter that runs and can make virtual environments.
+
+    Looks at this interpreter, on the path and in pyenv's folder of versions. A name that exists
+    proves nothing (pyenv's shims refuse to run a version that is not selected; distributions ship
+    interpreters without ensurepip), so each candidate is asked for its version.
+
+    Args:
+        versions: `major.minor`, the preferred first.
+
+    Returns:
+        The interpreter and its version.
+
+    Raises:
+        EnvironmentFailed: there is none.
+    """
+    wanted = list(versions)
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    for version in wanted:
+        candidates = [Path(getattr(sys, "_base_executable", sys.executable))]
+        candidates += [Path(folder) / f"python{version}" for folder in os.environ.get("PATH", "").split(os.pathsep)]
+        candidates += sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True)
+        for candidate in candidates:
+            if candidate.is_file() and _version_of(candidate) == version:
+                return candidate, version
+    raise EnvironmentFailed(
+        f"needs Python {' or '.join(wanted)} with the venv and ensurepip modules; found none on "
+        f"the path nor in {pyenv}. Install one (for example `pyenv install {wanted[0]}`)"
+    )
+
+
+def ensure_environment(environment: Environment, say: Callable[[str], None], cache: Path | None = None) -> Path:
+    """Makes the environment unless it is there and complete.
+
+    Args:
+        environment: which.
+        say: told in one line what is being done, before it takes long.
+        cache: folder of environments; `cache_folder()` where None.
+
+    Returns:
+        The environment's interpreter.
+
+    Raises:
+        EnvironmentFailed: no interpreter, or pip failed.
+    """
+    root = cache_folder() if cache is None else cache
+    name = environment.name
+    folder = root / name
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = (root / f"{name}.lock").open("w")
+    except OSError as error:
+        raise EnvironmentFailed(f"{name}: cannot write to {root}: {error}") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two benchmarks at once make it once
+        if not _is_complete(environment, folder):
+            try:
+                _make(environment, folder, root / f"{name}-install.log", say)
+            except EnvironmentFailed as error:
+                raise EnvironmentFailed(f"{name}: {error}") from error
+    return folder / "bin" / "python"
+
+
+def _version_of(interpreter: Path) -> str | None:
+    try:
+        probe = subprocess.run([str(interpreter), "-c", _PROBE], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return probe.stdout.strip() if probe.returncode == 0 else None
+
+
+def _is_complete(environment: Environment, folder: Path) -> bool:
+    try:
+        made = json.loads((folder / _COMPLETE).read_text())
+    except (OSError, ValueError):
+        return False
+    runs = (folder / "bin" / "python").exists()  # False where the base interpreter was removed
+    return runs and made.get("requirements") == list(environment.requirements)
+
+
+def _make(environment: Environment, folder: Path, log: Path, say: Callable[[str], None]) -> None:
+    interpreter, version = find_interpreter(environment.pythons)
+    if folder.exists():
+        shutil.rmtree(folder)
+    say(f"{environment.name}: installing {', '.join(environment.requirements)} for Python {version} in {folder}")
+    python = folder / "bin" / "python"
+    commands = [[str(interpreter), "-m", "venv", str(folder)]]
+    pip = [str(python), "-m", "pip", "install", "--no-input"]
+    if environment.lowest:
+        uv = [str(python), "-m", "uv", "pip", "install", "--python", str(python), "--resolution=lowest"]
+        commands += [[*pip, _UV], [*uv, *environment.requirements]]
+    elif environment.requirements:
+        commands.append([*pip, *environment.requirements])
+    # The caller's own environment must not leak into the new one.
+    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    with log.open("w") as output:
+        for command in commands:
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environ, check=False)
+            if done.returncode:
+                output.flush()
+                raise EnvironmentFailed(_failure(command, log))
+    facts = {"requirements": list(environment.requirements), "python": version}
+    (folder / _COMPLETE).write_text(json.dumps(facts) + "\n")
+
+
+def _failure(command: list[str], log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("ERROR")] or lines
+    reason = "\n".join(errors[-3:])
+    return f"`{' '.join(command[1:4])}` failed:\n{reason}\n(log: {log})"

@@ -1,0 +1,171 @@
+"""Systems measured by turns in one run: what all benchmarks with peers share.
+
+Each system is warm in a process of its own. A round asks each for one step while the others wait
+idle, so that whatever else happens on the machine falls on all alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.bench.harness.environments import WORKERS, EnvironmentFailed, Peer, ensure_environment
+from tools.bench.harness.protocol import STEP_FIELDS
+from tools.bench.harness.worker import StepWorker, WorkerError
+
+OURS = "ours"
+WARM_UP_ROUNDS = 3
+READY_TIMEOUT_S = 600.0
+STEP_TIMEOUT_S = 300.0
+_HERE = Path(__file__).resolve().parents[1]  # tools/bench
+Say = Callable[[str], None]
+Step = Mapping[str, float]
+
+
+@dataclass
+class Measured:
+    """What one system did: its ready line and the fields of its measured steps, warm-up left out.
+
+    `error` says why it stopped before the end, and then its steps do not count.
+    """
+
+    ready: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, float]] = field(default_factory=list)
+    error: str | None = None
+
+    def median(self, name: str) -> float:
+        """Median of a step field."""
+        return statistics.median(step[name] for step in self.steps)
+
+    def median_ratio(self, above: str, below: str) -> float:
+        """Median of one step field by another."""
+        return statistics.median(step[above] / step[below] for step in self.steps)
+
+
+def median_over_rounds(ours: Measured, theirs: Measured, figure: Callable[[Step, Step], float]) -> float:
+    """Median over rounds of a figure of our step and theirs in the same round."""
+    pairs = zip(ours.steps, theirs.steps, strict=True)
+    return statistics.median(figure(our, their) for our, their in pairs)
+
+
+@dataclass(frozen=True)
+class Command:
+    """How to start a worker."""
+
+    argv: tuple[str, ...]
+    environ: Mapping[str, str]
+
+
+def worker_environ(**extra: str) -> dict[str, str]:
+    """Environment that all workers share: CPU only, nothing of the caller's that changes figures.
+
+    JAX's compilation cache on disk is off, so that a first step is a cold one.
+    """
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "XLA_FLAGS")
+    environ = {key: value for key, value in os.environ.items() if key not in dropped}
+    return environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"} | extra
+
+
+def our_command(module: str) -> Command:
+    """A worker of our own, with the interpreter that runs this.
+
+    Args:
+        module: its dotted name.
+    """
+    root = str(_HERE.parents[1])  # holds the package `tools`, in a checkout and where installed
+    return Command((sys.executable, "-m", module), worker_environ(PYTHONPATH=root))
+
+
+def peer_command(peer: Peer, benchmark: str, say: Say) -> Command:
+    """A peer's worker for a benchmark, in the peer's environment, which is made if need be.
+
+    Raises:
+        EnvironmentFailed: the environment cannot be made.
+    """
+    python = ensure_environment(peer.environment, say)
+    # Only this folder: the project's own packages must not shadow the peer's.
+    environ = worker_environ(PYTHONPATH=str(_HERE), **peer.environ)
+    return Command((str(python), str(WORKERS / peer.scripts[benchmark])), environ)
+
+
+def measure(
+    commands: Mapping[str, Command],
+    steps: int,
+    say: Say,
+    fields: Sequence[str] = STEP_FIELDS,
+) -> dict[str, Measured]:
+    """Runs `steps` measured rounds of one step each, after the warm-up rounds.
+
+    A worker that fails is left out from there on; the others go on.
+
+    Args:
+        commands: the systems by name, in the order of their turns.
+        steps: measured rounds.
+        say: told in one line what is going on.
+        fields: figures that every step must report.
+    """
+    results = {name: Measured() for name in commands}
+    logs = Path(tempfile.mkdtemp(prefix="axl-bench-"))
+    with contextlib.ExitStack() as stack:
+        workers: dict[str, StepWorker] = {}
+        for name, command in commands.items():  # one by one: a first step has the machine alone
+            say(f"{name}: starting, first step")
+            worker = StepWorker(name, command.argv, command.environ, logs / f"{name}.log", logs)
+            stack.enter_context(worker)
+            try:
+                results[name].ready = worker.wait_ready(READY_TIMEOUT_S)
+                workers[name] = worker
+            except WorkerError as error:
+                _leave_out(results[name], worker, error, say)
+        for index in range(WARM_UP_ROUNDS + steps):
+            if not workers:
+                break
+            for name in list(workers):
+                try:
+                    step = workers[name].step(STEP_TIMEOUT_S, fields)
+                except WorkerError as error:
+                    _leave_out(results[name], workers.pop(name), error, say)
+                    continue
+                if index >= WARM_UP_ROUNDS:
+                    results[name].steps.append(step)
+            say(f"round {index + 1} of {WARM_UP_ROUNDS + steps} ({WARM_UP_ROUNDS} warm-up)")
+    if all(result.error is None for result in results.values()):
+        shutil.rmtree(logs)  # kept where an error points into it
+    return results
+
+
+def measure_with_peers(
+    benchmark: str,
+    our_module: str,
+    peers: Sequence[Peer],
+    steps: int,
+    say: Say,
+    fields: Sequence[str],
+) -> dict[str, Measured]:
+    """Measures our worker and those of `peers` by turns, ours under `OURS`.
+
+    A peer whose environment cannot be made stands there with its error.
+    """
+    commands = {OURS: our_command(our_module)}
+    unmade: dict[str, Measured] = {}
+    for peer in peers:
+        try:
+            commands[peer.name] = peer_command(peer, benchmark, say)
+        except EnvironmentFailed as error:
+            say(f"left out: {error}")
+            unmade[peer.name] = Measured(error=str(error))
+    return measure(commands, steps, say, fields) | unmade
+
+
+def _leave_out(result: Measured, worker: StepWorker, error: WorkerError, say: Say) -> None:
+    result.error = str(error)
+    say(f"left out: {error}")
+    worker.close(grace_s=0.1)

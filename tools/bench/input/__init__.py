@@ -1,0 +1,1 @@
+"""`axl bench input`: speed of the input pipeline."""

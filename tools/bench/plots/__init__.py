@@ -1,1 +1,0 @@
-"""Plots and tables of the docs, made from stored results of `axl bench`."""

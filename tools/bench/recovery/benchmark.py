@@ -1,0 +1,170 @@
+"""`axl bench recovery`: kills each role of a run again and again; how long it takes, and that nothing else changes.
+
+One run under Ray is disturbed from beginning to end (a killed driver is started again, as a supervisor would). Then the
+same updates are made once more in one process that nobody kills, and what the two have written is compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import UserError, did_you_mean
+from tools.bench.harness.circumstances import circumstances, machine
+from tools.bench.recovery.compare import compare, make_undisturbed
+from tools.bench.recovery.figures import Recovery, recoveries, role_of, seconds_by_role
+from tools.bench.recovery.job import recovery_job, undisturbed
+from tools.bench.recovery.run import DRIVER, PATIENCE_S, RunFailed, WatchedRun
+
+BENCHMARK = "recovery"
+ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker", DRIVER)
+JOB = "tools.bench.recovery.job:recovery_job"
+_CALM_UPDATES = (2, 9)  # between one recovery and the next kill
+_SECONDS = {
+    "seconds": "update_s",
+    "back_seconds": "back_s",
+    "longest_gap_seconds": "gap_s",
+    "back_cpu_seconds": "back_cpu_s",
+}
+
+Say = Callable[[str], None]
+
+
+def find_roles(names: Iterable[str]) -> list[str]:
+    """The roles of these names; none: all.
+
+    Raises:
+        UserError: there is no such role.
+    """
+    asked = list(names)
+    for name in asked:
+        if name not in ROLES:
+            raise UserError(f"benchmark {BENCHMARK} has no role {name!r}{did_you_mean(name, ROLES)}")
+    return [role for role in ROLES if role in asked] if asked else list(ROLES)
+
+
+def run(
+    kills: int, roles: list[str], say: Say, *, seed: int = 0, minutes: float | None = None, keep: Path | None = None
+) -> dict[str, Any]:
+    """Everything that `--json` prints.
+
+    Args:
+        kills: of each role.
+        minutes: after which no further kill is begun; None: all are.
+        roles: from `ROLES`.
+        say: told in one line what is going on.
+        seed: of the order of the kills and of the moments.
+        keep: a new directory for the two runs; None: they are thrown away.
+    """
+    where = machine()  # before we load it ourselves
+    with tempfile.TemporaryDirectory(prefix="axl-recovery-") as scratch:
+        folder = keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        with WatchedRun(folder / "disturbed", JOB) as watched:
+            end = math.inf if minutes is None else began + 60 * minutes
+            disturb(watched, schedule(kills, roles, seed), say, random.Random(seed), end)
+        seconds = time.monotonic() - began
+        say(f"the same {watched.step} updates again, in one process")
+        calm = make_undisturbed(folder / "undisturbed", undisturbed(watched.step))
+        compared = compare(folder / "disturbed", calm, watched.step)
+        cfg = recovery_job()
+        assert cfg.groups_per_lease is not None
+        found = recoveries(watched.events, cfg.groups // cfg.groups_per_lease)
+        return summarise(found, watched.events) | {
+            "bench": BENCHMARK,
+            "updates": watched.step,
+            "disturbed_s": round(seconds, 1),
+            **compared,
+            "machine": where,
+            **circumstances(),
+        }
+
+
+def schedule(kills: int, roles: list[str], seed: int) -> list[str]:
+    """Each role `kills` times, all roles in a random order before any has its next turn; workers by turns."""
+    rng = random.Random(seed)
+    order = [role for _ in range(kills) for role in rng.sample(roles, len(roles))]
+    workers = 0
+    for index, role in enumerate(order):
+        if role == "worker":
+            order[index] = f"worker-{workers % recovery_job().workers}"
+            workers += 1
+    return order
+
+
+def disturb(run: WatchedRun, targets: list[str], say: Say, rng: random.Random, end: float = math.inf) -> None:
+    """Kill one role after the other, each when the one before is back and some updates were done; then end the run.
+
+    No kill is begun after `end` (`time.monotonic()`).
+    """
+    run.start()
+    run.wait_for("the first update", lambda: run.count("update") > 0, PATIENCE_S)
+    for number, target in enumerate(targets, start=1):
+        if time.monotonic() > end:
+            say(f"out of time after {number - 1} of {len(targets)} kills")
+            break
+        calm = run.step + rng.randint(*_CALM_UPDATES)
+        run.wait_for(f"update {calm}", lambda calm=calm: run.step >= calm, PATIENCE_S)
+        time.sleep(rng.uniform(0.0, 0.5))  # any moment of an update
+        run.kill_and_wait(target)
+        say(f"kill {number} of {len(targets)}: {target} at update {run.step}")
+    status = run.stop()
+    if status:
+        raise RunFailed(f"the run ended with status {status} after SIGTERM; it said:\n{run.said()[-2000:]}")
+
+
+def summarise(found: Sequence[Recovery], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The keys that are read off the kills and the log."""
+    updates = [row["step"] for row in events if row["event"] == "update" and row["role"] == "trainer"]
+    counts: dict[str, int] = {}
+    for recovery in found:
+        counts[role_of(recovery.target)] = counts.get(role_of(recovery.target), 0) + 1
+    return {
+        "kills": dict(sorted(counts.items())),
+        **{name: seconds_by_role(found, field) for name, field in _SECONDS.items()},
+        "lost_steps": sum(recovery.lost for recovery in found),
+        "redone_steps": sum(recovery.redone for recovery in found),
+        "regenerated_tokens": sum(recovery.regenerated for recovery in found),
+        "double_consumed": double_consumed(events),
+        "updates_made": len(updates),
+        "each": [dataclasses.asdict(recovery) for recovery in found],
+    }
+
+
+def double_consumed(events: Iterable[Mapping[str, Any]]) -> int:
+    """Updates of a step that the same incarnation of the trainer had made before."""
+    seen: set[int] = set()
+    twice = 0
+    for row in events:
+        if row["role"] == "trainer" and row["event"] == "start":
+            seen = set()
+        elif row["role"] == "trainer" and row["event"] == "update":
+            twice += row["step"] in seen
+            seen.add(row["step"])
+    return twice
+
+
+def succeeded(result: Mapping[str, Any]) -> bool:
+    """Whether every kill was recovered from and nothing was lost, doubled or changed."""
+    whole = all(each["update_s"] is not None and each["back_s"] is not None for each in result["each"])
+    return whole and result["bit_identical"] and not result["lost_steps"] and not result["double_consumed"]
+
+
+def rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """For a table: role, kills, and median and worst of each kind of seconds."""
+    table = []
+    for role, count in result["kills"].items():
+        cells = [
+            f"{result[name][role][which]:.1f}" if role in result[name] else "-"
+            for name in _SECONDS
+            for which in ("median", "worst")
+        ]
+        table.append((role, str(count), *cells))
+    return table

@@ -1,0 +1,217 @@
+"""A run of `axl rl` in a process of its own, watched through what it writes down, whose roles can be killed."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.jsonl import JsonlTail
+
+ROOT = Path(__file__).resolve().parents[3]
+DRIVER = "driver"
+PATIENCE_S = 900.0  # for a role to be back, on a machine that has much other work
+
+
+class RunFailed(RuntimeError):
+    """The run ended, or did not do in time what was waited for; says what, and what it printed."""
+
+
+class WatchedRun:
+    """Starts the command, follows `events.jsonl` and `metrics.jsonl`, does harm and notes it as an event of `chaos`.
+
+    Whatever happens, nothing of it is left running at the end of the `with` block.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        experiment: str,
+        arguments: Sequence[str] = (),
+        *,
+        environ: Mapping[str, str] | None = None,
+        wrap: Sequence[str] = (),
+    ):
+        """`wrap`: a command that runs the command, such as one that gives it a file system of its own."""
+        self.run_dir = run_dir
+        words = [sys.executable, "-m", "tools.cli", "rl", experiment, "--run-dir", str(run_dir), *arguments]
+        self._command = [*wrap, *words]
+        here = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._environ = {**os.environ, "PYTHONPATH": here, **(environ or {})}
+        self._said = run_dir.with_name(f"{run_dir.name}.out")
+        self._said.write_text("")
+        self._tails = {name: JsonlTail(run_dir / f"{name}.jsonl") for name in ("events", "metrics")}
+        self.events: list[dict[str, Any]] = []
+        self.process: subprocess.Popen[bytes] | None = None
+        self.step = 0  # updates completed, by the newest row of the metrics
+
+    def __enter__(self) -> "WatchedRun":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def start(self) -> None:
+        """Start the command, or start it again."""
+        with open(self._said, "ab") as output:
+            self.process = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        """All that it printed, over all starts."""
+        return self._said.read_text(errors="replace")
+
+    def look(self) -> None:
+        """Take note of what has been written down."""
+        self.events += self._tails["events"].new_rows()
+        for row in self._tails["metrics"].new_rows():
+            if row["phase"] == "rl":
+                self.step = row["step"]
+
+    def count(self, event: str, role: str | None = None) -> int:
+        """Rows of a kind so far."""
+        return sum(row["event"] == event and role in (None, row["role"]) for row in self.events)
+
+    def pid(self, role: str) -> int:
+        """Of the role's newest process."""
+        if role == DRIVER:
+            assert self.process is not None
+            return self.process.pid
+        return next(r["pid"] for r in reversed(self.events) if r["event"] == "start" and r["role"] == role)
+
+    def cpu(self, role: str) -> float:
+        """CPU seconds that the newest process of a role has taken so far."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(self.pid(role)).cpu_times()
+            return times.user + times.system
+        return 0.0
+
+    def roles(self) -> list[str]:
+        """That have started."""
+        return sorted({row["role"] for row in self.events if row["event"] == "start"})
+
+    def signal(self, role: str, signum: int, event: str, **fields: Any) -> bool:
+        """Send a signal to a role's process and note it; False if the process is just not there."""
+        pid = self.pid(role)
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            return False
+        self.note(event, target=role, pid=pid, step=self.step, **fields)
+        return True
+
+    def kill(self, role: str) -> bool:
+        """Kill -9; notes which checkpoint is on disk."""
+        return self.signal(role, signal.SIGKILL, "kill", saved=self.saved())
+
+    def kill_and_wait(self, *targets: str) -> None:
+        """Kill -9 these at once; start the command again if it was among them; wait for an update with all back.
+
+        Raises:
+            RunFailed: a target had ended by itself, or is not back in time.
+        """
+        self.look()
+        waits = [(t, self.count("session" if t == DRIVER else "start", t)) for t in targets]
+        if DRIVER in targets:  # then every role starts anew
+            waits += [(role, self.count("start", role)) for role in self.roles() if role not in targets]
+        for target in targets:
+            if not self.kill(target):
+                raise RunFailed(f"{target} (pid {self.pid(target)}) ended by itself; the run said:\n{self._tail()}")
+        if DRIVER in targets:
+            assert self.process is not None
+            self.process.wait()
+            self.start()
+        for role, before in waits:
+            event = "session" if role == DRIVER else "start"
+            self.wait_for(f"{role} is back", lambda e=event, r=role, n=before: self.count(e, r) > n, PATIENCE_S)
+        self.note("back", target=" and ".join(targets), cpu=round(sum(self.cpu(role) for role, _ in waits), 3))
+        self.wait_for_update(f"an update with {' and '.join(targets)} back")
+
+    def wait_for_update(self, what: str) -> None:
+        """Of the trainer, that is not done yet."""
+        self.look()
+        updates = self.count("update")
+        self.wait_for(what, lambda: self.count("update") > updates, PATIENCE_S)
+
+    def saved(self) -> int:
+        """The newest completed checkpoint, 0 if there is none."""
+        names = (path.name for path in (self.run_dir / "checkpoints" / "rl").glob("*") if path.name.isdigit())
+        return max(map(int, names), default=0)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """An event of `chaos` among those of the run."""
+        EventLog(self.run_dir / "events.jsonl").append("chaos", event, **fields)
+
+    def wait_for(self, what: str, done: Callable[[], bool], timeout: float, *, alive: bool = True) -> None:
+        """Look until `done()`.
+
+        Raises:
+            RunFailed: not within `timeout` seconds, or the command ended meanwhile although it should be `alive`.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            self.look()
+            if done():
+                return
+            if alive and self.process is not None and self.process.poll() is not None:
+                status = self.process.returncode
+                raise RunFailed(f"the run ended with status {status} before {what}; it said:\n{self._tail()}")
+            if time.monotonic() > end:
+                raise RunFailed(f"{what}: not within {timeout:g} s, at update {self.step}; it said:\n{self._tail()}")
+            time.sleep(0.05)
+
+    def stop(self, timeout: float = 120.0) -> int:
+        """SIGTERM to the command; its exit status when it has saved and ended."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.wait_for_end(timeout)
+
+    def wait_for_end(self, timeout: float) -> int:
+        """The exit status of the command."""
+        process = self.process
+        assert process is not None
+        self.wait_for("the end of the command", lambda: process.poll() is not None, timeout, alive=False)
+        self.look()
+        return process.returncode
+
+    def end(self) -> None:
+        """Kill the command, the processes that it started, and those that an earlier start of it left."""
+        found: dict[int, psutil.Process] = {}
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                parent = psutil.Process(self.process.pid)
+                found |= {p.pid: p for p in (*parent.children(recursive=True), parent)}
+        groups = {row["group"] for row in self.events if row["event"] == "session"}
+        actors = {row["pid"] for row in self.events if row["event"] == "start" and "pid" in row}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                orphan = process.pid in actors and " ".join(process.cmdline()).startswith("ray::")
+                orphan = orphan and process.ppid() == 1  # a number may have gone to a process of another run
+                if orphan or os.getpgid(process.pid) in groups:
+                    found[process.pid] = process
+        for process in found.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(list(found.values()), timeout=10.0)
+        if self.process is not None:
+            self.process.wait()
+
+    def _tail(self) -> str:
+        return "\n".join(self.said().splitlines()[-15:])

@@ -1,0 +1,1 @@
+"""`axl bench rollout`: tokens of the rollout engine beside peers."""

@@ -1,0 +1,91 @@
+"""What all sections share: the policy, engines that hold it, and requests with forced lengths."""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from axlearn_like.layers.base import Params, split
+from rl.roles.messages import Prompt
+from rl.rollout.agent_loop import AgentLoop, single_turn
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.request import Request, StopConditions
+from tools.bench.grpo.job import GrpoJob
+from tools.bench.grpo.ours import experiment_config
+
+_QUICK = GrpoJob(prompts=2, group=2, prompt_tokens=8, new_tokens=8, layers=1, dim=32, ffn=64, heads=2, kv_heads=1)
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Bed:
+    """Makes engines and requests of the benchmark's job.
+
+    Args:
+        quick: a tiny policy, and sections shrink their work: shows that all runs, measures nothing.
+    """
+
+    def __init__(self, *, quick: bool = False):
+        self.quick, self.job = quick, _QUICK if quick else GrpoJob()
+        self._policy = experiment_config(self.job).policy
+        self._numbers = itertools.count()
+
+    def params(self, seed: int = 0) -> Params:
+        """A random policy."""
+
+        def create(key: jax.Array) -> Params:
+            return split(self._policy.build(rngs=nnx.Rngs(key)))[1]
+
+        return jax.jit(create)(jax.random.key(seed))
+
+    def engine(self, *, max_num_seqs: int, max_prompt: int, max_new: int, **settings: Any) -> RolloutEngine:
+        """An engine of our defaults with the policy in place; nothing but the limit ends a completion."""
+        cfg = RolloutEngine.Config(
+            model=self._policy,
+            stop_tokens=(),
+            max_num_seqs=max_num_seqs,
+            max_prompt=max_prompt,
+            max_new=max_new,
+            **settings,
+        )
+        engine = cfg.build()
+        engine.set_weights(self.params(), 0)
+        return engine
+
+    def request(
+        self, new_tokens: int, *, prompt_tokens: int, samples: int = 1, agent_loop: AgentLoop = single_turn
+    ) -> Request:
+        """The next request: a prompt like no other before, and exactly `new_tokens` for each sample."""
+        number = next(self._numbers)
+        letters = np.random.default_rng((self.job.seed, number)).integers(97, 123, prompt_tokens, np.int32)
+        prompt = Prompt(number, "letters", letters)
+        return Request(prompt, samples, self.job.seed, stop=StopConditions(max_new=new_tokens), agent_loop=agent_loop)
+
+    def requests(self, lengths: Iterable[int], *, prompt_tokens: int) -> list[Request]:
+        """One request for each length, in order."""
+        return [self.request(length, prompt_tokens=prompt_tokens) for length in lengths]
+
+
+class Compilations:
+    """Counts the programs that jax compiles, or loads, anywhere in this process from now on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+
+    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        self.count += event == _COMPILED
+
+
+def after_warm_up[T](rounds: int, job: Callable[[], T]) -> tuple[list[T], int]:
+    """Runs a job once to warm up and `rounds` times to measure.
+
+    Returns:
+        What the measured runs gave, and the number of programs compiled during them.
+    """
+    compilations = Compilations()
+    job()
+    compilations.count = 0
+    return [job() for _ in range(rounds)], compilations.count

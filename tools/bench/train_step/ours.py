@@ -1,0 +1,188 @@
+"""Our trainer on the small supervised job: an experiment for `axl train`, held between steps by an evaluator.
+
+    axl train tools.bench.train_step.ours:float32
+
+runs it as users run theirs: command line, config, input, the Trainer's own loop, its metrics on disk at every step.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.input import SupervisedInput
+from axlearn_like.layers.attention.grouped_query import Attention
+from axlearn_like.layers.attention.rope import Rope
+from axlearn_like.layers.base import Params
+from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.embedding import Head
+from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.norm import RMSNorm
+from axlearn_like.learner import AdamW, Constant, Learner
+from axlearn_like.run.metrics import read_rows
+from axlearn_like.training.trainer import Trainer
+from tools.bench.harness.protocol import StepServer
+from tools.bench.train_step.job import QUICK, TrainJob
+
+NEVER = 10**9  # steps
+
+
+class Phases:
+    """CPU seconds of this process from its start to the first finished step, by what was going on.
+
+    JAX says when it has finished tracing, lowering or loading (compiling, where the cache has nothing) something; what
+    was spent since the last such moment is counted to that. On one thread that is so but for what little lies between.
+    """
+
+    _EVENTS = {
+        "/jax/core/compile/jaxpr_trace_duration": "trace",
+        "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
+        "/jax/core/compile/backend_compile_duration": "load",
+    }
+
+    def __init__(self) -> None:
+        self.cpu_s: dict[str, float] = {}
+        self._last = 0.0
+        self.end("import")
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def end(self, name: str) -> None:
+        """What was spent since the last moment was spent on `name`."""
+        now = time.process_time()
+        self.cpu_s[name] = self.cpu_s.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs  # of the wall
+        if event in self._EVENTS:
+            self.end(self._EVENTS[event])
+
+
+class RandomRows(Configurable):
+    """Rows of random tokens, each of which fills a row of the batch."""
+
+    class Config(ConfigBase["RandomRows"]):
+        vocab_size: int = REQUIRED
+        length: int = REQUIRED
+        rows: int = REQUIRED
+        seed: int = 0
+
+    def __init__(self, cfg: Config):
+        self._cfg = cfg
+
+    def __len__(self) -> int:
+        return self._cfg.rows
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        cfg = self._cfg
+        tokens = np.random.default_rng((cfg.seed, index)).integers(0, cfg.vocab_size, cfg.length + 1, dtype=np.int32)
+        return {"tokens": tokens, "loss_mask": np.ones(cfg.length + 1, bool)}
+
+
+class MarkedInput(SupervisedInput):
+    """The usual input; says when it has been made."""
+
+    class Config(SupervisedInput.Config): ...
+
+    def __init__(self, cfg: Config, *, rows: np.ndarray | None = None):
+        phases.end("config and build")
+        super().__init__(cfg, rows=rows)
+        phases.end("input")
+
+
+class EachStep(Configurable):
+    """An evaluator that measures nothing: it waits until a step has ended, reports it, and waits to be asked for more.
+
+    The reported loss is that of the step before, the last that is on disk.
+    """
+
+    class Config(ConfigBase["EachStep"]):
+        every: int = 1
+        run: str = REQUIRED  # the run directory
+
+    def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any], loss: Any):
+        del graphdef, loss
+        self.every, self.averaged = cfg.every, False
+        self._server = StepServer(system_version(), parameters=0)
+        self._metrics = Path(cfg.run) / "metrics.jsonl"
+        phases.end("initial state")  # filled in: what was traced, lowered and loaded for it counts as such
+
+    def run(self, params: Params, step: int) -> dict[str, float]:
+        """No scalars. Leaves the process when no more steps are wanted."""
+        jax.block_until_ready(params)
+        if step == 1:
+            phases.end("first step")
+            self._server.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+            self._server.note(phases=phases.cpu_s)
+        else:
+            self._server.note(loss=read_rows(self._metrics)[-1]["loss"])
+        if not self._server.step_done():
+            raise SystemExit
+        return {}
+
+
+def trainer_config(job: TrainJob, name: str, dtype: Literal["float32", "bfloat16"]) -> Trainer.Config:
+    """The job as the experiment of this name, whose run directory is the usual one."""
+    attention = Attention.Config(num_heads=job.heads, rope=Rope.Config(theta=job.rope_theta))
+    norm = RMSNorm.Config(eps=job.norm_eps)
+    model = Decoder.Config(
+        vocab_size=job.vocab,
+        dim=job.dim,
+        num_layers=job.layers,
+        block=Block.Config(attention=attention, feed_forward=SwiGLU.Config(hidden=job.ffn), norm=norm),
+        norm=norm,
+        head=Head.Config(),
+        remat="everything",
+        dtype=dtype,
+    )
+    source = RandomRows.Config(vocab_size=job.vocab, length=job.length, rows=job.examples, seed=job.seed)
+    adam = AdamW.Config(b1=job.b1, b2=job.b2, eps=job.eps, weight_decay=job.weight_decay)
+    return Trainer.Config(
+        model=model,
+        input=MarkedInput.Config(source=source, seq_len=job.length, batch_size=job.batch),
+        learner=Learner.Config(optimizer=adam, schedule=Constant.Config(lr=job.learning_rate), clip_norm=job.clip),
+        checkpoint=Checkpointer.Config(save_every=NEVER),
+        num_steps=NEVER,
+        log_every=1,
+        evaluators=(EachStep.Config(run=f"runs/{name}"),),
+        seed=job.seed,
+    )
+
+
+def float32() -> Trainer.Config:
+    """The job of the benchmark train_step."""
+    return trainer_config(TrainJob(), "float32", "float32")
+
+
+def bfloat16() -> Trainer.Config:
+    """The same with activations in bfloat16."""
+    return trainer_config(TrainJob(), "bfloat16", "bfloat16")
+
+
+def float32_quick() -> Trainer.Config:
+    """The same in tiny: shows that all runs."""
+    return trainer_config(QUICK, "float32_quick", "float32")
+
+
+def bfloat16_quick() -> Trainer.Config:
+    """Tiny, with activations in bfloat16."""
+    return trainer_config(QUICK, "bfloat16_quick", "bfloat16")
+
+
+def system_version() -> str:
+    """Name and version of what is measured."""
+    try:
+        return f"axlearn-like {version('axlearn-like')}"
+    except PackageNotFoundError:
+        return "axlearn-like (source tree)"
+
+
+phases = Phases()  # last in here: what is above has been imported

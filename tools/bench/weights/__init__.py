@@ -1,0 +1,1 @@
+"""`axl bench weights`: push, pull and codecs of the parameter server."""

@@ -1,0 +1,61 @@
+"""Eight workers pull one version: alternately with peer-to-peer broadcast, and all of them directly from the server.
+
+Each worker is a process of its own; all data goes over sockets. The server counts the bytes that it sends; seconds are
+from the publication to the last worker's arrays. On one machine everything shares memory and cores, so the broadcast
+cannot be faster here: what it saves is the server's network bandwidth.
+"""
+
+import contextlib
+import statistics
+from typing import Any
+
+from tools.bench.weights.sections import model
+from tools.bench.weights.sections.roles import Process
+
+WORKERS = 8
+ROUNDS = 5
+_WAYS = {"peer_to_peer": True, "direct": False}
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """The key `fan_out`."""
+    workers, rounds = (3, 1) if quick else (WORKERS, ROUNDS)
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Process("server"))
+        reach = {"place": server.ready, "cut": model.TINY if quick else 4}
+        trainer = stack.enter_context(Process("trainer", **reach))
+        fleet = [stack.enter_context(Process("worker", **reach, name=f"worker-{at}")) for at in range(workers)]
+        version, nbytes = 0, 0
+        for at in range(1 + rounds):
+            for way, peer_to_peer in _WAYS.items():
+                one = _once(server, trainer, fleet, version, peer_to_peer)
+                version, nbytes = version + 1, int(one["nbytes"])
+                if at:  # the first warms up
+                    found[way].append(one)
+    ways = {way: _medians(steps) for way, steps in found.items()}
+    return {"fan_out": {"workers": workers, "nbytes": nbytes, "rounds": rounds, **ways}}
+
+
+def _once(
+    server: Process, trainer: Process, fleet: list[Process], version: int, peer_to_peer: bool
+) -> dict[str, float]:
+    server.ask("sent")
+    before = server.cpu_s() + sum(worker.cpu_s() for worker in fleet)
+    for worker in fleet:
+        worker.tell("pull", version=version, peer_to_peer=peer_to_peer)
+    published = trainer.ask("publish", version=version, shared=False)
+    pulls = [worker.answer() for worker in fleet]
+    after = server.cpu_s() + sum(worker.cpu_s() for worker in fleet)
+    return {
+        "nbytes": published["nbytes"],
+        "server_copies": server.ask("sent")["nbytes"] / published["nbytes"],
+        "seconds_to_last": max(pull["at"] for pull in pulls) - published["at"],
+        "seconds_to_median": statistics.median(pull["at"] for pull in pulls) - published["at"],
+        "by_workers": sum(pull["source"] == "worker" for pull in pulls),
+        "cpu_s": after - before,
+    }
+
+
+def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(step[name] for step in steps) for name in steps[0] if name != "nbytes"}

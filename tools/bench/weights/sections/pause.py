@@ -1,0 +1,102 @@
+"""What new weights do to an engine that draws: the pause of the swap, the transfer beside it, the age of the weights.
+
+A trainer publishes the benchmark's policy every 0.3 s; this process draws with it, a `Prefetcher` fetches the newest
+version on its thread and places it for the engine, and between two dispatches the engine exchanges a pointer.
+Separate figures: `pause` (nothing draws: the question for newer weights and `set_weights`), `transfer_s` (call to
+arrays as the engine wants them, beside drawing), `age_s` (since the next version was published, 0 if there is none) and
+`versions_behind`, both of the weights that each dispatch uses.
+"""
+
+import bisect
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.parameter_server.pull.prefetcher import Prefetcher
+from tools.bench.rollout.sections.bed import Bed
+from tools.bench.weights.sections.role import reach
+from tools.bench.weights.sections.roles import Process
+
+EVERY_S = 0.3
+SWAPS = 100
+WAYS = {"shared_memory": True, "sockets": False}
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """The keys `pause_ms_p50` and `pause_ms_p99`, the worst of the ways, and `pause`."""
+    bed, ways = Bed(quick=quick), {}
+    with Process("server", keep=4) as server, Process("policy_trainer", place=server.ready, quick=quick) as trainer:
+        first = 0
+        for way, shared in WAYS.items():
+            ways[way] = draw_and_follow(bed, server, trainer, first=first, shared=shared, swaps=3 if quick else SWAPS)
+            first = 1_000_000  # above all that came before
+    worst = {f"pause_ms_p{percent}": max(one[f"pause_ms_p{percent}"] for one in ways.values()) for percent in (50, 99)}
+    return {**worst, "pause": {"published_every_s": EVERY_S, **ways}}
+
+
+def draw_and_follow(
+    bed: Bed, server: Process, trainer: Process, *, first: int, shared: bool, swaps: int
+) -> dict[str, Any]:
+    """Draws without a break until there have been so many swaps."""
+    max_num_seqs, new = (4, 32) if bed.quick else (32, 256)
+    engine = bed.engine(max_num_seqs=max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=new)
+    trainer.ask("begin", first=first, every=EVERY_S, shared=shared)
+    access = reach(server.ready, shared_memory=shared)
+    prefetcher = Prefetcher(access.receiver(engine.weights_like), engine.place, newest=True)
+    engine.set_weights(prefetcher.take(first, 60.0)[0], first)
+    for request in bed.requests([new] * max_num_seqs, prompt_tokens=bed.job.prompt_tokens):
+        engine.submit(request)
+    engine.step()  # compiles
+    pauses, inside, transfers, turns = [], [], [], []
+    uses: list[tuple[int, float]] = []  # version and time of each dispatch
+    while len(pauses) < swaps:
+        began, swapped = time.monotonic(), engine.stats()["swap_seconds"]
+        found = prefetcher.newer()
+        if found is not None:
+            version, placed, moved = found
+            engine.set_weights(placed, version)
+            pauses.append(time.monotonic() - began)
+            inside.append(engine.stats()["swap_seconds"] - swapped)
+            transfers.append(moved.seconds)
+        began = time.monotonic()
+        uses.append((engine.version, began))
+        for _ in engine.step():
+            engine.submit(bed.request(new, prompt_tokens=bed.job.prompt_tokens))
+        turns.append(time.monotonic() - began)
+    prefetcher.close()
+    published = trainer.ask("end")["published"]
+    engine.abort_all()
+    age, behind = _ages(uses, published)
+    return {
+        **_percentiles("pause_ms", 1e3, pauses),
+        **_percentiles("set_weights_ms", 1e3, inside),
+        **_percentiles("transfer_s", 1, transfers),
+        **_percentiles("age_s", 1, age),
+        "versions_behind_mean": statistics.mean(behind),
+        "versions_behind_max": max(behind),
+        "turn_ms_p50": 1e3 * statistics.median(turns),
+        "swaps": swaps,
+        "published": len(published),
+        "dispatches": len(uses),
+    }
+
+
+def _ages(uses: Sequence[tuple[int, float]], published: Sequence[Sequence[float]]) -> tuple[list[float], list[int]]:
+    """For each use: seconds since a newer version than the one in use was published, 0 if it was the newest; and how
+    many were newer.
+    """
+    times = [at for _, at in published]  # ascending
+    place = {int(version): index for index, (version, _) in enumerate(published)}
+    ages, behind = [], []
+    for version, at in uses:
+        mine, newest = place[version], bisect.bisect_right(times, at) - 1
+        behind.append(max(0, newest - mine))
+        ages.append(at - times[mine + 1] if newest > mine else 0.0)
+    return ages, behind
+
+
+def _percentiles(name: str, unit: float, seconds: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_p{percent}": unit * float(np.percentile(seconds, percent)) for percent in (50, 99)}
