@@ -320,9 +320,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _step_directory(path: Path) -> Path:
-    if (path / _PARAMS).is_dir():
-        return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    try:
+        if (path / _PARAMS).is_dir():
+            return path
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read ({_summary(error)})") from error
     steps = _steps(folder)
     if not steps:
         raise CheckpointError(

@@ -219,7 +219,7 @@ def test_the_step_is_compiled_for_the_rows_that_batches_can_have_and_no_more(tmp
     submit_live(strict, 4)
     assert strict.trainer.run_once()
     submit_live(strict, 1)
-    with pytest.raises(RecompilationError, match=r"max_compilations=1.*batch/action_mask: shape \(4, .*\(2, "):
+    with pytest.raises(RecompilationError, match=r"(?s)max_compilations=1.*batch/action_mask: shape \(4, .*\(2, "):
         strict.trainer.run_once()
 
 
