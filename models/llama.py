@@ -1,5 +1,6 @@
-"""Llama 2 (Touvron et al. 2023, arXiv 2307.09288) and Llama 3, 3.1, 3.2 and 3.3 (Grattafiori et al. 2024, arXiv
-2407.21783), as their `config.json` files say.
+"""Llama 2 and Llama 3, 3.1, 3.2 and 3.3, as their `config.json` files describe them.
+
+Touvron et al. 2023, arXiv 2307.09288; Grattafiori et al. 2024, arXiv 2407.21783.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What all tests share: CPU only, a compilation cache that outlives the run, the marker `full`.
+"""Setup of all tests: CPU only, a compilation cache that outlives the run, the marker `full`.
 
 This file imports neither jax nor a package of the project: the environment must be set before the
 first import of jax.

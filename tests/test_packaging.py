@@ -20,7 +20,7 @@ EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "cloud", "dev"}
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command that must succeed, in an environment that does not point at the checkout."""
+    """Run a command that must succeed, in an environment that does not point at the checkout."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"

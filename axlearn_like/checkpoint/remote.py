@@ -28,7 +28,7 @@ _ATTEMPTS, _PAUSE = 3, 2.0  # a bucket's own retries come first
 
 
 class RemoteTier(Configurable):
-    """Copies of every n-th step's checkpoint elsewhere; the newest is fetched where no local one is as new."""
+    """Remote storage for every n-th step's checkpoint; the newest is fetched where no local one is as new."""
 
     class Config(ConfigBase["RemoteTier"]):
         url: str = REQUIRED  # a directory, file://, gs://bucket/path or s3://bucket/path; one for each run

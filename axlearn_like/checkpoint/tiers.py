@@ -41,7 +41,7 @@ class CheckpointTiers:
     def save(
         self, step: int, state: Mapping[str, Any], extras: Mapping[str, Any], scalars: Mapping[str, Any] | None
     ) -> None:
-        """Starts writing; `scalars` are those of the evaluation at this step, None if there was none.
+        """Start writing; `scalars` are those of the evaluation at this step, None if there was none.
 
         Raises:
             CheckpointError, DiskFull: a save or a copy failed. UserError: the best is sought by an unknown metric.

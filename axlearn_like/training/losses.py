@@ -36,7 +36,7 @@ def token_logprobs(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:
 
 
 def token_hits(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:
-    """Whether the target is the word with the largest logit, the first of equals; bool [batch, length].
+    """Return whether each target has the largest logit, the first of equals; bool [batch, length].
 
     By comparison with the target's logit, not by argmax: that takes XLA's CPU code twenty times as long, and along an
     axis that is spread over the mesh the logits would first be collected. Never where a logit is NaN.
@@ -66,9 +66,9 @@ class Chosen(NamedTuple):
 
 
 def chosen_tokens(logits_btv: jax.Array, targets_bt: jax.Array) -> Chosen:
-    """What the log-probabilities of the targets are made of, the same to the bit in every batch.
+    """Return the parts of the targets' log-probabilities, the same to the bit in every batch.
 
-    For what is drawn and scored; unlike `token_logprobs` it stores the softmax, and has no gradient.
+    Used to sample and to score; unlike `token_logprobs` it stores the softmax, and has no gradient.
     """
     logits = logits_btv.astype(jnp.float32)
     is_target = targets_bt[..., None] == jnp.arange(logits.shape[-1], dtype=targets_bt.dtype)

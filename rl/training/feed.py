@@ -40,8 +40,12 @@ class PolicyFeed:
         sizes: Mapping[str, Any],
         flops: Callable[[int, int, int], float | None] = lambda trunk, samples, length: None,
     ):
-        """`diff_every`: updates between comparisons by `diff`; `sizes`: keyword arguments of `pack_groups`;
-        `flops`: model FLOPs of a row.
+        """Connect the sources of batches.
+
+        Args:
+            diff_every: updates between comparisons by `diff`.
+            sizes: keyword arguments of `pack_groups`.
+            flops: model FLOPs of a row.
         """
         self.flops: float | None = None
         self._row_flops = lru_cache(flops)

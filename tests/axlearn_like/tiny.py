@@ -89,7 +89,7 @@ def tiny_trainer(num_steps: int, **changes: Any) -> Trainer.Config:
 
 
 def run_and_print(run_dir: str, num_steps: int) -> None:
-    """What the child process of `run_in_process` does."""
+    """Train and print the result as JSON; runs in the child process of `run_in_process`."""
     print(json.dumps(tiny_trainer(num_steps).build().run(run_dir, progress=False)))
 
 

@@ -98,7 +98,7 @@ def test_the_first_version_is_the_same_for_trainer_evaluation_and_workers(tmp_pa
 
 
 def test_after_a_warm_start_the_first_version_is_its_result(tmp_path: Path):
-    """What the supervised phase leaves is a run of its own; here its checkpoint is written directly."""
+    """The supervised phase is a run of its own; here its checkpoint is written directly."""
     warm: Trainer.Config = tiny_trainer(3)
     cfg = tiny_experiment(warm_start=warm)
     experiment = cfg.build()

@@ -12,7 +12,7 @@ from tools import cli
 
 
 def run_and_list_modules(code: str, checkout: Path) -> tuple[int, set[str]]:
-    """Runs `code` in a fresh interpreter; returns its exit status and the imported modules."""
+    """Run `code` in a fresh interpreter; return its exit status and the imported modules."""
     script = f"import sys\n{code}\nprint('MODULES', *sorted(sys.modules))\nsys.exit(status)"
     done = subprocess.run([sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, timeout=60)
     assert "MODULES" in done.stdout, done.stderr
@@ -52,7 +52,7 @@ def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 class Broken(UserError, ValueError):
-    """Stands for an error of any room."""
+    """An error of any package, for the tests."""
 
 
 @pytest.fixture

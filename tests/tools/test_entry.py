@@ -9,7 +9,7 @@ import pytest
 
 
 def axl(*words: str, cwd: Path, path: str) -> "subprocess.CompletedProcess[str]":
-    """Runs the entry that the installed `axl` calls."""
+    """Run the entry that the installed `axl` calls."""
     command = [sys.executable, "-P", "-m", "axlearn_like", *words]
     return subprocess.run(command, cwd=cwd, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
 

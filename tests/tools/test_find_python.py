@@ -29,7 +29,7 @@ class Machine:
         file.chmod(0o755)
 
     def find(self, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Runs the search; ls, sed and sort come from the system, no Python does."""
+        """Run the search; ls, sed and sort come from the system, no Python does."""
         for tool in ("ls", "sed", "sort", "cat"):
             if not (self.path / tool).exists():
                 (self.path / tool).symlink_to(

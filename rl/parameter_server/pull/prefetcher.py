@@ -23,10 +23,13 @@ class Prefetcher:
         newest: bool,
         background: bool = True,
     ):
-        """Args:
-        place: converts the arrays to what the engine uses (see `RolloutEngine.place`).
-        newest: always fetch the newest version; else the one that follows the version in use.
-        background: fetch ahead at all.
+        """Store the settings; `take` and `newer` pull.
+
+        Args:
+            receiver: pulls the versions.
+            place: converts the arrays to what the engine uses (see `RolloutEngine.place`).
+            newest: always fetch the newest version; else the one that follows the version in use.
+            background: fetch ahead at all.
         """
         self._receiver, self._place, self._newest = receiver, place, newest
         self._pulling = threading.Lock()  # one pull at a time

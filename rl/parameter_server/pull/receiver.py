@@ -75,11 +75,13 @@ class Receiver:
         peer: Peer | None = None,
         streams: int = 2,
     ):
-        """Args:
-        codec: encoding of the data (see codecs).
-        full_every: versions that are a multiple of it are read in full, whatever the codec; 0: none.
-        verify: check fingerprints on the devices, where the codec is lossless and the dtype the trainer's.
-        streams: concurrent connections to each shard server: one receives while the data of the other is verified.
+        """Open a thread pool; connect to no server yet.
+
+        Args:
+            codec: encoding of the data (see codecs).
+            full_every: versions that are a multiple of it are read in full, whatever the codec; 0: none.
+            verify: check fingerprints on the devices, where the codec is lossless and the dtype the trainer's.
+            streams: concurrent connections to each shard server: one receives while the data of the other is verified.
         """
         self.directory, self._servers = directory, list(servers)
         self._codec, self._full_every, self._streams = get_codec(codec), full_every, streams

@@ -43,7 +43,7 @@ def abstract(mesh: jax.sharding.Mesh) -> Any:
 
 
 def same(ours: Any, expected: Any) -> bool:
-    """To the bit, on this process's devices."""
+    """Return whether both are equal to the bit on this process's devices."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)
     return all(
         a.sharding == b.sharding and np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes()
@@ -89,7 +89,7 @@ def manifest(directory: Path) -> dict[str, Any]:
 
 
 def as_one_of_two(address: str, index: int, folder: str) -> dict[str, Any]:
-    """Saves steps 4 and 6; restores what two have written, and what one has."""
+    """Save steps 4 and 6; restore what two processes have written, and what one has."""
     configure_cpu_devices(MESH, 2)
     join(address, index, 2)
     mesh, path = make_mesh(MESH), Path(folder)

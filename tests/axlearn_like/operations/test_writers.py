@@ -46,7 +46,7 @@ def test_tensorboard_gets_the_numbers_of_a_row(tmp_path):
 
 
 def records(content):
-    """Of a TFRecord file: length, its checksum, the record, its checksum."""
+    """Yield the records of a TFRecord file; each is a length, its checksum, the record, its checksum."""
     while content:
         size = int.from_bytes(content[:8], "little")
         yield content[12 : 12 + size]

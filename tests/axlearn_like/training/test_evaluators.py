@@ -45,7 +45,7 @@ def test_the_trainer_writes_it(tmp_path):
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_it_uses_the_chunks_of_the_loss(chunks: int):
-    """With chunks no array holds the logits of all tokens, neither in an evaluation nor in what is compiled for it."""
+    """No array holds the logits of all tokens with chunks, neither in an evaluation nor in its compiled program."""
     graphdef, params = initialise(small_decoder())
     vocab = small_decoder().vocab_size
     data = counting().build()

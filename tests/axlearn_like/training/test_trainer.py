@@ -159,7 +159,7 @@ def test_all_operations_at_once_change_no_bit(tmp_path, uninterrupted):
 
 
 class Growing(SupervisedInput):
-    """Gives batches of two lengths in turns."""
+    """An input whose batches alternate between two lengths."""
 
     class Config(SupervisedInput.Config):
         pass

@@ -27,7 +27,7 @@ MESH = {"data": 2, "fsdp": 2}
 
 
 class Indexed(Counting):
-    """Knows the lengths without reading, and which examples were read."""
+    """A source that knows the lengths without reading, and records which examples were read."""
 
     class Config(Counting.Config):
         name: str = "train"
@@ -92,7 +92,7 @@ def test_sigterm_to_one_stops_both_and_both_go_on_to_what_one_process_learns(tmp
 
 
 def as_one_of_two(address: str, index: int, folder: str, leave_at: int | None) -> dict[str, Any]:
-    """Trains; the second process is sent SIGTERM at a step."""
+    """Train as one of two processes; the second receives SIGTERM at a step."""
     configure_cpu_devices(MESH, 2)
     join(address, index, 2, role="trainer")
     trainer, found = config(MESH).build(), {}
@@ -106,7 +106,7 @@ def as_one_of_two(address: str, index: int, folder: str, leave_at: int | None) -
 
 
 def as_the_only_one(run: str) -> dict[str, Any]:
-    """Trains on the same mesh in one process."""
+    """Train on the same mesh in one process."""
     configure_cpu_devices(MESH, 1)
     jax.config.update("jax_num_cpu_devices", 4)
     return trained(config(MESH).build(), Path(run))
@@ -145,7 +145,7 @@ def read_in(cfg: SupervisedInput.Config, rows: range, begin: int, end: int) -> l
 
 
 def events(path: Path) -> list[tuple[str, int, str | None]]:
-    """Of starts and stops."""
+    """Return event, step and reason of each start and stop."""
     told = [row for row in read_rows(path / "events.jsonl") if row["event"] in ("train_begin", "train_end")]
     return [(row["event"], row["step"], row.get("reason")) for row in told]
 

@@ -84,8 +84,9 @@ def test_throughput(tmp_path: Path):
 
 
 def test_what_a_kill_cost(tmp_path: Path):
-    """The median update before took 1 s. Those that ended in the kill's aftermath, until an update after the first
-    rollout of the successor, took 2.5 and 1.5 s: two seconds lost.
+    """The median update before the kill took 1 s; the two affected by it took 2.5 and 1.5 s: two seconds lost.
+
+    A kill affects the updates up to the first one after the successor's first rollout.
     """
     report = summarise_run(write(tmp_path, ROWS, EVENTS), name="demo", seed=3)
     (kill,) = report["kills"]

@@ -29,8 +29,9 @@ class Clock:
 
 
 class World(RuleBasedStateMachine):
-    """Workers that ask, finish, fail, fall silent and are restarted empty, told of or not; `teardown` is the promise
-    that none waits forever.
+    """Workers that ask, finish, fail, fall silent and are restarted empty, with or without notice.
+
+    `teardown` checks that none waits forever.
     """
 
     @initialize(fanout=st.integers(1, 3), seeds=st.integers(1, 2))

@@ -24,7 +24,7 @@ NBYTES = sum(array.nbytes for array in WEIGHTS.values())
 
 
 class Sent:
-    """Counts what a shard server has sent."""
+    """Counter of the bytes that a shard server has sent."""
 
     def __init__(self, shard_server: LocalShardServer):
         self.nbytes, self._read, self._lock = 0, shard_server.read, threading.Lock()

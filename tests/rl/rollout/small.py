@@ -39,7 +39,7 @@ def make_engine(weights: Params | None = None, version: int = 5, **changes: Any)
 
 
 def text(tokens: Iterable[int]) -> str:
-    """Of tokens: one character each."""
+    """Return the text of tokens, one character each."""
     return "".join(chr(0x100 + int(token)) for token in tokens)
 
 
@@ -79,7 +79,7 @@ def drain(engine: RolloutEngine, turns: int = 5000) -> dict[int, RequestOutput]:
 
 
 def assert_same(found: Sequence[Rollout], expected: Sequence[Rollout], *, versions: bool = True) -> None:
-    """To the bit; `versions`: those of the tokens too."""
+    """Assert that rollouts are equal to the bit; `versions`: the versions of their tokens too."""
     assert [(r.prompt_id, r.sample_id) for r in found] == [(r.prompt_id, r.sample_id) for r in expected]
     for a, b in zip(found, expected, strict=True):
         assert (a.finish_reason, a.tags) == (b.finish_reason, b.tags)
@@ -89,7 +89,7 @@ def assert_same(found: Sequence[Rollout], expected: Sequence[Rollout], *, versio
 
 
 def assert_no_page_is_held(engine: RolloutEngine) -> None:
-    """But by the prefix cache."""
+    """Assert that no page is held except by the prefix cache."""
     stats = engine.stats()
     assert stats["pages_used"] == stats["pages_kept"]
     assert stats["running"] == stats["waiting"] == stats["parked"] == 0

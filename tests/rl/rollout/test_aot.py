@@ -78,7 +78,7 @@ def test_what_cannot_be_compiled_is_refused():
 @needs_compiler
 @pytest.mark.parametrize(("topology", "least_tokens"), [("v5p:2x2x1", 1_000_000), ("v6e:2x4", 500_000)])
 def test_a_policy_of_32_billion_parameters_fits(checkout, topology, least_tokens):
-    """With the largest cache that leaves room for a second version of the weights, and none larger than memory."""
+    """The largest cache that leaves room for a second version of the weights fits; a larger one does not."""
     found = elsewhere(compile_qwq, topology, timeout=1000)
     steps = found["steps"]
     assert len(steps) == 7
@@ -88,7 +88,7 @@ def test_a_policy_of_32_billion_parameters_fits(checkout, topology, least_tokens
         assert 2 * step["weights"] + step["pool"] + step["temporary"] + step["code"] <= found["memory"], step
         assert step["tokens"] == found["tokens"] >= least_tokens
     plain = next(step for step in steps if step["name"] == "decode 64, plain")
-    assert plain["temporary"] < 0.02 * plain["weights"]  # no weight is laid out anew
+    assert plain["temporary"] < 0.02 * plain["weights"]  # no weight is copied to another layout
     assert "does not fit" in found["too_large"]
 
 

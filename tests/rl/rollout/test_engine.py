@@ -1,4 +1,4 @@
-"""What a rollout is, what it is drawn from, what is compiled, and what is refused."""
+"""The engine: contents of a rollout, its distribution, compiled programs, and refused requests."""
 
 import dataclasses
 from typing import Any
@@ -281,7 +281,7 @@ def test_sizes_that_cannot_be_are_refused_by_name(name: str, value: int):
 
 @pytest.mark.parametrize("one", ["max_num_seqs", "max_prompt", "max_new", "num_kv_heads", "page_size"])
 def test_every_size_may_be_one(one: str):
-    """Where a size is one, a plain reshape forgets how an axis is spread, and explicit sharding objects."""
+    """A plain reshape of an axis of size one loses its sharding, which explicit sharding refuses."""
     sizes: dict[str, Any] = {
         "max_num_seqs": 2,
         "max_prompt": 3,

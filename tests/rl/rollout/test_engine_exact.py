@@ -51,7 +51,7 @@ def engine_of(name: str) -> RolloutEngine:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[int, list[Rollout]]:
-    """What each request gives if it is the only one, by prompt id."""
+    """Rollouts of each request when it runs alone, by prompt id."""
     return {q.prompt.id: engine_of("usual").generate([q]) for q in REQUESTS}
 
 

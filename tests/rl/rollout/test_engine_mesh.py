@@ -13,7 +13,7 @@ TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
 def rollouts_on(mesh: dict[str, int]) -> list[tuple[list[int], list[float], str]]:
-    """Of prompts of all lengths, with few pages, so that some are preempted."""
+    """Return rollouts of prompts of all lengths, with so few pages that some are preempted."""
     policy = tiny_policy(num_layers=2)
     cfg = RolloutEngine.Config(model=policy, stop_tokens=tuple(range(0, 272, 4)), max_prompt=24, max_new=12, mesh=mesh)
     engine = cfg.set(max_num_seqs=8, page_size=8, pages=16, steps_per_dispatch=4).build()

@@ -47,7 +47,7 @@ def engine(one_engine: RolloutEngine) -> RolloutEngine:
 
 @pytest.fixture(scope="module")
 def fresh(one_engine: RolloutEngine) -> dict[int, list[Rollout]]:
-    """By version of the weights, what an engine that never had others draws."""
+    """Rollouts of an engine that never had other weights, by version of the weights."""
     found = {}
     for version, weights in ((1, OLD), (2, NEW)):
         one_engine.set_weights(weights, version, rewind=True)
@@ -92,7 +92,7 @@ def test_recomputed_keys_and_values_are_those_of_the_new_weights(engine: Rollout
 
 
 def test_on_a_mixed_cache_they_are_not(engine: RolloutEngine):
-    """So the test before this one can fail."""
+    """The test before this one can fail: on a mixed cache the log-probabilities differ."""
     rollouts = swapped(engine, "keep_cache")
     gaps = [np.abs(r.logprobs - s)[8:].max() for r, s in zip(rollouts, scores(NEW, pairs(rollouts)), strict=True)]
     assert min(gaps) > 1e-3
@@ -117,7 +117,7 @@ def test_drain_finishes_what_has_begun_and_begins_nothing_else(engine: RolloutEn
 
 
 def test_drain_comes_to_an_end_behind_a_long_queue_and_with_few_pages():
-    """Those that wait, of higher priority and not begun, stand in the queue before one that must finish first."""
+    """Waiting requests of higher priority stand in the queue before one that must finish first."""
     engine = make_engine(OLD, 1, pages=12)
     prompt = make_prompt(9, 40)
     engine.generate([Request(prompt, stop=StopConditions(max_new=1))])  # its prefix is kept

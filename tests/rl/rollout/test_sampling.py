@@ -1,4 +1,4 @@
-"""What is drawn follows the stated distribution, is scored under it, and depends on the request alone."""
+"""Sampled tokens follow the stated distribution, are scored under it, and depend on the request alone."""
 
 import re
 from collections.abc import Sequence
@@ -112,7 +112,7 @@ def bits(x: Any) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def keys() -> jax.Array:
-    """Of many prompts, samples and positions: [prompts, samples * positions]."""
+    """Keys of many prompts, samples and positions: [prompts, samples * positions]."""
     return jnp.concatenate([keys_of(3, list(range(PROMPTS)), SAMPLES, i) for i in range(POSITIONS)], axis=1)
 
 
@@ -244,7 +244,7 @@ def batch(vocab: int, dtype: Any = np.float32) -> tuple[list[Sampler.Config], ja
 
 @pytest.mark.parametrize("vocab", [13, 272, 1001])
 def test_a_row_does_not_depend_on_the_rules_and_logits_of_the_others(vocab: int):
-    """To the bit, and whatever their number."""
+    """A row's results are equal to the bit, whatever the number of the others."""
     configs, keys, logits, seen = batch(vocab)
     together = by_rules(configs, keys, logits, seen)
     for row in range(len(configs)):

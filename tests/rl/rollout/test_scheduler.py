@@ -226,7 +226,7 @@ class World(RuleBasedStateMachine):
         assert self.kv_cache.pool.used == 0
 
     def progress(self, first: Sequence) -> None:
-        """In a few turns of one token; the first may wait for a row, but some row then comes nearer its end."""
+        """Run a few turns of one token and check progress: if the first gets no row, some row comes nearer its end."""
         before = self.left()
         for _ in range(3):
             while self.prefill(2, 8) and not self.scheduler.running:

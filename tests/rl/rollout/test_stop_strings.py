@@ -30,7 +30,7 @@ def by_definition(strings: Sequence[str], decode: Callable[[Sequence[int]], str]
 
 
 def in_turns(stop: StopText, tokens: list[int], sizes: list[int]) -> int | None:
-    """What an engine does: so many more tokens each turn, searched as they come."""
+    """Search as an engine does: `sizes` tokens more each turn, searched as they come."""
     done = turn = 0
     while done < len(tokens):
         more = sizes[turn % len(sizes)]

@@ -171,7 +171,7 @@ def test_what_a_dead_worker_had_leased_is_made_again_to_the_bit(place: Place, un
 
 
 class Called:
-    """Says yes from the n-th time that it is asked."""
+    """A condition that holds from the n-th call on."""
 
     def __init__(self, times: int):
         self.left = times
@@ -183,7 +183,7 @@ class Called:
 
 @pytest.fixture(scope="module")
 def stepwise() -> RolloutEngine:
-    """It draws two tokens a dispatch, of six."""
+    """An engine that draws two tokens a dispatch, of six."""
     return EXPERIMENT.make_engine(steps_per_dispatch=2)
 
 
@@ -247,7 +247,7 @@ def test_a_worker_that_hears_that_its_lease_is_void_drops_the_work(tmp_path: Pat
 
 
 def test_weights_of_a_trainer_that_began_again_are_pulled_again_although_the_version_is_in_place(place: Place):
-    """It may have died before it saved, and made other weights of the same number since."""
+    """The trainer may have died before it saved, and made other weights of the same version since."""
     worker = place.worker("w")
     assert worker.run_once()
     place.weights.directory.rewind(-1)
@@ -273,7 +273,7 @@ def test_the_first_rollouts_accepted_are_told_with_the_seconds_since_the_start(p
 
 
 class Slow:
-    """Takes so long over the first pull that the lease for which it was made goes to another worker."""
+    """A prefetcher whose first pull takes so long that the lease that needs it goes to another worker."""
 
     def __init__(self, prefetcher: Prefetcher, meanwhile: Callable[[], None]):
         self._prefetcher = prefetcher
@@ -304,7 +304,7 @@ def test_a_lease_that_expired_during_generation_is_dropped_before_scoring(place:
 
 
 class Hesitant(InlineVerifier):
-    """Scores so slowly, once, that the lease goes to another worker."""
+    """A scorer that is once so slow that the lease goes to another worker."""
 
     meanwhile: Callable[[], None] | None = None
 

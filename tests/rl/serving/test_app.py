@@ -39,7 +39,7 @@ def reference() -> Any:
 
 
 def rollouts(reference: Any, text: str, samples: int = 1, strings: tuple[str, ...] = ()) -> list[Rollout]:
-    """What the engine gives for what the server is asked with seed 5."""
+    """Return the engine's rollouts for the same request as the server's, with seed 5."""
     stop = StopConditions(tokens=(EOS,), strings=strings, max_new=24)
     return reference.generate([Request(as_prompt(text), samples=samples, seed=5, stop=stop)])
 

@@ -32,7 +32,7 @@ def run[T](work: Coroutine[Any, Any, T]) -> T:
 
 
 async def all_events(stream: Stream) -> list[Event]:
-    """Until every request is done, or all have failed."""
+    """Collect events until every request is done, or all have failed."""
     events: list[Event] = []
     while not events or (
         not isinstance(events[-1], Failed) and sum(isinstance(e, Done) for e in events) < len(stream.requests)

@@ -14,7 +14,7 @@ from tests.rl.serving.running import MODEL, TOKENIZER, Running, eventually, make
 
 
 def ask_in_background(served: Running, **fields: Any) -> tuple[threading.Thread, list[Any]]:
-    """Asks from a thread; what comes, answer or error, lands in the list."""
+    """Send a request from a thread; the answer or the error is appended to the list."""
     got: list[Any] = []
 
     def ask() -> None:
@@ -56,7 +56,7 @@ def test_after_the_grace_requests_are_told_that_it_is_over() -> None:
 
 
 def refuses(url: str) -> bool:
-    """Whether nobody listens any more."""
+    """Return whether the port no longer accepts connections."""
     host, port = url.removeprefix("http://").split(":")
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) != 0

@@ -129,7 +129,7 @@ def test_truncated_rollouts_can_be_masked_and_leave_the_denominator():
 
 
 def test_padding_to_a_row_multiple_changes_nothing_in_loss_metrics_or_gradient():
-    """Not even if the model's answer on padding rows is not a number."""
+    """Padding changes nothing even if the model's output on padding rows is NaN."""
     objective = Objective.Config(old_policy="current", zero_variance="drop").build()
     outcomes = []
     for row_multiple, rows in ((1, 2), (2, 2), (5, 5)):

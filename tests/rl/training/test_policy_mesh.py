@@ -19,7 +19,7 @@ def test_in_chunks_over_a_mesh_as_on_one_device():
 
 
 def gradients() -> dict[str, dict[str, Any]]:
-    """By mesh: loss, log-probabilities, entropies and a few gradients."""
+    """Return loss, log-probabilities, entropies and a few gradients, by mesh."""
     import jax
     from flax import nnx
 

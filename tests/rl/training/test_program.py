@@ -1,4 +1,4 @@
-"""What is compiled ahead of time for a policy trainer is what it runs: the same arrays, the same results."""
+"""The program compiled ahead of time for a policy trainer is the one it runs: same arrays, same results."""
 
 import jax
 import numpy as np

@@ -31,12 +31,12 @@ SAVE_EVERY = 2  # of the tiny experiment
 
 
 def config(**changes: Any) -> RLExperiment.Config:
-    """At a temperature that is not 1, so that forgetting it anywhere would show."""
+    """Return a config with a temperature other than 1, so that code that ignores it fails."""
     return tiny_experiment(num_steps=STEPS, sampler=Sampler.Config(temperature=0.7)).set(**changes)
 
 
 class Address:
-    """Where a role can be reached; what answers there may be another one after a restart."""
+    """Address of a role; after a restart another instance may answer there."""
 
     def __init__(self, role: Any):
         self.role = role
@@ -85,8 +85,9 @@ class Roles:
         return pull(self.weights, self.trainer.state["params"], version)
 
     def crash(self) -> None:
-        """Nothing is saved. What was being written in the background is let finish: which step survives is not left
-        to chance.
+        """Stop without saving.
+
+        Writes under way in the background may finish, so that which step survives is not left to chance.
         """
         self.trainer._session.tiers.wait()
         self.trainer._session.close()
@@ -176,7 +177,7 @@ def test_the_newest_version_is_what_the_trainer_has(uninterrupted: Roles):
 
 @pytest.mark.parametrize("crash_at", [1, 3])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(uninterrupted: Roles, crash_at: int, tmp_path: Path):
-    """To the bit: parameters, optimizer, every metric and every version still held."""
+    """Parameters, optimizer, every metric and every version still held are equal to the bit."""
     staleness = uninterrupted.experiment.cfg.staleness
     cfg = config(staleness=staleness)
     killed = Roles.make(tmp_path / "r", cfg)
@@ -273,7 +274,7 @@ def test_an_incomplete_batch_is_waited_for(fresh: Roles):
 
 @pytest.mark.parametrize("left", [[], [1]], ids=["empty", "newest only"])
 def test_a_parameter_server_that_restarted_is_filled_again(tmp_path: Path, left: list[int]):
-    """With the newest version and with those before it that workers may still ask for."""
+    """The trainer publishes the newest version again, and those before it that workers may still ask for."""
     roles = Roles.make(tmp_path / "r", config(staleness=1))
     roles.submit(rewards=[1.0, 0.0, 0.0, 0.0], lengths=[2, 2, 2, 2])
     assert roles.trainer.run_once()

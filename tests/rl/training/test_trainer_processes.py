@@ -105,8 +105,10 @@ class Forgetful:
 def as_one_of_two(
     address: str, index: int, places: list[dict[str, Any]], run: str, leave_after: int | None, forget: int | None
 ) -> dict[str, Any]:
-    """The loop of one of the trainer's processes. In the second SIGTERM comes after an update; and its controller has
-    once lost a batch, and the parameter server has died before it told it that a version was published.
+    """Run the loop of one of the trainer's processes.
+
+    The second process receives SIGTERM after an update; its controller loses one batch, and the parameter server dies
+    before it has confirmed the publication of a version.
     """
     enable_compilation_cache()  # as the runtime does
     cfg, second = config(), index == 1
@@ -124,7 +126,7 @@ def as_one_of_two(
 def make_trainer(
     path: Path, cfg: RLExperiment.Config, controller: Scripted, weights: ParameterServerClient
 ) -> PolicyTrainer:
-    """As `RLExperiment.make_trainer` does it after a warm start."""
+    """Make the trainer as `RLExperiment.make_trainer` does after a warm start."""
     return cfg.build().trainer_cfg.build(
         run=RunDirectory.attach(path),
         controller=controller,
@@ -135,7 +137,7 @@ def make_trainer(
 
 
 def warm(folder: Path) -> None:
-    """What a supervised run has left, on one device."""
+    """Write the checkpoint that a supervised run on one device leaves."""
     checkpointer = Checkpointer.Config().build(directory=folder / "warm" / "checkpoints")
     params = jax.tree.map(jnp.asarray, tiny_params(config().policy))  # pyright: ignore[reportArgumentType]
     checkpointer.save(1, {"step": jnp.int32(1), "params": params}, {})

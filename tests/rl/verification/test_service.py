@@ -48,7 +48,7 @@ def wait_until_dead(pids: list[int], seconds: float = 30.0) -> list[int]:
 
 
 def check_only(verifier: Verifier, bad: str, status: str, *, among: int = 30) -> None:
-    """Scores `bad` in the middle of good answers; only it has a status other than "ok"."""
+    """Score `bad` in the middle of good answers; only it has a status other than "ok"."""
     answers = ["fine"] * among
     answers[among // 2] = bad
     before = verifier.stats()

@@ -35,7 +35,7 @@ class Store:
         return fields, [body.read()]
 
     def parts(self, fields: dict[str, Any], body: Body) -> Any:
-        """Answers with as many buffers of these sizes."""
+        """Answer with as many buffers of these sizes."""
         parts = [np.empty(size, np.uint8) for size in fields["sizes"]]
         body.read_into(*parts[:3])
         body.read_into(*parts[3:])

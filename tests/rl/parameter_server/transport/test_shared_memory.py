@@ -41,7 +41,7 @@ class Other:
     process: subprocess.Popen[str]
 
     def does(self, line: str) -> str:
-        """Runs a line; what it prints."""
+        """Run a line and return what it prints."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()

@@ -54,7 +54,7 @@ class Model:
         self.used.update(dict.fromkeys(path, self.uses))
 
     def evicted(self, count: int, held: Counter[int]) -> list[Prefix]:
-        """What must go, in order."""
+        """Return the prefixes that must be evicted, in order."""
         left, gone = set(self.pages), []
         while len(gone) < count:
             parents = {(key, tokens[:-SIZE]) for key, tokens in left}
@@ -133,7 +133,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def finish(self, data: st.DataObject):
-        """What most sequences do."""
+        """End a sequence and keep its pages, as most sequences do."""
         sequence = data.draw(st.sampled_from(self.running))
         self.insert(sequence, len(sequence.pages))
         self.running.remove(sequence)

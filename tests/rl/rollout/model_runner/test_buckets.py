@@ -1,4 +1,4 @@
-"""Which sizes dispatches have."""
+"""Bucketing of the sizes of dispatches."""
 
 import itertools
 

@@ -44,7 +44,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 class Scenario:
-    """Acts on a run, one after the other, each as soon as its condition holds."""
+    """Actions on a run, one after the other, each as soon as its condition holds."""
 
     def __init__(self, path: Path):
         self.path = path
