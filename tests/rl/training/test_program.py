@@ -134,4 +134,4 @@ def test_rows_and_chunks_that_do_not_divide_are_refused(changes, message):
     cfg = tiny_experiment()
     cfg.trainer.set(**changes)
     with pytest.raises(UserError, match=message):
-        cfg.build()
+        cfg.check()
