@@ -177,14 +177,14 @@ def hosts_table() -> str:
         )
         for host in (V5P, V6E, V5E, SERVER)
     )
-    head = ["host", "chips", "HBM a chip, GB", "PCIe a chip, GB/s", "NIC, GB/s", "memory, GB", "memory, GB/s", "cores"]
+    head = ["host", "chips", "HBM per chip, GB", "PCIe per chip, GB/s", "NIC, GB/s", "memory, GB", "memory, GB/s", "cores"]
     return table(head, rows)
 
 
 def bytes_table() -> str:
     """Return the table of bytes per host."""
     head = ["case", "weights, GB", "trainer hosts", "GB each", "server hosts", "GB each"]
-    head += ["hosts a worker", "GB each", "GB a chip", "two versions, % of HBM"]
+    head += ["hosts per worker", "GB each", "GB per chip", "two versions, % of HBM"]
     rows = (
         (
             case.name,
@@ -231,7 +231,7 @@ def delta_table() -> str:
 def broadcast_table() -> str:
     """Return the simulated broadcasts, in transfers; with deaths, the worst of five seeds."""
     head = ["readers of a shard set", "direct", "fanout 1", "fanout 2", "fanout 1, stream 1/2", "fanout 2, stream 1/2"]
-    head += ["fanout 1, deaths", "copies sent then", "chain of 512 chunks"]
+    head += ["fanout 1, deaths", "server copies with deaths", "chain of 512 chunks"]
     rows = []
     for readers in (8, 64, 128, 1000):
         killed = [simulate(readers, fanout=1, death_rate=0.02, seed=seed) for seed in range(5)]
@@ -271,10 +271,10 @@ def memory_table() -> str:
     """Return how many versions fit into host memory."""
     head = [
         "case",
-        "GB a version and server host",
+        "GB per version and server host",
         "versions that fit",
-        "server hosts for 4",
-        "two versions at a worker host",
+        "server hosts for 4 versions",
+        "two versions on a worker host",
     ]
     rows = (
         (
@@ -354,7 +354,7 @@ def with_tables(text: str) -> str:
 @click.command()
 @click.option("--markdown", is_flag=True, help="Write the tables into docs/benchmarks/weights-at-scale.md.")
 def main(markdown: bool) -> None:
-    """Compute upper limits of the parameter server on fleets of TPUs."""
+    """Compute bounds of the parameter server on fleets of TPUs."""
     if markdown:
         DOC.write_text(with_tables(DOC.read_text()))
     else:
