@@ -177,7 +177,8 @@ def hosts_table() -> str:
         )
         for host in (V5P, V6E, V5E, SERVER)
     )
-    head = ["host", "chips", "HBM per chip, GB", "PCIe per chip, GB/s", "NIC, GB/s", "memory, GB", "memory, GB/s", "cores"]
+    head = ["host", "chips", "HBM per chip, GB", "PCIe per chip, GB/s", "NIC, GB/s"]
+    head += ["memory, GB", "memory, GB/s", "cores"]
     return table(head, rows)
 
 
