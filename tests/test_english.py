@@ -11,6 +11,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 ROOMS = ("mesh", "axlearn_like", "models", "rl", "experiments", "tools")
 
@@ -26,11 +28,11 @@ THIRD_PERSON = frozenset(
     clears closes collects combines compares compiles computes connects constructs contains converts copies creates
     cuts decides decodes deletes describes determines disables discards divides does draws drops enables encodes
     ensures evaluates executes expands extracts fetches fills finds finishes formats frees gathers generates gets
-    gives goes handles has holds imports initialises initializes inserts is iterates joins keeps kills lets listens
-    loads looks lowers makes merges moves multiplies needs normalises normalizes opens parses picks plans pops
+    gives goes handles has holds imports initialises initializes inserts is iterates joins keeps kills knows lets
+    listens loads looks lowers makes merges moves multiplies needs normalises normalizes opens parses picks plans pops
     posts prepares prints publishes pulls pushes puts raises reads receives refuses registers releases removes
-    renames repeats replaces reports resets resolves restores returns rounds saves selects sends serves sets shows
-    skips spawns splits stores swaps switches takes tells traces trains transfers undoes unpacks uses validates
+    renames repeats replaces reports resets resolves restores returns rounds saves says selects sends serves sets
+    shows skips spawns splits stores swaps switches takes tells traces trains transfers undoes unpacks uses validates
     verifies waits walks warns wraps writes yields""".split()
 )
 # Words of a private vocabulary, in docstrings and comments.
@@ -72,6 +74,35 @@ def violations_below(folder: Path) -> list[str]:
     """Return `path:line: reason` for every Python file below a folder."""
     files = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
     return [f"{path}:{line}" for path in files for line in violations(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Whether it is empty.", "opens on a fragment"),
+        ("Returns the mean.", "not imperative"),
+        ("Draw the row anew.", "says 'anew'"),
+    ],
+)
+def test_a_bad_docstring_is_found(text: str, reason: str):
+    (found,) = violations(f'def f():\n    """{text}"""\n')
+    assert found.startswith(f"1: {reason}")
+
+
+def test_a_private_word_in_a_comment_is_found():
+    assert violations("x = 1\ny = 2  # mended below\n") == ["2: says 'mended'"]
+
+
+@pytest.mark.parametrize(
+    "text", ["Return the mean.", "Mean of a row; whether it is empty.", "Versions of the weights."]
+)
+def test_a_good_docstring_is_not(text: str):
+    assert violations(f'def f():\n    """{text}"""  # the usual case\n') == []
+
+
+@pytest.mark.parametrize("room", [*ROOMS, "examples", "tests"])
+def test_docstrings_and_comments_are_in_plain_english(room: str):
+    assert violations_below(ROOT / room) == []
 
 
 if __name__ == "__main__":

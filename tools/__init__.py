@@ -1,1 +1,1 @@
-"""The command line ``axl`` and what only it needs: commands, reports, benchmarks, installation."""
+"""The command line ``axl`` and the packages that only it uses: commands, reports, benchmarks, studies."""

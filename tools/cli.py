@@ -1,6 +1,6 @@
 """The command line ``axl``.
 
-Subcommands are imported when used. What a user can cause and mend is printed as one message on
+Subcommands are imported when used. An error that a user can cause and fix is printed as one message on
 stderr with exit status 2; ``axl --debug ...`` (or ``AXL_DEBUG=1``) shows the traceback as well.
 Other exceptions are bugs and always show theirs.
 """
@@ -27,12 +27,12 @@ class LazyGroup(click.Group):
     """A group that imports the module of a subcommand only when that subcommand is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Returns the names in the order of ``COMMANDS``, then any that were added at run time."""
+        """Return the names in the order of ``COMMANDS``, then any that were added at run time."""
         there = [name for name in COMMANDS if find_spec(f"tools.commands.{name}")]
         return [*there, *(name for name in self.commands if name not in COMMANDS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports ``tools.commands.<cmd_name>`` and returns its ``command``."""
+        """Import ``tools.commands.<cmd_name>`` and return its ``command``."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         if cmd_name not in self.list_commands(ctx):
@@ -41,7 +41,7 @@ class LazyGroup(click.Group):
         return import_module(f"tools.commands.{cmd_name}").command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes names and summaries from the table: no module is imported for ``--help``."""
+        """Write names and summaries from the table: no module is imported for ``--help``."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
 
@@ -57,7 +57,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Run the command line.
 
     Args:
         argv: Arguments after the program's name; those of the process if None.
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _refuse(str(error))
     except click.UsageError as error:
-        # Click's message may hold no hint where to look; its usage line does.
+        # Click's message may not show the command; its usage line does.
         where = f"\nTry '{error.ctx.command_path} --help'." if error.ctx else ""
         return _refuse(error.format_message() + where)
     except click.ClickException as error:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("axl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader went away (`axl config show demo | head`); flushing at exit must not complain.
+        # The reader closed the pipe (`axl config show demo | head`); flushing at exit must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -1,7 +1,7 @@
-"""From the words of a command line to an experiment's config.
+"""An experiment's config from the arguments of a command line.
 
-An unknown name is refused from the source text alone, before jax is imported (seconds on a small machine). What the
-user names here (an experiment's file or module, modifiers, values `module:name`) is trusted by later commands, too.
+An unknown name is refused from the source text alone, before jax is imported (seconds on a small machine). Code
+that the user names here (an experiment's file or module, modifiers, values `module:name`) is trusted by later commands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
 
 
 def experiment_options[F: Callable[..., Any]](function: F) -> F:
-    """Adds what `axl train` and `axl rl` have in common: EXPERIMENT, --apply, --set, --seed, --run-dir."""
+    """Add the arguments that `axl train` and `axl rl` share: EXPERIMENT, --apply, --set, --seed, --run-dir."""
     for decorate in (
         click.option(
             "--run-dir",
@@ -58,13 +58,13 @@ def load_experiment(
     device: Callable[[], str] | None = None,
     applied: Sequence[str] = (),
 ) -> ConfigBase:
-    """Returns the config of an experiment with the edits applied in order.
+    """Return the config of an experiment with the edits applied in order.
 
     Args:
         name: A registered name, `file.py:function` or `package.module:function`.
         sets: Edits `path=value`.
         seed: Passed to the experiment's function if not None.
-        device: Name of the devices, asked for where the experiment has mesh rules, which are applied before the edits.
+        device: Called for the name of the devices if the experiment has mesh rules, which are applied before the edits.
         applied: Modifiers: names in `experiments.modifiers`, or `file.py:function`; after mesh rules, before `sets`.
 
     Raises:
@@ -81,7 +81,7 @@ def load_experiment(
 
 
 def apply_edits(cfg: ConfigBase, sets: Sequence[str], prefix: str = "") -> ConfigBase:
-    """Applies the edits `path=value` of `--set` in order, in place, and returns the config.
+    """Apply the edits `path=value` of `--set` in order, in place, and return the config.
 
     Args:
         cfg: the config.
@@ -96,13 +96,13 @@ def apply_edits(cfg: ConfigBase, sets: Sequence[str], prefix: str = "") -> Confi
         if not equals:
             raise UserError(f"--set {prefix + edit!r}: expected path=value, like trainer.learner.lr=3e-4")
         for module in _NAME.findall(value):
-            trust_place(f"{module}:")  # the user's own word
+            trust_place(f"{module}:")  # named by the user
         set_path(cfg, path.strip(), value)
     return cfg
 
 
 def find_modifier(name: str) -> Callable[[ConfigBase], Any]:
-    """A function of `experiments.modifiers`, or `file.py:function` or `package.module:function`.
+    """Return a function of `experiments.modifiers`, or `file.py:function` or `package.module:function`.
 
     Raises:
         UserError: If there is none, with the nearest names.
@@ -119,7 +119,7 @@ def find_modifier(name: str) -> Callable[[ConfigBase], Any]:
 
 
 def code_option[F: Callable[..., Any]](function: F) -> F:
-    """Adds --code to a command that reads the config of a run."""
+    """Add --code to a command that reads the config of a run."""
     return click.option(
         "--code",
         multiple=True,
@@ -131,12 +131,12 @@ def code_option[F: Callable[..., Any]](function: F) -> F:
 
 
 def default_run_dir(experiment: str, run_dir: Path | None) -> Path:
-    """Returns `run_dir`, or the folder in `runs` that bears the experiment's name."""
+    """Return `run_dir`, or the folder in `runs` with the experiment's name."""
     return Path("runs") / experiment.rpartition(":")[2] if run_dir is None else run_dir
 
 
 def check_command(cfg: Any, command: str, experiment: str) -> None:
-    """Refuse an experiment that this command does not run; its config says which do (`commands`).
+    """Refuse an experiment that this command does not run; `commands` of its config lists those that do.
 
     Raises:
         UserError: naming the command that runs it.
@@ -149,12 +149,12 @@ def check_command(cfg: Any, command: str, experiment: str) -> None:
 
 
 def owner_of(cfg: ConfigBase) -> str:
-    """Returns `module:Class` of what the config builds."""
+    """Return `module:Class` of the class that the config builds."""
     return config_name(cfg)
 
 
 def trust_place(name: str) -> None:
-    """Trusts the file or package in `place:function`, from now on, if it is not of this project."""
+    """Trust the file or package in `place:function`, from now on, if it is not part of this project."""
     place = name.rpartition(":")[0]
     if place and place.partition(".")[0] not in (*OWN, *OTHERS):
         remember(place)

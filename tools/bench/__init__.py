@@ -1,1 +1,1 @@
-"""Benchmarks: each runs our stack and, when asked, peers on the same job in one run."""
+"""Benchmarks: each runs our stack and, on request, peers on the same job in one run."""

@@ -1,7 +1,7 @@
 """One module per subcommand of ``axl``; each defines ``command``, a ``click.Command``.
 
 A module is imported only when its subcommand is used, so that ``axl --help`` stays fast;
-``COMMANDS`` is the whole list.
+``COMMANDS`` lists all of them.
 """
 
 COMMANDS: dict[str, str] = {

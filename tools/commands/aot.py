@@ -1,4 +1,4 @@
-"""`axl aot EXPERIMENT`: compiles a step of an experiment for TPUs that are not there, and says what it needs."""
+"""`axl aot EXPERIMENT`: compile a step of an experiment for TPUs without having any, and report what it needs."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def command(
 
 
 def _mesh(text: str) -> dict[str, int]:
-    """`fsdp=8,tensor=2` as a mapping; axes are in the order of the mesh's.
+    """Parse `fsdp=8,tensor=2` to a mapping; axes are in the order of the mesh's.
 
     Raises:
-        UserError: it is not written so, or there is no such axis.
+        UserError: the text is not of this form, or there is no such axis.
     """
     from mesh.errors import did_you_mean
     from mesh.mesh import MESH_AXES

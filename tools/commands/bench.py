@@ -15,10 +15,10 @@ from tools.bench.weights.sections import SECTIONS as WEIGHTS_SECTIONS
 
 
 class BenchmarkGroup(click.Group):
-    """Names the nearest benchmark when there is none of the name given."""
+    """A group that suggests the nearest name for an unknown benchmark."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The benchmark of this name."""
+        """Return the benchmark of this name."""
         if cmd_name not in self.commands:
             hint = did_you_mean(cmd_name, self.commands)
             raise UserError(f"there is no benchmark {cmd_name!r}{hint}")
@@ -58,7 +58,7 @@ def grpo_step(peers: str, steps: int, as_json: bool) -> None:
 @click.option("--quick", is_flag=True, help="Tiny jobs: shows that all runs, measures nothing.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) -> None:
-    """Sampled tokens by CPU second of the rollout engine on this machine, and what else it does.
+    """Sampled tokens per CPU second of the rollout engine on this machine, and further measurements of the engine.
 
     The comparison runs when peers are given, or as `--sections peers` with ours alone. Peers run in virtual
     environments of their own, which the first use installs.
@@ -77,7 +77,7 @@ def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) 
 @click.option("--keep", type=click.Path(path_type=Path), help="A new directory to keep the runs in.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def recovery(kills: int, roles: str, seed: int, minutes: float | None, keep: Path | None, as_json: bool) -> None:
-    """Seconds from kill -9 of a role to the next update, and whether the run's result is the same to the bit."""
+    """Seconds from SIGKILL of a role to the next update, and whether the run's result is the same to the bit."""
     from rich.console import Console
 
     from mesh.compilation import enable_compilation_cache
@@ -116,7 +116,7 @@ def weights(sections: str, quick: bool, as_json: bool) -> None:
 @click.option("--documents", default=5000, show_default=True, type=click.IntRange(min=1), help="To make and pack.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def input_(documents: int, as_json: bool) -> None:
-    """Tokens of training input by CPU second: tokenising, and packing in each way."""
+    """Tokens of training input per CPU second: tokenising, and packing in each way."""
     from tools.bench.input import benchmark as bench
 
     result = bench.run(documents)
@@ -148,9 +148,9 @@ def _names(listed: str) -> list[str]:
 def _run(
     bench: Any, peers: str, rounds: int, as_json: bool, show: Callable[[dict[str, Any]], None], **options: Any
 ) -> None:
-    """Runs a benchmark's module and shows its result; exits with 1 if it does not have what was asked for.
+    """Run a benchmark's module and show its result; exit with 1 if it does not have everything requested.
 
-    `options` are handed to the module's `run`.
+    `options` are passed to the module's `run`.
     """
     from rich.console import Console
 

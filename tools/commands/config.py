@@ -1,4 +1,4 @@
-"""`axl config`: what experiments there are, what one says, and how two differ."""
+"""`axl config`: list experiments, show the config of one, and compare two."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ _UNWRAPPED = 1000  # columns
 def list_experiments(console: Console | None = None) -> None:
     """Print a row for each experiment: its name, its module, the first line of its docstring.
 
-    Rows are wrapped on a terminal only: what reads a pipe wants an experiment a line.
+    Rows are wrapped on a terminal only: a program that reads a pipe expects one experiment per line.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -38,32 +38,32 @@ def show(
     build: Build | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints an experiment's config as text.
+    """Print an experiment's config as text.
 
     Args:
         experiment: a name, or `file.py:function`, or `package.module:function`.
         sets: edits `path=value`.
-        resolved: build it and show the values that parents filled in.
+        resolved: build it and show the values that parents have filled in.
         build: how to build it for `resolved`; plain `cfg.build()` by default.
         console: where to print.
     """
     cfg = load_experiment(experiment, sets)
     if resolved and build is None and hasattr(cfg._owner, "resolved"):
-        cfg = cfg.build().resolved()  # what runs says itself how its roles are built
+        cfg = cfg.build().resolved()  # the experiment itself defines how its roles are built
     elif resolved:
         cfg = resolve(cfg, build)
     _print_lines(to_text(cfg).splitlines(), console)
 
 
 def diff(experiment_a: str, experiment_b: str, console: Console | None = None) -> None:
-    """Prints what differs between two experiments, a line per path."""
+    """Print the differences between two experiments, a line per path."""
     registry.check_name(experiment_b)
     lines = config_diff(load_experiment(experiment_a), load_experiment(experiment_b))
     _print_lines(lines or [f"{experiment_a} and {experiment_b} are the same"], console)
 
 
 def _print_lines(lines: Iterable[str], console: Console | None) -> None:
-    """Plain, unwrapped and without markup: the output can be pasted, compared and parsed back."""
+    """Print lines unwrapped and without markup, so that the output can be pasted, compared and parsed back."""
     styles = {"-": "red", "+": "green"}
     console = console or Console()
     for line in lines:
@@ -105,7 +105,7 @@ def _kernels(experiment: str, sets: tuple[str, ...], platform: str, length: int,
 
 
 def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, cp_size: int) -> Iterator[str]:
-    """A line for each decoder in a config: its path, the attention kernel it gets, and why not another."""
+    """Return a line for each decoder in a config: its path, the attention kernel it gets, and why not another."""
     import jax
     from flax import nnx
 

@@ -1,4 +1,4 @@
-"""``axl report RUN``: rebuilds a run's ``report.html`` and prints its tables."""
+"""``axl report RUN``: rebuild a run's ``report.html`` and print its tables."""
 
 from __future__ import annotations
 

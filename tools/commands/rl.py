@@ -1,4 +1,4 @@
-"""`axl rl EXPERIMENT`: improves a policy by reinforcement learning, or resumes that."""
+"""`axl rl EXPERIMENT`: improve a policy by reinforcement learning, or resume a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.experiment import (
     load_experiment,
 )
 
-DEMO_KILL = 0.5  # the demo shows that a run survives the loss of a worker
+DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
 
 
 @click.command("rl")
@@ -50,7 +50,7 @@ def command(
     Ctrl-C or SIGTERM saves and stops all roles; the same command resumes.
     """
     check_name(experiment)
-    # Another process looks at the devices: while roles run in processes of their own, this one must not open them.
+    # Another process queries the devices: while roles run in processes of their own, this one must not open them.
     from mesh.devices import device_name_in_subprocess, one_device_per_core
 
     cfg = load_experiment(experiment, sets, seed, device=device_name_in_subprocess, applied=applied)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "AXL_API_KEY"
 _NEEDED = ("starlette", "uvicorn", "prometheus_client")
-_SERVER = "server."  # edits of the server's config, where all others are the experiment's
-_ANY = ("0.0.0.0", "::", "")  # every address of the machine
+_SERVER = "server."  # edits of the server's config; all others edit the experiment
+_ANY = ("0.0.0.0", "::", "")  # all addresses of the machine
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 

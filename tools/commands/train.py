@@ -1,4 +1,4 @@
-"""`axl train EXPERIMENT`: runs an experiment's trainer, or resumes it."""
+"""`axl train EXPERIMENT`: run an experiment's trainer, or resume it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def command(
     _check_meeting(meet, process, processes)
     cfg: Any = load_experiment(experiment, sets, seed, applied=applied)
     check_command(cfg, "train", experiment)
-    # The processes must have met before the devices are asked for; which ones a process shows, the mesh says.
+    # The processes must have connected before the devices are queried; the mesh decides which ones a process exposes.
     steps = cfg.num_steps
     configure_cpu_devices(cfg.mesh, processes)
     if meet is not None:
@@ -58,7 +58,7 @@ def command(
     where = default_run_dir(experiment, run_dir)
     row = cfg.build().run(where, progress=not quiet, began=process_began())
     if process:
-        return  # the first one tells
+        return  # the first process reports for all
     if not row["finished"]:
         click.echo(f"stopped at step {row['step']} of {steps}; the same command goes on")
     else:
@@ -67,7 +67,7 @@ def command(
 
 
 def _check_meeting(meet: str | None, process: int, processes: int) -> None:
-    """Refuse processes that cannot meet."""
+    """Refuse processes that cannot connect to each other."""
     host, _, port = (meet or "").rpartition(":")
     alone = processes == 1 and process == 0 and meet is None
     if not alone and (process >= processes or not host or not port.isdigit()):

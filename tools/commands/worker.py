@@ -1,4 +1,4 @@
-"""`axl worker RUN_DIR`: joins an active run as an elastic rollout worker."""
+"""`axl worker RUN_DIR`: join an active run as an elastic rollout worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML file and the tables that the terminal shows.
+"""The report of a run: one self-contained HTML file, and tables for the terminal.
 
 ``load`` reads a run directory, ``svg`` draws plots, ``charts`` makes the figures of a run,
 ``html`` the page and ``table`` the terminal's tables.
@@ -19,7 +19,7 @@ def write_report(run: Run | str | os.PathLike[str], output: Path | None = None) 
     """Write the page of a run, replacing an older one atomically.
 
     Args:
-        run: A loaded run or the path of a run directory. The run may be still under way.
+        run: A loaded run or the path of a run directory. The run may still be under way.
         output: Where to write; ``report.html`` in the run directory if None.
 
     Returns:

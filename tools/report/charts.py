@@ -1,7 +1,7 @@
 """The figures of a run except the timeline: curves over steps, and task scores before and after.
 
 Every figure is drawn twice, for a wide and for a narrow column; the style sheet shows one of
-them. So text keeps its size on a phone instead of shrinking with the picture.
+them, so that text keeps its size on a phone instead of shrinking with the picture.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Mark:
 
 
 def marks(run: Run) -> list[Mark]:
-    """Kills and replacements by RL step, from the event log or, without one, the report."""
+    """Return kills and replacements by RL step, from the event log or, without one, the report."""
     found = []
     for outage in run.outages:
         step = run.step_at(outage.killed)
@@ -72,7 +72,7 @@ def marks(run: Run) -> list[Mark]:
 
 
 def thin(values: Points, most: int, worst: bool = False) -> Points:
-    """At most ``most`` points: neighbours become their mean, or their maximum if ``worst``."""
+    """Thin to at most ``most`` points: neighbours become their mean, or their maximum if ``worst``."""
     size = -(-len(values) // most)
     if size <= 1:
         return values
@@ -84,12 +84,12 @@ def thin(values: Points, most: int, worst: bool = False) -> Points:
 
 
 def window(count: int) -> int:
-    """The odd width of the moving mean drawn over so many points; 1 if they are few."""
+    """Return the odd width of the moving mean for this number of points; 1 for few points."""
     return max(5, count // 16) | 1 if count >= 12 else 1
 
 
 def moving_mean(values: Points, width: int) -> Points:
-    """The centred mean over ``width`` neighbours, fewer at the ends: no lag behind an event."""
+    """Return the centred mean over ``width`` neighbours, fewer at the ends: no lag behind an event."""
     half, sums = width // 2, [0.0]
     for _, y in values:
         sums.append(sums[-1] + y)
@@ -107,7 +107,7 @@ def figure(
     wide: int = HALF,
     key: Iterable[tuple[str, str]] = (),
 ) -> str:
-    """A card with a heading, a key of (label, style), the picture in both widths and a caption."""
+    """Return a card with a heading, a legend of (label, style), the picture in both widths and a caption."""
     items = "".join(f"<li>{_swatch(style)}{html.escape(label)}</li>" for label, style in key)
     listed = f'<ul class="key">{items}</ul>' if items else ""
     return (
@@ -141,12 +141,12 @@ def curves(
     events: bool = True,
     reference: float | None = None,
 ) -> str:
-    """A card with curves over steps, or an empty string if no series has a value.
+    """Return a card with curves over steps, or an empty string if no series has a value.
 
     Args:
         run: The run, for its kills.
         heading: The card's heading.
-        caption: What is drawn and what good looks like.
+        caption: A description of the curves, and how good ones look.
         series: The curves.
         y_label: Name and unit of the vertical axis.
         size: ``FULL`` or ``HALF``.
@@ -209,7 +209,7 @@ def _curve_plot(
 
 def _draw_marks(plot: svg.Plot, ruled: Sequence[Mark], words: bool) -> None:
     for mark in ruled:
-        # The kill's words go left of its line and the return's right of its own: the two are
+        # The kill's label is left of its line and the return's label right of its own: the two are
         # often a step apart.
         before = mark.style == "kill" and plot.x(mark.step) > plot.left + 110
         shown = mark.words if words and (before or mark.style != "kill") else ""
@@ -233,7 +233,7 @@ def _tips(series: Sequence[Curve], form: Callable[[float], str]) -> list[tuple[f
 
 
 def small_multiples(run: Run) -> str:
-    """One small reward plot per family on common axes; empty without family rewards."""
+    """Return one small reward plot per family on common axes; empty without family rewards."""
     cards = []
     ruled = marks(run)
     for family in run.families:
@@ -254,7 +254,7 @@ def small_multiples(run: Run) -> str:
 
 
 def dumbbells(run: Run, key: str) -> str:
-    """Scores before and after with confidence intervals: the mean, then one row per family."""
+    """Return the card of scores before and after with confidence intervals: the mean, then one row per family."""
     rows = [row for row in scores(run, key) if number(row[1].get(key)) is not None or row[2].get(key) is not None]
     if not rows:
         return ""

@@ -1,4 +1,4 @@
-"""Goodput of a run's training: its time by cause, over all its processes."""
+"""Goodput of a run's training: its time by cause, summed over all its processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _account(run: Run) -> Account:
 
 
 def _sound(row: Row) -> bool:
-    """Whether a row is none of the account's, or has all that one of its kind has."""
+    """Return whether a row is irrelevant to the time account, or has all fields of its kind."""
     wanted = {"train_begin": ("began", "step"), "spent": ("since", "step")}.get(str(row.get("event")), ())
     causes = mapping(row.get("causes")).values()
     return all(number(value) is not None for value in (*(row.get(name) for name in wanted), *causes)) and (
@@ -23,12 +23,12 @@ def _sound(row: Row) -> bool:
 
 
 def told(run: Run) -> str:
-    """The table of the terminal; empty if the run has no account."""
+    """Return the terminal's table; empty if the run has no time account."""
     return "\n".join(account_lines(_account(run)))
 
 
 def section(run: Run) -> str:
-    """A card with a bar for each cause; empty if the run has no account."""
+    """Return a card with a bar for each cause; empty if the run has no time account."""
     found = _account(run)
     if not found.total:
         return ""

@@ -1,4 +1,4 @@
-"""The first card of the page: the result in one number, or how far a run under way has come."""
+"""The first card of the page: the result in one number, or the progress of a run under way."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tools.report.words import (
 
 
 def headline(run: Run) -> str:
+    """Return the first card: scores before and after RL, or the progress so far."""
     first, last = number(run.before.get("pass@1")), number(run.after.get("pass@1"))
     if first is None or last is None:
         return f'<div class="card hero">{_under_way(run, first)}{_tiles(run)}</div>'
@@ -39,7 +40,7 @@ def headline(run: Run) -> str:
 
 
 def _verdict(run: Run) -> str:
-    """What the two intervals allow to say, so that luck is not taken for a gain."""
+    """Return the conclusion that the two intervals allow, so that noise is not taken for a gain."""
     low_before, high_before = bounds_of(run.before.get("pass@1_ci"))
     low_after, high_after = bounds_of(run.after.get("pass@1_ci"))
     if low_before is None or high_before is None or low_after is None or high_after is None:

@@ -1,4 +1,4 @@
-"""The page: sections in reading order, from the headline down to the config."""
+"""The HTML page: sections in reading order, from the headline to the config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STYLE = Path(__file__).with_name("style.css")
 
 
 def render(run: Run) -> str:
-    """The whole page, self-contained: no script, nothing fetched."""
+    """Return the whole page, self-contained: it has no script and fetches nothing."""
     parts = [
         ("tasks", "Tasks solved", _tasks(run)),
         ("reward", "Reward during RL", sections.reward(run)),

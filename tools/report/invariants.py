@@ -1,4 +1,4 @@
-"""What must hold of the run whatever was killed, as a table of the page and of the terminal."""
+"""The invariants of a run, which must hold whatever was killed, as tables of the page and of the terminal."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.text import Text
 from rl.audit.invariants import Finding, check_run
 from tools.report.load import Run
 
-_SHOWN = 5  # lines of what is broken, of each invariant
+_SHOWN = 5  # lines of details for each broken invariant
 
 
 def findings(run: Run) -> list[Finding]:
-    """The invariants of an RL run; none of other runs, or if the log is not one that can be checked."""
+    """Return the checked invariants of an RL run; none for other runs, or if the log cannot be checked."""
     if not run.rows("rl") or not run.events:
         return []
     try:
@@ -26,21 +26,21 @@ def findings(run: Run) -> list[Finding]:
 
 
 def words(finding: Finding) -> list[str]:
-    """What is broken, or what could not be seen; empty if all is well."""
+    """Return the details of a violation, or of what could not be checked; empty if the invariant holds."""
     more = len(finding.broken) - _SHOWN
     lines = [*finding.broken[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
     return lines + ([f"not checked: {finding.unchecked}"] if finding.unchecked else [])
 
 
 def verdict(finding: Finding) -> str:
-    """In one word."""
+    """Return the verdict in one word."""
     if finding.broken:
         return "broken"
     return "holds" if finding.checked else "unknown"
 
 
 def section(run: Run) -> str:
-    """The page's table."""
+    """Return the page's table."""
     rows = "".join(
         f"<tr><td>{escape(finding.invariant)}</td><td>{verdict(finding)}</td><td class=num>{finding.checked}</td>"
         f"<td>{'<br>'.join(map(escape, words(finding)))}</td></tr>"
@@ -56,7 +56,7 @@ def section(run: Run) -> str:
 
 
 def table(found: list[Finding]) -> Table:
-    """The terminal's table."""
+    """Return the terminal's table."""
     made = Table(box=box.SIMPLE_HEAD)
     made.add_column("what must hold")
     made.add_column("")

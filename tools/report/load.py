@@ -1,4 +1,4 @@
-"""Reads a run directory, also one that is still being written or was cut short.
+"""The contents of a run directory, which may still be written to or be incomplete.
 
 A process that is killed leaves at most a torn last line in each ``.jsonl`` file, and one that
 resumes appends after it; so a line that does not parse is skipped and counted, wherever it
@@ -25,14 +25,14 @@ Points = list[tuple[float, float]]
 
 
 def number(value: object) -> float | None:
-    """Returns a finite float, or None for anything else (booleans, text, NaN, infinity)."""
+    """Return a finite float, or None for anything else (booleans, text, NaN, infinity)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def mapping(value: object) -> Row:
-    """Returns the value if it is a dict, else an empty dict: a part that is not there yet."""
+    """Return the value if it is a dict, else an empty dict: a part that is not there yet."""
     return value if isinstance(value, dict) else {}
 
 
@@ -47,7 +47,7 @@ class Outage:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory held when it was read. Every part may be empty."""
+    """The contents of a run directory at the time of reading. Every part may be empty."""
 
     path: Path
     config: str = ""
@@ -74,11 +74,11 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether both evaluations are there."""
+        """Return whether both evaluations are there."""
         return bool(self.before) and bool(self.after)
 
     def rows(self, phase: str) -> list[Row]:
-        """Metric rows of one phase by ascending step; of a step done twice the later row."""
+        """Return the metric rows of one phase by ascending step; for a step done twice the later row."""
         by_step = {}
         for row in self.metrics:
             step = number(row.get("step"))
@@ -87,13 +87,13 @@ class Run:
         return [by_step[step] for step in sorted(by_step)]
 
     def series(self, phase: str, key: str) -> Points:
-        """Finite values of one metric as (step, value) pairs."""
+        """Return the finite values of one metric as (step, value) pairs."""
         values = ((float(row["step"]), number(row.get(key))) for row in self.rows(phase))
         return [(step, value) for step, value in values if value is not None]
 
     @cached_property
     def families(self) -> list[str]:
-        """Task families: those of the evaluations, then those only metrics or samples know."""
+        """Return the task families: those of the evaluations, then those found only in metrics or samples."""
         names: dict[str, None] = {}
         for evaluation in (self.before, self.after):
             names.update(dict.fromkeys(mapping(evaluation.get("families"))))
@@ -104,14 +104,14 @@ class Run:
 
     @cached_property
     def start(self) -> float:
-        """Unix time of the earliest thing known, counting spans from their beginning."""
+        """Return the unix time of the earliest row, counting spans from their beginning."""
         times = [float(row["time"]) - (number(row.get("seconds")) or 0.0) for row in self.events]
         times += [time for row in self.metrics if (time := number(row.get("time"))) is not None]
         return min(times, default=0.0)
 
     @cached_property
     def kills(self) -> list[Row]:
-        """The report's kills, or while there is no report what the event log tells of them."""
+        """Return the report's kills or, without a report yet, those of the event log."""
         listed = self.report.get("kills")
         if isinstance(listed, list):
             return [mapping(kill) for kill in listed]
@@ -127,7 +127,7 @@ class Run:
 
     @cached_property
     def outages(self) -> list[Outage]:
-        """Kills and deaths of the event log, each with the first start of its role after it.
+        """Return kills and deaths of the event log, each with the first start of its role after it.
 
         A kill that is also noticed as a death is one outage. The driver is back with its next session.
         """
@@ -143,7 +143,7 @@ class Run:
         return found
 
     def step_at(self, time: float) -> float | None:
-        """The RL step, with fraction, under way at a unix time; None outside the RL phase."""
+        """Return the RL step, with fraction, under way at a unix time; None outside the RL phase."""
         known = [(number(row.get("time")), float(row["step"])) for row in self.rows("rl")]
         ends = [(end, step) for end, step in known if end is not None]
         for (end, step), (next_end, next_step) in zip(ends, ends[1:], strict=False):
@@ -153,14 +153,14 @@ class Run:
 
 
 def _returns(row: Row, target: str) -> bool:
-    """Whether a row says that a role is (again) at work."""
+    """Return whether a row shows that a role is (again) running."""
     if row.get("event") == "session":
         return target == "driver"
     return row.get("event") in ("restart", "start") and target in (row.get("target"), row.get("role"))
 
 
 def read_rows(path: Path, notes: list[str]) -> list[Row]:
-    """Reads a ``.jsonl`` file; a missing one is empty, unreadable lines are skipped and noted."""
+    """Read a ``.jsonl`` file; a missing one is empty, unreadable lines are skipped and noted."""
     if not path.is_file():
         return []
     rows, bad = [], 0
@@ -169,7 +169,7 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
             continue
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):  # RecursionError: nested deeper than the interpreter goes
+        except (ValueError, RecursionError):  # RecursionError: nested deeper than the interpreter allows
             row = None
         if isinstance(row, dict):
             rows.append(row)
@@ -181,7 +181,7 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
 
 
 def read_report(path: Path, notes: list[str]) -> Row:
-    """Reads ``report.json``; a missing one is empty, a broken one empty and noted."""
+    """Read ``report.json``; a missing one is empty, a broken one empty and noted."""
     if not path.is_file():
         return {}
     try:
@@ -192,14 +192,14 @@ def read_report(path: Path, notes: list[str]) -> Row:
 
 
 def _metrics(folder: Path, notes: list[str]) -> list[Row]:
-    """The run's rows, and before them those of its warm start, which is a run of its own inside it."""
+    """Return the run's rows, after those of its warm start, which is a run of its own inside it."""
     warm = folder / "warm_start" / "metrics.jsonl"
     before = read_rows(warm, notes) if warm.is_file() else []
     return before + read_rows(folder / "metrics.jsonl", notes)
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory holds at least one of a run's files."""
+    """Return whether a directory holds at least one of a run's files."""
     return path.is_dir() and any((path / part).is_file() for part in PARTS)
 
 
@@ -211,7 +211,7 @@ def _runs_in(folder: Path) -> Iterable[str]:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """Reads a run directory.
+    """Read a run directory.
 
     Raises:
         UserError: The path does not exist, is not a run directory or cannot be read; the message

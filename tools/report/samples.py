@@ -1,7 +1,7 @@
 """A table of sample answers before and after RL.
 
-The first problems of each family in file order: chosen by nobody, so the table shows failures as
-well.
+The table has the first problems of each family in file order: they are not selected, so it shows
+failures as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Samples = dict[tuple[str, str], list[Row]]
 
 
 def samples(run: Run) -> str:
-    """The table as markup, or an empty string if there are no rollouts on disk."""
+    """Return the table as markup, or an empty string if there are no rollouts on disk."""
     before, after = _by_question(run, "eval_before"), _by_question(run, "eval_after")
     if before or after:
         heads = ("Before RL", "After RL")
@@ -30,7 +30,7 @@ def samples(run: Run) -> str:
     body = []
     for family in run.families:
         questions = [key for key in (before or after) if key[0] == family]
-        # A question with both answers tells more; the order in the file is kept.
+        # Only questions with both answers, if there are any, in the order of the file.
         shared = [key for key in questions if key in after] or questions
         if shared:
             body.append(f'<tr class="family"><td colspan="4">{escape(family)}</td></tr>')

@@ -1,4 +1,4 @@
-"""The sections of the page that are curves over steps: what is drawn, and what good looks like."""
+"""The sections of the page that are curves over steps, with captions that describe good ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.report.words import duration, label
 
 
 def reward(run: Run) -> str:
-    """The mean reward over RL steps, then one small plot per task family."""
+    """Return the mean reward over RL steps, then one small plot per task family."""
     values = run.series("rl", "reward")
     low, high = svg.limits([value for _, value in values])
     whole = curves(
@@ -35,7 +35,7 @@ def reward(run: Run) -> str:
 
 
 def sft(run: Run) -> str:
-    """Loss and token accuracy of supervised fine-tuning."""
+    """Return loss and token accuracy of supervised fine-tuning."""
     loss = _one(
         run,
         "Loss",
@@ -60,7 +60,7 @@ def sft(run: Run) -> str:
 
 
 def off_policy(run: Run) -> str:
-    """How far the samples are from the policy that learns from them, and sampler from trainer."""
+    """Return the distance of the samples from the policy that learns from them, and of sampler from trainer."""
     staleness = curves(
         run,
         "Staleness",
@@ -108,7 +108,7 @@ def off_policy(run: Run) -> str:
 
 
 def speed(run: Run) -> str:
-    """Tokens per second, seconds per step and seconds per phase."""
+    """Return tokens per second, seconds per step and seconds per phase."""
     tokens = curves(
         run,
         "Throughput",
@@ -133,7 +133,7 @@ def speed(run: Run) -> str:
 
 
 def _supervised(run: Run) -> tuple[str, str]:
-    """Speed and utilisation of supervised training."""
+    """Return speed and utilisation of supervised training."""
     words = "Learned per second of wall time. Good: level."
     used = "Model FLOPs against the peak of the devices, causal attention by half. Good: level, and 40 % or more."
     return (
@@ -174,7 +174,7 @@ def _phases(run: Run) -> str:
 
 
 def health(run: Run) -> str:
-    """Whether the policy still explores, learns from its groups and is moved gently."""
+    """Return the curves of exploration, of learning from groups and of the size of updates."""
     groups = curves(
         run,
         "Groups without signal, answers cut short",
@@ -217,7 +217,7 @@ def _one(
     raw: bool = True,
     **options: Any,
 ) -> str:
-    """A card with the single curve of one metric; ``options`` as for ``curves``."""
+    """Return a card with the single curve of one metric; ``options`` as for ``curves``."""
     curve = Curve(heading.lower(), run.series(phase, key), style, raw=raw)
     return curves(run, heading, caption, [curve], y_label=unit, events=phase == "rl", **options)
 

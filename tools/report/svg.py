@@ -22,24 +22,24 @@ def _attribute(value: object) -> str:
 
 
 def element(tag: str, body: str = "", **attributes: object) -> str:
-    """One element; ``body`` is markup. ``class_`` is ``class``, other underscores are hyphens."""
+    """Return one element; ``body`` is markup. ``class_`` is ``class``, other underscores are hyphens."""
     names = {name: "class" if name == "class_" else name.replace("_", "-") for name in attributes}
     inner = "".join(f' {names[name]}="{_attribute(value)}"' for name, value in attributes.items())
     return f"<{tag}{inner}>{body}</{tag}>" if body else f"<{tag}{inner}/>"
 
 
 def title(text: str) -> str:
-    """The tooltip of the element that holds it."""
+    """Return the tooltip of the element that holds it."""
     return f"<title>{html.escape(text)}</title>"
 
 
 def text(x: float, y: float, words: str, **attributes: object) -> str:
-    """A line of text, escaped."""
+    """Return a line of text, escaped."""
     return element("text", html.escape(words) or " ", x=x, y=y, **attributes)
 
 
 def nice_ticks(lo: float, hi: float, count: int) -> list[float]:
-    """About ``count`` round numbers within [lo, hi], 1, 2, 2.5 or 5 times a power of ten apart."""
+    """Return about ``count`` round numbers within [lo, hi], 1, 2, 2.5 or 5 times a power of ten apart."""
     if not hi > lo:
         return [lo]
     rough = (hi - lo) / max(count, 1)
@@ -50,14 +50,14 @@ def nice_ticks(lo: float, hi: float, count: int) -> list[float]:
 
 
 def log_ticks(lo: float, hi: float, count: int) -> list[float]:
-    """Powers of ten within [lo, hi], thinned to about ``count``."""
+    """Return powers of ten within [lo, hi], thinned to about ``count``."""
     first, last = math.ceil(math.log10(lo) - 1e-9), math.floor(math.log10(hi) + 1e-9)
     stride = max(1, math.ceil((last - first + 1) / max(count, 1)))
     return [10.0**power for power in range(first, last + 1, stride)]
 
 
 def time_ticks(lo: float, hi: float, count: int) -> list[float]:
-    """About ``count`` times in seconds within [lo, hi], apart by a step that a clock knows."""
+    """Return about ``count`` times in seconds within [lo, hi], at a spacing usual for clocks."""
     rough = (hi - lo) / max(count, 1)
     if rough < 1:
         return nice_ticks(lo, hi, count)
@@ -67,7 +67,7 @@ def time_ticks(lo: float, hi: float, count: int) -> list[float]:
 
 
 def number_label(value: float) -> str:
-    """A short tick label: ``0.25``, ``1.5k``, ``2M``, ``5e-5``."""
+    """Return a short tick label: ``0.25``, ``1.5k``, ``2M``, ``5e-5``."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{suffix}"
@@ -77,18 +77,18 @@ def number_label(value: float) -> str:
 
 
 def power_label(value: float) -> str:
-    """A power of ten with a raised exponent."""
+    """Return a power of ten with a raised exponent."""
     raised = str(round(math.log10(value))).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"10{raised}"
 
 
 def percent_label(value: float) -> str:
-    """A fraction in per cent."""
+    """Return a fraction in per cent."""
     return f"{100 * value:.4g} %"
 
 
 def time_label(value: float) -> str:
-    """Seconds since the start as ``45 s``, ``4 min`` or ``4:30``."""
+    """Return seconds since the start as ``45 s``, ``4 min`` or ``4:30``."""
     if value < 60 or value % 1:
         return f"{value:.4g} s"
     minutes, seconds = divmod(round(value), 60)
@@ -97,7 +97,7 @@ def time_label(value: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps [lo, hi] to pixels in [start, end], linearly or by logarithm; clamps what is outside."""
+    """A linear or logarithmic map from [lo, hi] to pixels in [start, end]; values outside are clamped."""
 
     lo: float
     hi: float
@@ -106,6 +106,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
+        """Return the pixel of a value."""
         value = min(max(value, self.lo), self.hi)
         if self.log:
             share = math.log(value / self.lo) / math.log(self.hi / self.lo)
@@ -115,7 +116,7 @@ class Scale:
 
 
 def limits(values: Sequence[float], *, zero: bool = False, log: bool = False) -> tuple[float, float]:
-    """A range that holds all values with some air, from zero if asked; whole decades if log."""
+    """Return a range that holds all values with a margin, from zero on request; whole decades if log."""
     if log:
         positive = [value for value in values if value > 0] or [1.0]
         low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
@@ -184,11 +185,11 @@ class Plot:
             self.parts.append(text(self.right, self.height - 3, x_label, text_anchor="end", class_="unit"))
 
     def add(self, *parts: str) -> None:
-        """Adds markup over what is drawn so far."""
+        """Add markup over everything drawn so far."""
         self.parts.extend(parts)
 
     def line(self, points: Sequence[Point], style: str) -> None:
-        """A line through the points; a single point becomes a dot."""
+        """Draw a line through the points; a single point becomes a dot."""
         if len(points) == 1:
             self.dots(points, style, radius=3)
         elif points:
@@ -196,20 +197,20 @@ class Plot:
             self.parts.append(element("path", d=f"M{path}", class_=f"line {style}"))
 
     def dots(self, points: Sequence[Point], style: str, radius: float = 1.8) -> None:
-        """One small disc per point, as a single path of round caps to keep the file small."""
+        """Draw one small disc per point, as a single path of round caps to keep the file small."""
         if points:
             path = "".join(f"M{self.x(x):.1f} {self.y(y):.1f}h0" for x, y in points)
             self.parts.append(element("path", d=path, class_=f"dots {style}", stroke_width=2 * radius))
 
     def area(self, points: Sequence[tuple[float, float, float]], style: str) -> None:
-        """A band between lower and upper values, given as (x, lower, upper)."""
+        """Draw a band between lower and upper values, given as (x, lower, upper)."""
         if len(points) > 1:
             upper = "L".join(f"{self.x(x):.1f} {self.y(high):.1f}" for x, _, high in points)
             lower = "L".join(f"{self.x(x):.1f} {self.y(low):.1f}" for x, low, _ in reversed(points))
             self.parts.append(element("path", d=f"M{upper}L{lower}Z", class_=f"band {style}"))
 
     def rule(self, x: float, style: str, tip: str, words: str = "", before: bool = False) -> None:
-        """A vertical line with a tooltip and, if there are words, a label right of its top."""
+        """Draw a vertical line with a tooltip and, if there are words, a label right of its top."""
         column = self.x(x)
         drawn = element("path", d=f"M{column:.1f} {self.top - 6}V{self.bottom}", class_=f"rule {style}")
         wide = element("path", d=f"M{column:.1f} {self.top - 6}V{self.bottom}", class_="catch")
@@ -220,7 +221,7 @@ class Plot:
         self.parts.append(element("g", title(tip) + drawn + wide))
 
     def hover(self, tips: Sequence[tuple[float, str]]) -> None:
-        """Columns that tell their values when pointed at: (x, text), ascending in x."""
+        """Add columns that show their values on hover: (x, text), ascending in x."""
         columns = [self.x(x) for x, _ in tips]
         if len(columns) < 2:
             edges = [self.left, self.right]
@@ -241,12 +242,12 @@ class Plot:
             )
 
     def render(self) -> str:
-        """The finished ``<svg>``."""
+        """Return the finished ``<svg>``."""
         return picture(self.width, self.height, self.name, "".join(self.parts))
 
 
 def picture(width: int, height: float, name: str, body: str) -> str:
-    """An ``<svg>`` that scales to its container's width."""
+    """Return an ``<svg>`` that scales to its container's width."""
     return element(
         "svg",
         body,
@@ -259,5 +260,5 @@ def picture(width: int, height: float, name: str, body: str) -> str:
 
 
 def _wide(span: tuple[float, float]) -> tuple[float, float]:
-    """A range of nonzero width, so that a scale never divides by zero."""
+    """Return a range of nonzero width, so that a scale never divides by zero."""
     return span if span[1] > span[0] else (span[0], span[0] + 1.0)

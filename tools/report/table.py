@@ -24,14 +24,14 @@ from tools.report.words import (
 
 
 def print_tables(run: Run, console: Console | None = None) -> None:
-    """Prints the tables of a run; parts that are not there yet are left out."""
+    """Print the tables of a run; parts that are not there yet are left out."""
     out = console or Console()
     for part in tables(run):
         out.print(part)
 
 
 def tables(run: Run) -> list[RenderableType]:
-    """The tables of a run, ready for ``rich``; each fits 80 columns."""
+    """Return the tables of a run, ready for ``rich``; each fits 80 columns."""
     parts: list[RenderableType] = []
     if pass_keys(run):
         parts.append(score_table(run))
@@ -63,7 +63,7 @@ def _change(before: object, after: object) -> Text:
 
 
 def score_table(run: Run) -> Table:
-    """pass@k in per cent with 95 % confidence intervals, before and after, the mean first."""
+    """Return the table of pass@k in per cent with 95 % confidence intervals, before and after, the mean first."""
     table = Table(
         title=f"{run.name}: held-out problems solved, % (95 % CI)",
         title_justify="left",
@@ -89,7 +89,7 @@ def score_table(run: Run) -> Table:
 
 
 def run_table(run: Run) -> Table:
-    """Speed, staleness, trainer-sampler difference and seconds by phase as name and value."""
+    """Return the table of speed, staleness, trainer-sampler difference and seconds by phase, as name and value."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("run", overflow="fold")
     table.add_column("value", justify="right")
@@ -110,7 +110,7 @@ def run_table(run: Run) -> Table:
 
 
 def kill_table(run: Run) -> Table:
-    """One row per killed role: when, and the seconds to notice, to replace, and lost in all."""
+    """Return a table with one row per killed role: when, and the seconds to notice, to replace, and lost in all."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("killed")
     for name in ("at RL step", "noticed after", "replaced after", "run lost"):

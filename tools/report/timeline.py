@@ -1,7 +1,7 @@
-"""The timeline: what each role did when, over the whole run and close up around a kill.
+"""The timeline of each role's work, over the whole run and close up around a kill.
 
 Over a whole run a step is often narrower than a pixel. So the overview draws, per lane and few
-pixels, which *share* of the time went to what; the close-up draws the spans themselves.
+pixels, the *share* of the time of each kind of work; the close-up draws the spans themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BIN = 3  # pixels
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work, in unix seconds; ``count`` tells how many log rows were merged into it."""
+    """One piece of work, in unix seconds; ``count`` is the number of log rows merged into it."""
 
     kind: str
     start: float
@@ -42,9 +42,9 @@ class Span:
 
 
 def lanes(run: Run) -> dict[str, list[Span]]:
-    """Spans by role, roles in the order of the data flow, spans by start.
+    """Return spans by role, roles in the order of the data flow, spans by start.
 
-    Roles that log no spans have a lane all the same, where one sees when they were down.
+    Roles that log no spans have a lane, too, which shows when they were down.
     """
     found: dict[str, list[Span]] = {}
     for row in run.events:
@@ -69,7 +69,7 @@ def _rank(role: str) -> int:
 
 
 def merged(spans: Iterable[Span], gap: float) -> list[Span]:
-    """Joins spans of one kind that overlap or lie closer than ``gap`` seconds."""
+    """Join spans of one kind that overlap or lie closer than ``gap`` seconds."""
     done: list[Span] = []
     last: dict[str, int] = {}
     for span in spans:
@@ -85,7 +85,7 @@ def merged(spans: Iterable[Span], gap: float) -> list[Span]:
 
 
 def busy(spans: Sequence[Span], start: float, end: float) -> float:
-    """The share of [start, end] in which at least one span other than waiting was under way."""
+    """Return the share of [start, end] in which at least one span other than waiting was under way."""
     total, reached = 0.0, start
     for span in spans:
         low, high = max(span.start, reached), min(span.end, end)
@@ -95,10 +95,10 @@ def busy(spans: Sequence[Span], start: float, end: float) -> float:
 
 
 def phases(run: Run) -> list[tuple[str, float, float]]:
-    """Phases as (name, start, end): from phase events, else from the times of the metrics."""
+    """Return phases as (name, start, end): from phase events, else from the times of the metrics."""
     rows = [row for row in run.events if row.get("event") == "phase"]
     found = []
-    for row, after in zip(rows, [*rows[1:], None], strict=False):  # without a row there is no next either
+    for row, after in zip(rows, [*rows[1:], None], strict=False):  # without a row there is no next phase either
         name, time, seconds = (
             str(row.get("phase") or row.get("name")),
             float(row["time"]),
@@ -118,7 +118,7 @@ def phases(run: Run) -> list[tuple[str, float, float]]:
 
 
 def versions(run: Run, start: float, end: float) -> list[tuple[float, int]]:
-    """When the trainer published which version, as (unix time, version); one made again appears again."""
+    """Return the publications of versions as (unix time, version); a version made again appears again."""
     return [
         (float(row["time"]), int(version))
         for row in run.events
@@ -163,7 +163,7 @@ class _Lanes:
         self._versions()
 
     def _versions(self) -> None:
-        """A row below the times: versions of the weights where they were published, as many as fit."""
+        """Draw a row below the times: versions of the weights where they were published, as many as fit."""
         reached = self.left - 1.0
         for time, version in versions(self.run, self.start, self.end):
             column, words = self.x(time), f"v{version}"
@@ -176,14 +176,14 @@ class _Lanes:
             self.parts.append(svg.element("g", tip + mark + drawn))
 
     def box(self, start: float, end: float, row: float, style: str, tip: str = "") -> str:
-        """A rectangle of a lane's height from one time to another."""
+        """Draw a rectangle of a lane's height from one time to another."""
         left = self.x(start)
         size = max(self.x(end) - left, 0.6)
         body = svg.title(tip) if tip else ""
         return svg.element("rect", body, x=left, y=row, width=size, height=self.bar, class_=style)
 
     def outages(self, labels: bool) -> None:
-        """Kills and restarts as lines over all lanes; the time between them on the lane down."""
+        """Draw kills and restarts as lines over all lanes, and the time between them on the role's lane."""
         for outage in self.run.outages:
             self._outage(outage, labels)
 
@@ -219,18 +219,18 @@ class _Lanes:
             self.parts.append(svg.element("g", svg.title(tip) + drawn + catch))
 
     def render(self, name: str) -> str:
-        """The finished ``<svg>``."""
+        """Return the finished ``<svg>``."""
         return svg.picture(self.width, self.height, name, "".join(self.parts))
 
 
 def _lives(run: Run, role: str) -> str:
-    """Of a role that logs no spans: how often it had to start."""
+    """Return the number of starts of a role that logs no spans, in words."""
     starts = sum(row.get("event") == "start" and row.get("role") == role for row in run.events)
     return f"started {starts} time{'s' * (starts != 1)}"
 
 
 def _shares(spans: Sequence[Span], start: float, size: float, bins: int) -> dict[str, list[float]]:
-    """Per kind the share of each bin of ``size`` seconds; scaled down where spans overlap."""
+    """Return per kind the share of each bin of ``size`` seconds; scaled down where spans overlap."""
     shares = {kind: [0.0] * bins for kind in KINDS if any(span.kind == kind for span in spans)}
     for span in spans:
         first = max(int((span.start - start) / size), 0)
@@ -246,7 +246,7 @@ def _shares(spans: Sequence[Span], start: float, size: float, bins: int) -> dict
 
 
 def _stack(shares: dict[str, list[float]], left: float, row: float, bar: float) -> list[tuple[str, str]]:
-    """One path per kind, piled from the lane's foot; equal neighbours share a rectangle."""
+    """Draw one path per kind, stacked from the lane's bottom; equal neighbours share a rectangle."""
     bins = len(next(iter(shares.values()), []))
     floor = [0.0] * bins
     paths = []
@@ -273,7 +273,7 @@ def _key(roles: dict[str, list[Span]]) -> list[tuple[str, str]]:
 
 
 def overview(run: Run) -> str:
-    """The whole run; an empty string if the event log has no spans."""
+    """Return the picture of the whole run; an empty string if the event log has no spans."""
     roles = lanes(run)
     if not any(roles.values()):
         return ""
@@ -319,7 +319,7 @@ def overview(run: Run) -> str:
 
 
 def _window(run: Run) -> tuple[float, float] | None:
-    """About a dozen steps: around the first kill if there is one, else in the middle of RL."""
+    """Return the window of about a dozen steps: around the first kill if there is one, else in the middle of RL."""
     rows = run.rows("rl")
     times = [time for row in rows if (time := number(row.get("time"))) is not None]
     if len(times) < 3:
@@ -334,7 +334,7 @@ def _window(run: Run) -> tuple[float, float] | None:
 
 
 def close_up(run: Run) -> str:
-    """A dozen steps in the middle of RL, or around the kill; empty without spans or steps."""
+    """Return the picture of a dozen steps in the middle of RL, or around the kill; empty without spans or steps."""
     roles, chosen = lanes(run), _window(run)
     if not roles or chosen is None:
         return ""
@@ -354,8 +354,7 @@ def close_up(run: Run) -> str:
                 tip += f" in {span.count} spans" if span.count > 1 else ""
                 style = f"fill {KINDS[span.kind][1]}"
                 low, high = max(span.start, start), min(span.end, end)
-                # A hair of daylight between neighbours, so that equal colours still read as
-                # separate spans.
+                # A thin gap between neighbours, so that spans of one colour look separate.
                 view.parts.append(view.box(low, max(high - 0.9 * pixel, low), view.rows[role], style, tip))
             for row in _points(run, role, start, end):
                 column, middle = view.x(float(row["time"])), view.rows[role] + view.bar / 2

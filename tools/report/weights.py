@@ -1,4 +1,4 @@
-"""Seconds of weights on their way from the trainer to the workers, as a table of the page."""
+"""Seconds of each stage of a weight transfer from the trainer to the workers, as a table of the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHAT = {
 
 
 def section(run: Run) -> str:
-    """Medians and largest, and the bytes; nothing if the run has no report yet."""
+    """Return medians, maxima and bytes; nothing if the run has no report yet."""
     figures = mapping(run.report.get("weights"))
     rows = "".join(
         f"<tr><td>{name}</td><td>{escape(what)}</td>"

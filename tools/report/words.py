@@ -1,4 +1,4 @@
-"""The report's words and number formats, the same on the page and in the terminal."""
+"""Labels and number formats of the report, the same on the page and in the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LABELS = {
 
 
 def label(key: str) -> str:
-    """Turns a key such as ``gen_tokens_per_second`` into words: ``Generated tokens/s``."""
+    """Turn a key such as ``gen_tokens_per_second`` into words: ``Generated tokens/s``."""
     if key in _LABELS:
         return _LABELS[key]
     known = {"gen": "generated", "train": "trained", "rl": "RL", "sft": "SFT", "cpu": "CPU"}
@@ -29,7 +29,7 @@ def label(key: str) -> str:
 
 
 def plain(value: object) -> str:
-    """A number with three significant digits and no needless exponent; other values as they are."""
+    """Format a number with three significant digits and no needless exponent; other values as they are."""
     amount = number(value)
     if amount is None:
         return MISSING if value is None else str(value)
@@ -44,26 +44,26 @@ def plain(value: object) -> str:
 
 
 def percent(value: object) -> str:
-    """A fraction as per cent with one decimal, without the sign: ``0.3625`` is ``36.2``."""
+    """Format a fraction as per cent with one decimal, without the sign: ``0.3625`` is ``36.2``."""
     amount = number(value)
     return MISSING if amount is None else f"{100 * amount:.1f}"
 
 
 def interval(bounds: object) -> str:
-    """A confidence interval of fractions in per cent: ``33.1-39.4`` with an en dash."""
+    """Format a confidence interval of fractions in per cent: ``33.1-39.4`` with an en dash."""
     low, high = bounds_of(bounds)
     return "" if low is None or high is None else f"{percent(low)}\N{EN DASH}{percent(high)}"
 
 
 def bounds_of(bounds: object) -> tuple[float | None, float | None]:
-    """The two ends of an interval, or two Nones if it is not one."""
+    """Return the two ends of an interval, or two Nones if it is not one."""
     if isinstance(bounds, list | tuple) and len(bounds) == 2:
         return number(bounds[0]), number(bounds[1])
     return None, None
 
 
 def points(before: object, after: object) -> str:
-    """The signed change from one fraction to another in percentage points."""
+    """Format the signed change from one fraction to another in percentage points."""
     first, second = number(before), number(after)
     if first is None or second is None:
         return MISSING
@@ -71,7 +71,7 @@ def points(before: object, after: object) -> str:
 
 
 def duration(value: object) -> str:
-    """Seconds as ``0.42 s``, ``17.3 s``, ``4 min 05 s`` or ``2 h 03 min``."""
+    """Format seconds as ``0.42 s``, ``17.3 s``, ``4 min 05 s`` or ``2 h 03 min``."""
     amount = number(value)
     if amount is None:
         return MISSING
@@ -83,13 +83,13 @@ def duration(value: object) -> str:
 
 
 def pass_keys(run: Run) -> list[str]:
-    """The pass@k that the evaluations hold, ascending in k: ``["pass@1", "pass@8"]``."""
+    """Return the pass@k that the evaluations hold, ascending in k: ``["pass@1", "pass@8"]``."""
     found = {key for part in (run.before, run.after) for key in part if re.fullmatch(r"pass@\d+", key)}
     return sorted(found, key=lambda key: int(key[5:]))
 
 
 def scores(run: Run, key: str) -> Iterator[tuple[str, Row, Row]]:
-    """Yields (name, before, after) for the mean over the families and then for each family."""
+    """Yield (name, before, after) for the mean over the families and then for each family."""
     befores, afters = mapping(run.before.get("families")), mapping(run.after.get("families"))
     families = [name for name in run.families if name in befores or name in afters]
     yield "Mean of families", run.before, run.after
@@ -98,7 +98,7 @@ def scores(run: Run, key: str) -> Iterator[tuple[str, Row, Row]]:
 
 
 def throughput(run: Run) -> list[tuple[str, str]]:
-    """Throughput figures with their units: the report's, else from the steps logged so far."""
+    """Return throughput figures with their units: the report's, else from the steps logged so far."""
     given = mapping(run.report.get("throughput"))
     if given:
         return [(label(key), plain(value)) for key, value in given.items()]
@@ -116,7 +116,7 @@ def throughput(run: Run) -> list[tuple[str, str]]:
 
 
 def mean_max(run: Run, name: str) -> tuple[float | None, float | None]:
-    """Mean and maximum of ``staleness`` or ``logprob_diff``, by the report or the metrics."""
+    """Return mean and maximum of ``staleness`` or ``logprob_diff``, by the report or the metrics."""
     given = mapping(run.report.get(name))
     if given:
         return number(given.get("mean")), number(given.get("max"))
@@ -126,6 +126,6 @@ def mean_max(run: Run, name: str) -> tuple[float | None, float | None]:
 
 
 def lost_seconds(run: Run) -> float | None:
-    """Seconds lost to kills in all; None if no kill reports any."""
+    """Return the seconds lost to kills in all; None if no kill reports any."""
     lost = [value for kill in run.kills if (value := number(kill.get("lost_s"))) is not None]
     return sum(lost) if lost else None

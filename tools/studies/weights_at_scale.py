@@ -55,10 +55,12 @@ class Case:
 
     @property
     def name(self) -> str:
+        """Policy and host."""
         return f"{self.policy}, {self.host.name}"
 
     @property
     def total(self) -> float:
+        """Bytes of the weights in bfloat16."""
         return 2 * self.params
 
     @property

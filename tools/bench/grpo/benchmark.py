@@ -1,4 +1,4 @@
-"""`axl bench grpo_step`: CPU seconds of one GRPO step, ours and peers', taking turns in one run."""
+"""`axl bench grpo_step`: CPU seconds of one GRPO step, our stack and peers interleaved in one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BENCHMARK = "grpo_step"
 
 
 def summarise(results: Mapping[str, Measured], steps: int) -> dict[str, Any]:
-    """The result that `--json` prints.
+    """Return the result that `--json` prints.
 
     The best peer is the one with the lowest median CPU seconds a step; the ratio is the median over
     rounds of our CPU seconds by the best peer's in the same round, None without both.
@@ -47,19 +47,19 @@ def summarise(results: Mapping[str, Measured], steps: int) -> dict[str, Any]:
 
 
 def run(peers: Sequence[Peer], steps: int, say: Say) -> dict[str, Any]:
-    """Measures our stack and `peers`, interleaved; what cannot be run stands under `errors`."""
+    """Measure our stack and `peers`, interleaved; systems that cannot be run are listed under `errors`."""
     results = measure_with_peers(BENCHMARK, "tools.bench.grpo.ours", peers, steps, say, STEP_FIELDS)
     return summarise(results, steps)
 
 
 def succeeded(result: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
-    """Whether what was asked for can be read off the result: ours, and one peer if any."""
+    """Return whether the result has what was requested: our figures, and those of at least one peer if any."""
     ours = result["ours_cpu_s_per_step"] is not None
     return ours and (not peers or result["ratio_to_best_peer"] is not None)
 
 
 def rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of the table for people: system, CPU s, wall s, tokens/CPU s, first step s, version."""
+    """Return the rows of the console table: system, CPU s, wall s, tokens/CPU s, first step s, version."""
     ours = {
         "cpu_s_per_step": result["ours_cpu_s_per_step"],
         "wall_s_per_step": result["ours_wall_s_per_step"],
@@ -82,7 +82,7 @@ def rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def describe_job(job: GrpoJob | None = None) -> str:
-    """The job in one line."""
+    """Describe the job in one line."""
     job = job or GrpoJob()
     return (
         f"{job.layers} layers x {job.dim}, {job.prompts} prompts x {job.group}, "

@@ -37,21 +37,21 @@ class GrpoJob:
 
     @property
     def rollouts(self) -> int:
-        """Completions of one step."""
+        """Return the number of completions of one step."""
         return self.prompts * self.group
 
     @property
     def new_tokens_per_step(self) -> int:
-        """Tokens that one step samples."""
+        """Return the number of tokens that one step samples."""
         return self.rollouts * self.new_tokens
 
     def prompt_texts(self, step: int, length: int | None = None) -> list[str]:
-        """The prompts of step `step`: lower-case letters, the same for every system.
+        """Return the prompts of step `step`: lower-case letters, the same for every system.
 
         Args:
             step: 0-based step.
             length: characters of each prompt; `prompt_tokens` where None. A system that puts a
-                beginning-of-sequence token in front asks for one less.
+                beginning-of-sequence token in front requests one less.
         """
         letters = random.Random(self.seed * 1_000_003 + step)
         size = self.prompt_tokens if length is None else length

@@ -1,4 +1,4 @@
-"""Our own stack as a benchmark worker: the experiment `grpo_bench`, all roles in this process."""
+"""A benchmark worker for our own stack: the experiment `grpo_bench`, all roles in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.bench.harness.protocol import StepServer
 
 
 def experiment_config(job: GrpoJob) -> RLExperiment.Config:
-    """The job as one of our experiments."""
+    """Return the job as one of our experiments."""
     return grpo_bench(
         prompts=job.prompts,
         group=job.group,
@@ -37,7 +37,7 @@ def experiment_config(job: GrpoJob) -> RLExperiment.Config:
 
 
 def build_step(job: GrpoJob) -> tuple[Callable[[StepServer, int], None], int]:
-    """Builds the stack for `job`.
+    """Build the stack for `job`.
 
     Returns:
         The function that runs step `index` to its end (parameters ready, inside it
@@ -65,7 +65,7 @@ def build_step(job: GrpoJob) -> tuple[Callable[[StepServer, int], None], int]:
 
 
 def system_version() -> str:
-    """Name and version of what is measured."""
+    """Return the name and version of the measured system."""
     try:
         return f"axlearn-like {version('axlearn-like')}"
     except PackageNotFoundError:
@@ -73,7 +73,7 @@ def system_version() -> str:
 
 
 def main() -> None:
-    """Runs steps on request until told to stop."""
+    """Run steps on request until the runner ends the worker."""
     step, parameters = build_step(GrpoJob())
     server = StepServer(system_version(), parameters)
     server.begin()

@@ -1,1 +1,1 @@
-"""Measuring workers in turns: the protocol they speak, and the circumstances of a run."""
+"""Interleaved measurement of worker processes: their protocol, and the circumstances of a run."""

@@ -1,4 +1,4 @@
-"""Under what circumstances a benchmark ran: the machine, the date, the versions, the command."""
+"""Circumstances of a benchmark run: the machine, the date, the versions, the command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("axlearn-like", "jax", "jaxlib", "numpy")
 
 
 def machine() -> dict[str, Any]:
-    """Where it ran: usable cores, processor model, load over one minute."""
+    """Describe the machine: usable cores, processor model, load over one minute."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -28,7 +28,7 @@ def machine() -> dict[str, Any]:
 
 
 def circumstances(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Date, versions of Python and of these packages, and the command."""
+    """Return the date, the versions of Python and of these packages, and the command."""
     versions = {"python": platform.python_version()}
     for package in packages:
         try:

@@ -21,15 +21,15 @@ from mesh.errors import UserError, did_you_mean
 _PROBE = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
 _UV = "uv==0.13.8"
 WORKERS = Path(__file__).parents[1] / "peers"
-_COMPLETE = "complete.json"  # written last: an environment without it is made anew
+_COMPLETE = "complete.json"  # written last: an environment without it is incomplete, and is made again
 
 
 class UnknownPeer(UserError, ValueError):
-    """A name that is no peer's; the message has the nearest one."""
+    """A name that no peer has; the message suggests the nearest one."""
 
 
 class EnvironmentFailed(RuntimeError):
-    """A peer's environment could not be made; the message says why and what to do."""
+    """A failure to make a peer's environment; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Environment:
 
 @dataclass(frozen=True)
 class Peer:
-    """What it takes to run one peer.
+    """A system to compare with: its environment, worker scripts and settings.
 
     Attributes:
         name: as on the command line.
         environment: where it runs.
         scripts: for each benchmark it takes part in, the worker script, a file in `peers`, which is in a checkout only.
-        environ: settings without which its figures would not be its best.
+        environ: environment variables that it needs for its best figures.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Peer:
 _TUNIX = Environment(
     name="tunix",
     pythons=("3.12", "3.13"),
-    # The jax that pip chooses today and that our stack runs on; jax 0.10.2 costs the same.
+    # pip resolves to this jax today, and our stack runs on it; figures with jax 0.10.2 are the same.
     requirements=(
         "google-tunix==0.1.7",
         "jax==0.12.0.1",
@@ -111,7 +111,7 @@ PEERS = {
         Peer("tunix", _TUNIX, {"grpo_step": "tunix_grpo.py", "rollout": "tunix_rollout.py"}),
         Peer("trl", _TRL, {"grpo_step": "trl_grpo.py"}, _TORCH_ENVIRON),
         Peer("transformers", _TRL, {"rollout": "transformers_rollout.py"}, _TORCH_ENVIRON),
-        # Without the first it looks for a cloud's metadata server and waits; without the second for a cloud's storage.
+        # Without the first it waits for a cloud's metadata server; without the second, for a cloud's storage.
         Peer(
             "maxtext",
             _MAXTEXT,
@@ -123,7 +123,7 @@ PEERS = {
 
 
 def peers_of(benchmark: str) -> dict[str, Peer]:
-    """The peers that take part in a benchmark, by name."""
+    """Return the peers that take part in a benchmark, by name."""
     return {name: peer for name, peer in PEERS.items() if benchmark in peer.scripts}
 
 
@@ -147,17 +147,17 @@ def find_peers(names: Iterable[str], benchmark: str) -> list[Peer]:
 
 
 def cache_folder() -> Path:
-    """Where the environments live: `axlearn-like/peers` under the XDG cache folder."""
+    """Return the folder of the environments: `axlearn-like/peers` under the XDG cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "axlearn-like" / "peers"
 
 
 def find_interpreter(versions: Iterable[str]) -> tuple[Path, str]:
-    """Finds an interpreter that runs and can make virtual environments.
+    """Find an interpreter that runs and can make virtual environments.
 
-    Looks at this interpreter, on the path and in pyenv's folder of versions. A name that exists
+    Candidates are this interpreter, those on the path and those in pyenv's folder of versions. A name that exists
     proves nothing (pyenv's shims refuse to run a version that is not selected; distributions ship
-    interpreters without ensurepip), so each candidate is asked for its version.
+    interpreters without ensurepip), so each candidate is run to get its version.
 
     Args:
         versions: `major.minor`, the preferred first.
@@ -184,11 +184,11 @@ def find_interpreter(versions: Iterable[str]) -> tuple[Path, str]:
 
 
 def ensure_environment(environment: Environment, say: Callable[[str], None], cache: Path | None = None) -> Path:
-    """Makes the environment unless it is there and complete.
+    """Make the environment unless it exists and is complete.
 
     Args:
         environment: which.
-        say: told in one line what is being done, before it takes long.
+        say: called with one line about each step that takes long, before it begins.
         cache: folder of environments; `cache_folder()` where None.
 
     Returns:
@@ -206,7 +206,7 @@ def ensure_environment(environment: Environment, say: Callable[[str], None], cac
     except OSError as error:
         raise EnvironmentFailed(f"{name}: cannot write to {root}: {error}") from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two benchmarks at once make it once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # concurrent benchmarks make it only once
         if not _is_complete(environment, folder):
             try:
                 _make(environment, folder, root / f"{name}-install.log", say)

@@ -1,6 +1,6 @@
-"""Systems measured by turns in one run: what all benchmarks with peers share.
+"""Interleaved measurement of several systems in one run, shared by all benchmarks with peers.
 
-Each system is warm in a process of its own. A round asks each for one step while the others wait
+Each system runs warm in a process of its own. A round asks each for one step while the others wait
 idle, so that whatever else happens on the machine falls on all alike.
 """
 
@@ -32,7 +32,7 @@ Step = Mapping[str, float]
 
 @dataclass
 class Measured:
-    """What one system did: its ready line and the fields of its measured steps, warm-up left out.
+    """Measurements of one system: its ready line and the fields of its measured steps, without the warm-up.
 
     `error` says why it stopped before the end, and then its steps do not count.
     """
@@ -42,32 +42,32 @@ class Measured:
     error: str | None = None
 
     def median(self, name: str) -> float:
-        """Median of a step field."""
+        """Return the median of a step field."""
         return statistics.median(step[name] for step in self.steps)
 
     def median_ratio(self, above: str, below: str) -> float:
-        """Median of one step field by another."""
+        """Return the median of one step field divided by another."""
         return statistics.median(step[above] / step[below] for step in self.steps)
 
 
 def median_over_rounds(ours: Measured, theirs: Measured, figure: Callable[[Step, Step], float]) -> float:
-    """Median over rounds of a figure of our step and theirs in the same round."""
+    """Return the median over rounds of a figure of our step and theirs in the same round."""
     pairs = zip(ours.steps, theirs.steps, strict=True)
     return statistics.median(figure(our, their) for our, their in pairs)
 
 
 @dataclass(frozen=True)
 class Command:
-    """How to start a worker."""
+    """A worker's program, arguments and environment."""
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]
 
 
 def worker_environ(**extra: str) -> dict[str, str]:
-    """Environment that all workers share: CPU only, nothing of the caller's that changes figures.
+    """Return the environment that all workers share: CPU only, without the caller's settings that change figures.
 
-    JAX's compilation cache on disk is off, so that a first step is a cold one.
+    JAX's compilation cache on disk is off, so that the first step is cold.
     """
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "XLA_FLAGS")
     environ = {key: value for key, value in os.environ.items() if key not in dropped}
@@ -75,7 +75,7 @@ def worker_environ(**extra: str) -> dict[str, str]:
 
 
 def our_command(module: str) -> Command:
-    """A worker of our own, with the interpreter that runs this.
+    """Return the command of a worker of our own, with the current interpreter.
 
     Args:
         module: its dotted name.
@@ -85,7 +85,7 @@ def our_command(module: str) -> Command:
 
 
 def peer_command(peer: Peer, benchmark: str, say: Say) -> Command:
-    """A peer's worker for a benchmark, in the peer's environment, which is made if need be.
+    """Return the command of a peer's worker for a benchmark; makes the peer's environment if necessary.
 
     Raises:
         EnvironmentFailed: the environment cannot be made.
@@ -102,21 +102,21 @@ def measure(
     say: Say,
     fields: Sequence[str] = STEP_FIELDS,
 ) -> dict[str, Measured]:
-    """Runs `steps` measured rounds of one step each, after the warm-up rounds.
+    """Run `steps` measured rounds of one step each, after the warm-up rounds.
 
-    A worker that fails is left out from there on; the others go on.
+    A worker that fails is left out of later rounds; the others continue.
 
     Args:
         commands: the systems by name, in the order of their turns.
         steps: measured rounds.
-        say: told in one line what is going on.
+        say: called with one line about progress.
         fields: figures that every step must report.
     """
     results = {name: Measured() for name in commands}
     logs = Path(tempfile.mkdtemp(prefix="axl-bench-"))
     with contextlib.ExitStack() as stack:
         workers: dict[str, StepWorker] = {}
-        for name, command in commands.items():  # one by one: a first step has the machine alone
+        for name, command in commands.items():  # one by one, so that each first step has the machine to itself
             say(f"{name}: starting, first step")
             worker = StepWorker(name, command.argv, command.environ, logs / f"{name}.log", logs)
             stack.enter_context(worker)
@@ -138,7 +138,7 @@ def measure(
                     results[name].steps.append(step)
             say(f"round {index + 1} of {WARM_UP_ROUNDS + steps} ({WARM_UP_ROUNDS} warm-up)")
     if all(result.error is None for result in results.values()):
-        shutil.rmtree(logs)  # kept where an error points into it
+        shutil.rmtree(logs)  # kept if an error message refers to it
     return results
 
 
@@ -150,9 +150,9 @@ def measure_with_peers(
     say: Say,
     fields: Sequence[str],
 ) -> dict[str, Measured]:
-    """Measures our worker and those of `peers` by turns, ours under `OURS`.
+    """Measure our worker and those of `peers` in turns; ours is under `OURS`.
 
-    A peer whose environment cannot be made stands there with its error.
+    A peer whose environment cannot be made is in the result with its error.
     """
     commands = {OURS: our_command(our_module)}
     unmade: dict[str, Measured] = {}

@@ -1,11 +1,11 @@
-"""One step per line: what a benchmark worker speaks with the runner.
+"""The line protocol between a benchmark worker and the runner: one step per line.
 
 A worker is a process that holds one system, warm. It prints `{"ready": true, ...}` after its first
 step; then, for each line `step` on its standard input, it runs exactly one step and prints the
 figures of that step; `quit` or a closed input ends it. Between lines it waits without using the
 processor, so several systems can take turns step by step on one machine.
 
-What a step is, the benchmark says: one optimiser step of RL (`STEP_FIELDS`) or of supervised training (`TRAIN_FIELDS`),
+The benchmark defines a step: one optimiser step of RL (`STEP_FIELDS`) or of supervised training (`TRAIN_FIELDS`),
 or one generation of all rollouts and nothing else (`GENERATION_FIELDS`).
 
 Standard library only, and Python 3.11: peers import this file inside environments of their own.
@@ -34,21 +34,21 @@ class Clock(NamedTuple):
     wall: float
 
     def since(self, start: Clock) -> Clock:
-        """Seconds between `start` and this reading."""
+        """Return the seconds between `start` and this reading."""
         return Clock(self.cpu - start.cpu, self.wall - start.wall)
 
 
 def now() -> Clock:
-    """Reads the clocks; CPU is of all threads of this process and of its ended children."""
+    """Read the clocks; CPU seconds include all threads of this process and its finished children."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = time.process_time() + children.ru_utime + children.ru_stime
     return Clock(cpu, time.perf_counter())
 
 
 class StepServer:
-    """The worker's end. The training loop may be somebody else's: it only calls `step_done`.
+    """The worker's end of the protocol. It works with any training loop that calls `step_done` after each step.
 
-    Takes the process's standard output for itself and sends whatever libraries print there to
+    Takes over the process's standard output and redirects whatever libraries print there to
     standard error, so nothing but the protocol reaches the runner.
 
     Args:
@@ -68,12 +68,12 @@ class StepServer:
         self._reset()
 
     def begin(self) -> None:
-        """Starts the clock of the first step; call when all is built, before anything compiles."""
+        """Start the clock of the first step; call it when everything is built, before anything compiles."""
         self._reset()
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
-        """Times what runs inside as generation; the caller waits for the tokens inside it."""
+        """Count the time inside the `with` block as generation; the caller waits for the tokens inside it."""
         start = now()
         yield
         spent = now().since(start)
@@ -81,18 +81,18 @@ class StepServer:
         self._gen = Clock(before.cpu + spent.cpu, before.wall + spent.wall)
 
     def record(self, new_tokens: int, reward: float | None = None) -> None:
-        """Notes the sampled tokens of the current step and, where there is one, the mean reward."""
+        """Record the sampled tokens of the current step and, if there is one, the mean reward."""
         self._new_tokens += new_tokens
         self._reward = reward
 
     def note(self, **figures: object) -> None:
-        """Adds figures of any name to what is reported of the current step."""
+        """Add figures of any name to the report of the current step."""
         self._notes |= figures
 
     def step_done(self) -> bool:
-        """Ends a step, whose work must be finished: reports it and waits to be asked for the next.
+        """End a step, whose work must be finished: report it and wait for the next request.
 
-        Generation and reward are reported if they were noted since the step before.
+        Generation and reward are reported if they were recorded since the previous step.
 
         Returns:
             True to run one more step, False to stop.

@@ -1,4 +1,4 @@
-"""The runner's end of the step protocol: starts a worker process and asks it for steps."""
+"""The runner's end of the step protocol: it starts a worker process and requests steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tools.bench.harness.protocol import STEP_FIELDS
 
 
 class WorkerError(RuntimeError):
-    """A worker that ended, hung or spoke out of turn; the message ends with its last log lines."""
+    """A worker that ended, hung or broke the protocol; the message ends with its last log lines."""
 
 
 class StepWorker:
-    """One system, warm in a process of its own; use as a context manager to leave nothing running.
+    """One system, warm in a process of its own; as a context manager it leaves no process running.
 
     Args:
-        name: what errors call it.
+        name: used in error messages.
         command: the program and its arguments.
         environ: its whole environment.
-        log: file that takes its standard error and everything that libraries print.
+        log: file for its standard error and everything that libraries print.
         cwd: its working directory.
     """
 
@@ -60,7 +60,7 @@ class StepWorker:
         self.close()
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """Waits for the first step to end.
+        """Wait for the first step to end.
 
         Returns:
             The worker's ready line, and `start_s`: wall seconds since the process was started.
@@ -72,7 +72,7 @@ class StepWorker:
         return message | {"start_s": time.perf_counter() - self._started}
 
     def step(self, timeout_s: float, fields: Sequence[str] = STEP_FIELDS) -> dict[str, float]:
-        """Has exactly one step run and returns its figures.
+        """Request exactly one step and return its figures.
 
         Args:
             timeout_s: how long it may take.
@@ -90,7 +90,7 @@ class StepWorker:
         return self._receive(timeout_s, fields)
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Ends the worker: asks, then kills its whole process group."""
+        """End the worker: request it to quit, then kill its whole process group."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.close()  # a closed input means quit

@@ -1,4 +1,4 @@
-"""Tokens of training input by CPU second: tokenising, packing, and the plan that every host makes for all."""
+"""Tokens of training input per CPU second: tokenising, packing, and the global plan that every host computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = {
 
 
 def run(documents: int = 5000, seq_len: int = 4096, batch_size: int = 64, batches: int = 10) -> dict[str, Any]:
-    """Documents of log-normal length, median 400 bytes, are written, tokenised, and made into batches.
+    """Write documents of log-normal length, median 400 bytes, tokenise them, and make batches.
 
     Returns:
         `tokenise_tokens_per_cpu_s`; and for each way of packing `tokens_per_cpu_s` (live tokens of the global batch),

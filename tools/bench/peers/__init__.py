@@ -1,1 +1,1 @@
-"""Peers that a benchmark compares with, each run by its own packages in its own environment."""
+"""Workers of the peers that benchmarks compare with, each with its own packages in its own environment."""

@@ -17,11 +17,11 @@ from typing import Any
 from harness.protocol import StepServer
 from train_step.job import DTYPES, QUICK, TrainJob
 
-ENDLESS = 10**6  # steps; the runner says when to stop
+ENDLESS = 10**6  # steps; the runner ends the worker before
 
 
 def arguments_of(job: TrainJob, dtype: str) -> list[str]:
-    """The command line of MaxText: the job, and everything off that costs time beside training."""
+    """Return MaxText's command line: the job, with everything off that costs time beside training."""
     settings = {
         "run_name": "train_step",
         "base_output_directory": str(Path("maxtext-out").resolve()),
@@ -62,14 +62,14 @@ def arguments_of(job: TrainJob, dtype: str) -> list[str]:
 
 
 def main() -> None:
-    """Trains one step per request until told to stop."""
+    """Train one step per request until the runner ends the worker."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     job = QUICK if arguments.quick else TrainJob()
     server = StepServer(f"maxtext {version('maxtext')}, jax {version('jax')}", parameters=0)
-    # Only now: they print while they are imported, and the standard output is the protocol's.
+    # Imported only now: these modules print on import, and the standard output belongs to the protocol.
     import jax
     from flax import nnx
     from maxtext.trainers.pre_train import train

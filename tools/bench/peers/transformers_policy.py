@@ -12,7 +12,7 @@ PAD, BOS, EOS = 0, 1, 127
 
 
 def build_model(job: GrpoJob) -> Qwen3ForCausalLM:
-    """The random policy, float32."""
+    """Return the random policy, float32."""
     torch.manual_seed(job.seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -35,5 +35,5 @@ def build_model(job: GrpoJob) -> Qwen3ForCausalLM:
 
 
 def parameter_count(model: torch.nn.Module) -> int:
-    """Size of the model."""
+    """Return the number of parameters of the model."""
     return sum(parameter.numel() for parameter in model.parameters())

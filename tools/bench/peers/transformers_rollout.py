@@ -3,7 +3,7 @@
 Log-probabilities: `generate` keeps each step's processed logits (`output_scores`), and
 `compute_transition_scores` takes from their log-softmax those of the sampled tokens.
 
-Chosen because they are fastest here (tokens by CPU second on one core, taking turns in one run):
+Chosen because they are fastest here (tokens per CPU second on one core, interleaved in one run):
 the growing cache rather than the static one (7,070 against 6,380; torch.compile of the static one,
 in another run: 4,700 against 5,910, after a minute of compiling), fused attention rather than eager
 (7,070 against 6,090), and the keys and values of a prompt computed once for all its completions
@@ -26,7 +26,7 @@ from transformers_policy import PAD, build_model, parameter_count
 
 
 def settings(job: GrpoJob) -> GenerationConfig:
-    """The job in transformers' terms; without an end of sequence every completion is full length."""
+    """Return the job in transformers' terms; without an end of sequence every completion has full length."""
     return GenerationConfig(
         do_sample=True,
         temperature=job.temperature,
@@ -41,7 +41,7 @@ def settings(job: GrpoJob) -> GenerationConfig:
 
 
 def generate(job: GrpoJob, model: Qwen3ForCausalLM, config: GenerationConfig, index: int) -> Completions:
-    """All completions of step `index`, in one batch, which is fastest here."""
+    """Generate all completions of step `index` in one batch, which is fastest here."""
     torch.manual_seed(index)
     prompts = torch.tensor([list(text.encode()) for text in job.prompt_texts(index)])
     cache = DynamicCache(config=model.config)
@@ -59,12 +59,12 @@ def generate(job: GrpoJob, model: Qwen3ForCausalLM, config: GenerationConfig, in
 
 
 def main() -> None:
-    """Generates once per request until told to stop."""
+    """Generate once per request until the runner ends the worker."""
     use_one_core()
     torch.set_num_threads(1)
     job = GrpoJob()
     model = build_model(job).eval()
-    model.generation_config.eos_token_id = None  # `generate` falls back on it for what is None
+    model.generation_config.eos_token_id = None  # `generate` falls back to it for fields that are None
     config = settings(job)
     server = StepServer(
         f"transformers {transformers.__version__} (torch {torch.__version__})",

@@ -20,12 +20,12 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers_policy import BOS, EOS, PAD, build_model, parameter_count
 from trl import GRPOConfig, GRPOTrainer
 
-ENDLESS = 10**9  # steps; the runner says when to stop
+ENDLESS = 10**9  # steps; the runner ends the worker before
 DISTINCT_STEPS = 64  # steps' worth of prompts in the data set, which is then repeated
 
 
 def build_tokenizer(job: GrpoJob) -> PreTrainedTokenizerFast:
-    """One token per ASCII character."""
+    """Build a tokenizer with one token per ASCII character."""
     special = {PAD: "<pad>", BOS: "<bos>", EOS: "<eos>"}
     names = {i: special.get(i, f"<{i}>" if i < 32 else chr(i)) for i in range(job.vocab)}
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in names.items()}, merges=[]))
@@ -40,7 +40,7 @@ def build_tokenizer(job: GrpoJob) -> PreTrainedTokenizerFast:
 
 
 def settings(job: GrpoJob, folder: str) -> GRPOConfig:
-    """The job in TRL's terms; what costs time and is not part of it is off."""
+    """Return the job in TRL's terms; everything that costs time and is not part of it is off."""
     return GRPOConfig(
         output_dir=folder,
         per_device_train_batch_size=job.rollouts,
@@ -71,20 +71,20 @@ def settings(job: GrpoJob, folder: str) -> GRPOConfig:
 
 
 class StepGate(TrainerCallback):
-    """Holds the trainer between two steps until the runner asks for the next."""
+    """A callback that holds the trainer between two steps until the runner requests the next."""
 
     def __init__(self, server: StepServer):
         self._server = server
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Called by the trainer after the optimiser's step."""
+        """Report the step; the trainer calls this after the optimiser's step."""
         if not self._server.step_done():
             control.should_training_stop = True
         return control
 
 
 def time_generation(trainer: GRPOTrainer, server: StepServer) -> None:
-    """Wraps the trainer's generation with a clock."""
+    """Wrap the trainer's generation with a clock."""
     generate = trainer._generate_single_turn
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def time_generation(trainer: GRPOTrainer, server: StepServer) -> None:
 
 
 def main() -> None:
-    """Trains one step per request until told to stop."""
+    """Train one step per request until the runner ends the worker."""
     job = GrpoJob()
     model = build_model(job)
     server = StepServer(

@@ -22,11 +22,11 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix_policy import AsciiTokenizer, build_model, one_device_mesh, parameter_count, system_version
 
-ENDLESS = 10**9  # steps; the runner says when to stop
+ENDLESS = 10**9  # steps; the runner ends the worker before
 
 
 def build_cluster(job: GrpoJob, model: nnx.Module, mesh: jax.sharding.Mesh) -> rlc.RLCluster:
-    """Actor and sampler on one mesh; the whole batch at once, which is fastest here."""
+    """Build actor and sampler on one mesh; the whole batch is generated at once, which is fastest here."""
     roles = (rlc.Role.ACTOR, rlc.Role.REFERENCE, rlc.Role.ROLLOUT)
     return rlc.RLCluster(
         actor=model,
@@ -58,7 +58,7 @@ def build_cluster(job: GrpoJob, model: nnx.Module, mesh: jax.sharding.Mesh) -> r
 
 
 def time_generation(cluster: rlc.RLCluster, server: StepServer) -> dict[str, int]:
-    """Wraps the cluster's `generate` with a clock; the returned dict holds the tokens sampled."""
+    """Wrap the cluster's `generate` with a clock; the returned dict holds the tokens sampled."""
     generate = cluster.generate
     sampled = {"tokens": 0}
 
@@ -74,9 +74,9 @@ def time_generation(cluster: rlc.RLCluster, server: StepServer) -> dict[str, int
 
 
 def batches(job: GrpoJob, cluster: rlc.RLCluster, server: StepServer) -> Iterator[dict[str, Any]]:
-    """Prompts of one step after another.
+    """Yield the prompts of one step after another.
 
-    The learner asks for a batch when the step before is over (rollouts are synchronous where actor
+    The learner requests a batch when the previous step is over (rollouts are synchronous where actor
     and sampler share a mesh), so this is where a step ends and the worker waits.
     """
     index = 0
@@ -91,7 +91,7 @@ def batches(job: GrpoJob, cluster: rlc.RLCluster, server: StepServer) -> Iterato
 
 
 def main() -> None:
-    """Trains one step per request until told to stop."""
+    """Train one step per request until the runner ends the worker."""
     job = GrpoJob()
     mesh = one_device_mesh()
     with contextlib.ExitStack() as stack:

@@ -20,11 +20,11 @@ class AsciiTokenizer:
     """
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """Character codes of `text`."""
+        """Return the character codes of `text`."""
         return [min(ord(character), 126) for character in text]
 
     def decode(self, ids: Any, **_: Any) -> str:
-        """Text of `ids`, one character for each id, `?` for those with no character."""
+        """Return the text of `ids`, one character for each id, `?` for those with no character."""
         return "".join(chr(int(i)) if 2 <= int(i) < 127 else "?" for i in ids)
 
     def bos_id(self) -> int:
@@ -41,7 +41,7 @@ class AsciiTokenizer:
 
 
 def build_model(job: GrpoJob) -> qwen3.Qwen3:
-    """The random policy, float32."""
+    """Return the random policy, float32."""
     return qwen3.Qwen3(
         qwen3.ModelConfig(
             num_layers=job.layers,
@@ -60,15 +60,15 @@ def build_model(job: GrpoJob) -> qwen3.Qwen3:
 
 
 def parameter_count(model: nnx.Module) -> int:
-    """Size of the model."""
+    """Return the number of parameters of the model."""
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def one_device_mesh() -> jax.sharding.Mesh:
-    """The mesh with the axes that its layers name."""
+    """Return a mesh of one device with the axes that tunix's layers name."""
     return jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
 def system_version() -> str:
-    """Name and version of what is measured."""
+    """Return the name and version of the measured system."""
     return f"google-tunix {version('google-tunix')} (jax {jax.__version__})"

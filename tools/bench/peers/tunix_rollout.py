@@ -1,8 +1,8 @@
 """google-tunix on the small rollout job: its vanilla rollout engine, `VanillaRollout`.
 
-Log-probabilities are the engine's own (`return_logprobs`): its sampler notes, inside the compiled
+Log-probabilities are the engine's own (`return_logprobs`): its sampler records, inside the compiled
 decoding loop, the log-softmax of the sampled token under the tempered distribution it drew from.
-Each prompt is handed over once for each of its completions, as tunix's learners do: the
+Each prompt is passed once for each of its completions, as tunix's learners do: the
 engine has no notion of several completions of one prompt.
 
 Run by the benchmark with the interpreter of the peer's environment (see `environments.py`).
@@ -27,7 +27,7 @@ from tunix_policy import (
 
 
 class RolloutTokenizer(AsciiTokenizer):
-    """Pads with an id that cannot be sampled: the sampler hides sampled padding from attention."""
+    """A tokenizer whose padding id cannot be sampled: the sampler masks sampled padding ids in attention."""
 
     def pad_id(self) -> int:
         """An id outside the vocabulary; no prompt of this job needs padding."""
@@ -35,7 +35,7 @@ class RolloutTokenizer(AsciiTokenizer):
 
 
 def generate(job: GrpoJob, engine: VanillaRollout, index: int) -> Completions:
-    """All completions of step `index`, in one batch, which is fastest here."""
+    """Generate all completions of step `index` in one batch, which is fastest here."""
     # One character less: the sampler puts a beginning-of-sequence token in front.
     prompts = job.prompt_texts(index, job.prompt_tokens - 1)
     output = engine.generate(
@@ -54,7 +54,7 @@ def generate(job: GrpoJob, engine: VanillaRollout, index: int) -> Completions:
 
 
 def main() -> None:
-    """Generates once per request until told to stop."""
+    """Generate once per request until the runner ends the worker."""
     use_one_core()
     job = GrpoJob()
     with one_device_mesh():

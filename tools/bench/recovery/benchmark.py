@@ -1,7 +1,7 @@
-"""`axl bench recovery`: kills each role of a run again and again; how long it takes, and that nothing else changes.
+"""`axl bench recovery`: each role of a run is killed repeatedly; recovery times, and a check of the results.
 
-One run under Ray is disturbed from beginning to end (a killed driver is started again, as a supervisor would). Then the
-same updates are made once more in one process that nobody kills, and what the two have written is compared.
+One run under Ray is disturbed from start to end (a killed driver is restarted, as a supervisor would do). Then the
+same updates are made in one process without kills, and the files that both wrote are compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 def find_roles(names: Iterable[str]) -> list[str]:
-    """The roles of these names; none: all.
+    """Return the roles of these names; all roles if there are no names.
 
     Raises:
         UserError: there is no such role.
@@ -52,15 +52,15 @@ def find_roles(names: Iterable[str]) -> list[str]:
 def run(
     kills: int, roles: list[str], say: Say, *, seed: int = 0, minutes: float | None = None, keep: Path | None = None
 ) -> dict[str, Any]:
-    """Everything that `--json` prints.
+    """Return everything that `--json` prints.
 
     Args:
         kills: of each role.
-        minutes: after which no further kill is begun; None: all are.
+        minutes: time after which no further kill begins; None: no limit.
         roles: from `ROLES`.
-        say: told in one line what is going on.
-        seed: of the order of the kills and of the moments.
-        keep: a new directory for the two runs; None: they are thrown away.
+        say: called with one line about progress.
+        seed: for the order and the times of the kills.
+        keep: a new directory for the two runs; None: they are deleted.
     """
     where = machine()  # before we load it ourselves
     with tempfile.TemporaryDirectory(prefix="axl-recovery-") as scratch:
@@ -88,7 +88,7 @@ def run(
 
 
 def schedule(kills: int, roles: list[str], seed: int) -> list[str]:
-    """Each role `kills` times, all roles in a random order before any has its next turn; workers by turns."""
+    """Return each role `kills` times: in each round all roles in a random order, workers alternately."""
     rng = random.Random(seed)
     order = [role for _ in range(kills) for role in rng.sample(roles, len(roles))]
     workers = 0
@@ -100,7 +100,7 @@ def schedule(kills: int, roles: list[str], seed: int) -> list[str]:
 
 
 def disturb(run: WatchedRun, targets: list[str], say: Say, rng: random.Random, end: float = math.inf) -> None:
-    """Kill one role after the other, each when the one before is back and some updates were done; then end the run.
+    """Kill one role after the other, each after the previous one is back and some updates are done; then end the run.
 
     No kill is begun after `end` (`time.monotonic()`).
     """
@@ -121,7 +121,7 @@ def disturb(run: WatchedRun, targets: list[str], say: Say, rng: random.Random, e
 
 
 def summarise(found: Sequence[Recovery], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The keys that are read off the kills and the log."""
+    """Return the keys of the result that come from the kills and the event log."""
     updates = [row["step"] for row in events if row["event"] == "update" and row["role"] == "trainer"]
     counts: dict[str, int] = {}
     for recovery in found:
@@ -139,7 +139,7 @@ def summarise(found: Sequence[Recovery], events: Sequence[Mapping[str, Any]]) ->
 
 
 def double_consumed(events: Iterable[Mapping[str, Any]]) -> int:
-    """Updates of a step that the same incarnation of the trainer had made before."""
+    """Return the updates of a step that the same incarnation of the trainer had already made."""
     seen: set[int] = set()
     twice = 0
     for row in events:
@@ -152,13 +152,13 @@ def double_consumed(events: Iterable[Mapping[str, Any]]) -> int:
 
 
 def succeeded(result: Mapping[str, Any]) -> bool:
-    """Whether every kill was recovered from and nothing was lost, doubled or changed."""
+    """Return whether the run recovered from every kill and nothing was lost, duplicated or changed."""
     whole = all(each["update_s"] is not None and each["back_s"] is not None for each in result["each"])
     return whole and result["bit_identical"] and not result["lost_steps"] and not result["double_consumed"]
 
 
 def rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """For a table: role, kills, and median and worst of each kind of seconds."""
+    """Return the rows of the table: role, kills, and median and worst of each recovery time."""
     table = []
     for role, count in result["kills"].items():
         cells = [

@@ -1,4 +1,4 @@
-"""A disturbed run beside the same run that nobody disturbed: equal to the bit, or where not."""
+"""Comparison of a disturbed run with the same run undisturbed: equal to the bit, or the differences."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,14 @@ from rl.runtime.inprocess import run_inprocess
 
 
 def make_undisturbed(path: Path, cfg: RLExperiment.Config) -> Path:
-    """The run in this process."""
+    """Run the undisturbed job in this process."""
     with RunDirectory.open(path, to_text(cfg)) as run:
         run_inprocess(cfg.build(), run, lambda: False, lambda step: None)
     return path
 
 
 def compare(disturbed: Path, calm: Path, step: int) -> dict[str, Any]:
-    """Every array of the checkpoints of `step`, and the figures of every update until then."""
+    """Compare every array of the checkpoints of `step`, and the figures of every update up to it."""
     ours, theirs = saved_arrays(disturbed, step), saved_arrays(calm, step)
     rows, expected = figures(disturbed), figures(calm)
     return {
@@ -32,11 +32,11 @@ def compare(disturbed: Path, calm: Path, step: int) -> dict[str, Any]:
 
 
 def saved_arrays(run: Path, step: int) -> dict[str, Any]:
-    """Shape, dtype and checksum of every array of a checkpoint, the optimizer's too, as its manifest has them."""
+    """Return shape, dtype and checksum of every array of a checkpoint, the optimizer's too, from its manifest."""
     manifest = json.loads((run / "checkpoints" / "rl" / str(step) / "manifest" / "metadata").read_text())
     return {f"{item}{name}": entry for item, arrays in manifest.items() for name, entry in arrays.items()}
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
-    """The rows of the metrics without what a clock says."""
+    """Return the rows of the metrics without times."""
     return [without_clock(row) for row in read_rows(run / "metrics.jsonl")]

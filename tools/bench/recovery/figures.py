@@ -1,4 +1,4 @@
-"""What each kill cost, read off the event log of a run afterwards."""
+"""Cost of each kill, from the event log of a finished run."""
 
 import dataclasses
 import statistics
@@ -10,16 +10,16 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recovery:
-    """One kill. Seconds count from the kill; None: it did not happen before the log ended.
+    """The recovery from one kill. Seconds count from the kill; None: not before the log ended.
 
     Attributes:
-        back_s: until a process of the role had started again.
-        back_cpu_s: CPU seconds that it took until then; of a driver's kill, all roles together.
-        update_s: until the next completed update: of a kill of the driver or of the trainer, by the new trainer.
+        back_s: until a new process of the role had started.
+        back_cpu_s: CPU seconds used until then; for a kill of the driver, by all roles together.
+        update_s: until the next completed update; after a kill of the driver or of the trainer, by the new trainer.
         gap_s: the longest time without a completed update, from the last before the kill to the first after `back_s`.
         redone: updates made a second time.
         lost: of these, updates that a checkpoint on disk should have spared.
-        regenerated: tokens drawn again.
+        regenerated: tokens sampled again.
     """
 
     target: str
@@ -34,11 +34,11 @@ class Recovery:
 
 
 def recoveries(events: Sequence[Row], items: int) -> list[Recovery]:
-    """All kills in the order of the log.
+    """Return the recoveries from all kills, in the order of the log.
 
     Args:
-        events: rows of `events.jsonl`; a kill among them says in `saved` what the newest checkpoint on disk was.
-        items: leases that a step is made of.
+        events: rows of `events.jsonl`; `saved` of a kill is the newest checkpoint on disk at that time.
+        items: leases of a step.
     """
     kills = [index for index, row in enumerate(events) if row["event"] == "kill"]
     again = _regenerated(events, items)
@@ -47,7 +47,7 @@ def recoveries(events: Sequence[Row], items: int) -> list[Recovery]:
 
 
 def seconds_by_role(found: Sequence[Recovery], field: str) -> dict[str, dict[str, float]]:
-    """Median and worst of a field in seconds, by role; workers together."""
+    """Return median and worst of a field in seconds, by role; all workers count as one role."""
     groups: dict[str, list[float]] = {}
     for recovery in found:
         if (value := getattr(recovery, field)) is not None:
@@ -59,12 +59,12 @@ def seconds_by_role(found: Sequence[Recovery], field: str) -> dict[str, dict[str
 
 
 def role_of(name: str) -> str:
-    """`worker` of `worker-1`."""
+    """Return the role of a target, such as `worker` for `worker-1`."""
     return "worker" if name.startswith("worker-") else name
 
 
 def _recovery(events: Sequence[Row], kill: int, end: int, regenerated: int) -> Recovery:
-    """`end`: where the next kill stands; what comes later is not this kill's."""
+    """Return the recovery from one kill; `end`: row of the next kill, whose later rows do not count."""
     at, target = events[kill]["time"], events[kill]["target"]
     back = next((i for i in range(kill, end) if _is_back(events[i], target)), None)
     new_trainer = target == "driver" or target.startswith("trainer")
@@ -103,7 +103,7 @@ def _longest_gap(events: Sequence[Row], kill: int, back: int | None, end: int) -
 
 
 def _regenerated(events: Sequence[Row], items: int) -> list[int]:
-    """For each row the tokens that it reports beyond what its step needs."""
+    """Return for each row the tokens that it reports in excess of those that its step needs."""
     seen: dict[int, int] = {}
     again = []
     for row in events:

@@ -1,7 +1,7 @@
-"""The job of the recovery benchmark: a tiny policy, so that what is measured is dying and coming back.
+"""The job of the recovery benchmark: a policy so tiny that restarts dominate the measured time.
 
-Two workers, two leases an update, 16 rollouts an update, a checkpoint every five. It has no last step worth the name:
-the benchmark ends it by SIGTERM when the kills are done.
+Two workers, two leases an update, 16 rollouts an update, a checkpoint every five updates. The last step is never
+reached: the benchmark ends the run by SIGTERM after the last kill.
 """
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
@@ -25,7 +25,7 @@ SAVE_EVERY = 5
 
 
 def recovery_job(staleness: int = 0) -> RLExperiment.Config:
-    """The run that is disturbed."""
+    """Return the config of the run that is disturbed."""
     tokenizer = ByteTokenizer.Config()
     attention = Attention.Config(num_heads=4, num_kv_heads=2, head_dim=8)
     return RLExperiment.Config(
@@ -60,7 +60,7 @@ def recovery_job(staleness: int = 0) -> RLExperiment.Config:
 
 
 def undisturbed(num_steps: int, staleness: int = 0) -> RLExperiment.Config:
-    """The same updates for one process that nobody kills: no waiting in the reward, one save at the end."""
+    """Return the config of the same updates in one process: no delay in the reward, one save at the end."""
     cfg = recovery_job(staleness).set(num_steps=num_steps)
     cfg.verifier = InlineVerifier.Config(scorer=FunctionScorer.Config(function=ascii_share))
     cfg.trainer.checkpoint.set(save_every=10 * num_steps + 10)

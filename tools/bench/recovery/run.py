@@ -1,4 +1,4 @@
-"""A run of `axl rl` in a process of its own, watched through what it writes down, whose roles can be killed."""
+"""A run of `axl rl` in a process of its own, observed through its log files, whose roles can be killed."""
 
 import contextlib
 import os
@@ -18,17 +18,17 @@ from axlearn_like.run.jsonl import JsonlTail
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = "driver"
-PATIENCE_S = 900.0  # for a role to be back, on a machine that has much other work
+PATIENCE_S = 900.0  # for a role to be back, on a busy machine
 
 
 class RunFailed(RuntimeError):
-    """The run ended, or did not do in time what was waited for; says what, and what it printed."""
+    """The end of the run or a timeout; the message has the condition that was awaited, and the run's output."""
 
 
 class WatchedRun:
-    """Starts the command, follows `events.jsonl` and `metrics.jsonl`, does harm and notes it as an event of `chaos`.
+    """A run whose `events.jsonl` and `metrics.jsonl` are followed; injected faults are logged as events of `chaos`.
 
-    Whatever happens, nothing of it is left running at the end of the `with` block.
+    No process of it is left running at the end of the `with` block.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class WatchedRun:
         environ: Mapping[str, str] | None = None,
         wrap: Sequence[str] = (),
     ):
-        """`wrap`: a command that runs the command, such as one that gives it a file system of its own."""
+        """Prepare the command; `wrap` is a command that runs it, for example in a file system of its own."""
         self.run_dir = run_dir
         words = [sys.executable, "-m", "tools.cli", "rl", experiment, "--run-dir", str(run_dir), *arguments]
         self._command = [*wrap, *words]
@@ -75,40 +75,40 @@ class WatchedRun:
             )
 
     def said(self) -> str:
-        """All that it printed, over all starts."""
+        """Return the output of all starts."""
         return self._said.read_text(errors="replace")
 
     def look(self) -> None:
-        """Take note of what has been written down."""
+        """Read the rows written since the last call."""
         self.events += self._tails["events"].new_rows()
         for row in self._tails["metrics"].new_rows():
             if row["phase"] == "rl":
                 self.step = row["step"]
 
     def count(self, event: str, role: str | None = None) -> int:
-        """Rows of a kind so far."""
+        """Return the number of events of a kind so far."""
         return sum(row["event"] == event and role in (None, row["role"]) for row in self.events)
 
     def pid(self, role: str) -> int:
-        """Of the role's newest process."""
+        """Return the process id of the role's newest process."""
         if role == DRIVER:
             assert self.process is not None
             return self.process.pid
         return next(r["pid"] for r in reversed(self.events) if r["event"] == "start" and r["role"] == role)
 
     def cpu(self, role: str) -> float:
-        """CPU seconds that the newest process of a role has taken so far."""
+        """Return the CPU seconds that the newest process of a role has used so far."""
         with contextlib.suppress(psutil.NoSuchProcess):
             times = psutil.Process(self.pid(role)).cpu_times()
             return times.user + times.system
         return 0.0
 
     def roles(self) -> list[str]:
-        """That have started."""
+        """Return the roles that have started."""
         return sorted({row["role"] for row in self.events if row["event"] == "start"})
 
     def signal(self, role: str, signum: int, event: str, **fields: Any) -> bool:
-        """Send a signal to a role's process and note it; False if the process is just not there."""
+        """Send a signal to a role's process and log it; False if there is no such process at the moment."""
         pid = self.pid(role)
         try:
             os.kill(pid, signum)
@@ -118,18 +118,18 @@ class WatchedRun:
         return True
 
     def kill(self, role: str) -> bool:
-        """Kill -9; notes which checkpoint is on disk."""
+        """Kill a role by SIGKILL, and log the newest checkpoint on disk."""
         return self.signal(role, signal.SIGKILL, "kill", saved=self.saved())
 
     def kill_and_wait(self, *targets: str) -> None:
-        """Kill -9 these at once; start the command again if it was among them; wait for an update with all back.
+        """Kill these roles at once by SIGKILL, restart a killed driver, and wait for all roles and an update.
 
         Raises:
-            RunFailed: a target had ended by itself, or is not back in time.
+            RunFailed: a target had ended by itself, or was not back in time.
         """
         self.look()
         waits = [(t, self.count("session" if t == DRIVER else "start", t)) for t in targets]
-        if DRIVER in targets:  # then every role starts anew
+        if DRIVER in targets:  # then every role starts again
             waits += [(role, self.count("start", role)) for role in self.roles() if role not in targets]
         for target in targets:
             if not self.kill(target):
@@ -145,25 +145,25 @@ class WatchedRun:
         self.wait_for_update(f"an update with {' and '.join(targets)} back")
 
     def wait_for_update(self, what: str) -> None:
-        """Of the trainer, that is not done yet."""
+        """Wait for an update of the trainer that is not done yet."""
         self.look()
         updates = self.count("update")
         self.wait_for(what, lambda: self.count("update") > updates, PATIENCE_S)
 
     def saved(self) -> int:
-        """The newest completed checkpoint, 0 if there is none."""
+        """Return the step of the newest completed checkpoint, 0 if there is none."""
         names = (path.name for path in (self.run_dir / "checkpoints" / "rl").glob("*") if path.name.isdigit())
         return max(map(int, names), default=0)
 
     def note(self, event: str, **fields: Any) -> None:
-        """An event of `chaos` among those of the run."""
+        """Log an event of `chaos` among those of the run."""
         EventLog(self.run_dir / "events.jsonl").append("chaos", event, **fields)
 
     def wait_for(self, what: str, done: Callable[[], bool], timeout: float, *, alive: bool = True) -> None:
-        """Look until `done()`.
+        """Read new rows until `done()`.
 
         Raises:
-            RunFailed: not within `timeout` seconds, or the command ended meanwhile although it should be `alive`.
+            RunFailed: not within `timeout` seconds, or the command ended before although it should be `alive`.
         """
         end = time.monotonic() + timeout
         while True:
@@ -178,13 +178,13 @@ class WatchedRun:
             time.sleep(0.05)
 
     def stop(self, timeout: float = 120.0) -> int:
-        """SIGTERM to the command; its exit status when it has saved and ended."""
+        """Send SIGTERM to the command, wait until it has saved, and return its exit status."""
         assert self.process is not None
         self.process.terminate()
         return self.wait_for_end(timeout)
 
     def wait_for_end(self, timeout: float) -> int:
-        """The exit status of the command."""
+        """Wait for the command to end and return its exit status."""
         process = self.process
         assert process is not None
         self.wait_for("the end of the command", lambda: process.poll() is not None, timeout, alive=False)
@@ -192,7 +192,7 @@ class WatchedRun:
         return process.returncode
 
     def end(self) -> None:
-        """Kill the command, the processes that it started, and those that an earlier start of it left."""
+        """Kill the command, the processes that it started, and those left by its earlier starts."""
         found: dict[int, psutil.Process] = {}
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -203,7 +203,7 @@ class WatchedRun:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 orphan = process.pid in actors and " ".join(process.cmdline()).startswith("ray::")
-                orphan = orphan and process.ppid() == 1  # a number may have gone to a process of another run
+                orphan = orphan and process.ppid() == 1  # the process id may have been reused by another run
                 if orphan or os.getpgid(process.pid) in groups:
                     found[process.pid] = process
         for process in found.values():

@@ -1,6 +1,6 @@
-"""`axl bench rollout`: sampled tokens by CPU second of generation alone, ours and peers', and more of our engine.
+"""`axl bench rollout`: sampled tokens per CPU second of generation alone, ours and peers', and more of our engine.
 
-The result is made of sections, each a dict with keys of its own: the comparison with peers (`peers`), by turns in one
+The result has sections, each a dict with keys of its own: the comparison with peers (`peers`), interleaved in one
 run, and those of `rollout_sections`, one after the other, each alone in a process of its own.
 """
 
@@ -25,14 +25,14 @@ _SECTION_TIMEOUT_S = 3600.0
 
 
 def find_sections(names: Iterable[str], *, peers: bool) -> list[str]:
-    """The sections of these names in the order in which they run; none asked for: all of our engine's.
+    """Return the sections of these names in the order in which they run; without names all of our engine's.
 
     Args:
         names: as on the command line.
-        peers: whether peers were asked for, which brings in the comparison with them.
+        peers: whether peers were requested, which adds the comparison with them.
 
     Raises:
-        UserError: there is no section of a name.
+        UserError: a name is not that of a section.
     """
     known = (PEERS, *SECTIONS)
     asked = list(names)
@@ -46,13 +46,14 @@ def find_sections(names: Iterable[str], *, peers: bool) -> list[str]:
 def run(
     peers: Sequence[Peer], rounds: int, say: Say, *, sections: Sequence[str] = (PEERS,), quick: bool = False
 ) -> dict[str, Any]:
-    """Everything that `--json` prints.
+    """Return everything that `--json` prints.
 
     Args:
-        peers, rounds: of the comparison, if `sections` names it.
-        say: told in one line what is going on.
+        peers: systems of the comparison, if `sections` names it.
+        rounds: of the comparison.
+        say: called with one line about progress.
         sections: by name.
-        quick: tiny jobs, to see that all runs; the comparison has one round.
+        quick: tiny jobs, as a smoke test; the comparison has one round.
     """
     where = machine()  # before we load it ourselves
     result: dict[str, Any] = {"bench": BENCHMARK, "sections": list(sections), "quick": quick}
@@ -63,7 +64,7 @@ def run(
 
 
 def run_section(name: str, say: Say, *, quick: bool) -> dict[str, Any]:
-    """Measures one section of `rollout_sections` in a process of its own; {"error": why} where that failed."""
+    """Measure one section of `rollout_sections` in a process of its own; return {"error": why} if that failed."""
     say(f"{name}: {SECTIONS[name]}")
     command = our_command("tools.bench.rollout.sections")
     environ = {key: value for key, value in command.environ.items() if key != "JAX_ENABLE_COMPILATION_CACHE"}
@@ -82,7 +83,7 @@ def run_section(name: str, say: Say, *, quick: bool) -> dict[str, Any]:
 
 
 def merge(sections: Mapping[str, Mapping[str, Any]], errors: Mapping[str, str]) -> dict[str, Any]:
-    """The sections' keys side by side; `warm_compiles` is the sum of theirs, and `errors` has those that failed."""
+    """Merge the sections' keys; `warm_compiles` is the sum of theirs, and `errors` has the sections that failed."""
     done = {name: part for name, part in sections.items() if "error" not in part}
     failed = {name: part["error"] for name, part in sections.items() if "error" in part}
     merged: dict[str, Any] = {}
@@ -95,15 +96,15 @@ def merge(sections: Mapping[str, Mapping[str, Any]], errors: Mapping[str, str]) 
 
 
 def compare(peers: Sequence[Peer], rounds: int, say: Say) -> dict[str, Any]:
-    """The section of the comparison: our engine and `peers`, interleaved, on `GrpoJob`'s rollouts."""
+    """Measure the section of the comparison: our engine and `peers`, interleaved, on `GrpoJob`'s rollouts."""
     results = measure_with_peers(BENCHMARK, "tools.bench.rollout.ours", peers, rounds, say, GENERATION_FIELDS)
     return summarise(results, rounds)
 
 
 def summarise(results: Mapping[str, Measured], rounds: int) -> dict[str, Any]:
-    """The comparison's keys from what was measured.
+    """Return the comparison's keys, from the measurements.
 
-    `vs_<peer>` is the median over rounds of our tokens by CPU second by the peer's in the same
+    `vs_<peer>` is the median over rounds of our tokens per CPU second divided by the peer's in the same
     round, above 1 where we are better, None unless both were measured.
     """
     done = {name: result for name, result in results.items() if result.error is None}
@@ -118,7 +119,7 @@ def summarise(results: Mapping[str, Measured], rounds: int) -> dict[str, Any]:
 
 
 def succeeded(result: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
-    """Whether what was asked for can be read off the result: every section; ours, and one peer if any."""
+    """Return whether the result has all that was requested: every section, our figures, and one peer if any."""
     if any(name in result["errors"] for name in result["sections"]):
         return False
     if PEERS not in result["sections"]:
@@ -128,7 +129,7 @@ def succeeded(result: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
 
 
 def describe_job(job: GrpoJob | None = None) -> str:
-    """The job in one line."""
+    """Describe the job in one line."""
     job = job or GrpoJob()
     return (
         f"{job.layers} layers x {job.dim}, {job.prompts} prompts x {job.group}, "

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Completions:
-    """What one generation gives back, as plain numbers on the host.
+    """The result of one generation, as plain numbers on the host.
 
     Attributes:
-        tokens: ids, one row for each completion, those of a prompt in succession.
+        tokens: ids, one row for each completion; completions of a prompt are consecutive.
         logprobs: of those tokens, under the distribution they were drawn from.
     """
 
@@ -34,9 +34,9 @@ class Completions:
 
 
 def use_one_core() -> None:
-    """Keeps this process to one core; call before anything counts the cores to start threads.
+    """Restrict this process to one core; call it before anything counts the cores to start threads.
 
-    The figure is tokens by CPU second, and at this size threads that meet after each small
+    The figure is tokens per CPU second, and at this size threads that synchronise after each small
     operation cost some of it: on two busy cores torch gave 1.5 times and tunix 1.05 times as many
     tokens with one. So each system shows its best, and all run under the same conditions. Without
     effect where the system cannot do it.
@@ -46,7 +46,7 @@ def use_one_core() -> None:
 
 
 def check(job: GrpoJob, completions: Completions) -> None:
-    """Sees to it that the work was done.
+    """Check that the work was done.
 
     Raises:
         ValueError: not all tokens are there, they are no tokens of the vocabulary, their
@@ -69,10 +69,10 @@ def check(job: GrpoJob, completions: Completions) -> None:
 
 
 def serve(job: GrpoJob, server: StepServer, generate: Callable[[int], Completions]) -> None:
-    """Generates once per request until told to stop.
+    """Generate once per request until the runner ends the worker.
 
     Args:
-        job: what is generated.
+        job: the job to generate.
         server: the worker's end of the step protocol.
         generate: makes all completions of step `index`, done when it returns.
     """

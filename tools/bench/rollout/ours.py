@@ -1,4 +1,4 @@
-"""Our rollout engine as a benchmark worker: generation alone, weights set once.
+"""A benchmark worker for our rollout engine: generation alone, weights set once.
 
 Log-probabilities are those the engine puts in every rollout: of the sampled token under the
 distribution it was drawn from, computed where it is drawn.
@@ -22,7 +22,7 @@ from tools.bench.rollout.job import Completions, serve, use_one_core
 
 
 def build_engine(job: GrpoJob) -> tuple[RolloutEngine, int]:
-    """An engine with a slot for every completion, holding the random policy.
+    """Build an engine with a slot for every completion, holding the random policy.
 
     Returns:
         The engine and the number of parameters.
@@ -39,14 +39,14 @@ def build_engine(job: GrpoJob) -> tuple[RolloutEngine, int]:
         max_prompt=job.prompt_tokens,
         max_new=job.new_tokens,
         max_num_seqs=job.rollouts,
-        keep_completions=False,  # no rollout goes on from another
+        keep_completions=False,  # no rollout continues another
     ).build()
     engine.set_weights(params, 0)
     return engine, sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def generate(job: GrpoJob, engine: RolloutEngine, index: int) -> Completions:
-    """All completions of step `index`."""
+    """Generate all completions of step `index`."""
     requests = []
     for row, text in enumerate(job.prompt_texts(index)):
         tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -60,7 +60,7 @@ def generate(job: GrpoJob, engine: RolloutEngine, index: int) -> Completions:
 
 
 def main() -> None:
-    """Generates once per request until told to stop."""
+    """Generate once per request until the runner ends the worker."""
     use_one_core()
     job = GrpoJob()
     with jax.set_mesh(make_mesh()):

@@ -1,9 +1,9 @@
-"""Draws the figures of `axl bench rollout` for the docs, and writes its tables into their page.
+"""Plots of `axl bench rollout` for the docs, and its tables in their page.
 
     axl bench rollout --json | tail -n 1 > docs/figures/rollout.json
     python -m tools.bench.rollout.plots
 
-The same result gives the same bytes. Needs matplotlib (the extra `dev`).
+Output is deterministic to the byte. Needs matplotlib (the extra `dev`).
 """
 
 import json
@@ -25,7 +25,7 @@ _PERCENTILES = (("p50", "-"), ("p95", "--"), ("p99", ":"))
 
 
 def main(docs: Path = _DOCS) -> None:
-    """From `docs/figures/rollout.json`: the plots beside it and the part of `docs/benchmarks/rollout.md` in marks.
+    """Write the plots beside `docs/figures/rollout.json`, and the marked part of `docs/benchmarks/rollout.md`.
 
     Raises:
         UserError: no stored result, or one of a quick run; or the page has no marks.
@@ -42,7 +42,7 @@ def main(docs: Path = _DOCS) -> None:
 
 
 def draw(result: Mapping[str, Any], folder: Path) -> None:
-    """Writes `rollout_throughput.svg` and `rollout_latency.svg` into a folder; both are against concurrency."""
+    """Write `rollout_throughput.svg` and `rollout_latency.svg` into a folder; both are against concurrency."""
     sweep = result["concurrency_sweep"]
     max_num_seqs = [point["max_num_seqs"] for point in sweep]
 
@@ -62,7 +62,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def fill_in(page: str, result: Mapping[str, Any]) -> str:
-    """The page with the result's circumstances and tables between its marks.
+    """Return the page with the result's circumstances and tables between its marks.
 
     Raises:
         UserError: the marks are not there.
@@ -103,7 +103,7 @@ def _figure(unit: str) -> tuple[Figure, Axes]:
 
 def _save(figure: Figure, axes: Axes, path: Path) -> None:
     axes.legend(frameon=False)
-    # Without a salt and with a date, each run would write other bytes; text stays text.
+    # Without a salt and with a date, each run would write different bytes; text stays text.
     with matplotlib.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
 

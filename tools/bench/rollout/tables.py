@@ -1,4 +1,4 @@
-"""The result of `axl bench rollout` as tables: for the terminal, and for the page of figures in the docs."""
+"""The result of `axl bench rollout` as tables, for the console and for the page of figures in the docs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.bench.rollout.benchmark import describe_job
 
 
 class Table(NamedTuple):
-    """Cells as text; the first column names the row."""
+    """A table of cells as text; the first column names the row."""
 
     title: str
     columns: Sequence[str]
@@ -17,7 +17,7 @@ class Table(NamedTuple):
 
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
-    """One table for each section that the result has, in the order of the benchmark."""
+    """Return a table for each section in the result, in the order of the benchmark."""
     made = {
         "systems": _peers,
         "long_tail": _long_tail,

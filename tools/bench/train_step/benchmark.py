@@ -1,6 +1,6 @@
-"""`axl bench train_step`: what our trainer costs beside a plain-JAX script and MaxText on one small decoder.
+"""`axl bench train_step`: cost of our trainer beside a plain-JAX script and MaxText on one small decoder.
 
-Steps are measured in turns in one run; the host's part of a step and the start of the program by themselves.
+Steps are interleaved in one run; the host's part of a step and the start of the program are measured separately.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ type Systems = Mapping[str, Command]
 
 
 def run(peers: Sequence[Peer], rounds: int, say: Say, *, quick: bool = False) -> dict[str, Any]:
-    """Everything that `--json` prints; what could not be measured stands under `errors`."""
+    """Return everything that `--json` prints; failed measurements are listed under `errors`."""
     where = machine()  # before we load it ourselves
     systems, errors = commands(peers, say, quick=quick)
     # A step with float32 and one with bfloat16 of each system make one round.
@@ -65,7 +65,7 @@ def run(peers: Sequence[Peer], rounds: int, say: Say, *, quick: bool = False) ->
 
 
 def commands(peers: Sequence[Peer], say: Say, *, quick: bool) -> tuple[dict[str, Command], dict[str, str]]:
-    """How each system is started, in the order of turns, and why some peers cannot be; `{}` is for the dtype."""
+    """Return each system's command, in the order of turns, and why some peers have none; `{}` is for the dtype."""
     more = ["--quick"] if quick else []
     cli, plain = our_command("tools.cli"), our_command("tools.bench.train_step.plain")
     found = {
@@ -85,7 +85,7 @@ def commands(peers: Sequence[Peer], say: Say, *, quick: bool) -> tuple[dict[str,
 
 
 def with_dtype(command: Command, dtype: str) -> Command:
-    """The same system with activations of this type."""
+    """Return the command of the same system with activations of this dtype."""
     *argv, last = command.argv
     return Command((*argv, last.format(dtype)), command.environ)
 
@@ -93,9 +93,9 @@ def with_dtype(command: Command, dtype: str) -> Command:
 def cold_starts(
     systems: Systems, folder: Path, times: int, say: Say
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """Ready lines of processes that find what they compile in a cache on disk, `times` of each system, in turns.
+    """Return ready lines of processes with a warm compilation cache on disk, `times` of each system, in turns.
 
-    One start before fills the cache. The second result says why a system did not come as far as its first step.
+    One earlier start fills the cache. The second result has the reason why a system did not reach its first step.
     """
     ready: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     errors: dict[str, str] = {}
@@ -129,7 +129,7 @@ def _cached(command: Command, cache: Path) -> dict[str, str]:
 
 
 def dispatch_us(layers: int, say: Say, *, quick: bool) -> dict[str, float]:
-    """What `train_step_dispatch.measure` finds, in a process of its own.
+    """Return the result of `tools.bench.train_step.dispatch.measure`, run in a process of its own.
 
     Raises:
         subprocess.SubprocessError: it failed, or took too long.
@@ -157,7 +157,7 @@ def summarise(
     dispatch: Mapping[str, Mapping[str, float]],
     rounds: int,
 ) -> dict[str, Any]:
-    """The figures. Those at the top are float32; the same of bfloat16 stand under that name.
+    """Return the figures. Those at the top level are of float32; those of bfloat16 are under that name.
 
     Args:
         steps: by "system dtype".
@@ -189,7 +189,7 @@ def summarise(
 
 
 def _of_dtype(done: Mapping[str, Measured], dtype: str) -> dict[str, Any]:
-    """Medians of each system, and of our CPU seconds by theirs in the same round."""
+    """Return medians of each system, and of our CPU seconds divided by theirs in the same round."""
     of = {name.partition(" ")[0]: result for name, result in done.items() if name.endswith(f" {dtype}")}
     figures: dict[str, Any] = {}
     for name in (OURS, PLAIN, FLAT, *(name for name in of if name not in (OURS, PLAIN, FLAT))):
@@ -207,13 +207,13 @@ def _by_cpu(our: Mapping[str, float], their: Mapping[str, float]) -> float:
 
 
 def succeeded(result: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
-    """Whether everything that was asked for has been measured."""
+    """Return whether everything that was requested has been measured."""
     wanted = [result["ratio"], result["cold_start_cpu_s"], *(result.get(f"ratio_to_{peer.name}") for peer in peers)]
     return None not in wanted and set(result["dispatch_us"]) == {str(layers) for layers in LAYERS}
 
 
 def rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of the table for people: system, then CPU s, wall s and ours / theirs for each dtype, and CPU s to start."""
+    """Return the rows of the console table: system, CPU s, wall s and ours / theirs by dtype, and CPU s to start."""
     systems = [key.removesuffix("_wall_s") for key in result if key.endswith("_wall_s")]
     table = []
     for name in systems:
@@ -230,7 +230,7 @@ def _text(value: float | None, digits: int = 3) -> str:
 
 
 def describe_job(*, quick: bool = False) -> str:
-    """The job in one line."""
+    """Describe the job in one line."""
     job = QUICK if quick else TrainJob()
     return (
         f"{job.layers} layers x {job.dim}, {job.batch} rows of {job.length} tokens, "

@@ -1,12 +1,12 @@
-"""How long the host is busy with one call of the train step, whatever the device takes for it.
+"""Host time of one call of the train step, independent of the device's time for it.
 
     python -m tools.bench.train_step.dispatch 8
 
-prints one JSON object. The model is as small as can be, so that the host's part is what there is to see; what the host
-does depends on the number of arrays in the state, and of those a scanned stack has as many at 64 layers as at 8.
+prints one JSON object. The model is as small as possible, so that the host's part dominates; what the host
+does depends on the number of arrays in the state, and a scanned stack has as many arrays at 64 layers as at 8.
 
-Lowest values count: whatever else runs on a machine can make a call longer (three to five times, on one that is busy)
-and never shorter. In turns with the step, a function of the same arrays that does nothing shows what JAX takes.
+The lowest values count: other work on the machine can make a call longer (three to five times, if it is busy)
+and never shorter. A function of the same arrays that does nothing, called in turns with the step, shows JAX's part.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ WARM_UP = 20
 
 
 def batch_of(job: TrainJob) -> dict[str, np.ndarray]:
-    """A batch as `SupervisedInput` makes them, of zeros."""
+    """Return a batch of zeros in the form that `SupervisedInput` makes."""
     shape = (job.batch, job.length)
     names = ("tokens", "targets", "positions", "segment_ids")
     return {name: np.zeros(shape, np.int32) for name in names} | {"weights": np.full(shape, 1 / job.tokens, np.float32)}
 
 
 def measure(job: TrainJob, calls: int = CALLS) -> dict[str, float]:
-    """CPU time of the calling thread, in microseconds, over calls each of which begins when the device is idle.
+    """Measure the CPU time of the calling thread, in microseconds, over calls that begin when the device is idle.
 
     Returns:
         `lowest` and `median` of a call of the jitted step, `nothing` (the lowest of a call with the same arrays in and
@@ -77,7 +77,7 @@ def measure(job: TrainJob, calls: int = CALLS) -> dict[str, float]:
 
 
 def _timed(function: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> tuple[Any, float]:
-    """The new state when it is there, and the CPU seconds of this thread until the call returned."""
+    """Return the new state when it is computed, and the CPU seconds of this thread until the call returned."""
     began = time.thread_time()
     state, other = function(state, batch)
     spent = time.thread_time() - began
@@ -86,7 +86,7 @@ def _timed(function: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: A
 
 
 def main() -> None:
-    """Prints what `measure` finds at a number of layers."""
+    """Print the result of `measure` at a number of layers."""
     parser = argparse.ArgumentParser()
     parser.add_argument("layers", type=int)
     parser.add_argument("--calls", type=int, default=CALLS)

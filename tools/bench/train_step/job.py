@@ -37,17 +37,17 @@ class TrainJob:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
+        """Return the width of a head."""
         return self.dim // self.heads
 
     @property
     def tokens(self) -> int:
-        """Targets of one step."""
+        """Return the number of targets of one step."""
         return self.batch * self.length
 
     @property
     def parameters(self) -> int:
-        """Of the decoder."""
+        """Return the number of parameters of the decoder."""
         block = 2 * self.dim + 4 * self.dim * self.dim + 3 * self.dim * self.ffn
         return 2 * self.vocab * self.dim + self.dim + self.layers * block
 

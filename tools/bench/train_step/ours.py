@@ -1,8 +1,8 @@
-"""Our trainer on the small supervised job: an experiment for `axl train`, held between steps by an evaluator.
+"""A benchmark worker for our trainer: an experiment for `axl train`, held between steps by an evaluator.
 
     axl train tools.bench.train_step.ours:float32
 
-runs it as users run theirs: command line, config, input, the Trainer's own loop, its metrics on disk at every step.
+runs it as users run theirs: command line, config, input, the Trainer's own loop, and metrics on disk at every step.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ NEVER = 10**9  # steps
 
 
 class Phases:
-    """CPU seconds of this process from its start to the first finished step, by what was going on.
+    """CPU seconds of this process from its start to the first finished step, by phase.
 
-    JAX says when it has finished tracing, lowering or loading (compiling, where the cache has nothing) something; what
-    was spent since the last such moment is counted to that. On one thread that is so but for what little lies between.
+    JAX reports the end of each tracing, lowering or loading (compiling, on a cache miss); the time
+    since the last such report is counted as that phase. On one thread this is exact but for the short gaps between.
     """
 
     _EVENTS = {
@@ -55,7 +55,7 @@ class Phases:
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
     def end(self, name: str) -> None:
-        """What was spent since the last moment was spent on `name`."""
+        """Count the time since the last report as `name`."""
         now = time.process_time()
         self.cpu_s[name] = self.cpu_s.get(name, 0.0) + now - self._last
         self._last = now
@@ -67,7 +67,7 @@ class Phases:
 
 
 class RandomRows(Configurable):
-    """Rows of random tokens, each of which fills a row of the batch."""
+    """A source of random tokens; each example fills a row of the batch."""
 
     class Config(ConfigBase["RandomRows"]):
         vocab_size: int = REQUIRED
@@ -88,7 +88,7 @@ class RandomRows(Configurable):
 
 
 class MarkedInput(SupervisedInput):
-    """The usual input; says when it has been made."""
+    """The usual input; reports the moment at which it has been made."""
 
     class Config(SupervisedInput.Config): ...
 
@@ -99,9 +99,9 @@ class MarkedInput(SupervisedInput):
 
 
 class EachStep(Configurable):
-    """An evaluator that measures nothing: it waits until a step has ended, reports it, and waits to be asked for more.
+    """An evaluator that measures nothing: it waits until a step has ended, reports it, and waits for the next request.
 
-    The reported loss is that of the step before, the last that is on disk.
+    The reported loss is that of the previous step, the last on disk.
     """
 
     class Config(ConfigBase["EachStep"]):
@@ -116,7 +116,7 @@ class EachStep(Configurable):
         phases.end("initial state")  # filled in: what was traced, lowered and loaded for it counts as such
 
     def run(self, params: Params, step: int) -> dict[str, float]:
-        """No scalars. Leaves the process when no more steps are wanted."""
+        """Report the step and return no scalars; exit the process when no more steps are requested."""
         jax.block_until_ready(params)
         if step == 1:
             phases.end("first step")
@@ -130,7 +130,7 @@ class EachStep(Configurable):
 
 
 def trainer_config(job: TrainJob, name: str, dtype: Literal["float32", "bfloat16"]) -> Trainer.Config:
-    """The job as the experiment of this name, whose run directory is the usual one."""
+    """Return the job as the experiment of this name, with the usual run directory."""
     attention = Attention.Config(num_heads=job.heads, rope=Rope.Config(theta=job.rope_theta))
     norm = RMSNorm.Config(eps=job.norm_eps)
     model = Decoder.Config(
@@ -158,27 +158,27 @@ def trainer_config(job: TrainJob, name: str, dtype: Literal["float32", "bfloat16
 
 
 def float32() -> Trainer.Config:
-    """The job of the benchmark train_step."""
+    """Return the job of the benchmark train_step."""
     return trainer_config(TrainJob(), "float32", "float32")
 
 
 def bfloat16() -> Trainer.Config:
-    """The same with activations in bfloat16."""
+    """Return the same with activations in bfloat16."""
     return trainer_config(TrainJob(), "bfloat16", "bfloat16")
 
 
 def float32_quick() -> Trainer.Config:
-    """The same in tiny: shows that all runs."""
+    """Return a tiny version of the job, as a smoke test."""
     return trainer_config(QUICK, "float32_quick", "float32")
 
 
 def bfloat16_quick() -> Trainer.Config:
-    """Tiny, with activations in bfloat16."""
+    """Return the tiny version with activations in bfloat16."""
     return trainer_config(QUICK, "bfloat16_quick", "bfloat16")
 
 
 def system_version() -> str:
-    """Name and version of what is measured."""
+    """Return the name and version of the measured system."""
     try:
         return f"axlearn-like {version('axlearn-like')}"
     except PackageNotFoundError:

@@ -1,11 +1,11 @@
 """The same decoder and the same update in plain JAX, without any library but optax.
 
-What somebody would write for this model alone: one array for each weight of all layers, a scan, one jitted step on one
-device, and a loss to look at. No configs, mesh, packing, checkpoints, or metrics.
+A script for this model alone: one array for each weight of all layers, a scan, one jitted step on one device, and a
+loss to watch. No configs, mesh, packing, checkpoints, or metrics.
 
-There are two of them. `PLAIN` multiplies as one writes it down, by `@` and by einsum. `FLAT` knows what XLA's CPU
-compiler likes (matrices of two axes, heads before the length) and is otherwise the same: what our layers cost beside
-it is the price of the machinery, while against `PLAIN` the machinery and the layout are measured together.
+There are two variants. `PLAIN` multiplies in the obvious way, by `@` and by einsum. `FLAT` uses the layouts that XLA's
+CPU compiler prefers (matrices of two axes, heads before the length) and is otherwise the same: the cost of our layers
+beside it is the price of the machinery, while against `PLAIN` the machinery and the layout are measured together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Params = dict[str, Any]
 
 
 class Products(NamedTuple):
-    """How matrices are multiplied: x [b, t, i] by weight [i, o]; and q, k, v [b, t, h, d] with a mask [t, t]."""
+    """Matrix products: x [b, t, i] by weight [i, o]; and q, k, v [b, t, h, d] with a mask [t, t]."""
 
     linear: Callable[[jax.Array, jax.Array], jax.Array]
     attend: Callable[[jax.Array, jax.Array, jax.Array, np.ndarray], jax.Array]
@@ -58,7 +58,7 @@ FLAT = Products(_linear_flat, _attend_flat)
 
 
 def init(job: TrainJob, key: jax.Array) -> Params:
-    """Normal weights, with the variance of one over what is summed over."""
+    """Return normal weights, with variance 1 / fan-in."""
     keys = iter(jax.random.split(key, 9))
 
     def weight(*shape: int, fan_in: int) -> jax.Array:
@@ -86,7 +86,7 @@ def init(job: TrainJob, key: jax.Array) -> Params:
 def make_loss(
     job: TrainJob, dtype: str, products: Products = PLAIN
 ) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
-    """`loss(params, tokens, targets)`: mean cross entropy."""
+    """Return the function `loss(params, tokens, targets)`: mean cross entropy."""
     angles = np.arange(job.length)[:, None] * job.rope_theta ** (-np.arange(0, job.head_dim, 2) / job.head_dim)
     cos, sin = (f(angles).astype(np.float32)[None, :, None, :] for f in (np.cos, np.sin))
     causal = np.tril(np.ones((job.length, job.length), bool))
@@ -123,7 +123,7 @@ def make_loss(
 
 
 def make_step(job: TrainJob, dtype: str, products: Products = PLAIN) -> tuple[Any, Params, Any]:
-    """The jitted `step(params, opt_state, tokens, targets) -> (params, opt_state, loss)`, and what it begins with."""
+    """Return the jitted `step(params, opt_state, tokens, targets) -> (params, opt_state, loss)`, and initial state."""
     loss = make_loss(job, dtype, products)
 
     def decays(params: Params) -> Any:  # matrices, and no scales
@@ -144,7 +144,7 @@ def make_step(job: TrainJob, dtype: str, products: Products = PLAIN) -> tuple[An
 
 
 def main() -> None:
-    """Runs steps on request until told to stop."""
+    """Run steps on request until the runner ends the worker."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--flat", action="store_true")

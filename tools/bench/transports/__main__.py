@@ -1,4 +1,4 @@
-"""Measures all ways by turns: in each round each way has the machine to itself, in processes that it starts.
+"""Interleaved measurement of all ways: in each round each has the machine to itself, in processes that it starts.
 
 python -m tools.bench.transports --json
 python -m tools.bench.transports --ways wire,arrow_flight --rounds 3
@@ -31,7 +31,7 @@ TIMEOUT_S = 300
 
 
 def measure(ways: list[str], nbytes: int, rounds: int) -> dict[str, Any]:
-    """The result: for each way medians over rounds; `errors` for those that could not be measured."""
+    """Return for each way medians over rounds; `errors` has the ways that could not be measured."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     errors: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def _once(way: str, nbytes: int, commands: dict[str, list[str]]) -> dict[str, fl
 
 
 def _commands(ways: list[str], folder: Path, errors: dict[str, str]) -> dict[str, list[str]]:
-    """How each way is run, its options at the end; a way that cannot be is put down in `errors`."""
+    """Return the command of each way, its options last; a way that cannot run is recorded in `errors`."""
     module = [sys.executable, "-m"]
     commands = {way: [*module, "tools.bench.transports.receiving", "{}"] for way in OURS}
     commands["ray_store"] = [*module, "tools.bench.transports.ray_store", "{}"]
@@ -126,7 +126,7 @@ def _versions() -> dict[str, str]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Format the result as Markdown."""
     head = ["way", "wall s", "CPU s, both", "CPU s, sender", "CPU s, receiver", "GB/s", "speed to raw, CPU", "first s"]
     names = ["wall_s", "cpu_s", "sender_cpu_s", "receiver_cpu_s", "gbps", "cpu_speed_to_raw", "first_wall_s"]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * len(names)]
@@ -137,6 +137,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Measure the chosen ways and print the result."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.transports", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the result as JSON, not as a table")
     parser.add_argument("--ways", default=",".join(WAYS), help="some of " + ",".join(WAYS))

@@ -2,8 +2,8 @@
 
     python arrow_flight.py WAY NBYTES OPTIONS
 
-Needs pyarrow only, none of our packages. The receiver takes the array where Arrow has put it; nothing is copied for our
-sake. `OPTIONS["batch"]`: bytes of a record batch.
+Needs pyarrow only, none of our packages. The receiver uses the array where Arrow has put it; nothing is copied on our
+side. `OPTIONS["batch"]`: bytes of a record batch.
 """
 
 # pyright: reportMissingImports=false
@@ -18,7 +18,7 @@ from pyarrow import flight
 
 
 def measure(nbytes: int, batch: int) -> dict[str, float]:
-    """As `receiving.measure`."""
+    """Measure this way, as `receiving.measure` does."""
     command = [sys.executable, __file__, "--serve", str(nbytes), str(batch)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -2,7 +2,7 @@
 
     python -m tools.bench.transports.ray_store WAY NBYTES OPTIONS
 
-CPU seconds are the driver's, the actor's, and those of Ray's own processes meanwhile.
+CPU seconds are those of the driver, the actor and Ray's own processes in the same time.
 """
 
 import json
@@ -25,14 +25,14 @@ class Reader:
     """The receiving process."""
 
     def look(self, references: list[ray.ObjectRef]) -> tuple[int, float]:
-        """Words of the array combined, and CPU seconds it took."""
+        """Return the combined words of the array, and the CPU seconds used."""
         began = time.process_time()
         array = ray.get(references[0])
         return read_once(array), time.process_time() - began
 
 
 def measure(nbytes: int) -> dict[str, float]:
-    """As `receiving.measure`."""
+    """Measure this way, as `receiving.measure` does."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         num_cpus=2,
@@ -61,7 +61,7 @@ def _once(source: np.ndarray, reader: Any, expected: int) -> tuple[float, float,
 
 
 def _cpu_of_ray() -> float:
-    """Of the raylet and the control store; workers are its children, and the reader counts for itself."""
+    """Return the CPU seconds of the raylet and the control store; workers are its children, the reader has its own."""
     spent = 0.0
     for process in psutil.Process().children(recursive=True):
         if process.name() in ("raylet", "gcs_server"):

@@ -1,9 +1,9 @@
-"""One way, measured in this process and a sending one that it starts; the result in JSON.
+"""One way, measured in this process and in a sending process that it starts; the result is JSON.
 
     python -m tools.bench.transports.receiving WAY NBYTES OPTIONS
 
 A gigabyte is moved twice: the first time warms up (connections, memory that is touched for the first time, the
-receive window), the second is measured. What is received is compared with what was sent, outside the clocks.
+receive window), the second is measured. The received bytes are compared with those sent, outside the measured time.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.shared_memory import Segment
 from tools.bench.transports.yardsticks import ROOT, payload
 
-Pull = Callable[[], np.ndarray]  # moves the payload once; where it then is
+Pull = Callable[[], np.ndarray]  # moves the payload once and returns where it then is
 
 
 def measure(way: str, nbytes: int, options: dict[str, str]) -> dict[str, float]:
-    """Seconds of the first and of the second time, and CPU seconds of both sides in the second."""
+    """Measure the seconds of the first and the second transfer, and CPU seconds of both sides in the second."""
     with _sender(way, nbytes, options) as (address, their_cpu):
         endpoint = Endpoint(**address)
         pull = PULLS[way](endpoint, nbytes)
@@ -63,7 +63,7 @@ def _sender(way: str, nbytes: int, options: dict[str, str]) -> Iterator[tuple[di
 
         try:
             yield json.loads(stdout.readline()), cpu
-            stdin.close()  # it ends by itself, and with it its segments
+            stdin.close()  # it ends by itself and frees its segments
             process.wait(30)
         finally:
             process.kill()
@@ -106,7 +106,7 @@ def _memory(endpoint: Endpoint, nbytes: int) -> Pull:
 
 
 def read_once(memory: np.ndarray) -> int:
-    """A look at every byte, as a copy to a device would have: memory that is only mapped has not been moved."""
+    """Read every byte, as a copy to a device would: memory that is only mapped has not been moved."""
     words = memory[: memory.nbytes // 8 * 8].view(np.uint64)
     return int(np.bitwise_xor.reduce(words))
 

@@ -1,8 +1,8 @@
-"""The sending process of one way: holds the payload, gives it to whoever asks.
+"""The sending process of one way: it holds the payload and serves it on request.
 
     python -m tools.bench.transports.sending WAY NBYTES
 
-Prints where it is as JSON; then, for each line on its standard input, the CPU seconds that it has used so far.
+It prints its address as JSON; then, for each line on its standard input, the CPU seconds that it has used so far.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ Address = dict[str, Any]
 
 
 def send(way: str, nbytes: int, options: dict[str, str]) -> None:
-    """Serves until its input ends."""
+    """Serve until standard input ends."""
     address = SENDERS[way](payload(nbytes), options)
     print(json.dumps(address), flush=True)
     for _ in sys.stdin:
@@ -56,7 +56,7 @@ def _serve(source: np.ndarray, tls: Tls | None, with_digests: bool) -> Address:
 
 
 def _segments(source: np.ndarray, options: dict[str, str]) -> Address:
-    """Each request has a new segment made and filled, as each version of the weights has one."""
+    """Serve each request from a new segment, as each version of the weights has its own."""
 
     def handle(operation: str, fields: dict[str, Any], body: Body) -> Any:
         _segment.clear()
@@ -71,7 +71,7 @@ def _segments(source: np.ndarray, options: dict[str, str]) -> Address:
 
 
 def _held_segment(source: np.ndarray, options: dict[str, str]) -> Address:
-    """The weights lie in a segment already, where the trainer's copy from its device has put them."""
+    """Serve from one existing segment, to which the trainer has copied the weights from its device."""
     segment = Segment.create(source.nbytes)
     segment.write(source)
     _segment.append(segment)

@@ -1,5 +1,6 @@
-"""What the machine can do at best, measured in the same run as what is compared with it: a copy in memory and a plain
-TCP stream over loopback, with no protocol at all.
+"""Upper bounds of the machine: a copy in memory, and a raw TCP stream over loopback without any protocol.
+
+They are measured in the same run as the figures that are compared with them.
 """
 
 import json
@@ -20,7 +21,7 @@ GO = b"\n"
 
 @dataclass(frozen=True)
 class Spent:
-    """What moving `nbytes` took.
+    """Time to move `nbytes`.
 
     Attributes:
         wall_s: seconds until the last byte was there.
@@ -33,18 +34,18 @@ class Spent:
 
     @property
     def gbps(self) -> float:
-        """Gigabytes (10^9) by second."""
+        """Return the gigabytes (10^9) per second."""
         return self.nbytes / self.wall_s / 1e9
 
 
 def memcpy_gbps(nbytes: int, rounds: int = 3) -> Spent:
-    """Copies memory to memory that has been touched before, with one thread; medians."""
+    """Measure a copy to memory that has been touched before, with one thread; medians."""
     source, target = payload(nbytes), np.ones(nbytes, np.uint8)
     return medians([_timed(nbytes, lambda: np.copyto(target, source)) for _ in range(rounds)])
 
 
 def raw_stream_gbps(nbytes: int, rounds: int = 3) -> Spent:
-    """`sendall` in one process, `recv_into` in this one, to memory that has been touched before; medians."""
+    """Measure `sendall` in one process and `recv_into` in this one, to memory that has been touched before; medians."""
     target = memoryview(np.zeros(nbytes, np.uint8))
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(120)
@@ -62,7 +63,7 @@ def raw_stream_gbps(nbytes: int, rounds: int = 3) -> Spent:
 
 
 def medians(spent: list[Spent]) -> Spent:
-    """Of each figure by itself."""
+    """Return the median of each figure by itself."""
     return Spent(
         spent[0].nbytes,
         statistics.median(one.wall_s for one in spent),
@@ -71,7 +72,7 @@ def medians(spent: list[Spent]) -> Spent:
 
 
 def payload(nbytes: int) -> np.ndarray:
-    """Bytes that no two pages have in common."""
+    """Return bytes of which no two pages are alike."""
     block = np.random.default_rng(0).integers(0, 256, min(nbytes, 1 << 24), np.uint8)
     whole = np.resize(block, nbytes)
     whole[::4096] = np.arange(len(whole[::4096]), dtype=np.uint32).astype(np.uint8)
@@ -101,7 +102,7 @@ def _one_stream(stream: socket.socket, target: memoryview, sender: subprocess.Po
 
 
 def _send(port: int, nbytes: int) -> None:
-    """The sending process: all bytes whenever the other side says so."""
+    """Run the sending process: send all bytes on each request of the other side."""
     source = payload(nbytes)
     with socket.create_connection(("127.0.0.1", port)) as stream:
         while stream.recv(1):

@@ -1,6 +1,6 @@
-"""`axl bench weights`: what it takes to bring weights from a trainer to workers, through the parameter server.
+"""`axl bench weights`: cost of moving weights from a trainer to workers, through the parameter server.
 
-The result is made of the keys of sections (`weights_sections`), each measured alone in a process of its own.
+The result has the keys of all sections (`tools.bench.weights.sections`), each measured alone in its own process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ type Rows = list[list[str]]
 
 
 def find_sections(names: Iterable[str]) -> list[str]:
-    """The sections of these names in the order in which they run; none asked for: all.
+    """Return the sections of these names in the order in which they run; all sections if there are no names.
 
     Raises:
-        UserError: there is no section of a name.
+        UserError: a name is not that of a section.
     """
     asked = list(names)
     for name in asked:
@@ -38,13 +38,14 @@ def find_sections(names: Iterable[str]) -> list[str]:
 def run(
     peers: Sequence[Peer], rounds: int, say: Say, *, sections: Sequence[str] = tuple(SECTIONS), quick: bool = False
 ) -> dict[str, Any]:
-    """Everything that `--json` prints.
+    """Return everything that `--json` prints.
 
     Args:
-        peers, rounds: of other benchmarks; here there are none, and each section has its own.
-        say: told in one line what is going on.
+        peers: unused; other benchmarks have them.
+        rounds: unused; each section has its own.
+        say: called with one line about progress.
         sections: by name.
-        quick: tiny jobs, to see that all runs.
+        quick: tiny jobs, as a smoke test.
     """
     del peers, rounds
     where = machine()  # before we load it ourselves
@@ -57,7 +58,7 @@ def run(
 
 
 def run_section(name: str, say: Say, *, quick: bool) -> dict[str, Any]:
-    """Measures one section in a process of its own; {"error": why} where that failed."""
+    """Measure one section in a process of its own; return {"error": why} if that failed."""
     say(f"{name}: {SECTIONS[name]}")
     command = our_command("tools.bench.weights.sections")
     argv = [*command.argv, name, *(["--quick"] if quick else [])]
@@ -78,13 +79,13 @@ def run_section(name: str, say: Say, *, quick: bool) -> dict[str, Any]:
 
 
 def succeeded(result: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
-    """Whether every section was measured."""
+    """Return whether every section was measured."""
     del peers
     return not result["errors"]
 
 
 def rows(result: Mapping[str, Any]) -> Rows:
-    """Figure and value, for people."""
+    """Return the rows of the console table: figure and value."""
     makers = {"moving": _moving, "pause": _pause, "delta": _delta, "reshard": _reshard, "fan_out": _fan_out}
     return [row for section, make in makers.items() if section in result for row in make(result)]
 

@@ -1,9 +1,9 @@
-"""How small lossless deltas of weights are and what they cost, over learning rates and gaps, on steps of a real RL run.
+"""Size and cost of lossless deltas of weights, over learning rates and gaps, on steps of a real RL run.
 
     python -m tools.bench.weights.delta_curve --json docs/figures/delta_curve.json
 
-The policy of the demo is fine-tuned by supervision once. From there, for each learning rate, GRPO with AdamW at that
-constant rate. Every version is kept, as float32 masters and as their bfloat16 casts, and encoded against those 1, 4,
+The policy of the demo is fine-tuned by supervision once. GRPO with AdamW continues from it at each
+constant learning rate. Every version is kept, as float32 masters and as bfloat16 casts, and encoded against those 1, 4,
 16 and 64 updates before it: tensor by tensor, decoded, and compared to the bit. The first update, in which Adam moves
 every entry by the whole learning rate, is a column of its own.
 """
@@ -45,22 +45,24 @@ LEARNING_RATES = (1e-7, 1e-6, 1e-5, 1e-4)
 GAPS = (1, 4, 16, 64)
 BURN_IN = 16  # updates before the first version that is a base
 PACKAGES = ("jax", "numpy", "zstandard", "xxhash")
-PAIRS = 6  # versions encoded for each gap, evenly spread; as many as there are for the largest
+PAIRS = 6  # versions encoded for each gap, evenly spread; all versions for the largest gap
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 type Version = dict[str, np.ndarray]  # tensors by path
 
-_versions: list[Version] = []  # of the run in progress: a trainer is built from a config, which carries no list
+_versions: list[Version] = []  # of the run in progress: a trainer is built from a config, which holds no list
 
 
 class SnapshotTrainer(PolicyTrainer):
-    """Keeps a copy of the parameters before the first update and after each."""
+    """A trainer that keeps a copy of the parameters before the first update and after each."""
 
     def start(self) -> None:
+        """Keep version 0 and start."""
         _versions.append(_flat(self.state["params"]))
         super().start()
 
     def run_once(self, timeout: float = 0.0) -> bool:
+        """Make an update if a batch is there, and keep its parameters."""
         updated = super().run_once(timeout)
         if updated:
             _versions.append(_flat(self.state["params"]))
@@ -68,6 +70,7 @@ class SnapshotTrainer(PolicyTrainer):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the curve; write the figures and the plot, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the figures; a plot is drawn beside it")
     parser.add_argument("--rates", type=float, nargs="+", default=LEARNING_RATES, help="learning rates")
@@ -103,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def fine_tune(folder: Path) -> Path:
-    """The run of the demo's supervised phase; nothing to do where it lies finished."""
+    """Run the demo's supervised phase, unless a finished run of it is there."""
     cfg = demo().warm_start
     assert cfg is not None
     with RunDirectory.open(folder, to_text(cfg)) as run:
@@ -112,7 +115,7 @@ def fine_tune(folder: Path) -> Path:
 
 
 def measure(versions: Sequence[Version], rate: float) -> dict[str, list[dict[str, Any]]]:
-    """`points` of the curve, the `first_update`, and `speed`, for both dtypes."""
+    """Return `points` of the curve, the `first_update`, and `speed`, for both dtypes."""
     figures: dict[str, list[dict[str, Any]]] = {"points": [], "first_update": [], "speed": []}
     for dtype in (BF16, np.dtype(np.float32)):
         cast = [_cast(version, dtype) for version in versions]
@@ -126,7 +129,7 @@ def measure(versions: Sequence[Version], rate: float) -> dict[str, list[dict[str
 
 
 def train(folder: Path, warm_start: Path, rate: float, updates: int) -> list[Version]:
-    """float32 parameters of versions 0 to `updates`."""
+    """Return the float32 parameters of versions 0 to `updates`."""
     experiment = RLExperiment(experiment_at(rate, updates))
     _versions.clear()
     with RunDirectory.open(folder / f"lr{rate:g}", to_text(experiment.cfg)) as run:
@@ -136,7 +139,7 @@ def train(folder: Path, warm_start: Path, rate: float, updates: int) -> list[Ver
 
 
 def experiment_at(rate: float, updates: int) -> RLExperiment.Config:
-    """The demo, synchronous, in one process, with 8 x 8 rollouts an update at a constant learning rate."""
+    """Return the demo, synchronous, in one process, with 8 x 8 rollouts an update at a constant learning rate."""
     cfg = demo(steps=updates)
     scorer = ReasoningGymScorer.Config(mixture=task_mixture(cfg.seed), pass_mark=1.0)
     return cfg.set(
@@ -155,9 +158,9 @@ def experiment_at(rate: float, updates: int) -> RLExperiment.Config:
 
 
 def encode_pairs(versions: Sequence[Version], pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Medians over pairs (base, version) of the bytes of all tensors, and the same for each kind of tensor.
+    """Return medians over pairs (base, version) of the bytes of all tensors, and of each kind of tensor.
 
-    `ratio` is bytes as bfloat16 by bytes of the delta, heads of all tensors included, whatever the dtype encoded.
+    `ratio` is bytes as bfloat16 divided by bytes of the delta, headers of all tensors included, for every dtype.
     """
     rows = [list(_encode(versions[base], versions[version])) for base, version in pairs]
     kinds = sorted({row["kind"] for row in rows[0]})
@@ -191,9 +194,9 @@ def _figures(pairs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
 
 
 def cpu_seconds(versions: Sequence[Version]) -> dict[str, float]:
-    """CPU seconds by GB of weights, on all these versions one after the other as a single array, each against the last.
+    """Return CPU seconds per GB of weights, on all versions in order as a single array, each against the previous one.
 
-    The policy is small: a single version would measure calls, not bytes.
+    The policy is small: with a single version the calls would dominate, not the bytes.
     """
     codec = get_codec("delta")
     flat = [np.concatenate([array.reshape(-1) for array in version.values()]) for version in versions]
@@ -212,7 +215,7 @@ def cpu_seconds(versions: Sequence[Version]) -> dict[str, float]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown: the curve, the first update, the cost."""
+    """Format the curve, the first update and the cost as Markdown."""
     head = ["dtype", "lr", *(f"gap {gap}" for gap in GAPS), "first update", "encode CPU-s/GB", "decode CPU-s/GB"]
     lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
     for speed in result["speed"]:
@@ -228,7 +231,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Ratio over gap, a line for each learning rate, bfloat16. Needs matplotlib (the extra `dev`)."""
+    """Draw ratio over gap, a line for each learning rate, bfloat16. Needs matplotlib (the extra `dev`)."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -263,7 +266,7 @@ def _kind(path: str) -> str:
 
 
 def _spread(first: int, last: int) -> list[int]:
-    """At most PAIRS integers from `first` to `last`."""
+    """Return at most PAIRS integers from `first` to `last`, evenly spread."""
     return sorted({round(x) for x in np.linspace(first, last, PAIRS)})
 
 

@@ -1,4 +1,4 @@
-"""Measures one section in this process; the last line of standard output is its result in JSON.
+"""Measure one section in this process; the last line of standard output is its result in JSON.
 
 python -m tools.bench.rollout.sections long_tail [--quick]
 """
@@ -11,7 +11,7 @@ from tools.bench.rollout.job import use_one_core
 
 
 def main(section: str, *, quick: bool) -> None:
-    """Keeps to one core, as the workers of the comparison with peers do, and measures."""
+    """Measure a section on one core, as the workers of the comparison with peers do."""
     use_one_core()  # before jax counts the cores
 
     from mesh import enable_compilation_cache

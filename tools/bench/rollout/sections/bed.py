@@ -1,4 +1,4 @@
-"""What all sections share: the policy, engines that hold it, and requests with forced lengths."""
+"""Fixtures shared by all sections: the policy, engines that hold it, and requests with forced lengths."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -21,10 +21,10 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class Bed:
-    """Makes engines and requests of the benchmark's job.
+    """A factory of engines and requests of the benchmark's job.
 
     Args:
-        quick: a tiny policy, and sections shrink their work: shows that all runs, measures nothing.
+        quick: a tiny policy, and sections reduce their work: a smoke test, without meaningful figures.
     """
 
     def __init__(self, *, quick: bool = False):
@@ -33,7 +33,7 @@ class Bed:
         self._numbers = itertools.count()
 
     def params(self, seed: int = 0) -> Params:
-        """A random policy."""
+        """Return a random policy."""
 
         def create(key: jax.Array) -> Params:
             return split(self._policy.build(rngs=nnx.Rngs(key)))[1]
@@ -41,7 +41,7 @@ class Bed:
         return jax.jit(create)(jax.random.key(seed))
 
     def engine(self, *, max_num_seqs: int, max_prompt: int, max_new: int, **settings: Any) -> RolloutEngine:
-        """An engine of our defaults with the policy in place; nothing but the limit ends a completion."""
+        """Build an engine of our defaults with the policy in place; only the limit ends a completion."""
         cfg = RolloutEngine.Config(
             model=self._policy,
             stop_tokens=(),
@@ -57,19 +57,19 @@ class Bed:
     def request(
         self, new_tokens: int, *, prompt_tokens: int, samples: int = 1, agent_loop: AgentLoop = single_turn
     ) -> Request:
-        """The next request: a prompt like no other before, and exactly `new_tokens` for each sample."""
+        """Return the next request: a prompt unlike all before, and exactly `new_tokens` for each sample."""
         number = next(self._numbers)
         letters = np.random.default_rng((self.job.seed, number)).integers(97, 123, prompt_tokens, np.int32)
         prompt = Prompt(number, "letters", letters)
         return Request(prompt, samples, self.job.seed, stop=StopConditions(max_new=new_tokens), agent_loop=agent_loop)
 
     def requests(self, lengths: Iterable[int], *, prompt_tokens: int) -> list[Request]:
-        """One request for each length, in order."""
+        """Return one request for each length, in order."""
         return [self.request(length, prompt_tokens=prompt_tokens) for length in lengths]
 
 
 class Compilations:
-    """Counts the programs that jax compiles, or loads, anywhere in this process from now on."""
+    """A counter of the programs that jax compiles or loads anywhere in this process from now on."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -80,10 +80,10 @@ class Compilations:
 
 
 def after_warm_up[T](rounds: int, job: Callable[[], T]) -> tuple[list[T], int]:
-    """Runs a job once to warm up and `rounds` times to measure.
+    """Run a job once to warm up and `rounds` times to measure.
 
     Returns:
-        What the measured runs gave, and the number of programs compiled during them.
+        The results of the measured runs, and the number of programs compiled during them.
     """
     compilations = Compilations()
     job()

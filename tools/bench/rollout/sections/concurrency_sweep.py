@@ -1,9 +1,9 @@
 """Throughput and latency by concurrency: as many requests at a time as `max_num_seqs`, in a closed loop.
 
 Prompts as in the comparison with peers; completions of all lengths from half to one and a half times its 64 tokens, so
-that requests do not end in step. A client hears of tokens dispatch by dispatch, so the time to the first token is about
-that of one dispatch: `steps_per_dispatch` trades it against throughput. A client's next request comes when the last one
-was handed out, a turn after its last token; so in this closed loop rows idle that a queue would fill.
+that requests do not end together. Tokens are streamed dispatch by dispatch, so the time to the first token is about
+that of one dispatch: `steps_per_dispatch` trades it against throughput. A client sends its next request when the last
+one was returned, a turn after its last token; so in this closed loop some rows are idle that a queue would fill.
 """
 
 import itertools
@@ -18,7 +18,7 @@ _LEAST_REQUESTS = 100  # so that a 99th percentile means something
 
 
 def measure(bed: Bed) -> dict[str, Any]:
-    """The key `concurrency_sweep`, one entry for each value of max_num_seqs."""
+    """Measure the key `concurrency_sweep`, one entry for each value of max_num_seqs."""
     sweep = (1, 4) if bed.quick else (1, 2, 4, 8, 16, 32, 64, 128)
     points = [_point(bed, max_num_seqs) for max_num_seqs in sweep]
     return {

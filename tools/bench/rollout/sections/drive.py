@@ -1,4 +1,4 @@
-"""Driving an engine: a queue to its end, or a closed loop of requests; and counting its dispatches meanwhile."""
+"""Drivers of an engine (a queue until it is empty, or a closed loop of requests), and counters of its dispatches."""
 
 import dataclasses
 import time
@@ -23,24 +23,25 @@ class Spent:
     tokens: float
 
     def figures(self) -> dict[str, float]:
-        """As a part of the result."""
+        """Return the figures for the result."""
         rates = {"tok_per_cpu_s": self.tokens / self.cpu_s, "tok_per_s": self.tokens / self.wall_s}
         return {**dataclasses.asdict(self), **rates}
 
 
 class Meter:
-    """What an engine has spent since the meter was made."""
+    """A meter of an engine's time and tokens since the meter was made."""
 
     def __init__(self, engine: RolloutEngine):
         self._engine, self._tokens, self._start = engine, engine.stats()["tokens"], now()
 
     def read(self) -> Spent:
+        """Return the time and tokens spent so far."""
         spent = now().since(self._start)
         return Spent(spent.cpu, spent.wall, self._engine.stats()["tokens"] - self._tokens)
 
 
 def run_queue(engine: RolloutEngine, *batches: Sequence[Request]) -> Spent:
-    """Each batch is queued at once, when all of the one before have ended."""
+    """Queue each batch as a whole, when all requests of the previous batch have ended."""
     meter = Meter(engine)
     for batch in batches:
         engine.generate(batch)
@@ -49,11 +50,11 @@ def run_queue(engine: RolloutEngine, *batches: Sequence[Request]) -> Spent:
 
 @dataclasses.dataclass
 class Loop:
-    """A closed loop's window: what was spent in it, and seconds for each request that ended in it."""
+    """A closed loop's window: time and tokens in it, and seconds for each request that ended in it."""
 
     spent: Spent
     latency_s: list[float]  # from `submit` until `step` returned it
-    first_token_s: list[float]  # from `submit` until `on_tokens` was told the first
+    first_token_s: list[float]  # from `submit` until `on_tokens` received the first
 
 
 def closed_loop(
@@ -65,12 +66,12 @@ def closed_loop(
     count: int,
     each_turn: Callable[[], None] = lambda: None,
 ) -> Loop:
-    """Keeps `concurrent` requests under way: whenever one ends, the next of `requests` is submitted.
+    """Keep `concurrent` requests under way: whenever one ends, the next of `requests` is submitted.
 
-    The window opens when `warm` have ended and closes when `count` more have: neither the start, when all begin at
-    once, nor an emptying queue is in it. What is still under way then is aborted.
+    The window opens when `warm` have ended and closes when `count` more have: it excludes the start, when all begin at
+    once, and the emptying of the queue. Requests still under way then are aborted.
     """
-    submitted: dict[int, float] = {}  # both by request number: when, and seconds until the first token
+    submitted: dict[int, float] = {}  # both by request number: submission time, and seconds until the first token
     first: dict[int, float] = {}
     ended: list[tuple[float, float]] = []
 
@@ -106,7 +107,7 @@ def closed_loop(
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """One decoding dispatch: sequences in it, rows of its shape, steps it ran, and, if timed, what it took alone."""
+    """One decoding dispatch: sequences in it, rows of its shape, steps it ran, and, if timed, its own time."""
 
     sequences: int
     rows: int
@@ -115,7 +116,7 @@ class Dispatch:
 
 
 class Watch:
-    """Counter of an engine's dispatches while it is entered.
+    """A counter of an engine's dispatches inside its `with` block.
 
     Args:
         timed: wait for each decoding dispatch and read the clocks, at the price of overlap with the host.
@@ -147,9 +148,9 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        del self._runner.decode, self._runner.prefill  # the methods show again
+        del self._runner.decode, self._runner.prefill  # the class's methods are visible again
 
     @property
     def decodes(self) -> list[Dispatch]:
-        """The decoding dispatches so far, all of them done."""
+        """Return the decoding dispatches so far, all of them done."""
         return [Dispatch(sequences, rows, int(steps), took) for sequences, rows, steps, took in self._decodes]

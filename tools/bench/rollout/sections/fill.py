@@ -1,6 +1,6 @@
-"""Throughput with the cache a tenth and nine tenths full, the same work and the same engine.
+"""Throughput with the cache a tenth and nine tenths full, with the same work and the same engine.
 
-Two ways to fill it. `held`: requests whose programs wait for something (as for a tool) hold pages; the share stays as
+Two ways to fill it. `held`: requests whose programs wait (as for a tool) hold pages; the share stays as
 it is while the others draw. `kept`: prefixes of finished requests, kept for reuse; those that draw add theirs, until
 old ones have to go, so searching for what to evict is in the figure.
 """
@@ -20,7 +20,7 @@ _EMPTY, _FULL = 0.1, 0.9
 
 
 def measure(bed: Bed) -> dict[str, Any]:
-    """The key `fill`: for each way tokens by CPU second at both fills, and their ratio, full by empty."""
+    """Measure the key `fill`: for each way tokens per CPU second at both fills, and their ratio, full by empty."""
     fill: dict[str, Any] = {}
     compiled = 0
     for way in ("held", "kept"):
@@ -45,7 +45,7 @@ def _way(bed: Bed, way: str) -> tuple[dict[str, Any], int]:
     agent_loop = _waiting if way == "held" else single_turn
 
     def run() -> dict[float, tuple[float, float]]:
-        engine.set_weights(params, next(versions))  # forgets all prefixes
+        engine.set_weights(params, next(versions))  # drops all prefixes
         empty = _throughput(bed, engine, prompt, new)
         target = _FULL * engine.stats()["pages"] - drawing
         engine.set_weights(params, next(versions))
@@ -66,7 +66,7 @@ def _way(bed: Bed, way: str) -> tuple[dict[str, Any], int]:
 
 
 def _fill(bed: Bed, engine: RolloutEngine, pages: float, prompt: int, agent_loop: AgentLoop) -> None:
-    """Uses up so many pages, in requests that only hold them or that end and leave them as kept prefixes."""
+    """Use up `pages` pages, in requests that only hold them or that end and leave them as kept prefixes."""
     while engine.stats()["pages_used"] + prompt // engine.cfg.page_size <= pages:
         engine.submit(bed.request(1, prompt_tokens=prompt, agent_loop=agent_loop))
         while engine.stats()["running"] or engine.stats()["waiting"]:
@@ -74,14 +74,14 @@ def _fill(bed: Bed, engine: RolloutEngine, pages: float, prompt: int, agent_loop
 
 
 def _waiting(completion: Completion) -> Generator[Command, Any, None]:
-    """Holds its pages for good."""
+    """Hold pages and never end."""
     del completion
     yield Generate()
     yield Wait(Future())
 
 
 def _throughput(bed: Bed, engine: RolloutEngine, prompt: int, new: int) -> tuple[float, float]:
-    """Tokens by CPU second with a full queue, and the mean share of pages used meanwhile."""
+    """Return tokens per CPU second with a full queue, and the mean share of pages used in this time."""
     rows, shares = engine.cfg.max_num_seqs, []
 
     def note() -> None:

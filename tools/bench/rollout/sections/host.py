@@ -1,8 +1,8 @@
-"""What the host costs by dispatch, on the job of the comparison with peers.
+"""Cost of the host per dispatch, on the job of the comparison with peers.
 
-`host_ms_per_dispatch` is wall time that the engine spends outside waiting for the device, by dispatch (prefill or
+`host_ms_per_dispatch` is wall time that the engine spends outside waiting for the device, per dispatch (prefill or
 decoding). On one core the device's work runs in between and is partly in it, so `main_thread_cpu_ms_per_dispatch` says
-what the thread that drives the engine computes itself: bookkeeping, packing and jax's own dispatching.
+how much the thread that drives the engine computes itself: bookkeeping, packing and jax's own dispatching.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from tools.bench.rollout.sections.drive import Watch, run_queue
 
 
 def measure(bed: Bed) -> dict[str, Any]:
-    """The keys `host_ms_per_dispatch` and `host`."""
+    """Measure the keys `host_ms_per_dispatch` and `host`."""
     job = bed.job
     engine = bed.engine(max_num_seqs=job.rollouts, max_prompt=job.prompt_tokens, max_new=job.new_tokens)
     generations = 1 if bed.quick else 20

@@ -1,8 +1,8 @@
-"""How long a change of weights keeps the rows from drawing.
+"""Time for which a change of weights interrupts decoding.
 
-`set_weights(swap="keep_cache")` falls between two dispatches; nothing draws from its call to its return. Arrays are
-waited for inside it, so that the next dispatch cannot hide their placing; `turn_after_over_turn` shows that nothing
-else is hidden there: a turn after a change by a turn without one, medians.
+`set_weights(swap="keep_cache")` runs between two dispatches; no token is sampled until it returns. Arrays are
+awaited inside it, so that the next dispatch cannot hide their placement; `turn_after_over_turn` shows that nothing
+else is hidden there: the median of a turn after a change divided by that of a turn without one.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from axlearn_like.layers.base import Params
 from rl.rollout.engine import RolloutEngine
 from tools.bench.rollout.sections.bed import Bed, after_warm_up
 
-Times = dict[str, list[float]]  # seconds of pauses, of placing in them, of turns without a change and after one
+Times = dict[str, list[float]]  # seconds of pauses, of placement in them, of turns without a change and after one
 
 
 def measure(bed: Bed) -> dict[str, Any]:
-    """The key `inflight_pause_ms`: the pause, what of it is placing of arrays, and the rest."""
+    """Measure the key `inflight_pause_ms`: the pause, its part for placing arrays, and the rest."""
     max_num_seqs, new, swaps = (4, 160, 2) if bed.quick else (64, 512, 20)
     engine = bed.engine(max_num_seqs=max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=new)
     policies = [bed.params(seed) for seed in (1, 2)]
@@ -53,7 +53,7 @@ def measure(bed: Bed) -> dict[str, Any]:
 
 
 def _generation(bed: Bed, engine: RolloutEngine, updates: Iterator[tuple[Params, int]], times: Times) -> None:
-    """Fills all rows and draws until the first row ends, with a change of weights before every other turn."""
+    """Fill all rows and decode until the first row ends, with a change of weights before every other turn."""
     max_num_seqs = engine.cfg.max_num_seqs
     for request in bed.requests([engine.cfg.max_new] * max_num_seqs, prompt_tokens=bed.job.prompt_tokens):
         engine.submit(request)
@@ -73,7 +73,7 @@ def _generation(bed: Bed, engine: RolloutEngine, updates: Iterator[tuple[Params,
 
 
 def _change(engine: RolloutEngine, params: Params, version: int) -> tuple[float, float]:
-    """Seconds of the whole change, and of placing the arrays in it."""
+    """Return the seconds of the whole change, and of placing the arrays in it."""
     runner: Any = engine._runner
     place, placing = runner.place, []
 
@@ -89,7 +89,7 @@ def _change(engine: RolloutEngine, params: Params, version: int) -> tuple[float,
         engine.set_weights(params, version, swap="keep_cache")
         return time.perf_counter() - began, placing[0]
     finally:
-        del runner.place  # the method shows again
+        del runner.place  # the class's method is visible again
 
 
 def _percentiles(prefix: str, seconds: list[float]) -> dict[str, float]:

@@ -1,15 +1,15 @@
-"""Long-tailed lengths: what continuous batching saves, and how far it is from what could be saved.
+"""Long-tailed lengths: savings by continuous batching, and its distance from lower bounds.
 
 Lengths are log-normal and clipped, drawn with a fixed seed; each request ends by its own limit. Ways to run them:
 
-* `plain_static`: as samplers without continuous batching do it: `max_num_seqs` requests at a time, in order
-  of arrival, and all rows are decoded until the longest has ended; the next batch then. Each request is given the
+* `plain_static`: as samplers without continuous batching run: `max_num_seqs` requests at a time, in order
+  of arrival, and all rows are decoded until the longest has ended; then the next batch. Each request is given the
   longest limit of its batch, and only the tokens it needed count.
-* `compacting_static`: the same batches by the engine as it is: rows of ended sequences are given up and the batch
+* `compacting_static`: the same batches by our engine: rows of ended sequences are freed and the batch
   shrinks. `compacting_static_longest_first`: longest limit first, so that batches are of about equal length.
-* `fifo`: all queued at once in order of arrival, lengths unknown to whoever submits. At the end, when the queue is
+* `fifo`: all queued at once in order of arrival, lengths unknown to the client. At the end, when the queue is
   empty, a few long ones run alone.
-* `longest_first`: all queued at once, longest limit first: for whoever knows the limits and that they will be used up.
+* `longest_first`: all queued at once, longest limit first: for a client that knows the limits are used up.
 * `steady`: the queue never empties (closed loop of 2 x max_num_seqs requests, the same lengths in turn); neither start
   nor end counts. What a worker of asynchronous training sees.
 
@@ -41,7 +41,7 @@ CONTINUOUS = ("fifo", "longest_first", "steady")
 
 @dataclasses.dataclass(frozen=True)
 class Tail:
-    """The lengths of the completions, in tokens."""
+    """The distribution of completion lengths, in tokens."""
 
     median: float = 96.0
     sigma: float = 1.0  # of the logarithm
@@ -52,20 +52,20 @@ class Tail:
     seed: int = 0
 
     def lengths(self) -> list[int]:
-        """In order of arrival."""
+        """Return the lengths in order of arrival."""
         drawn = np.random.default_rng(self.seed).lognormal(np.log(self.median), self.sigma, self.requests)
         return np.clip(np.rint(drawn), self.shortest, self.longest).astype(int).tolist()
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One pass of everything.
+    """Measurements of one round.
 
     Attributes:
-        ways: what each way spent.
-        row_steps: row-steps of each way by token needed.
-        step_cpu_s: of a full-batch step, mean over all positions.
-        by_position: of the token at each position, in a full batch of equal contexts: CPU seconds.
+        ways: time and tokens of each way.
+        row_steps: row-steps of each way per token needed.
+        step_cpu_s: CPU seconds of a full-batch step, mean over all positions.
+        by_position: CPU seconds of the token at each position, in a full batch of equal contexts.
     """
 
     ways: dict[str, Spent]
@@ -75,7 +75,7 @@ class Round:
 
 
 def measure(bed: Bed) -> dict[str, Any]:
-    """The keys `continuous_over_*static` and `long_tail`; medians over rounds."""
+    """Measure the keys `continuous_over_*static` and `long_tail`; medians over rounds."""
     tail = Tail(median=12, shortest=4, longest=40, requests=24, max_num_seqs=8) if bed.quick else Tail()
     engine = bed.engine(max_num_seqs=tail.max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=tail.longest)
     rounds, compiled = after_warm_up(1 if bed.quick else 3, lambda: _round(bed, engine, tail))
@@ -98,7 +98,7 @@ def measure(bed: Bed) -> dict[str, Any]:
 
 
 def _times(rounds: Sequence[Round], static: str) -> dict[str, float]:
-    """CPU seconds by token of a static way by those of each continuous one."""
+    """Return the CPU seconds per token of a static way divided by those of each continuous one."""
 
     def ratio(one: Round, way: str) -> float:
         return _cpu_s_per_token(one.ways[static]) / _cpu_s_per_token(one.ways[way])
@@ -137,7 +137,7 @@ def _round(bed: Bed, engine: RolloutEngine, tail: Tail) -> Round:
 
 
 def _by_position(bed: Bed, engine: RolloutEngine, tail: Tail) -> list[float]:
-    """CPU seconds of a token at each position where all rows are as far as this one, prefill left out."""
+    """Return the CPU seconds of a token at each position when all rows are at this position, without prefill."""
     with Watch(engine, timed=True) as watch:
         run_queue(engine, bed.requests([tail.longest] * tail.max_num_seqs, prompt_tokens=bed.job.prompt_tokens))
     costs: list[float] = []
@@ -160,7 +160,7 @@ def _cpu_s_per_token(spent: Spent) -> float:
 
 
 def _figures(rounds: Sequence[Round], way: str, lengths: Sequence[int], tail: Tail) -> dict[str, Any]:
-    """Of one way. Ratios by token, because a window of the steady state does not draw exactly the needed ones."""
+    """Return the figures of one way. Ratios are per token: a steady-state window draws more or fewer than needed."""
     each = [(one.ways[way], one) for one in rounds]
     needed = sum(lengths)
 

@@ -1,4 +1,4 @@
-"""What the samples of one prompt share: prefill work and pages, counted by the engine.
+"""Sharing between the samples of one prompt: prefill work and pages, counted by the engine.
 
 The prompt is prefilled without its last token, once. Its full pages have all samples as holders; the last page, partly
 filled, is copied for each sample when it writes its first token there, and so counts once for each.
@@ -10,7 +10,7 @@ from tools.bench.rollout.sections.bed import Bed, after_warm_up
 
 
 def measure(bed: Bed) -> dict[str, Any]:
-    """The keys `prefix_share_prefill_ratio` and `prefix`; 1 / group would be sharing without any loss."""
+    """Measure the keys `prefix_share_prefill_ratio` and `prefix`; 1 / group would be sharing without any loss."""
     prompt, group, new = (64, 4, 32) if bed.quick else (512, 16, 64)
     engine = bed.engine(max_num_seqs=group, max_prompt=prompt, max_new=new, steps_per_dispatch=new // 2)
     page = engine.cfg.page_size
@@ -25,7 +25,7 @@ def measure(bed: Bed) -> dict[str, Any]:
         drawn = (after["tokens"] - before["tokens"]) // group
         # Each sample holds pages for all tokens but the last, which is not fed yet.
         behind = group * (-(-int(prompt - 1 + drawn) // page) - prompt_pages)
-        others = before["pages_kept"]  # of groups before
+        others = before["pages_kept"]  # of earlier groups
         engine.abort(number)
         while engine.busy:
             engine.step()

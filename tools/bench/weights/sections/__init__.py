@@ -1,4 +1,4 @@
-"""What the parameter server does and costs: one module for each section of `axl bench weights`.
+"""Measurements of the parameter server: one module for each section of `axl bench weights`.
 
 Each has `measure(quick) -> dict`, whose keys become keys of the benchmark's result. Each runs in a process of its own,
 which starts the processes of the roles (`role.py`).

@@ -1,8 +1,8 @@
 """Lossless deltas through the parameter server, on real updates: the demo's policy under GRPO at a rate of 1e-6.
 
-The worker wants bfloat16, as inference does; the trainer has float32. Bytes are those that travelled for each version
-against the version before, requests not counted; what came is compared to the bit. See
-`tools.bench.weights.delta_curve`, whose runs these are, for other learning rates and for versions left out.
+The worker requests bfloat16, as inference does; the trainer has float32. Bytes are those transferred for each version
+against the previous one, without requests; received arrays are compared to the bit. See
+`tools.bench.weights.delta_curve`, which makes these runs, for other learning rates and for gaps between versions.
 """
 
 import statistics
@@ -25,7 +25,7 @@ PAIRS = 8
 
 
 def measure(*, quick: bool, warm_start: Path | None = None) -> dict[str, Any]:
-    """The keys `delta_bytes_ratio`, `delta_cpu_s_per_gb` and `delta`. `warm_start`: where the fine-tuned policy is."""
+    """Measure `delta_bytes_ratio`, `delta_cpu_s_per_gb` and `delta`. `warm_start`: where the fine-tuned policy is."""
     versions = _pretended() if quick else _trained(warm_start)
     ratios = through_the_server(versions)
     costs = cpu_seconds([{path: array.astype(BF16) for path, array in version.items()} for version in versions])
@@ -43,7 +43,7 @@ def measure(*, quick: bool, warm_start: Path | None = None) -> dict[str, Any]:
 
 
 def through_the_server(versions: Sequence[Version]) -> list[float]:
-    """bfloat16 bytes by bytes that travelled, for each version but the first, which has no base."""
+    """Return bfloat16 bytes divided by bytes transferred, for each version but the first, which has no base."""
     server = ParameterServer.Config(codec="delta", shared_memory=False, keep=2).build()
     access = connect(server.cfg, [server.listen])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -70,7 +70,7 @@ def _trained(warm_start: Path | None) -> list[Version]:
 
 
 def _pretended() -> list[Version]:
-    """One entry in a hundred changes."""
+    """Return made-up versions, in which one entry in a hundred changes."""
     first = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     second = first.copy()
     second.reshape(-1)[::100] *= np.float32(1.01)

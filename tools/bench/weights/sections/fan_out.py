@@ -1,8 +1,8 @@
-"""Eight workers pull one version: alternately with peer-to-peer broadcast, and all of them directly from the server.
+"""One version pulled by eight workers: alternately with peer-to-peer broadcast, and directly from the server.
 
 Each worker is a process of its own; all data goes over sockets. The server counts the bytes that it sends; seconds are
 from the publication to the last worker's arrays. On one machine everything shares memory and cores, so the broadcast
-cannot be faster here: what it saves is the server's network bandwidth.
+cannot be faster here: it saves the server's network bandwidth.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _WAYS = {"peer_to_peer": True, "direct": False}
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """The key `fan_out`."""
+    """Measure the key `fan_out`."""
     workers, rounds = (3, 1) if quick else (WORKERS, ROUNDS)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}
     with contextlib.ExitStack() as stack:

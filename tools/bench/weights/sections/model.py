@@ -1,4 +1,4 @@
-"""Weights of the sizes of a transformer's, without the transformer."""
+"""Random weights with the shapes of a transformer's."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,11 @@ import numpy as np
 from axlearn_like.layers.base import Params
 
 _LAYERS, _DIM, _KV, _FFN, _VOCAB = 12, 1024, 256, 4096, 65_536  # 250 million values, 1.0 GB of float32, 109 tensors
-TINY = 32  # the cut that shows that all runs, and measures nothing
+TINY = 32  # the cut of a smoke test, without meaningful figures
 
 
 def shapes(cut: int = 1) -> dict[str, dict[str, tuple[int, ...]]]:
-    """By layer and name. Every side is divided by `cut`."""
+    """Return the shapes, by layer and name. Every side is divided by `cut`."""
     layer = {
         "query": (_DIM, _DIM),
         "key": (_DIM, _KV),
@@ -29,20 +29,20 @@ def shapes(cut: int = 1) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def random_weights(cut: int = 1) -> Params:
-    """float32, on the first device; the same numbers again every 16 MB, which nothing here makes use of."""
+    """Return float32 weights on the first device; they repeat every 16 MB, which nothing here exploits."""
     numbers = 0.02 * np.random.default_rng(0).standard_normal(1 << 22, np.float32)
     draw = lambda shape: jnp.asarray(np.resize(numbers, shape))  # noqa: E731
     return jax.tree.map(draw, shapes(cut), is_leaf=lambda x: isinstance(x, tuple))
 
 
 def updated(params: Params, version: int) -> Params:
-    """Other weights, which share most of their memory: one vector is of the version."""
+    """Return other weights, which share most of their memory: only one vector depends on the version."""
     layer = params["layer0"]
     return {**params, "layer0": {**layer, "ffn_norm": jnp.full_like(layer["ffn_norm"], version)}}
 
 
 def like(cut: int = 1) -> Params:
-    """Descriptions of the same on this process's first device."""
+    """Return descriptions of the same arrays on this process's first device."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     describe = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=here)  # noqa: E731
     return jax.tree.map(describe, shapes(cut), is_leaf=lambda x: isinstance(x, tuple))

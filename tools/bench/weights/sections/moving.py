@@ -1,8 +1,8 @@
-"""A gigabyte of weights from a trainer to the server and from there to a worker, each in a process of its own.
+"""Transfer of a gigabyte of weights from a trainer to the server and on to a worker, each in its own process.
 
-By turns, in each round: a copy in memory, a raw stream of the same bytes over loopback, and for sockets and for shared
-memory a version that is published and pulled twice, with the contents verified on the device and without. The first
-rounds warm up and do not count.
+Interleaved in each round: a copy in memory, a raw stream of the same bytes over loopback, and for sockets and for
+shared memory a version that is published and pulled twice, with the contents verified on the device and without. The
+first rounds warm up and do not count.
 """
 
 import statistics
@@ -18,10 +18,11 @@ WARM_UP = 2  # the memory of the first version is used again from the third on
 WAYS = {"sockets": False, "shared_memory": True}
 PULLS = {"pull": True, "pull_unverified": False}  # verified or not
 
-type Round = dict[str, dict[str, float]]  # what was done -> figures
+type Round = dict[str, dict[str, float]]  # operation -> figures
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
+    """Measure the section's keys (see `summarise`)."""
     with Process("server") as server:
         reach = {"place": server.ready, "cut": model.TINY if quick else 1}
         with Process("trainer", **reach) as trainer, Process("worker", **reach) as worker:
@@ -43,7 +44,7 @@ def _round(at: int, server: Process, trainer: Process, worker: Process) -> Itera
 
 
 def _with_server(server: Process, role: Process, what: str, **fields: Any) -> dict[str, float]:
-    """The role's figures, with the CPU seconds of the server meanwhile."""
+    """Return the role's figures, with the CPU seconds of the server in the same time."""
     before = server.cpu_s()
     done = role.ask(what, **fields)
     return {**done, "server_cpu_s": server.cpu_s() - before}
@@ -54,7 +55,7 @@ def _yardstick(spent: Spent) -> dict[str, float]:
 
 
 def summarise(rounds: Sequence[Round]) -> dict[str, Any]:
-    """The section's keys: medians over rounds; ratios are of figures of the same round."""
+    """Return the section's keys: medians over rounds; ratios are of figures of the same round."""
     nbytes = int(rounds[0]["sockets.push"]["nbytes"])
     ways = {way: _way(way, rounds, nbytes) for way in WAYS}
     raw, copy = (_figures(rounds, name, nbytes) for name in ("raw_stream", "memcpy"))
@@ -77,7 +78,7 @@ def _way(way: str, rounds: Sequence[Round], nbytes: int) -> dict[str, Any]:
 
 
 def _ratio(one: Round, way: str, clock: str) -> float:
-    """Speed of the slower of push and pull by that of the raw stream, all of one round."""
+    """Return the speed of the slower of push and pull divided by that of the raw stream, all of one round."""
     return min(one["raw_stream"][clock] / _total(one[f"{way}.{name}"], clock) for name in ("push", "pull"))
 
 

@@ -1,10 +1,10 @@
-"""What new weights do to an engine that draws: the pause of the swap, the transfer beside it, the age of the weights.
+"""Effect of new weights on a decoding engine: pause of the swap, transfer during decoding, age of the weights.
 
-A trainer publishes the benchmark's policy every 0.3 s; this process draws with it, a `Prefetcher` fetches the newest
-version on its thread and places it for the engine, and between two dispatches the engine exchanges a pointer.
-Separate figures: `pause` (nothing draws: the question for newer weights and `set_weights`), `transfer_s` (call to
-arrays as the engine wants them, beside drawing), `age_s` (since the next version was published, 0 if there is none) and
-`versions_behind`, both of the weights that each dispatch uses.
+A trainer publishes the benchmark's policy every 0.3 s; this process decodes with it, a `Prefetcher` fetches the newest
+version on its thread and places it for the engine, and between two dispatches the engine swaps a pointer.
+Separate figures: `pause` (no decoding: the query for newer weights and `set_weights`), `transfer_s` (from the call to
+arrays in the engine's form, during decoding), `age_s` (since the next version was published, 0 if there is none) and
+`versions_behind`, the last two for the weights that each dispatch uses.
 """
 
 import bisect
@@ -26,13 +26,13 @@ WAYS = {"shared_memory": True, "sockets": False}
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """The keys `pause_ms_p50` and `pause_ms_p99`, the worst of the ways, and `pause`."""
+    """Measure the keys `pause_ms_p50` and `pause_ms_p99`, the worst of the ways, and `pause`."""
     bed, ways = Bed(quick=quick), {}
     with Process("server", keep=4) as server, Process("policy_trainer", place=server.ready, quick=quick) as trainer:
         first = 0
         for way, shared in WAYS.items():
             ways[way] = draw_and_follow(bed, server, trainer, first=first, shared=shared, swaps=3 if quick else SWAPS)
-            first = 1_000_000  # above all that came before
+            first = 1_000_000  # above all earlier versions
     worst = {f"pause_ms_p{percent}": max(one[f"pause_ms_p{percent}"] for one in ways.values()) for percent in (50, 99)}
     return {**worst, "pause": {"published_every_s": EVERY_S, **ways}}
 
@@ -40,7 +40,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
 def draw_and_follow(
     bed: Bed, server: Process, trainer: Process, *, first: int, shared: bool, swaps: int
 ) -> dict[str, Any]:
-    """Draws without a break until there have been so many swaps."""
+    """Decode without a break until there have been so many swaps."""
     max_num_seqs, new = (4, 32) if bed.quick else (32, 256)
     engine = bed.engine(max_num_seqs=max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=new)
     trainer.ask("begin", first=first, every=EVERY_S, shared=shared)
@@ -85,9 +85,7 @@ def draw_and_follow(
 
 
 def _ages(uses: Sequence[tuple[int, float]], published: Sequence[Sequence[float]]) -> tuple[list[float], list[int]]:
-    """For each use: seconds since a newer version than the one in use was published, 0 if it was the newest; and how
-    many were newer.
-    """
+    """Return for each use the seconds since a newer version was published, 0 if none; and how many were newer."""
     times = [at for _, at in published]  # ascending
     place = {int(version): index for index, (version, _) in enumerate(published)}
     ages, behind = [], []

@@ -1,6 +1,6 @@
-"""Bytes that a worker asks for by the bytes that its devices need (each box once), from one sharding to another.
+"""Bytes requested by a worker, divided by those its devices need (each box once), from one sharding to another.
 
-With eight pretended devices; through a parameter server, over sockets; what came is compared to the bit.
+Measured with eight virtual devices through a parameter server over sockets; received arrays are compared to the bit.
 """
 
 import math
@@ -16,7 +16,7 @@ from tools.bench.weights.sections.roles import Process
 
 TRAINER = {"fsdp": 4, "tensor": 2}
 WORKERS = ({"tensor": 2}, {"tensor": 4}, {"fsdp": 8}, {})
-_CUT_OUTPUTS = PartitionSpec("fsdp", "tensor")  # matrices whose outputs are spread over `tensor`
+_CUT_OUTPUTS = PartitionSpec("fsdp", "tensor")  # matrices whose outputs are sharded over `tensor`
 _CUT_INPUTS = PartitionSpec("tensor", "fsdp")
 _SPECS = dict.fromkeys(("query", "key", "value", "gate", "up"), _CUT_OUTPUTS) | dict.fromkeys(
     ("output", "down", "table"), _CUT_INPUTS
@@ -24,7 +24,7 @@ _SPECS = dict.fromkeys(("query", "key", "value", "gate", "up"), _CUT_OUTPUTS) | 
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """The keys `reshard_overread`, the worst of all, and `reshard`."""
+    """Measure the keys `reshard_overread`, the worst of all, and `reshard`."""
     cut = model.TINY if quick else 4
     moved = {}
     with Process("resharding", devices=8) as process:
@@ -38,7 +38,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 
 def spread(mesh_shape: dict[str, int], cut: int) -> Params:
-    """The weights on a mesh of these axes, as a transformer's would lie there."""
+    """Return the weights on a mesh of these axes, sharded as a transformer's would be."""
     mesh = make_mesh(mesh_shape, jax.devices()[: math.prod(mesh_shape.values())])
 
     def put(path: Any, leaf: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""One role's process: reads what it is asked from standard input, a line each, and answers in JSON.
+"""The process of one role: it reads requests from standard input, one per line, and answers in JSON.
 
 python -m tools.bench.weights.sections.role server OPTIONS
 """
@@ -22,7 +22,7 @@ Answer = dict[str, Any]
 
 
 class Clocks:
-    """While entered: seconds of wall and of this process's CPU. `began` is of a clock that all processes share."""
+    """Wall seconds and this process's CPU seconds inside the `with` block. All processes share the clock of `began`."""
 
     def __enter__(self) -> "Clocks":
         self.began, self._cpu = time.monotonic(), time.process_time()
@@ -33,12 +33,14 @@ class Clocks:
 
 
 class Role:
-    """Each public method is a thing to ask for."""
+    """A role, whose public methods are its requests."""
 
     def spent(self) -> Answer:
+        """Return the CPU seconds of this process."""
         return {"cpu_s": time.process_time()}
 
     def ready(self) -> Answer:
+        """Return the answer that the process sends when it has started."""
         return {}
 
 
@@ -59,24 +61,25 @@ class Server(Role):
         shard_server.read = counted  # pyright: ignore
 
     def ready(self) -> Answer:
+        """Start to listen and return the address."""
         endpoint = self._server.listen()
         return {"host": endpoint.host, "port": endpoint.port, "token": endpoint.token}
 
     def sent(self) -> Answer:
-        """Bytes since the last time."""
+        """Return the bytes sent since the last call."""
         sent, self._sent = self._sent, 0
         return {"nbytes": sent}
 
 
 class Trainer(Role):
-    """Publishes the gigabyte, or a part of it."""
+    """A trainer that publishes the gigabyte, or a part of it."""
 
     def __init__(self, place: dict[str, Any], cut: int = 1):
         self._params = model.random_weights(cut)
         self._publishers = {shared: reach(place, shared_memory=shared).publisher() for shared in (False, True)}
 
     def publish(self, version: int, shared: bool) -> Answer:
-        """`copy_s`: until the trainer may overwrite its arrays; `wall_s`: until others can read the version."""
+        """Publish; `copy_s`: until the trainer may overwrite its arrays; `wall_s`: until the version can be read."""
         params = jax.block_until_ready(model.updated(self._params, version))
         with Clocks() as clocks:
             push = self._publishers[shared].publish_async(params, version)
@@ -92,7 +95,7 @@ class Trainer(Role):
 
 
 class PolicyTrainer(Role):
-    """Publishes a policy of the engine's benchmark by itself, every so often."""
+    """A trainer that publishes the policy of the engine's benchmark periodically."""
 
     def __init__(self, place: dict[str, Any], quick: bool):
         from tools.bench.rollout.sections.bed import Bed
@@ -102,7 +105,7 @@ class PolicyTrainer(Role):
         self._stop = threading.Event()
 
     def begin(self, first: int, every: float, shared: bool) -> Answer:
-        """Publish version `first`; from now on, beside everything else, the next one after `every` seconds."""
+        """Publish version `first`, and from then on, in the background, the next one every `every` seconds."""
         self._published: list[tuple[int, float]] = []
         self._stop.clear()
         self._publish(first, shared)
@@ -111,7 +114,7 @@ class PolicyTrainer(Role):
         return {}
 
     def end(self) -> Answer:
-        """The versions, with the time at which each was published."""
+        """Stop publishing; return the versions, with the time at which each was published."""
         self._stop.set()
         self._thread.join()
         return {"published": self._published}
@@ -128,13 +131,13 @@ class PolicyTrainer(Role):
 
 
 class Resharding(Role):
-    """Publishes from one mesh of pretended devices and pulls to another."""
+    """A process that publishes from one mesh of virtual devices and pulls to another."""
 
     def __init__(self, devices: int):
         jax.config.update("jax_num_cpu_devices", devices)
 
     def overread(self, trainer: dict[str, int], worker: dict[str, int], cut: int) -> Answer:
-        """Bytes needed, asked for and stats."""
+        """Return the bytes needed and requested, and the statistics of the pull."""
         from tools.bench.weights.sections.reshard import spread
 
         server = ParameterServer.Config(shared_memory=False).build()
@@ -151,7 +154,7 @@ class Resharding(Role):
 
 
 class Worker(Role):
-    """Pulls what the trainer has published."""
+    """A worker that pulls the trainer's versions."""
 
     def __init__(self, place: dict[str, Any], cut: int = 1, name: str | None = None):
         self._place, self._cut, self._name = place, cut, name
@@ -159,7 +162,7 @@ class Worker(Role):
         self._receivers: dict[tuple[bool, bool, bool], Receiver] = {}
 
     def pull(self, version: int, shared: bool = False, verify: bool = True, peer_to_peer: bool = False) -> Answer:
-        """To arrays on the device. Those of the version before are let go of afterwards, as a worker does."""
+        """Pull a version to arrays on the device, then release those of the previous version, as a worker does."""
         receiver = self._receiver(shared, verify, peer_to_peer)
         with Clocks() as clocks:
             params = jax.block_until_ready(receiver.pull(version, 60.0))
@@ -188,7 +191,7 @@ class Worker(Role):
 
 
 def reach(place: dict[str, Any], **settings: Any) -> ParameterServerClient:
-    """The parameter server at a place."""
+    """Return a client of the parameter server at a place."""
     endpoint = Endpoint(**place)
     return connect(ParameterServer.Config().set(**settings), [lambda: endpoint])
 
@@ -203,8 +206,9 @@ ROLES: dict[str, type[Role]] = {
 
 
 def main(kind: str, options: dict[str, Any]) -> None:
+    """Serve the requests of one role until standard input ends."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is no answer
     role = ROLES[kind](**options)
     replies.write(json.dumps(role.ready()) + "\n")
     for line in sys.stdin:

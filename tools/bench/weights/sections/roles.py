@@ -1,4 +1,4 @@
-"""Processes of the parameter server, a trainer and workers: started, asked, ended."""
+"""Processes of the parameter server, a trainer and workers, driven by requests."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from tools.bench.transports.yardsticks import ROOT
 
 
 class Process:
-    """A process that does one thing at a time, when asked: a line of JSON each way.
+    """A process that serves one request at a time: a line of JSON each way.
 
     Args:
         kind: a class of `role.py`.
@@ -32,21 +32,22 @@ class Process:
         self.ready = self._reply()
 
     def ask(self, what: str, **fields: Any) -> dict[str, Any]:
-        """Do it and say what came of it."""
+        """Send a request and return its answer."""
         self.tell(what, **fields)
         return self.answer()
 
     def tell(self, what: str, **fields: Any) -> None:
-        """Begin; `answer` waits for the end."""
+        """Send a request; `answer` waits for its end."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([what, fields]) + "\n")
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
+        """Wait for the answer to the last request."""
         return self._reply()
 
     def cpu_s(self) -> float:
-        """So far, of all threads."""
+        """Return the CPU seconds of all threads so far."""
         return self.ask("spent")["cpu_s"]
 
     def _reply(self) -> dict[str, Any]:
@@ -62,7 +63,7 @@ class Process:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            self._process.stdin.close()  # it ends by itself, and with it its segments
+            self._process.stdin.close()  # it ends by itself and frees its segments
             self._process.wait(30)
         self._process.kill()
         self._process.wait()
