@@ -81,6 +81,7 @@ class RLRun:
         with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as stop:
             run.resolved_config_path.write_text(to_text(self._experiment.resolved()))
             events = EventLog(run.events_path)
+            self._say(f"run directory: {run.path}")
             self._check_checkpoints(run)
             finished = all(
                 phase(run, events, stop)
@@ -139,7 +140,10 @@ class RLRun:
         else:
             from rl.runtime.inprocess import run_inprocess as run_roles
         (run.path / "report.json").unlink(missing_ok=True)  # of fewer updates
-        self._say(f"reinforcement learning: {steps} updates of {self._cfg.groups * self._cfg.samples} rollouts")
+        starting = "; starting Ray and the roles" if runtime == "ray" else ""
+        self._say(
+            f"reinforcement learning: {steps} updates of {self._cfg.groups * self._cfg.samples} rollouts{starting}"
+        )
         with _phase(events, "rl"), Progress(steps, start=start, title="rl") as progress:
             shown = _Shown(progress, run)
             done = run_roles(self._experiment, run, lambda: self._stopping(stop), shown.update)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,6 +32,11 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="axlearn-like-state-")
 
 
 FILES: pytest.StashKey[set[Path] | None] = pytest.StashKey()  # those to look into; None: all
+
+
+# A busy machine is no fault of the code: examples have no time limit.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

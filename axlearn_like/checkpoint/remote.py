@@ -19,6 +19,7 @@ import xxhash
 from axlearn_like.checkpoint.hard_links import link_tree
 from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.run.directory import same_run
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.object_store import open_store
 from mesh.errors import UserError
@@ -135,7 +136,7 @@ class RemoteTier(Configurable):
 
     def _check_config(self) -> None:
         found = self._do("read", _CONFIG, self._store.read(_CONFIG))
-        if found.state != "value" or found.value == self._config:
+        if found.state != "value" or same_run(found.value.decode(errors="replace"), self._config.decode()):
             return
         theirs, ours = (set(text.decode(errors="replace").splitlines()) for text in (found.value, self._config))
         differing = [f"  -{line}" for line in sorted(theirs - ours)] + [f"  +{line}" for line in sorted(ours - theirs)]

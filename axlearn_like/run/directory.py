@@ -5,6 +5,7 @@ import difflib
 import fcntl
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 from axlearn_like.config import strip_comments
 from mesh.errors import UserError
+
+_NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
 
 
 class RunDirectoryError(UserError):
@@ -32,7 +35,7 @@ class RunDirectory:
         Args:
             path: of the directory.
             config_text: the run's whole config. It is written at the first opening and must be the
-                same at later ones.
+                same at later ones, but for `num_steps`, which may grow.
             force: accept (and record) another config than the one recorded.
 
         Raises:
@@ -44,7 +47,7 @@ class RunDirectory:
         run._check_config(config_text, force)
         run._lock()
         try:
-            if not run.config_path.exists() or force:
+            if not run.config_path.exists() or run.config_path.read_text() != config_text:
                 _write_atomically(run.config_path, config_text)
             run.checkpoints.mkdir(exist_ok=True)
             run.rollouts.mkdir(exist_ok=True)
@@ -131,8 +134,11 @@ class RunDirectory:
     def _check_config(self, config_text: str, force: bool) -> None:
         if force or not self.config_path.exists():
             return
-        recorded = self.config_path.read_text()
-        if strip_comments(recorded) == strip_comments(config_text):
+        try:
+            recorded = self.config_path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunDirectoryError(f"cannot read {self.config_path}: {error}") from error
+        if same_run(recorded, config_text):
             return
         changes = [
             line
@@ -144,7 +150,7 @@ class RunDirectory:
         raise RunDirectoryError(
             f"run directory {self.path} holds a run of another config "
             f"(-: recorded, +: asked for):\n{shown}{more}\n"
-            "Take another directory, or force to go on with the new config"
+            "Take another directory, or --force to resume with the new config"
         )
 
     @contextlib.contextmanager
@@ -207,6 +213,18 @@ def _alive(owner: dict[str, Any]) -> bool:
     except PermissionError:
         return True
     return owner["started"] is None or owner["started"] == _start_time(owner["pid"])
+
+
+def same_run(recorded: str, wanted: str) -> bool:
+    """Return True if a run with the recorded config text may be resumed with the wanted one.
+
+    Comments may differ, and `num_steps` may be larger than it was: a run can be extended.
+    """
+    old, new = strip_comments(recorded), strip_comments(wanted)
+    before, after = _NUM_STEPS.search(old), _NUM_STEPS.search(new)
+    if before and after and int(before[1]) < int(after[1]):
+        new = new[: after.start()] + before[0] + new[after.end() :]
+    return old == new
 
 
 def _write_atomically(path: Path, text: str) -> None:

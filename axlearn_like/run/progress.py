@@ -25,7 +25,7 @@ class Progress:
         self._total, self._start, self._title = total, start, title
         self._every_seconds = every_seconds
         self._stream = sys.stderr if stream is None else stream
-        self._began = time.monotonic()
+        self._first: tuple[float, int, float] | None = None  # time, step and tokens of the first update shown
         self._printed_at = -math.inf
         self._tokens = 0.0
         self._bar: Any = None
@@ -62,15 +62,18 @@ class Progress:
         """Show `step` of the total. `tokens`: processed since the last call."""
         self._tokens += tokens
         now = time.monotonic()
-        elapsed = max(now - self._began, 1e-9)
+        # Speed and time left count from the first update on: before it lie start-up and compilation.
+        began, first_step, first_tokens = self._first = self._first or (now, step, self._tokens)
+        elapsed = max(now - began, 1e-9)
         notes = [note] if note else []
         notes += [] if loss is None else [f"loss {loss:.4f}"]
-        notes += [f"{self._tokens / elapsed:,.0f} tok/s"] if self._tokens else []
+        if self._tokens and step > first_step:
+            notes.append(f"{(self._tokens - first_tokens) / elapsed:,.0f} tok/s")
         if self._bar is not None:
             self._bar.update(self._task, completed=step, note=", ".join(notes))
         elif now - self._printed_at >= max(self._every_seconds, elapsed / 10) or step >= self._total:
             self._printed_at = now
-            left = elapsed / max(step - self._start, 1) * (self._total - step)
-            eta = [f"{left:,.0f} s left"] if step < self._total else []
+            left = elapsed / max(step - first_step, 1) * (self._total - step)
+            eta = [f"{left:,.0f} s left"] if first_step < step < self._total else []
             line = ", ".join([f"{self._title}: step {step} of {self._total}", *notes, *eta])
             print(line, file=self._stream, flush=True)

@@ -1,5 +1,6 @@
 """The supervised trainer: one config, and one `run` that starts or resumes by itself."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,12 @@ class Trainer(Configurable):
         return self._cfg.clone(model=resolve_model(self._cfg.model))
 
     def run(
-        self, run_dir: str | Path | RunDirectory, *, progress: bool = True, began: float | None = None
+        self,
+        run_dir: str | Path | RunDirectory,
+        *,
+        progress: bool = True,
+        began: float | None = None,
+        force: bool = False,
     ) -> dict[str, Any]:
         """Train until `num_steps`, or until SIGTERM or Ctrl-C; then save and return.
 
@@ -88,6 +94,7 @@ class Trainer(Configurable):
             run_dir: path, opened (and locked) here, or an open run directory.
             progress: show a bar or lines, and at the end where the time went, on stderr.
             began: unix time from which on the time is this run's; None: now.
+            force: resume a run of another config (see `RunDirectory.open`).
 
         Returns:
             The last metrics row, with `finished`: False if the run was asked to stop.
@@ -101,7 +108,9 @@ class Trainer(Configurable):
             if isinstance(run_dir, RunDirectory):
                 return self._run(run_dir, program, progress, began)
             self._check_start(RunDirectory.attach(Path(run_dir).expanduser()), program)
-            with self._open(run_dir) as run:
+            with self._open(run_dir, force) as run:
+                if progress and self._group.leader:
+                    print(f"run directory: {run.path}", file=sys.stderr)
                 return self._run(run, program, progress, began)
 
     def _checked_program(self) -> Program:
@@ -116,13 +125,13 @@ class Trainer(Configurable):
         if self._cfg.start_from is not None and not begun and self._cfg.remote is None:
             self._cfg.start_from.build().check(program.state["params"])
 
-    def _open(self, path: str | Path) -> RunDirectory:
+    def _open(self, path: str | Path, force: bool) -> RunDirectory:
         """Open and lock the directory in the first process; an error there is raised in all."""
         error: RunDirectoryError | None = None
         run = RunDirectory.attach(Path(path).expanduser())
         if self._group.leader:
             try:
-                run = RunDirectory.open(path, to_text(self._cfg))
+                run = RunDirectory.open(path, to_text(self._cfg), force=force)
             except RunDirectoryError as refused:
                 error = refused
         message = self._group.broadcast(None if error is None else str(error))

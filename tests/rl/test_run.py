@@ -30,7 +30,8 @@ def finish(path: Path, experiment: str, *arguments: str) -> str:
 
 OURS = (
     r"waiting \d+ s for .+",  # on a busy machine
-    r"reinforcement learning: 12 updates of 16 rollouts",
+    r"run directory: .+",
+    r"reinforcement learning: 12 updates of 16 rollouts; starting Ray and the roles",
     r"rl: step \d+ of 12, reward \d\.\d+(, [\d,]+ s left)?",
     r"killed worker-0 \(pid \d+\) at update \d+; replaced after \d+\.\d s",
 )

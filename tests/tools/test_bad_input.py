@@ -122,9 +122,9 @@ def test_the_run_directory_of_another_config_is_refused_and_kept(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(finished)
-    said = refusal(capsys, finished, "--set", "num_steps=7", experiment=f"{OTHERS}:short")
+    said = refusal(capsys, finished, "--set", "max_new=5", experiment=f"{OTHERS}:short")
     assert f"run directory {finished} holds a run of another config" in said
-    assert "\n  -num_steps: 2\n  +num_steps: 7\nTake another directory" in said
+    assert "\n  -max_new: 6\n  +max_new: 5\nTake another directory" in said
     assert contents(finished) == before
 
 

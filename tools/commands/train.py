@@ -19,6 +19,7 @@ from tools.experiment import (
 
 @click.command("train")
 @experiment_options
+@click.option("--force", is_flag=True, help="Resume in a run directory of another config.")
 @click.option("--quiet", is_flag=True, help="No progress on the terminal.")
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="That share the mesh.")
 @click.option("--process", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
@@ -29,6 +30,7 @@ def command(
     applied: tuple[str, ...],
     seed: int | None,
     run_dir: Path | None,
+    force: bool,
     quiet: bool,
     processes: int,
     process: int,
@@ -36,7 +38,7 @@ def command(
 ) -> None:
     """Train a model by the trainer that EXPERIMENT composes.
 
-    Ctrl-C or SIGTERM saves and stops; the same command goes on from there. Several processes, each started with the
+    Ctrl-C or SIGTERM saves and stops; the same command resumes. Several processes, each started with the
     same command but for --process, share one mesh and one run directory.
     """
     check_name(experiment)
@@ -56,11 +58,11 @@ def command(
     cfg: Any = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
     enable_compilation_cache()
     where = default_run_dir(experiment, run_dir)
-    row = cfg.build().run(where, progress=not quiet, began=process_began())
+    row = cfg.build().run(where, progress=not quiet, began=process_began(), force=force)
     if process:
         return  # the first process reports for all
     if not row["finished"]:
-        click.echo(f"stopped at step {row['step']} of {steps}; the same command goes on")
+        click.echo(f"stopped at step {row['step']} of {steps}; the same command resumes")
     else:
         loss = f", loss {row['loss']:.4f}" if "loss" in row else ""
         click.echo(f"done: step {row['step']}{loss}; run directory {where}")

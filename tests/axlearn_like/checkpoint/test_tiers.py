@@ -126,7 +126,9 @@ def test_the_highest_may_be_the_best_and_an_unknown_metric_is_refused(tmp_path):
         (tmp_path / str(step)).mkdir()
         assert keeper.offer(step, value) == (step < 2)
     assert keeper.values() == {1: 0.7}
-    with pytest.raises(UserError, match="keep_best.metric='accuracy': no evaluator gives it; did you mean 'acuracy'"):
+    with pytest.raises(
+        UserError, match="keep_best.metric='accuracy': neither evaluators nor metrics have it; did you mean 'acuracy'"
+    ):
         keeper.value({"acuracy": 1.0})
 
 

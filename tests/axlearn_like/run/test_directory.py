@@ -30,11 +30,27 @@ def test_another_config_is_refused_with_the_lines_that_differ(tmp_path):
     RunDirectory.open(tmp_path, CONFIG).close()
     before = contents(tmp_path)
     with pytest.raises(RunDirectoryError) as error:
-        RunDirectory.open(tmp_path, CONFIG.replace("num_steps: 10", "num_steps: 20"))
+        RunDirectory.open(tmp_path, CONFIG.replace("num_steps: 10", "num_steps: 5"))
     assert "-num_steps: 10" in str(error.value)
-    assert "+num_steps: 20" in str(error.value)
+    assert "+num_steps: 5" in str(error.value)
     assert "lr" not in str(error.value)
     assert contents(tmp_path) == before
+
+
+def test_more_steps_extend_a_run_and_fewer_do_not(tmp_path):
+    RunDirectory.open(tmp_path, "lr: 0.1\nnum_steps: 9\nseed: 0\n").close()
+    with RunDirectory.open(tmp_path, "lr: 0.1\nnum_steps: 20\nseed: 0\n") as run:
+        assert run.config_path.read_text() == "lr: 0.1\nnum_steps: 20\nseed: 0\n"
+    for other in ("lr: 0.1\nnum_steps: 19\nseed: 0\n", "lr: 0.2\nnum_steps: 30\nseed: 0\n"):
+        with pytest.raises(RunDirectoryError, match="another config"):
+            RunDirectory.open(tmp_path, other)
+
+
+def test_a_config_that_is_no_text_is_refused(tmp_path):
+    RunDirectory.open(tmp_path, "lr: 0.1\n").close()
+    (tmp_path / "config.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunDirectoryError, match="cannot read .*config.txt"):
+        RunDirectory.open(tmp_path, "lr: 0.1\n")
 
 
 def test_force_takes_and_records_the_other_config(tmp_path):

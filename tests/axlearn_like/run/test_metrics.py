@@ -67,8 +67,21 @@ def test_progress_without_a_terminal_is_plain_lines():
             progress.update(step, loss=0.25, tokens=100)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2  # the first and the last
-    assert lines[0].startswith("sft: step 1 of 3, loss 0.2500, ")
+    assert lines[0] == "sft: step 1 of 3, loss 0.2500"  # no speed yet: before it lie start-up and compilation
+    assert lines[1].startswith("sft: step 3 of 3, loss 0.2500, ") and lines[1].endswith(" tok/s")
     assert "\x1b" not in stream.getvalue()
+
+
+def test_time_left_does_not_count_what_lies_before_the_first_update(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("axlearn_like.run.progress.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    with Progress(100, start=50, title="rl", every_seconds=0.0, stream=stream) as progress:
+        now[0] = 3_600.0  # a slow start, after a resume
+        progress.update(51)
+        now[0] += 10.0
+        progress.update(61)
+    assert stream.getvalue().splitlines() == ["rl: step 51 of 100", "rl: step 61 of 100, 39 s left"]
 
 
 class Terminal(io.StringIO):
