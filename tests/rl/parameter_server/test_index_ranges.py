@@ -117,7 +117,7 @@ def test_the_first_fault_of_a_cover_is_named() -> None:
         check_cover("w", (4, 8), [((0, 4), (4, 9))])
     with pytest.raises(WeightsError, match="outside its shape"):
         check_cover("w", (4, 8), [((0, 4),)])
-    with pytest.raises(WeightsError, match="not a part"):
+    with pytest.raises(WeightsError, match="outside its shape"):
         check_cover("w", (4,), [((3, 1),)])
 
 

@@ -183,7 +183,7 @@ def test_versions_that_memory_has_no_room_for_come_back_from_disk_even_after_the
     client = first.connect()
     for version in range(6):
         publish(client, weights(version), version)
-    left = {f"weights/shard-{shard}/v{version}/manifest" for shard in range(2) for version in (1, 2, 3)}
+    left = {f"weights/server-{server}/v{version}/manifest" for server in range(2) for version in (1, 2, 3)}
     wait_until(lambda: {str(path.relative_to(tmp_path)) for path in tmp_path.glob("weights/*/*/manifest")} == left)
     assert client.directory.versions() == [4, 5]
     for version in (1, 3):

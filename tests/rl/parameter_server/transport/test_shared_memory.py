@@ -29,8 +29,10 @@ def own_folder() -> Iterator[None]:
     FOLDER.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "_SHARED_MEMORY", FOLDER)
+        host_identity.cache_clear()
         yield
         gc.collect()
+    host_identity.cache_clear()
     shutil.rmtree(FOLDER)
 
 
