@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -15,11 +15,38 @@ from mesh.cost.program import Program, Programs
 from rl.rollout.aot import engine_dispatches
 from rl.training.program import make_score_rows
 
-if TYPE_CHECKING:
-    from rl.experiment import RLExperiment
+
+class ExperimentConfig(Protocol):
+    """The fields of an RL experiment's config that say what it compiles."""
+
+    policy: Any
+    trainer: Any
+    groups: int
+    samples: int
+    max_prompt: int
+    max_new: int
 
 
-def experiment_programs(experiment: "RLExperiment", devices: Sequence[Any]) -> Programs:
+class Experiment(Protocol):
+    """The parts of an RL experiment that are compiled."""
+
+    @property
+    def cfg(self) -> ExperimentConfig:
+        """The config of the whole."""
+        ...
+
+    @property
+    def trainer_cfg(self) -> Any:
+        """The config of the policy trainer, complete."""
+        ...
+
+    @property
+    def engine_cfg(self) -> Any:
+        """The config of the rollout engine, complete."""
+        ...
+
+
+def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Programs:
     """Return the programs of an experiment on these devices.
 
     These are train and score of the trainer, and prefill and decode of an engine that has all devices to itself.
@@ -34,7 +61,7 @@ def experiment_programs(experiment: "RLExperiment", devices: Sequence[Any]) -> P
     }
 
 
-def experiment_tuning(cfg: "RLExperiment.Config") -> Tuning:
+def experiment_tuning(cfg: ExperimentConfig) -> Tuning:
     """Return the fields that tune the update of the policy."""
     each_row = cfg.trainer.samples_per_row or cfg.samples
     return Tuning(
@@ -50,7 +77,7 @@ def experiment_tuning(cfg: "RLExperiment.Config") -> Tuning:
     )
 
 
-def _train(experiment: "RLExperiment", mesh: Mesh) -> Program:
+def _train(experiment: Experiment, mesh: Mesh) -> Program:
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
     program, batch = trainer.program(mesh), trainer.batch(mesh, groups=cfg.groups, samples=cfg.samples)
     rows, trunk = batch["trunk"].shape
@@ -61,7 +88,7 @@ def _train(experiment: "RLExperiment", mesh: Mesh) -> Program:
     return Program("train", mesh, trace, rows, trunk + batch["inputs"].shape[1] * new, flops, counted)
 
 
-def _score(experiment: "RLExperiment", mesh: Mesh) -> Program:
+def _score(experiment: Experiment, mesh: Mesh) -> Program:
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
     program, arrays = trainer.program(mesh), trainer.rows(mesh, groups=cfg.groups, samples=cfg.samples)
     rows, length = arrays["tokens"].shape
@@ -70,7 +97,7 @@ def _score(experiment: "RLExperiment", mesh: Mesh) -> Program:
     return Program("score", mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
 
 
-def _engine(experiment: "RLExperiment", step: str, devices: Sequence[Any]) -> Program:
+def _engine(experiment: Experiment, step: str, devices: Sequence[Any]) -> Program:
     """The largest prefill, or plain decoding, of the experiment's engine."""
     cfg = experiment.engine_cfg
     mesh, dispatches = engine_dispatches(cfg, devices)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
@@ -17,8 +17,21 @@ from mesh import make_mesh
 from mesh.cost.program import Program, Programs
 from mesh.rules import AxisRules, mesh_axes, use_mesh
 
-if TYPE_CHECKING:
-    from axlearn_like.training.trainer import Trainer
+
+class TrainerConfig(Protocol):
+    """The fields of a supervised trainer's config that say what it compiles."""
+
+    model: Any
+    input: Any
+    loss: Any
+    evaluators: Any
+    mesh: Any
+    slices: Any
+    axis_rules: Any
+    microbatches: int
+
+    def program(self, mesh: Mesh) -> Any:
+        """Return the trainer's program on a mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +75,13 @@ class Tuning:
         return found | {f"{self.model_field}.remat": remat}
 
 
-def trainer_programs(cfg: "Trainer.Config", devices: Sequence[Any]) -> Programs:
+def trainer_programs(cfg: TrainerConfig, devices: Sequence[Any]) -> Programs:
     """Return the programs of a trainer on these devices: train and eval."""
     mesh = partial(make_mesh, cfg.mesh, devices, slices=cfg.slices)
     return {"train": lambda: _train(cfg, mesh()), "eval": lambda: _eval(cfg, mesh())}
 
 
-def trainer_tuning(cfg: "Trainer.Config") -> Tuning:
+def trainer_tuning(cfg: TrainerConfig) -> Tuning:
     """Return the fields that tune a trainer's step."""
     return Tuning(
         model=cfg.model,
@@ -96,7 +109,7 @@ def traced(step: Any, mesh: Mesh, rules: AxisRules, *args: Any, **keywords: Any)
         return step.trace(*args, **keywords)
 
 
-def _train(cfg: "Trainer.Config", mesh: Mesh) -> Program:
+def _train(cfg: TrainerConfig, mesh: Mesh) -> Program:
     program = cfg.program(mesh)
     rows, length = cfg.input.batch_size, cfg.input.seq_len
     with use_mesh(mesh, cfg.axis_rules):
@@ -105,7 +118,7 @@ def _train(cfg: "Trainer.Config", mesh: Mesh) -> Program:
     return Program("train", mesh, trace, rows, length, *rows_flops(cfg.model, rows, length, backward=True))
 
 
-def _eval(cfg: "Trainer.Config", mesh: Mesh) -> Program:
+def _eval(cfg: TrainerConfig, mesh: Mesh) -> Program:
     inputs = next((e.input for e in cfg.evaluators if isinstance(e, LossEvaluator.Config)), cfg.input)
     check_length(cfg.model, inputs.seq_len, "the evaluator's input.seq_len")
     program = cfg.program(mesh)
