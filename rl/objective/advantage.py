@@ -53,7 +53,7 @@ class Advantage(Configurable):
     min_group_size: int = 2
     group_relative: bool = True
 
-    def __init__(self, cfg: ConfigBase):
+    def __init__(self, cfg: Config):
         self.cfg = cfg
 
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:

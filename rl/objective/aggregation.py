@@ -20,7 +20,7 @@ class Aggregation(Configurable):
     class Config(ConfigBase["Aggregation"]):
         pass
 
-    def __init__(self, cfg: ConfigBase):
+    def __init__(self, cfg: Config):
         self.cfg = cfg
 
     def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:

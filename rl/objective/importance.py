@@ -6,6 +6,9 @@ trainer's policy at the start of the update. This ratio is not the one that a su
 carries no gradient.
 """
 
+# jax's own types are partial (`ones_like`, `zeros_like`).
+# pyright: reportUnknownMemberType=false
+
 from typing import Literal
 
 import jax
@@ -22,7 +25,7 @@ class Importance(Configurable):
     class Config(ConfigBase["Importance"]):
         pass
 
-    def __init__(self, cfg: ConfigBase):
+    def __init__(self, cfg: Config):
         self.cfg = cfg
 
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:

@@ -133,7 +133,7 @@ class Objective(Configurable):
         if groups is None:
             if rewards.ndim != 2:
                 raise ValueError(f"groups is needed for rewards of shape {shape} (not 2-D)")
-            groups = np.broadcast_to(np.arange(shape[0])[:, None], shape)
+            groups = np.broadcast_to(np.arange(len(rewards))[:, None], shape)
         action_mask = np.asarray(action_mask, bool)
         if action_mask.shape[:-1] != shape:
             raise ValueError(f"action_mask has shape {action_mask.shape}, expected {shape} + [T]")

@@ -8,6 +8,9 @@ For d = log pi - log pi_ref on tokens drawn from pi (Schulman, "Approximating KL
 k1 as a loss regularises nothing and only adds noise; subtract it from the reward instead.
 """
 
+# jax's own types are partial (`zeros_like`).
+# pyright: reportUnknownMemberType=false
+
 from typing import Literal
 
 import jax
@@ -43,7 +46,7 @@ class Regulariser(Configurable):
     needs_reference: bool = False
     needs_entropy: bool = False
 
-    def __init__(self, cfg: ConfigBase):
+    def __init__(self, cfg: Config):
         self.cfg = cfg
 
     def __call__(self, tokens: Tokens) -> jax.Array:

@@ -5,6 +5,9 @@ min(r A, clip(r) A), equals A * min(r, 1 + high) for A > 0 and A * max(r, 1 - lo
 it too has the form sg[advantage] * surrogate; only the sign of A enters.
 """
 
+# jax's own types are partial (`zeros_like`).
+# pyright: reportUnknownMemberType=false
+
 from typing import Literal
 
 import jax
@@ -35,7 +38,7 @@ class Surrogate(Configurable):
     class Config(ConfigBase["Surrogate"]):
         pass
 
-    def __init__(self, cfg: ConfigBase):
+    def __init__(self, cfg: Config):
         self.cfg = cfg
 
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
