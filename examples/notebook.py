@@ -12,7 +12,7 @@ from rl.run import RLRun
 cfg = demo(seed=0)
 cfg.set(num_steps=2, groups=4, samples=4, groups_per_lease=2)
 assert cfg.warm_start is not None and cfg.evaluation is not None
-cfg.warm_start.set(num_steps=20, stop_when=None, evaluators=())
+cfg.warm_start.set(num_steps=20, early_stopping=None, evaluators=())
 cfg.evaluation.set(problems_per_family=4, ks=(1, 4))
 set_path(cfg, "verifier.scorer.pass_mark", None)  # partial credit: after so short a start there is little else
 print("\n".join(line for line in to_text(cfg).splitlines() if line.startswith("objective")))

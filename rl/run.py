@@ -81,8 +81,8 @@ class RLRun:
         with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as stop:
             run.resolved_config_path.write_text(to_text(self._experiment.resolved()))
             events = EventLog(run.events_path)
-            self._say(f"run directory: {run.path}")
             self._check_checkpoints(run)
+            self._say(f"run directory: {run.path}")
             finished = all(
                 phase(run, events, stop)
                 for phase in (

@@ -33,7 +33,7 @@ def one_update(cfg: RLExperiment.Config, run_dir: Path) -> dict[str, object]:
 )
 def test_a_supervised_example_trains(name: str, function: str, tmp_path: Path) -> None:
     cfg = config(name, function)
-    cfg.set(num_steps=2, evaluators=(), stop_when=None)
+    cfg.set(num_steps=2, evaluators=(), early_stopping=None)
     assert cfg.build().run(tmp_path / "run")["finished"]
 
 

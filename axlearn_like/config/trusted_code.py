@@ -17,7 +17,7 @@ from mesh.errors import UserError
 
 OWN = ("axlearn_like", "experiments", "mesh", "models", "rl")
 OTHERS = ("jax", "optax")
-CALLED = ("optax", "jax.nn")  # of whose functions a text may ask for a call, `optax:adamw()`
+CALLED = ("axlearn_like.learner", "optax", "jax.nn")  # of whose functions a text may ask for a call, `optax:adamw()`
 PLAIN = tuple(f"builtins:{kind}" for kind in ("bool", "bytes", "dict", "float", "int", "list", "str", "tuple"))
 VARIABLE = "AXL_CODE"
 

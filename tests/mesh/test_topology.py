@@ -79,7 +79,7 @@ def test_without_the_compiler_it_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(UserError, match=r"libtpu.*not installed.*axlearn-like\[aot\]"):
+    with pytest.raises(UserError, match=r"libtpu.*not installed.*pip install .*\[aot\]"):
         prepare_compiler()
     aside = tmp_path / "libtpu" / "libtpu" / "libtpu.so"
     aside.parent.mkdir(parents=True)

@@ -128,6 +128,7 @@ def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
     first = run.run(tmp_path, runtime="inprocess")
     assert first is not None and first == json.loads((tmp_path / "report.json").read_text())
     assert [line.split(":")[0] for line in said] == [
+        "run directory",
         "evaluation before RL",
         "reinforcement learning",
         "evaluation after RL",
@@ -135,7 +136,7 @@ def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
     said.clear()
     log = JsonlTail(tmp_path / "events.jsonl", from_end=True)
     again = run.run(tmp_path, runtime="inprocess")
-    assert said == [] and log.new_rows() == []
+    assert said == [f"run directory: {tmp_path}"] and log.new_rows() == []
     assert again == first
 
 

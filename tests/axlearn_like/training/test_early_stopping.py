@@ -1,7 +1,7 @@
 from axlearn_like.training.early_stopping import EarlyStopping
 
 
-def test_stop_when_looks_at_the_mean_of_the_last_rows():
+def test_early_stopping_looks_at_the_mean_of_the_last_rows():
     reached = EarlyStopping.Config(metric="accuracy", at_least=0.5, rows=2).build()
     rows = [{"accuracy": value} for value in (0.9, 0.2, 0.7, 0.4)]
     assert not reached(rows[:1])  # too few rows

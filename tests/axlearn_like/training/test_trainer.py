@@ -239,7 +239,7 @@ def test_another_config_is_refused_and_harms_nothing(tmp_path):
     tiny_trainer(4).build().run(run_dir, progress=False)
     before = losses(run_dir)
     with pytest.raises(RunDirectoryError, match="-num_steps: 4"):
-        tiny_trainer(5).build().run(run_dir, progress=False)
+        tiny_trainer(3).build().run(run_dir, progress=False)
     assert losses(run_dir) == before
 
 

@@ -112,7 +112,10 @@ def test_the_paged_kernel_refuses_sinks():
 @pytest.mark.parametrize("context", [RowContext(positions()), GroupContext(jnp.ones(2, jnp.int32), 10, 2, 30)])
 def test_rows_that_are_cut_are_refused_by_contexts_that_need_them_whole(context):
     mesh = make_mesh({"sequence": 2}, jax.devices()[:1] * 2).abstract_mesh
-    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(UserError, match="sequence 2: .*Context needs rows"):
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(UserError, match="sequence 2: .*Context needs complete rows"),
+    ):
         jax.eval_shape(lambda q, k, v: mixed(context, (q, k, v))[0], *WHOLE[:3])
 
 
