@@ -270,7 +270,7 @@ def test_a_wait_for_an_answer_is_told_each_time_it_has_doubled(store: Store, ser
     client.call("wait", timeout=60.0)
     client.close()
     assert [what for what, _ in told] == ["to answer (wait)"] * 2
-    assert told[0][1] >= 0.5 and 2 * told[0][1] <= told[1][1]
+    assert told[0][1] >= 0.5 and 2 * told[0][1] <= told[1][1] + 0.01  # the clock is read twice
 
 
 def test_a_repeated_call_is_told_and_the_time_it_asks_for_is_not(store: Store, server: RpcServer):
