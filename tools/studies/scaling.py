@@ -165,7 +165,7 @@ def table(known: Facts) -> str:
 def published(reports: Mapping[str, Mapping[str, Any]], generation: str = "v5p") -> str:
     """Markdown: published steps beside the estimates; MFU by one count of FLOPs, the causal half of attention."""
     lines = [
-        "| step | whose | seconds | MFU |",
+        "| step | source | seconds | MFU |",
         "|---|---|---|---|",
     ]
     chip = GENERATIONS[generation]
