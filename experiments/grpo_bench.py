@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable
+from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.learner import AdamW, Constant, Learner
@@ -26,6 +27,7 @@ class RandomLetters(Configurable):
         self._length = cfg.length
 
     def train(self, index: int) -> Problem:
+        """Return problem `index`."""
         letters = random.Random(index)
         text = "".join(chr(letters.randrange(97, 123)) for _ in range(self._length))
         return Problem(index, "letters", text, "", {})
@@ -39,6 +41,7 @@ class AsciiTokenizer(ByteTokenizer):
 
     bos = 1
 
+    @override
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(map(chr, ids))
 

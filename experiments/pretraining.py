@@ -15,7 +15,8 @@ from axlearn_like.training.trainer import Trainer
 TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 # Over all 128 or 512 chips of a slice XLA makes all-reduces of arrays that are zero elsewhere, where parameters are to
-# be gathered and gradients scattered: twice the bytes. Over 16 or 64 it gathers and scatters. The rest shares rows.
+# be gathered: twice the bytes. Over 16 or 64 it gathers them; gradients it sums by all-reduces there too, but for some
+# that it scatters over 64. The rest shares rows.
 LARGE_FSDP = 64
 
 

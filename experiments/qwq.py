@@ -59,7 +59,18 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
             samples_per_row=ROWS_OF,
             chunks=32,
         ),
-        engine=RolloutEngine.Config(max_num_seqs=64, page_size=64, prefill_tokens=4096, keep_completions=False),
+        engine=RolloutEngine.Config(
+            max_num_seqs=64,
+            page_size=64,
+            prefill_tokens=4096,
+            keep_completions=False,
+            mesh_rules=(
+                ("tpu-v5p-8", {"mesh": {"tensor": 8}}),
+                # Half the chips have room for fewer sequences beside two versions of the weights.
+                ("tpu-v5p-4", {"mesh": {"tensor": 4}, "max_num_seqs": 32}),
+                (".*", {}),
+            ),
+        ),
         verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=16),
         evaluation=Evaluation.Config(problems_per_family=64),
         mesh_rules=(
@@ -78,7 +89,6 @@ def _rule(microbatches: int) -> dict[str, object]:
         "trainer.microbatches": max(1, microbatches),
         "trainer.compiler_options": TPU_OPTIONS,
         "policy.remat": "context",
-        "engine.mesh": {"tensor": 8},
     }
 
 

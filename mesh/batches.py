@@ -71,6 +71,14 @@ def local_rows(rows: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(rows)[index] for index in indices.values()]))
 
 
+def to_local(array: jax.Array) -> np.ndarray:
+    """Return the `local_rows` of an array [rows, ...] that is sharded by rows alone."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(parts[first]) for first in sorted(parts)])
+
+
 def batch_partition(shape: tuple[int, ...], name: str) -> PartitionSpec:
     """Return the partition of an array of a batch: [rows], [rows, tokens], [rows, tokens, ...] or a scalar.
 

@@ -1,18 +1,26 @@
-"""Names of devices in mesh rules, and how many devices a CPU shows."""
+"""Devices of this machine: their names in mesh rules, how many a CPU shows, and processes that must not open any."""
 
 # jax's own types are partial.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
+import functools
+import importlib.metadata
+import importlib.util
+import json
 import math
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import jax
+from jax.extend.backend import register_backend_factory
 
 from mesh.errors import UserError
+from mesh.mesh import PlaceholderDevice
 
 # TPUs report generation and variant; cloud consoles and everybody else say v5p and v5e.
 _SOLD_AS = {"tpu-v5": "tpu-v5p", "tpu-v5-lite": "tpu-v5e", "tpu-v6-lite": "tpu-v6e"}
@@ -34,24 +42,66 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def device_name_in_subprocess() -> str:
-    """Return `device_name()` of this machine, asked of a subprocess, so that this process does not take the devices."""
-    code = "from mesh.devices import device_name, one_device_per_core as f; f(); print(device_name())"
+@contextmanager
+def forbid_devices(who: str) -> Generator[None]:
+    """Make every first use of a backend in this process an error: the devices are for other processes."""
+
+    def refuse() -> NoReturn:
+        raise RuntimeError(f"{who} must not open devices, which belong to the processes of the roles")
+
+    before = jax.config.jax_platforms
+    register_backend_factory("forbidden", refuse)
+    jax.config.update("jax_platforms", "forbidden")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+def find_devices() -> list[PlaceholderDevice]:
+    """Describe the devices of this machine, with one for each core of a CPU, without opening them in this process."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not _has_plugins():
+        return [PlaceholderDevice() for _ in range(_cpu_devices())]
+    return [PlaceholderDevice(*one) for one in _listed_by_subprocess()]
+
+
+@functools.cache
+def _listed_by_subprocess() -> list[tuple[str, str]]:
+    """Return platform and kind of each device; once in a process, for it takes seconds."""
+    code = (
+        "import jax, json; from mesh.devices import one_device_per_core as f; f(); "
+        "print(json.dumps([(d.platform, d.device_kind) for d in jax.devices()]))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the devices of this machine could not be listed: {done.stderr[-1000:]}")
-    return done.stdout.split()[-1]
+    return [(platform, kind) for platform, kind in json.loads(done.stdout.splitlines()[-1])]
 
 
-def one_device_per_core(limit: int = 8) -> None:
+def _has_plugins() -> bool:
+    """Return True if jax may find anything but a CPU here: libtpu, or a plugin for GPUs or others."""
+    named = importlib.metadata.entry_points(group="jax_plugins")
+    found = [name for name in ("libtpu", "jax_plugins") if importlib.util.find_spec(name) is not None]
+    return bool(named or found or os.environ.get("TPU_LIBRARY_PATH"))
+
+
+def _cpu_devices(limit: int = 8) -> int:
+    """Return how many devices the CPU shows: what XLA_FLAGS say, or the largest power of two of cores."""
+    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if forced:
+        return int(forced[1])
+    cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, limit)
+    return 1 << (cores.bit_length() - 1)
+
+
+def one_device_per_core() -> None:
     """Let JAX's CPU backend show one device for each core, before it is first used; accelerators are not touched.
 
     XLA runs the small operations of a small model on one core. Data parallelism over "devices" that are cores uses the
     others too. The number is a power of two, so that batches divide.
     """
-    cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, limit)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", 1 << (cores.bit_length() - 1))
+        jax.config.update("jax_num_cpu_devices", _cpu_devices())
 
 
 def configure_cpu_devices(mesh: Mapping[str, int], processes: int) -> None:

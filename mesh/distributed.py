@@ -188,18 +188,23 @@ class ProcessGroup:
 
     def any(self, flag: bool) -> bool:
         """Return True if the flag is set in at least one process, once all have called this."""
+        return any(self.gather(flag))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in their order, in each of them; small, and JSON must hold them."""
         if self.count == 1:
-            return flag
+            return [value]
         key, former = self._next_key(), len(self._own_keys)
+        values = [value]
         if self.leader:
-            flag = any([flag, *(self._get(f"{key}/{other}", source=other) for other in range(1, self.count))])
+            values += [self._get(f"{key}/{other}", source=other) for other in range(1, self.count)]
         else:
-            self._put(f"{key}/{self.index}", flag)
-        decided = self.broadcast(flag)
+            self._put(f"{key}/{self.index}", value)
+        values = self.broadcast(values)
         for key in self._own_keys[:former]:  # all are here, so all have read what was written before
             self._client.key_value_delete(key)
         del self._own_keys[:former]
-        return decided
+        return values
 
     def barrier(self) -> None:
         """Return once all processes have called this."""

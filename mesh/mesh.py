@@ -4,6 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,10 +23,12 @@ class MeshError(UserError):
     """A mesh shape that does not exist or does not fit the devices."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class PlaceholderDevice:
-    """Placeholder for a device of another machine, to check mesh shapes without it."""
+    """Description of a device that this process does not open, to check meshes without it; of a CPU by default."""
 
-    platform = device_kind = "cpu"
+    platform: str = "cpu"
+    device_kind: str = "cpu"
 
 
 def make_mesh(
@@ -125,7 +128,7 @@ def _lay_out(sizes: Sequence[int], groups: Sequence[Sequence[Any]], outer: Seque
 
 
 def _one_slice(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    if devices[0].platform == "tpu" and len(devices) > 1:
+    if devices[0].platform == "tpu" and len(devices) > 1 and not isinstance(devices[0], PlaceholderDevice):
         with contextlib.suppress(NotImplementedError):  # no partition of the torus has these sizes
             return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return np.asarray(devices).reshape(sizes)
@@ -136,10 +139,9 @@ def _describe(shape: Mapping[str, int]) -> str:
 
 
 def _nearest(shape: Mapping[str, int], count: int) -> str:
-    """Return the nearest shape that fits: keep the inner axes, and let the outermost one named take the rest."""
-    names = [name for name in MESH_AXES if name in shape] or ["fsdp"]
-    inner = math.prod(shape.get(name, 1) for name in names[1:])
-    if count % inner == 0:
-        fit = {**{name: shape.get(name, 1) for name in names}, names[0]: count // inner}
-        return f"{_describe(fit)} would fit"
-    return f"fsdp {count} would fit"
+    """Return the nearest shape that fits: data or fsdp, which shard rows, take what the other axes leave."""
+    free = next((name for name in ("data", "fsdp") if name in shape), "fsdp")
+    kept = {name: size for name, size in shape.items() if name != free}
+    rest, over = divmod(count, math.prod(kept.values()))
+    fit = {free: count} if over else {**kept, free: rest}
+    return f"{_describe({name: fit[name] for name in MESH_AXES if name in fit})} would fit"

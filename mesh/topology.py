@@ -101,6 +101,13 @@ class Topology:
         return math.prod(self.shape) * self.generation.devices * self.slices
 
     @property
+    def hosts(self) -> int:
+        """The number of virtual machines: one for up to eight chips of v5e and v6e, else one for every four chips."""
+        chips = math.prod(self.shape)
+        one = len(self.generation.chips) == 2 and chips <= 8
+        return self.slices * (1 if one else -(-chips // 4))
+
+    @property
     def sold_as(self) -> str:
         """The name under which one slice is sold: "v5p-2048"."""
         return f"{self.generation.name}-{math.prod(self.shape) * self.generation.counted}"

@@ -7,12 +7,8 @@ parent. A runtime calls the `make_*` methods in the process where a role will ru
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
-from flax import nnx
-
-from axlearn_like.checkpoint.checkpointer import restore_params
+from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules
-from axlearn_like.layers.base import Params, split
 from axlearn_like.learner import Learner
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
@@ -22,25 +18,28 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from axlearn_like.training.program import check_length
 from axlearn_like.training.programs import Tuning
 from axlearn_like.training.trainer import Trainer, resolve_model
-from mesh import UserError, to_named_sharding
 from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
 from rl.controller.controller import Controller
+from rl.controller.evaluations import EvaluationSchedule
 from rl.evaluation.evaluator import Evaluation
+from rl.fleet.fleet import Fleet
+from rl.fleet.programs import experiment_programs, experiment_tuning
 from rl.objective import Objective
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import ShardServer
-from rl.programs import experiment_programs, experiment_tuning
 from rl.roles.protocols import BatchSource, LeaseSource, ScoreSource
 from rl.roles.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.worker import RolloutWorker
 from rl.tasks.prompts import check_prompts
+from rl.training.packing import DEFAULT_SHAPES
 from rl.training.program import padded
 from rl.training.trainer import PolicyTrainer
+from rl.training.warm_start import check_warm_start, warm_start_directory
 from rl.verification.service import Verifier
 
 Runtime = Literal["inprocess", "ray"]
@@ -75,9 +74,11 @@ class RLExperiment(Configurable):
         engine: RolloutEngine.Config = RolloutEngine.Config(keep_completions=False)
         parameter_server: ParameterServer.Config = ParameterServer.Config()
         verifier: ConfigBase = REQUIRED  # Verifier, or InlineVerifier for trusted functions
-        evaluation: Evaluation.Config | None = Evaluation.Config()
+        evaluation: Evaluation.Config | None = Evaluation.Config()  # before and after RL
+        evaluate_every: int | None = None  # updates between evaluations during RL; None: there are none
 
         swap: Literal["keep_cache", "recompute"] = "keep_cache"  # of running sequences; controller.weights="in_flight"
+        fleet: Fleet.Config = Fleet.Config()  # devices of the roles
         mesh_rules: MeshRules = ()  # edits by the devices of the trainer (axlearn_like/config/mesh_rules.py)
         workers: int = 2  # rollout workers, where the runtime has processes; more may join
         timeouts: Timeouts.Config = Timeouts.Config()  # where the runtime has processes
@@ -88,25 +89,33 @@ class RLExperiment(Configurable):
 
         def programs(self, devices: Sequence[Any]) -> Programs:
             """Describe what the experiment can run on these devices: train, score, prefill and decode."""
-            self._check_fit()
             return experiment_programs(self.build(), devices)
 
         def tuning(self) -> Tuning:
             """Return the fields that change the memory and speed of the update, but not its result."""
             return experiment_tuning(self)
 
-        def check(self, runtime: Runtime = "ray", run_steps: int = 8) -> None:
+        def resolved(self) -> ConfigBase["RLExperiment"]:
+            """Return the config with every value that a parent sets filled in; nothing is allocated."""
+            return self.build().resolved()
+
+        def check(self, runtime: Runtime = "ray", run_steps: int = 8, devices: Sequence[Any] | None = None) -> None:
             """Refuse, before anything expensive, what would fail later: sizes, prompts, every role's own config.
 
             Args:
                 runtime: where the roles will live.
                 run_steps: updates whose training problems are looked at.
+                devices: of the trainer, described; None: those of this process; empty: not known here.
 
             Raises:
                 UserError: names the field to change.
             """
-            self._check_sizes(runtime)
-            self._check_fit()
+            super().check()
+            if runtime == "ray":
+                self.require_least(1, "workers")
+            else:
+                one = self.trainer.processes == 1
+                self.trainer.require("processes", one, "1 with --runtime inprocess; more need --runtime ray")
             check_length(self.policy, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")
             experiment = self.build()
             check_prompts(
@@ -116,52 +125,38 @@ class RLExperiment(Configurable):
                 num_train=run_steps * self.groups,
                 per_family=0 if self.evaluation is None else self.evaluation.problems_per_family,
             )
-            roles = (experiment.controller_cfg, experiment.engine_cfg, self.parameter_server, self.verifier)
-            for part in (*roles, self.objective, self.learner, self.timeouts, self.warm_start):
-                if part is not None:
-                    part.check()
-            experiment.trainer_cfg.check()
+            experiment.controller_cfg.check()
+            experiment.engine_cfg.check()
+            experiment.trainer_cfg.check(devices)
+            if self.warm_start is not None:
+                check_warm_start(self.warm_start, experiment.trainer_cfg, devices)
 
-        def _check_sizes(self, runtime: Runtime) -> None:
-            least = dict.fromkeys(("num_steps", "groups", "samples", "max_prompt", "max_new"), 1)
-            least |= {"staleness": 0, "workers": 1 if runtime == "ray" else 0}
-            for name, bound in least.items():
-                if getattr(self, name) < bound:
-                    raise UserError(f"{name}={getattr(self, name)}; expected {bound} or more")
-            if not 0 <= self.seed < 2**32:
-                raise UserError(f"seed={self.seed}: expected 0 to {2**32 - 1}")
-            if runtime == "inprocess" and self.trainer.processes > 1:
-                raise UserError(
-                    f"trainer.processes={self.trainer.processes}, but with --runtime inprocess there is one process; "
-                    "expected --runtime ray, or --set trainer.processes=1"
-                )
-
-        def _check_fit(self) -> None:
-            """Fields of the children that must fit each other, which only their parent sees."""
-            if not plain(self.sampler.build().cfg):
-                raise UserError(
-                    "sampler: training needs the whole distribution (temperature > 0, top_k=None, top_p=1, min_p=0, "
-                    "repetition_penalty=1, logit_bias=()): the trainer scores tokens under it, and a truncated support "
-                    "would bias every importance ratio"
-                )
-            if self.parameter_server.keep < self.staleness + 2:
-                raise UserError(
-                    f"parameter_server.keep={self.parameter_server.keep} is too few for staleness={self.staleness}: "
-                    f"workers may ask for {self.staleness + 1} versions while the next is pushed; "
-                    f"expected {self.staleness + 2} or more"
-                )
-            each_row = self.trainer.samples_per_row or self.samples
-            if self.samples % each_row:
-                raise UserError(f"trainer.samples_per_row={each_row} does not divide samples={self.samples}")
-            if self.trainer.chunks < 1 or each_row * self.max_new % self.trainer.chunks:
-                raise UserError(
-                    f"trainer.chunks={self.trainer.chunks} does not divide the {each_row} x {self.max_new} tokens "
-                    "of a row"
-                )
-            if self.evaluation is not None and self.samples < max(self.evaluation.ks):
-                raise UserError(
-                    f"pass@{max(self.evaluation.ks)} needs as many samples of a problem; samples={self.samples}"
-                )
+        def check_fields(self) -> None:
+            """Refuse sizes, and fields of the children that do not fit each other, which only their parent sees."""
+            self.require_least(1, "num_steps", "groups", "samples", "max_prompt", "max_new")
+            self.require_least(0, "staleness", "workers")
+            self.require("seed", 0 <= self.seed < 2**32, f"0 to {2**32 - 1}")
+            self.require(
+                "sampler",
+                plain(self.sampler),
+                "the whole distribution (temperature > 0, top_k=None, top_p=1, min_p=0, repetition_penalty=1, "
+                "logit_bias=()): the trainer scores tokens under it, and a truncated support would bias every "
+                "importance ratio",
+            )
+            least = self.staleness + 2  # staleness + 1 that workers may ask for, and the one that is being pushed
+            kept = self.parameter_server.keep >= least
+            self.parameter_server.require("keep", kept, f"{least} or more with staleness={self.staleness}")
+            trainer, each_row = self.trainer, self.trainer.samples_per_row or self.samples
+            trainer.require("samples_per_row", self.samples % each_row == 0, f"a divisor of samples={self.samples}")
+            tokens = f"the {each_row} x {self.max_new} tokens of a row"
+            fits = trainer.chunks >= 1 and each_row * self.max_new % trainer.chunks == 0
+            trainer.require("chunks", trainer.packing is not None or fits, f"a divisor of {tokens}")
+            self.require_least(1, "evaluate_every")
+            fits = self.evaluate_every is None or self.evaluation is not None
+            self.require("evaluate_every", fits, "None where there is no `evaluation`")
+            if self.evaluation is not None:
+                most = max(self.evaluation.ks)
+                self.require("samples", self.samples >= most, f"{most} or more, for pass@{most} (evaluation.ks)")
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -182,6 +177,8 @@ class RLExperiment(Configurable):
         each_row = cfg.trainer.samples_per_row or cfg.samples
         rows = max(cfg.trainer.row_multiple, 1)  # batches have a multiple of these
         batch_shapes = padded(cfg.groups * cfg.samples // each_row, rows) // rows
+        if cfg.trainer.packing is not None:
+            batch_shapes = len(cfg.trainer.packing.lengths) or DEFAULT_SHAPES
         self.trainer_cfg = cfg.trainer.filled_from(
             cfg,
             model=cfg.policy,
@@ -198,20 +195,27 @@ class RLExperiment(Configurable):
             controller=self.controller_cfg,
             engine=self.engine_cfg.clone(model=policy),
             trainer=self.trainer_cfg.clone(model=policy),
-            warm_start=None if warm is None else warm.build().resolved(),
+            warm_start=None if warm is None else warm.resolved(),
         )
 
     # ---- roles
 
     def make_controller(self, run: RunDirectory) -> Controller:
         """Build the controller, with lease ids beyond those of its former incarnations."""
-        events = read_rows(run.events_path)
-        starts = sum(row["role"] == "controller" and row["event"] == "start" for row in events)
-        sessions = sum(row["event"] == "phase_begin" and row["phase"] == "rl" for row in events)  # also in one process
-        incarnations = starts + max(sessions - 1, 0)
-        return self.controller_cfg.build(
-            events=EventLog(run.events_path), first_lease=incarnations * LEASES_PER_INCARNATION
+        rows = read_rows(run.events_path)
+        starts = sum(row["role"] == "controller" and row["event"] == "start" for row in rows)
+        first_lease, cfg = starts * LEASES_PER_INCARNATION, self.controller_cfg
+        evaluations = self.cfg.evaluation and EvaluationSchedule(
+            *(self.cfg.evaluation, run, cfg.tasks, self.tokenizer),
+            samples=cfg.samples,
+            problems_per_lease=cfg.groups_per_lease,
+            num_steps=cfg.num_steps,
+            every=self.cfg.evaluate_every,
+            seed=self.cfg.seed,
+            first_lease=first_lease + LEASES_PER_INCARNATION // 2,
         )
+        events = EventLog(run.events_path)
+        return cfg.build(events=events, first_lease=first_lease, evaluations=evaluations)
 
     def make_parameter_server(
         self, *, index: int = 0, others: Sequence[ShardServer] = (), token: str | None = None
@@ -274,23 +278,3 @@ class RLExperiment(Configurable):
             seed=self.cfg.seed,
             processes=processes,
         )
-
-    def initial_params(self, run: RunDirectory, mesh: jax.sharding.Mesh) -> Params:
-        """Return the policy before the first update, as the trainer starts with it."""
-        with jax.set_mesh(mesh):
-            return self._initial(run, mesh)
-
-    def _initial(self, run: RunDirectory, mesh: jax.sharding.Mesh) -> Params:
-        def create(key: jax.Array) -> Params:
-            return split(self.cfg.policy.build(rngs=nnx.Rngs(key)))[1]
-
-        key = jax.random.key(self.cfg.seed)
-        if self.cfg.warm_start is None:
-            return jax.jit(create)(key)
-        abstract = to_named_sharding(jax.eval_shape(create, key), mesh)
-        return restore_params(warm_start_directory(run), abstract)
-
-
-def warm_start_directory(run: RunDirectory) -> Any:
-    """Return the run directory of the supervised phase, a run inside the run."""
-    return run.path / "warm_start"

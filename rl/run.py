@@ -1,34 +1,34 @@
-"""The phases of one RL run: supervised warm start, evaluation, RL, evaluation, summary. Each is resumed, not repeated.
+"""One RL run: supervised warm start, evaluation, RL, evaluation, summary. Each is resumed, not repeated.
 
-The files of the run directory say which phases are done: the checkpoints of the warm start and of RL, and
-`eval_before.json` and `eval_after.json`, each with the step that it belongs to.
+Roles do the work, on their devices. This process, the driver, starts them and watches the files of the run directory,
+which say what is done: the checkpoints of the warm start and of RL, and `eval_before.json` and `eval_after.json`, each
+with the step that it belongs to. With the runtime "ray" it opens no device.
 """
 
 import json
 import os
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from axlearn_like.checkpoint.checkpointer import Checkpointer, restore_params, verify_latest
+from axlearn_like.checkpoint.reader import verify_latest
 from axlearn_like.config import to_text
-from axlearn_like.layers.base import Params
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.disk import DiskFull, raising_disk_full
 from axlearn_like.run.events import EventLog
-from axlearn_like.run.jsonl import JsonlTail
-from axlearn_like.run.progress import Progress
 from axlearn_like.run.signals import Stop, graceful_stop
-from axlearn_like.training.trainer import Trainer
-from mesh import UserError, make_mesh
+from mesh import UserError
+from mesh.devices import find_devices
 from rl.audit.summary import summarise_run
-from rl.experiment import RLExperiment, Runtime, warm_start_directory
+from rl.controller.evaluations import is_evaluated
+from rl.experiment import RLExperiment, Runtime
+from rl.fleet.devices import HERE
+from rl.fleet.fleet import Placed
+from rl.fleet.plan import plan_fleet, refuse
+from rl.runtime.phases import Phases
+from rl.training.warm_start import latest_step
 
 Say = Callable[[str], None]
 
@@ -47,12 +47,25 @@ class RLRun:
         Raises:
             UserError: names the field to change.
         """
-        self._cfg.check(runtime)
+        self._cfg.check(runtime, devices=None if runtime == "inprocess" else self._devices())
         if runtime == "ray":
+            if not self._cfg.fleet.here:
+                refuse(plan_fleet(Placed(self._cfg, self._cfg.fleet.build()), compile_programs=False))
+                raise UserError(
+                    "fleet: roles are not placed on described devices yet, only planned (--plan); with fleet.trainer "
+                    "and fleet.workers `here` they go to this machine, or to the nodes of RAY_ADDRESS in turn"
+                )
             from rl.runtime.ray.preflight import check_machine
 
             check_machine(self._cfg)
         self._checked = runtime
+
+    def _devices(self) -> Sequence[Any]:
+        """Describe the trainer's devices; empty if they are not known here."""
+        fleet, several = self._cfg.fleet, self._cfg.trainer.processes > 1
+        if fleet.trainer != HERE:
+            return fleet.build().trainer.described
+        return () if several or os.environ.get("RAY_ADDRESS") else find_devices()
 
     def run(
         self,
@@ -80,43 +93,24 @@ class RLRun:
         text = to_text(self._cfg)
         with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as stop:
             run.resolved_config_path.write_text(to_text(self._experiment.resolved()))
-            events = EventLog(run.events_path)
-            self._check_checkpoints(run)
             self._say(f"run directory: {run.path}")
-            finished = all(
-                phase(run, events, stop)
-                for phase in (
-                    self._warm_start,
-                    lambda *a: self._evaluate(*a, when="before"),
-                    lambda *a: self._improve(*a, runtime=runtime, kill_at=kill_at),
-                    lambda *a: self._evaluate(*a, when="after"),
-                )
-                if not stop.requested
-            )
-            if stop.requested or not finished:
+            if self._is_done(run):
+                verify_latest(
+                    run.checkpoints / "rl"
+                )  # roles verify what they restore; here there is nothing to restore
+            else:
+                self._run_roles(run, stop, runtime, kill_at)
+            if not self._is_done(run):
                 why = stop.reason or "request"
                 self._say(f"stopped by {why}; the same command resumes the run: {run.path}")
                 return None
             return self._summarise(run)
 
-    def _check_checkpoints(self, run: RunDirectory) -> None:
-        """Check the newest checkpoints, so that a damaged one is found before processes are started."""
-        for folder in (run.checkpoints / "rl", warm_start_directory(run) / "checkpoints"):
-            if folder.is_dir():
-                verify_latest(folder)
-
-    def _warm_start(self, run: RunDirectory, events: EventLog, stop: Stop) -> bool:
-        cfg = self._cfg.warm_start
-        if cfg is None:
-            return True
-        if (run.path / "eval_before.json").exists() or _latest_step(run.checkpoints / "rl") is not None:
-            return True  # a later phase has begun
-        with RunDirectory.open(warm_start_directory(run), to_text(cfg)) as inner:
-            with _phase(events, "sft"):
-                early = "" if cfg.early_stopping is None else ", or fewer if it learns faster"
-                self._say(f"supervised fine-tuning: {cfg.num_steps} steps{early}")
-                last = Trainer(cfg).run(inner)
-            return last["finished"]
+    def _is_done(self, run: RunDirectory) -> bool:
+        step = latest_step(run.checkpoints / "rl")
+        if step is None or step < self._cfg.num_steps:
+            return False
+        return self._cfg.evaluation is None or is_evaluated(run, "after", step)
 
     def _update_of_kill(self, share: float, runtime: Runtime) -> int:
         if not 0 < share <= 1:
@@ -125,13 +119,8 @@ class RLRun:
             raise UserError("kill_worker_after needs a worker in a process of its own; expected runtime ray, workers=1")
         return max(1, round(share * self._cfg.num_steps))
 
-    def _improve(
-        self, run: RunDirectory, events: EventLog, stop: Stop, *, runtime: Runtime, kill_at: int | None
-    ) -> bool:
-        steps = self._cfg.num_steps
-        start = _latest_step(run.checkpoints / "rl") or 0
-        if start >= steps:
-            return True
+    def _run_roles(self, run: RunDirectory, stop: Stop, runtime: Runtime, kill_at: int | None) -> None:
+        """Start the roles, which do all that is not done, and show their progress."""
         if runtime == "ray":
             from rl.runtime.ray.runtime import run_ray
 
@@ -140,14 +129,11 @@ class RLRun:
         else:
             from rl.runtime.inprocess import run_inprocess as run_roles
         (run.path / "report.json").unlink(missing_ok=True)  # of fewer updates
-        starting = "; starting Ray and the roles" if runtime == "ray" else ""
-        self._say(
-            f"reinforcement learning: {steps} updates of {self._cfg.groups * self._cfg.samples} rollouts{starting}"
-        )
-        with _phase(events, "rl"), Progress(steps, start=start, title="rl") as progress:
-            shown = _Shown(progress, run)
-            done = run_roles(self._experiment, run, lambda: self._stopping(stop), shown.update)
-        return done >= steps
+        start, starting = latest_step(run.checkpoints / "rl") or 0, "; starting Ray and the roles"
+        shown: dict[str, Any] = {"start": start, "starting": starting if runtime == "ray" else ""}
+        with Phases(self._cfg, run, EventLog(run.events_path), self._say, **shown) as phases:
+            phases.update(start)
+            run_roles(self._experiment, run, lambda: self._stopping(stop), phases.update)
 
     def _stopping(self, stop: Stop) -> bool:
         if stop.requested and not self._said_stopping:
@@ -155,60 +141,12 @@ class RLRun:
             self._say("stopping after the current update (Ctrl-C again: at once)")
         return stop.requested
 
-    def _evaluate(self, run: RunDirectory, events: EventLog, stop: Stop, *, when: str) -> bool:
-        if self._cfg.evaluation is None:
-            return True
-        path = run.path / f"eval_{when}.json"
-        version = 0 if when == "before" else _latest_step(run.checkpoints / "rl") or 0
-        if path.exists() and json.loads(path.read_text())["step"] == version:
-            return True
-        with _phase(events, f"eval_{when}"):
-            problems = self._cfg.tasks.build().heldout(self._cfg.evaluation.problems_per_family)
-            self._say(f"evaluation {when} RL: {len(problems)} held-out problems x {self._cfg.samples}")
-            engine = self._experiment.make_engine()
-            engine.set_weights(self._params(run, make_mesh(), version), version)
-            with self._experiment.make_verifier() as verifier:
-                outcome = self._cfg.evaluation.build().run(
-                    engine,
-                    problems,
-                    self._experiment.tokenizer,
-                    verifier,
-                    self._cfg.seed,
-                    self._cfg.samples,
-                    lambda: stop.requested,
-                )
-        if outcome is None:
-            return False
-        summary, rows = outcome
-        phase = {"phase": f"eval_{when}", "step": version}
-        lines = [json.dumps({**phase, **row}) for row in rows]
-        (run.rollouts / f"eval_{when}.jsonl").write_text("\n".join(lines) + "\n")
-        _write_json(path, {"step": version, **summary})
-        return True
-
-    def _params(self, run: RunDirectory, mesh: jax.sharding.Mesh, version: int) -> Params:
-        initial = self._experiment.initial_params(run, mesh)
-        if version == 0:
-            return initial
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), initial)
-        return restore_params(run.checkpoints / "rl", abstract)
-
     def _summarise(self, run: RunDirectory) -> dict[str, Any]:
         report = summarise_run(run, name=run.path.name, seed=self._cfg.seed)
-        _write_json(run.path / "report.json", report)
+        path, temporary = run.path / "report.json", run.path / "report.json.tmp"
+        temporary.write_text(json.dumps(report, indent=2) + "\n")
+        os.replace(temporary, path)
         return report
-
-
-@contextmanager
-def _phase(events: EventLog, phase: str) -> Iterator[None]:
-    """Log the begin and end of a phase; its seconds add up over resumed sessions."""
-    events.append("driver", "phase_begin", phase=phase)
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds = round(time.monotonic() - began, 3)
-        events.append("driver", "phase", phase=phase, seconds=seconds)
 
 
 @contextmanager
@@ -218,36 +156,5 @@ def _full_disk(run: RunDirectory) -> Iterator[None]:
         with raising_disk_full(run.path):
             yield
     except DiskFull as error:
-        step = _latest_step(run.checkpoints / "rl")
+        step = latest_step(run.checkpoints / "rl")
         raise DiskFull(error.path, error.point if step is None else f"update {step}") from error
-
-
-def _latest_step(checkpoints: Path) -> int | None:
-    if not checkpoints.is_dir():
-        return None
-    checkpointer = Checkpointer.Config().build(directory=checkpoints)
-    try:
-        return checkpointer.latest_step()
-    finally:
-        checkpointer.close()
-
-
-class _Shown:
-    """Progress line on the terminal: step and recent reward, each time the step advances."""
-
-    def __init__(self, progress: Progress, run: RunDirectory):
-        self._progress, self._rows = progress, JsonlTail(run.metrics_path)
-        self._recent: deque[float] = deque(maxlen=10)
-        self._step = 0
-
-    def update(self, step: int) -> None:
-        self._recent += [row["reward"] for row in self._rows.new_rows() if row["phase"] == "rl"]
-        if step != self._step and self._recent:
-            self._step = step
-            self._progress.update(step, note=f"reward {sum(self._recent) / len(self._recent):.3f}")
-
-
-def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, path)

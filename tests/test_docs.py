@@ -1,4 +1,4 @@
-"""The code in README, tutorials and how-tos runs.
+"""The code in README, tutorials and how-tos runs, and the files that any page names exist.
 
 In a page's fences, `python title="mine.py"` is saved as that file, other `python` is executed in order, and each line
 `$ axl ...` of a `console` fence must succeed in the folder with the saved files. `sh` fences are for reading only.
@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
+ALL_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOMS = ("axlearn_like", "rl", "models", "mesh", "experiments", "tools", "tests", "examples", "docs")
 # What trains instead of reading a config; only with --full.
 SLOW = ("rl", "train")
 
@@ -100,3 +102,34 @@ def test_every_console_line_is_a_command_that_runs() -> None:
         for fence in fences(page):
             if fence.language == "console":
                 assert all(line.startswith("$ axl ") for line in fence.text.splitlines()), page
+
+
+def missing_files(text: str) -> list[str]:
+    """Return the files and folders that a page names in inline code and that do not exist.
+
+    A name that begins with a room is a whole path; another name of a Python file is the end of one. Files of the reader
+    are called `mine.py` or begin with a slash, `path/` or `runs/`. A table headed "folder of `X/`" lists folders of X.
+    """
+    known = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*")}
+    ends = {"/".join(parts[i:]) for path in known if (parts := path.split("/")) for i in range(len(parts))}
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    words = [word for code in re.findall(r"`([^`\n]+)`", prose) for word in re.findall(r"[\w./-]+", code)]
+    whole = [word for word in words if "/" in word and word.split("/")[0] in ROOMS]
+    tails = [word for word in words if word.endswith(".py") and not re.search(r"^(/|path/|runs/)|(^|/)mine\.py$", word)]
+    missing = [word for word in whole if word.strip("/") not in known | set(ROOMS)]
+    missing += [word for word in tails if word not in whole and word not in ends]
+    for folder, rows in re.findall(r"^\| folder of `([\w/]+)/` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE):
+        cells = [name for row in rows.splitlines() for name in re.findall(r"`([\w/]+)/`", row.split("|")[1])]
+        missing += [f"{folder}/{name}" for name in cells if f"{folder}/{name}" not in known]
+    return missing
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=names)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    assert missing_files(page.read_text()) == []
+
+
+def test_a_file_that_does_not_exist_is_found() -> None:
+    text = "`rl/run.py`, `run.py`, `rl/`, `rl/gone.py:X`, `gone.py`, `rl/gone/` and `mine.py`\n\n"
+    table = "| folder of `rl/` | holds |\n|---|---|\n| `roles/`, `lost/` | x |\n"
+    assert missing_files(text + table) == ["rl/gone.py", "rl/gone/", "gone.py", "rl/lost"]

@@ -133,6 +133,20 @@ def test_constraints_are_names_and_versions_and_pin_what_make_installs(checkout:
     assert wanted[""] | wanted["rl-pure"] | wanted["rl"] | wanted["dev"] <= pinned
 
 
+def test_the_oldest_libraries_of_hosted_ci_are_the_declared_lower_bounds(tmp_path: Path, checkout: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "tools/constraints_for.sh"):
+        shutil.copy(checkout / name, tmp_path / name)
+    run(["sh", "tools/constraints_for.sh", "oldest"], tmp_path)
+    text = (tmp_path / "constraints.txt").read_text()
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.MULTILINE))
+    declared = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["dependencies"]
+    lower = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(declared), flags=re.MULTILINE))
+    around_jax = ("jax", "flax", "optax", "orbax-checkpoint", "chex", "grain", "tensorstore")
+    assert {name: pinned[name] for name in around_jax} == {name: lower[name] for name in around_jax}
+    assert pinned["jaxlib"] == lower["jax"] and "libtpu" not in pinned
+
+
 def test_every_imported_distribution_is_declared(checkout: Path) -> None:
     """Check what the packages import, except the benchmark's peers, which have environments of their own."""
     declared = set().union(*requirement_names(checkout).values())

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Rewrites constraints.txt for one end of the supported range of jax: constraints_for.sh pinned|oldest|newest
 #
-# oldest: the lower bounds of jax and flax in pyproject.toml; newest: neither is pinned, so pip takes the newest in range.
+# oldest: the lower bounds of jax and the libraries around it in pyproject.toml; newest: none of them is pinned, so pip takes
+# the newest in range.
 set -eu
 file=$(cd "$(dirname "$0")/.." && pwd)/constraints.txt
 project=$(dirname "$file")/pyproject.toml
@@ -12,8 +13,10 @@ pinned) exit 0 ;;
 oldest | newest) ;;
 *) echo "usage: constraints_for.sh pinned|oldest|newest" >&2 && exit 2 ;;
 esac
-kept=$(grep -vE '^(jax|jaxlib|flax|libtpu)==' "$file")
+libraries="jax flax optax orbax-checkpoint chex grain tensorstore"
+kept=$(grep -vE "^(jaxlib|libtpu|$(echo "$libraries" | tr ' ' '|'))==" "$file")
 printf '%s\n' "$kept" >"$file"
 if [ "$1" = oldest ]; then
-    printf 'jax==%s\njaxlib==%s\nflax==%s\n' "$(lower jax)" "$(lower jax)" "$(lower flax)" >>"$file"
+    printf 'jaxlib==%s\n' "$(lower jax)" >>"$file"
+    for library in $libraries; do printf '%s==%s\n' "$library" "$(lower "$library")" >>"$file"; done
 fi

@@ -21,15 +21,9 @@ from mesh.errors import UserError, did_you_mean
 _NAME = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
 
 
-def experiment_options[F: Callable[..., Any]](function: F) -> F:
-    """Add the arguments that `axl train` and `axl rl` share: EXPERIMENT, --apply, --set, --seed, --run-dir."""
+def edit_options[F: Callable[..., Any]](function: F) -> F:
+    """Add the arguments that every command on an experiment's config shares: EXPERIMENT, --apply, --set."""
     for decorate in (
-        click.option(
-            "--run-dir",
-            type=click.Path(path_type=Path),
-            help="Where the run lives; the same command resumes it. Default: runs/EXPERIMENT.",
-        ),
-        click.option("--seed", type=int, help="The experiment's argument `seed`."),
         click.option(
             "--set",
             "sets",
@@ -51,12 +45,28 @@ def experiment_options[F: Callable[..., Any]](function: F) -> F:
     return function
 
 
+def experiment_options[F: Callable[..., Any]](function: F) -> F:
+    """Add the arguments that `axl train` and `axl rl` share: those of `edit_options`, --seed, --run-dir."""
+    for decorate in (
+        click.option(
+            "--run-dir",
+            type=click.Path(path_type=Path),
+            help="Where the run lives; the same command resumes it. Default: runs/EXPERIMENT.",
+        ),
+        click.option("--seed", type=int, help="The experiment's argument `seed`."),
+        edit_options,
+    ):
+        function = decorate(function)
+    return function
+
+
 def load_experiment(
     name: str,
     sets: Sequence[str] = (),
     seed: int | None = None,
     device: Callable[[], str] | None = None,
     applied: Sequence[str] = (),
+    place: Callable[[ConfigBase], ConfigBase] = lambda cfg: cfg,
 ) -> ConfigBase:
     """Return the config of an experiment with the edits applied in order.
 
@@ -66,6 +76,7 @@ def load_experiment(
         seed: Passed to the experiment's function if not None.
         device: Called for the name of the devices if the experiment has mesh rules, which are applied before the edits.
         applied: Modifiers: names in `experiments.modifiers`, or `file.py:function`; after mesh rules, before `sets`.
+        place: Called in place of `device` where roles have devices of their own: returns the config as it is there.
 
     Raises:
         UserError: For an unknown experiment or modifier, a path or a value that does not fit, or an experiment
@@ -75,6 +86,7 @@ def load_experiment(
     cfg = registry.get(name) if seed is None else registry.get(name, seed=seed)
     if device is not None and has_mesh_rules(cfg):
         cfg = with_mesh_rules(cfg, device())
+    cfg = place(cfg)
     for modifier in applied:
         find_modifier(modifier)(cfg)
     return apply_edits(cfg, sets)

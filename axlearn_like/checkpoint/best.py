@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 from axlearn_like.checkpoint.hard_links import link_tree
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
@@ -28,9 +28,11 @@ class KeepBest(Configurable):
         order: Literal["lowest", "highest"] = "lowest"
         keep: int = 1
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "keep")
+
     def __init__(self, cfg: Config, *, directory: Path):
-        if cfg.keep < 1:
-            raise UserError(f"KeepBest.Config: expected keep >= 1, got {cfg.keep}")
         self._cfg, self._checkpoints = cfg, directory
         self._directory = directory / "best"
         self._index = self._directory / "best.json"

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.checkpoint.checkpointer import check_params, restore_params
 from axlearn_like.checkpoint.manifest import CheckpointError
+from axlearn_like.checkpoint.reader import check_params, restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import fan_in_init
 from axlearn_like.layers.parameter_names import matrix_axes, path_name

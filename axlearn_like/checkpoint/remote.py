@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import xxhash
 
@@ -21,8 +21,7 @@ from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.run.directory import same_run
 from axlearn_like.run.events import EventLog
-from axlearn_like.run.object_store import open_store
-from mesh.errors import UserError
+from axlearn_like.run.object_store import open_store, store_spec
 
 _COMPLETE, _CONFIG = "COMPLETE", "config.txt"
 _ATTEMPTS, _PAUSE = 3, 2.0  # a bucket's own retries come first
@@ -37,12 +36,14 @@ class RemoteTier(Configurable):
         keep: int = 2  # newest remote checkpoints kept
         timeout: float = 600.0  # seconds for one file
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "copy_every", "keep")
+            with self.errors_in("url"):
+                store_spec(self.url, "url")
+
     def __init__(self, cfg: Config, *, directory: Path, config: str, events: EventLog):
         """`directory` holds the local checkpoints of the run with this `config`. UserError: an impossible URL."""
-        if cfg.copy_every < 1 or cfg.keep < 1:
-            raise UserError(
-                f"RemoteTier.Config: expected copy_every >= 1 and keep >= 1, got {cfg.copy_every} and {cfg.keep}"
-            )
         self._cfg, self._directory, self._config, self._events = cfg, directory, config.encode(), events
         self._store = open_store(cfg.url, "remote.url")
         self._staged = directory.parent / f"{directory.name}.outgoing"

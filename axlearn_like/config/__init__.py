@@ -1,13 +1,7 @@
 """Typed, nested configs: define, compose, edit, compare and build (docs/reference/config.md)."""
 
-from axlearn_like.config.base import (
-    REQUIRED,
-    ConfigBase,
-    Configurable,
-    config_items,
-    label,
-    owner_name,
-)
+from axlearn_like.config.base import ConfigBase
+from axlearn_like.config.configurable import Configurable
 from axlearn_like.config.edit import (
     apply_mesh_rules,
     errors_at,
@@ -19,11 +13,13 @@ from axlearn_like.config.edit import (
     walk_configs,
 )
 from axlearn_like.config.errors import ConfigError
+from axlearn_like.config.fields import REQUIRED
 from axlearn_like.config.function import config_for
 from axlearn_like.config.mesh_rules import MeshRules, has_mesh_rules, with_mesh_rules
 from axlearn_like.config.names import config_name
 from axlearn_like.config.resolve import record_resolved, resolve
 from axlearn_like.config.text import diff, from_text, strip_comments, text_lines, to_text
+from axlearn_like.config.tree import config_items, label, owner_name, path_of
 from axlearn_like.config.trusted_code import trust
 
 __all__ = [
@@ -43,6 +39,7 @@ __all__ = [
     "has_mesh_rules",
     "label",
     "owner_name",
+    "path_of",
     "record_resolved",
     "replace",
     "resolve",

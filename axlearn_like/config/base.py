@@ -19,53 +19,32 @@ A class that inherits its `Config` gets a subclass of it bound to itself, so tha
 `Child.Config().build()` is a `Child`; to add fields write `class Config(Parent.Config)`.
 """
 
-import copy
+import contextlib
 import dataclasses
-import functools
 import inspect
-import sys
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, dataclass_transform
 
 from axlearn_like.config.checks import check
 from axlearn_like.config.errors import AnnotationError, ConfigError, FieldError, mark_path
-from mesh.errors import did_you_mean
-
-
-class RequiredType:
-    """The type of REQUIRED, the mark of a field that must be set before its owner is built."""
-
-    def __repr__(self) -> str:
-        return "REQUIRED"
-
-    def __bool__(self) -> bool:
-        raise ConfigError("a REQUIRED config field was used before it was set")
-
-    def __reduce__(self) -> str:
-        return "REQUIRED"  # Copies and pickles are the one instance.
-
-
-REQUIRED: Any = RequiredType()
+from axlearn_like.config.fields import REQUIRED, field_hint, prepare_fields, unknown_field
+from axlearn_like.config.tree import Node, clone, config_items, label, label_of, nearest_configs, path_of
+from mesh.errors import UserError
 
 # While set, `build` reports (path, the owner's private config) of everything it has built.
 on_built: ContextVar[Callable[[str, "ConfigBase[Any]"], None] | None] = ContextVar("on_built", default=None)
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
-class ConfigBase[T]:
+class ConfigBase[T](Node):
     """Base of every `Config`; `T` is the class that `build` makes."""
-
-    _owner: ClassVar[Any] = None
-    _hints: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._owner = None
-        cls._hints = {}
-        _prepare_fields(cls)
+        cls.__owner__ = None
+        prepare_fields(cls, ConfigBase)
         dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
 
     if not TYPE_CHECKING:  # The type checker knows a better signature, made from the fields.
@@ -98,7 +77,7 @@ class ConfigBase[T]:
             raise self._unknown_field(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in type(self).__dataclass_fields__:  # pyright: ignore[reportAttributeAccessIssue]
+        if name not in self.__dataclass_fields__:
             raise self._unknown_field(name)
         self.__dict__[name] = self._checked(name, value)
 
@@ -117,14 +96,14 @@ class ConfigBase[T]:
     def set(self, **values: Any) -> Self:
         """Set fields in place; either all of them or, on an error, none."""
         for name in values:
-            if name not in type(self).__dataclass_fields__:  # pyright: ignore[reportAttributeAccessIssue]
+            if name not in self.__dataclass_fields__:
                 raise self._unknown_field(name)
         self.__dict__.update({name: self._checked(name, value) for name, value in values.items()})
         return self
 
     def clone(self, **values: Any) -> Self:
         """A deep copy with `values` set. A config that stood in two places becomes two."""
-        return _clone(self).set(**values)
+        return clone(self).set(**values)
 
     def build(self, **runtime: Any) -> T:
         """Make the owner from a private copy of this config: `owner(cfg, **runtime)`.
@@ -132,14 +111,15 @@ class ConfigBase[T]:
         Raises:
             ConfigError: names every REQUIRED field of this config that is not set, with its path.
         """
-        cfg = _clone(self)
-        if type(cfg)._owner is None:
+        cfg = clone(self)
+        if cfg.__owner__ is None:
             name = type(cfg).__qualname__
             raise ConfigError(f"{name} belongs to no class: nothing to build", name)
-        path = cfg._path or owner_name(cfg)
+        path = path_of(cfg)
         label(cfg, path)
         cfg._check_ready(path, runtime)
         try:
+            cfg.check_fields()
             built = cfg._make(runtime)
         except Exception as error:
             mark_path(error, path)
@@ -149,31 +129,59 @@ class ConfigBase[T]:
             report(path, cfg)
         return built
 
-    def check(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what cannot work, before anything expensive is begun.
+    def check(self) -> None:
+        """Refuse what cannot work in this config and those within, before anything expensive is begun.
 
-        A program calls it once, at the root. It goes from the top down: an override looks at its own fields, then
-        calls `check` of its children with what only it knows (a mesh, sizes). By default the owner is built, with the
-        arguments of `build`: constructors refuse fields that make no sense, and most allocate nothing. What is
-        expensive to build (an experiment, a trainer, an engine) overrides this.
+        A program calls it once, at the root. It goes from the top down: the rules of the own fields (`check_fields`),
+        then `check` of the configs within, but for those of which a parent has yet to set fields. An override adds
+        what needs more than the fields: what parents set (`filled_from`), a mesh, tokens.
 
         Raises:
             UserError: names the field by its path, what was expected, and what it is.
         """
-        self.build(*args, **kwargs)
+        path = path_of(self)
+        label(self, path)
+        self._check_ready(path, {})
+        self.check_fields()
+        for child in nearest_configs(self):
+            if is_config(child) and all(value is not REQUIRED for _, value in config_items(child)):
+                child.check()
+
+    def check_fields(self) -> None:
+        """Refuse, by `require`, values that the owner cannot have; `build` calls it too, when all fields are set."""
+
+    def require(self, field: str, fits: bool, expected: str) -> None:
+        """Raise a ConfigError that names `field`, what was expected, and its value, unless it `fits`."""
+        if not fits:
+            path = f"{path_of(self)}.{field}"
+            raise ConfigError(f"{path}: expected {expected}, got {getattr(self, field)!r}", path)
+
+    @contextlib.contextmanager
+    def errors_in(self, field: str) -> Generator[None]:
+        """A UserError of what is checked inside becomes a ConfigError that names `field`."""
+        try:
+            yield
+        except UserError as error:
+            path = f"{path_of(self)}.{field}"
+            raise ConfigError(f"{path}: {error}", path) from error
+
+    def require_least(self, least: float, *fields: str) -> None:
+        """`require` each of these fields to be `least` or more, if it is not None."""
+        for field in fields:
+            value = getattr(self, field)
+            self.require(field, value is None or value >= least, f"{least} or more")
 
     def filled_from(self, parent: "ConfigBase[Any]", **values: Any) -> Self:
         """A copy with `values` set, and each field that is declared REQUIRED from the parent's field of its name."""
         known = dict(config_items(parent))
-        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
-        wanted = [f.name for f in fields if f.default is REQUIRED and f.name in known]
+        wanted = [f.name for f in dataclasses.fields(self) if f.default is REQUIRED and f.name in known]
         return self.clone(**{name: known[name] for name in wanted if name not in values}, **values)
 
     def _make(self, runtime: dict[str, Any]) -> Any:
-        return type(self)._owner(self, **runtime)
+        return type(self).__owner__(self, **runtime)
 
     def _check_ready(self, path: str, runtime: Mapping[str, Any]) -> None:
-        missing = []
+        missing: list[str] = []
         for name, value in config_items(self):
             if value is not REQUIRED:
                 # Checked again: a default whose annotation did not resolve yet, a list appended to.
@@ -188,14 +196,10 @@ class ConfigBase[T]:
         del name, runtime
         return False  # A class reads its fields from its config alone.
 
-    @property
-    def _path(self) -> str | None:
-        return self.__dict__.get("_label")
-
     def _checked(self, name: str, value: Any) -> Any:
         if value is REQUIRED:
             return value
-        where = self._path or type(self).__qualname__
+        where = label_of(self) or type(self).__qualname__
         return check(value, field_hint(type(self), name), f"{where}.{name}")
 
     def _set_default(self, name: str, value: Any) -> None:
@@ -206,7 +210,7 @@ class ConfigBase[T]:
         self.__dict__[name] = value
 
     def _unknown_field(self, name: str) -> FieldError:
-        return unknown_field(type(self), name, self._path)
+        return unknown_field(type(self), name, label_of(self))
 
     @classmethod
     def _matches_alias(cls, value: Any, args: tuple[Any, ...]) -> bool:
@@ -214,156 +218,16 @@ class ConfigBase[T]:
         wanted = args[0]
         if not isinstance(value, cls):
             return False
-        owner = type(value)._owner
+        owner: Any = value.__owner__
         known = isinstance(wanted, type) and isinstance(owner, type)
         return issubclass(owner, wanted) if known else True
 
 
-class Configurable:
-    """Base of classes made by their nested `Config`: `__init__(self, cfg, **runtime)`."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        own = cls.__dict__.get("Config")
-        if own is None:
-            own = _inherited_config(cls)
-            if own is None:
-                return  # An abstract base without a config.
-            cls.Config = own  # pyright: ignore[reportAttributeAccessIssue]
-        if not (isinstance(own, type) and issubclass(own, ConfigBase)):
-            raise ConfigError(f"{cls.__qualname__}.Config must derive from ConfigBase, got {own!r}", cls.__qualname__)
-        if own._owner is not None:
-            other = own._owner.__qualname__
-            raise ConfigError(
-                f"{cls.__qualname__}.Config is {own.__qualname__}, which builds {other}; "
-                f"write `class Config({other}.Config): ...`",
-                cls.__qualname__,
-            )
-        own._owner = cls
+def is_config(value: Any) -> TypeGuard[ConfigBase[Any]]:
+    """Return True for a config."""
+    return isinstance(value, ConfigBase)
 
 
-def _inherited_config(cls: type) -> type[ConfigBase[Any]] | None:
-    """A fresh subclass of the Config that `cls` inherits, to be bound to `cls`."""
-    configs = [base.__dict__.get("Config") for base in cls.__mro__[1:]]
-    configs = [c for c in configs if isinstance(c, type) and issubclass(c, ConfigBase)]
-    if not configs:
-        return None
-    for other in configs[1:]:
-        if not issubclass(configs[0], other):
-            names = f"{configs[0].__qualname__} and {other.__qualname__}"
-            raise ConfigError(f"{cls.__qualname__} inherits {names}; define its own Config", cls.__qualname__)
-    namespace = {
-        "__module__": cls.__module__,
-        "__qualname__": f"{cls.__qualname__}.Config",
-        "__doc__": configs[0].__doc__,
-    }
-    return types.new_class("Config", (configs[0],), exec_body=lambda ns: ns.update(namespace))
-
-
-_PLAIN = (ConfigBase, RequiredType, bool, int, float, str, tuple, list, dict, type(None))
-
-
-def _prepare_fields(cls: type[ConfigBase[Any]]) -> None:
-    """Turn mutable defaults into factories and refuse what would silently not be a field."""
-    annotations = inspect.get_annotations(cls)
-    for name in annotations:
-        if hasattr(ConfigBase, name):
-            path = f"{cls.__qualname__}.{name}"
-            raise ConfigError(f"{path}: the name is taken by ConfigBase.{name}", path)
-        default = cls.__dict__.get(name)
-        if isinstance(default, (ConfigBase, tuple)) or type(default).__hash__ is None:
-            factory = functools.partial(_clone, default)
-            setattr(cls, name, dataclasses.field(default_factory=factory))
-    for name, value in cls.__dict__.items():
-        if name not in annotations and not name.startswith("_") and isinstance(value, _PLAIN):
-            path = f"{cls.__qualname__}.{name}"
-            raise ConfigError(f"{path} = {value!r} has no annotation: not a field", path)
-
-
-def field_hint(cls: type[ConfigBase[Any]], name: str) -> Any:
-    """The annotation of a field, resolved on first use: it may name a class defined further down.
-
-    Raises:
-        AnnotationError: a name in the annotation does not exist at run time.
-    """
-    if name not in cls._hints:
-        annotation = cls.__dataclass_fields__[name].type  # pyright: ignore[reportAttributeAccessIssue]
-        home = next(c for c in cls.__mro__ if name in c.__dict__.get("__annotations__", {}))
-        owner = getattr(home, "_owner", None)
-        names: dict[str, Any] = {}
-        if isinstance(owner, type):
-            names |= {owner.__name__: owner, **vars(owner)}
-        names |= {**vars(home), home.__name__: home}
-        # Only types: a method called `set` must not hide the builtin that an annotation means.
-        kinds = (type, typing.TypeAliasType)
-        names = {k: v for k, v in names.items() if isinstance(v, kinds) or typing.get_origin(v)}
-        module = vars(sys.modules[home.__module__]) if home.__module__ in sys.modules else {}
-        carrier = types.SimpleNamespace(__annotations__={name: annotation})
-        try:
-            cls._hints[name] = typing.get_type_hints(carrier, {**module, **names})[name]
-        except NameError as error:
-            path = f"{cls.__qualname__}.{name}"
-            raise AnnotationError(
-                f"{path}: its annotation {annotation!r} names {error.name!r}, "
-                f"which {home.__module__} lacks at run time; import or define it at module level",
-                path,
-            ) from error
-    return cls._hints[name]
-
-
-def config_items(cfg: ConfigBase[Any]) -> Iterator[tuple[str, Any]]:
-    """(field name, value) in the order of declaration."""
-    for name in cfg.__dataclass_fields__:  # pyright: ignore[reportAttributeAccessIssue]
-        yield name, cfg.__dict__[name]
-
-
-def owner_name(cfg: ConfigBase[Any]) -> str:
-    """The name of what `cfg` builds, for messages: the class without its enclosing functions."""
-    owner = type(cfg)._owner or type(cfg)
-    return owner.__qualname__.rpartition("<locals>.")[2]
-
-
-def join(path: str, parent: Any, key: Any) -> str:
-    """The path of `parent`'s child: `a.b`, `a.0`, `a['x.y']` for a key that is no plain word."""
-    is_word = isinstance(key, str) and key.replace("/", "_").isidentifier()
-    if isinstance(parent, dict) and not is_word:
-        return f"{path}[{key!r}]"
-    return f"{path}.{key}" if path else str(key)
-
-
-def label(node: Any, path: str) -> Any:
-    """Label every config of the tree with its path, so that its errors can name it; returns `node`."""
-    if isinstance(node, ConfigBase):
-        node.__dict__["_label"] = path
-    for key, child in children(node):
-        label(child, join(path, node, key))
-    return node
-
-
-def children(node: Any) -> Iterator[tuple[Any, Any]]:
-    """(key, child) of a config, list, tuple or dict; nothing for any other value."""
-    if isinstance(node, ConfigBase):
-        yield from config_items(node)
-    elif isinstance(node, (list, tuple)):
-        yield from enumerate(node)
-    elif isinstance(node, dict):
-        yield from node.items()
-
-
-def unknown_field(cls: type[ConfigBase[Any]], name: str, path: str | None = None) -> FieldError:
-    """The error of a misspelt field, with the nearest names."""
-    where, fields = path or cls.__qualname__, dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    hint = did_you_mean(name, [f.name for f in fields], limit=len(fields))
-    return FieldError(f"{where} has no field {name!r}{hint}", f"{where}.{name}")
-
-
-def _clone(value: Any) -> Any:
-    if isinstance(value, ConfigBase):
-        twin = object.__new__(type(value))
-        twin.__dict__.update({name: _clone(v) for name, v in value.__dict__.items()})
-        return twin
-    if type(value) in (list, tuple):
-        return type(value)(_clone(v) for v in value)
-    if type(value) is dict:
-        return {k: _clone(v) for k, v in value.items()}
-    return copy.deepcopy(value)  # Functions and classes are their own copies.
+def is_config_class(value: Any) -> TypeGuard[type[ConfigBase[Any]]]:
+    """Return True for the class of a config."""
+    return isinstance(value, type) and issubclass(value, ConfigBase)

@@ -10,9 +10,11 @@ import collections.abc
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeGuard, Union
 
 from axlearn_like.config.errors import ConfigError
+
+CALLABLE: Any = collections.abc.Callable  # as `get_origin` gives it
 
 
 def check(value: Any, hint: Any, where: str) -> Any:
@@ -50,7 +52,7 @@ def _check_plain(value: Any, hint: Any, where: str) -> Any:
         return int(value)
     if hint is str and isinstance(value, str):
         return str(value)
-    if hint is collections.abc.Callable or hint is typing.Callable:
+    if hint is CALLABLE:
         if callable(value):
             return value
         raise mismatch(value, hint, where)
@@ -89,7 +91,7 @@ def _same_shape(value: Any, hint: Any) -> bool:
 
 
 def _check_generic(value: Any, hint: Any, origin: Any, args: tuple[Any, ...], where: str) -> Any:
-    if origin is collections.abc.Callable:
+    if origin is CALLABLE:
         return _check_plain(value, origin, where)
     if origin is type:
         return _check_class(value, hint, args, where)
@@ -99,24 +101,36 @@ def _check_generic(value: Any, hint: Any, origin: Any, args: tuple[Any, ...], wh
             return value
         raise mismatch(value, hint, where)
     if origin is tuple:
-        if not isinstance(value, tuple):
-            raise mismatch(value, hint, where)
-        if len(args) == 2 and args[1] is Ellipsis:
-            args = (args[0],) * len(value)
-        elif len(args) != len(value):
-            raise mismatch(value, hint, where)
-        pairs = enumerate(zip(value, args, strict=True))
-        return tuple(check(v, a, f"{where}[{i}]") for i, (v, a) in pairs)
+        return _check_tuple(value, hint, args, where)
     if not isinstance(origin, type) or not isinstance(value, origin) or isinstance(value, str):
         raise mismatch(value, hint, where)
-    if isinstance(value, Mapping):
+    if _is_mapping(value):
         key_hint, value_hint = args
         return {
             check(k, key_hint, f"{where} key {k!r}"): check(v, value_hint, f"{where}[{k!r}]") for k, v in value.items()
         }
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value)(check(v, args[0], f"{where}[{i}]") for i, v in enumerate(value))
+    if _is_collection(value):
+        make: Any = type(value)
+        return make(check(v, args[0], f"{where}[{i}]") for i, v in enumerate(value))
     return value
+
+
+def _check_tuple(value: Any, hint: Any, args: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    if not _is_collection(value) or not isinstance(value, tuple):
+        raise mismatch(value, hint, where)
+    if len(args) == 2 and args[1] is Ellipsis:
+        args = (args[0],) * len(value)
+    elif len(args) != len(value):
+        raise mismatch(value, hint, where)
+    return tuple(check(v, a, f"{where}[{i}]") for i, (v, a) in enumerate(zip(value, args, strict=True)))
+
+
+def _is_mapping(value: Any) -> TypeGuard[Mapping[Any, Any]]:
+    return isinstance(value, Mapping)
+
+
+def _is_collection(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any]]:
+    return isinstance(value, (list, tuple, set, frozenset))
 
 
 def _check_class(value: Any, hint: Any, args: tuple[Any, ...], where: str) -> Any:
@@ -145,7 +159,7 @@ def describe(hint: Any) -> str:
         return " | ".join(describe(a) for a in args)
     if origin is Literal:
         return f"Literal[{', '.join(map(repr, args))}]"
-    if origin is collections.abc.Callable:
+    if origin is CALLABLE:
         return "Callable"
     if origin is not None and args:
         return f"{origin.__qualname__}[{', '.join(describe(a) for a in args)}]"

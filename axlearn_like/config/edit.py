@@ -10,13 +10,15 @@ import ast
 import contextlib
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from axlearn_like.config.base import ConfigBase, children, field_hint, join, owner_name, unknown_field
+from axlearn_like.config.base import ConfigBase, is_config
 from axlearn_like.config.checks import check
 from axlearn_like.config.errors import ConfigError, marked_path
+from axlearn_like.config.fields import field_hint, unknown_field
 from axlearn_like.config.parse import element_hint, parse_value
+from axlearn_like.config.tree import children, is_dict, is_sequence, join, path_of
 from mesh.errors import UserError, did_you_mean
 
 Edit = Callable[[Any], Any] | tuple[str, Any]
@@ -32,7 +34,7 @@ def walk(cfg: ConfigBase[Any]) -> Iterator[tuple[str, Any]]:
 
 def walk_configs(cfg: ConfigBase[Any]) -> Iterator[tuple[str, ConfigBase[Any]]]:
     """(path, config) of every config in the tree; the root comes first, at path ""."""
-    return ((path, node) for path, node in walk_nodes(cfg) if isinstance(node, ConfigBase))
+    return ((path, node) for path, node in walk_nodes(cfg) if is_config(node))
 
 
 def walk_nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -45,7 +47,7 @@ def walk_nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def is_opened(node: Any) -> bool:
     """Return True if the node's children have paths of their own."""
-    if isinstance(node, ConfigBase):
+    if is_config(node):
         return True
     return type(node) in (list, tuple, dict) and not is_literal(node)
 
@@ -54,7 +56,7 @@ def is_literal(value: Any) -> bool:
     """Return True if `repr` of the value is a Python literal that parses back to it."""
     if type(value) is float:
         return value - value == 0.0  # inf and nan have no literal
-    if type(value) is dict:
+    if is_dict(value) and type(value) is dict:
         return all(is_literal(k) and is_literal(v) for k, v in value.items())
     if type(value) in (list, tuple):
         return all(is_literal(v) for v in value)
@@ -63,7 +65,8 @@ def is_literal(value: Any) -> bool:
 
 def split_path(path: str) -> tuple[Any, ...]:
     """The keys of a path: fields, indices and bare dict keys as str, bracketed keys as they are."""
-    keys, at = [], 0
+    keys: list[Any] = []
+    at = 0
     while at < len(path):
         if path[at] == "." and keys:
             at += 1
@@ -86,7 +89,7 @@ def get_path(cfg: ConfigBase[Any], path: str) -> Any:
     Raises:
         ConfigError: a field, an index or a key does not exist; gives the nearest names.
     """
-    node, where = cfg, root_name(cfg)
+    node, where = cfg, path_of(cfg)
     for key in split_path(path):
         key = _key(node, key, where)
         node, where = dict(children(node))[key], join(where, node, key)
@@ -100,7 +103,7 @@ def set_path[C: ConfigBase[Any]](cfg: C, path: str, value: Any) -> C:
         ConfigError: the path does not exist (gives the nearest names), or the value does not fit (names the full
             path and the annotation).
     """
-    _put(cfg, split_path(path), value, None, root_name(cfg))
+    _put(cfg, split_path(path), value, None, path_of(cfg))
     return cfg
 
 
@@ -123,14 +126,14 @@ def replace[C: ConfigBase[Any]](
     found = [(p, c) for p, c in places if fnmatch.fnmatchcase(p, glob)]
     if not found:
         where = f"; it is at: {', '.join(p for p, _ in places)}" if places else ""
-        name = root_name(root)
+        name = path_of(root)
         raise ConfigError(f"{name} has no {match.__qualname__} at a path like {glob!r}{where}", name)
     made: dict[int, ConfigBase[Any]] = {}
     seen: list[ConfigBase[Any]] = []
     for path, old in reversed(found):
         new = made[id(old)] if id(old) in made else fn(old)
-        if not isinstance(new, ConfigBase):
-            where = f"{root_name(root)}.{path}"
+        if not is_config(new):
+            where = f"{path_of(root)}.{path}"
             raise ConfigError(f"{where}: the edit returned {new!r}, not a config", where)
         made[id(old)] = new
         shared = any(new is other for other in seen)
@@ -157,26 +160,21 @@ def apply_mesh_rules[C: ConfigBase[Any]](cfg: C, rules: MeshRules, device: str) 
                     set_path(cfg, *edit)
             return cfg
     patterns = ", ".join(repr(pattern) for pattern, _ in rules) or "none"
-    name = root_name(cfg)
+    name = path_of(cfg)
     raise ConfigError(f"{name} has no mesh rule for {device!r}; its rules: {patterns}", name)
 
 
 @contextlib.contextmanager
-def errors_at(field: str, cfg: ConfigBase[Any]) -> Iterator[None]:
+def errors_at(field: str, cfg: ConfigBase[Any]) -> Generator[None]:
     """A UserError of what is built inside becomes a ConfigError at its path, in which `cfg` is called `field`."""
     try:
         yield
     except UserError as error:
-        path, root = marked_path(error) or "", root_name(cfg)
-        if not path.startswith(root):
+        found = (isinstance(error, ConfigError) and error.path) or marked_path(error) or ""
+        if not found.startswith(path_of(cfg)):
             raise
-        path = field + path.removeprefix(root)
-        raise ConfigError(f"{path}: {error}", path) from error
-
-
-def root_name(cfg: ConfigBase[Any]) -> str:
-    """The root's name in messages: its label (an experiment's name) or its owner's name."""
-    return cfg._path or owner_name(cfg)
+        path = field + found.removeprefix(path_of(cfg))
+        raise ConfigError(f"{path}: {str(error).removeprefix(f'{found}: ')}", path) from error
 
 
 def _put(node: Any, keys: tuple[Any, ...], value: Any, hint: Any, where: str) -> Any:
@@ -186,7 +184,7 @@ def _put(node: Any, keys: tuple[Any, ...], value: Any, hint: Any, where: str) ->
             return parse_value(value, hint, where)
         return check(value, hint, where)
     key = _key(node, keys[0], where)
-    if isinstance(node, ConfigBase):
+    if is_config(node):
         hint = field_hint(type(node), key)
         new = _put(getattr(node, key), keys[1:], value, hint, join(where, node, key))
         setattr(node, key, new)
@@ -194,21 +192,21 @@ def _put(node: Any, keys: tuple[Any, ...], value: Any, hint: Any, where: str) ->
     hint = element_hint(hint, key)
     entries = dict(children(node))
     entries[key] = _put(entries[key], keys[1:], value, hint, join(where, node, key))
-    return entries if isinstance(node, dict) else type(node)(entries.values())
+    return entries if is_dict(node) else type(node)(entries.values())
 
 
 def _key(node: Any, key: Any, where: str) -> Any:
     """The key as the node knows it, or the error that says what there is instead."""
-    if isinstance(node, ConfigBase):
+    if is_config(node):
         if key not in dict(children(node)):
             raise unknown_field(type(node), str(key), where)
         return key
-    if isinstance(node, dict):
+    if is_dict(node):
         if key not in node:
             hint = did_you_mean(str(key), list(map(str, node)))
             raise ConfigError(f"{where} has no key {key!r}{hint}", where)
         return key
-    if isinstance(node, (list, tuple)):
+    if is_sequence(node):
         if not str(key).isdecimal() or int(key) >= len(node):
             raise ConfigError(f"{where} has {len(node)} elements, none at {key!r}", where)
         return int(key)

@@ -16,10 +16,12 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from inspect import Parameter
-from typing import Any
+from typing import Any, cast
 
-from axlearn_like.config.base import REQUIRED, ConfigBase, config_items
+from axlearn_like.config.base import ConfigBase, is_config
 from axlearn_like.config.errors import ConfigError
+from axlearn_like.config.fields import REQUIRED
+from axlearn_like.config.tree import config_items, is_dict
 
 
 class FunctionConfig[T](ConfigBase[T]):
@@ -33,7 +35,7 @@ class FunctionConfig[T](ConfigBase[T]):
 
     def _make(self, runtime: dict[str, Any]) -> Any:
         """Call the function; a runtime argument takes the place of the field of its name."""
-        function = type(self)._owner
+        function = type(self).__owner__
         fields = {k: v for k, v in config_items(self) if k not in runtime}
         values = {name: _build_configs(value) for name, value in fields.items()} | runtime
         parameters = inspect.signature(function).parameters
@@ -57,7 +59,7 @@ class FunctionConfig[T](ConfigBase[T]):
         return function(*positional, **keywords, **values)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self)._owner, self.__dict__)
+        return _restore, (type(self).__owner__, self.__dict__)
 
 
 def config_for[R](function: Callable[..., R], **values: Any) -> FunctionConfig[R]:
@@ -91,7 +93,7 @@ def config_class(function: Callable[..., Any]) -> type[FunctionConfig[Any]]:
         namespace["__annotations__"][parameter.name] = annotation
         namespace[parameter.name] = default
     cls = types.new_class("Config", (FunctionConfig,), exec_body=lambda ns: ns.update(namespace))
-    cls._owner = function
+    cls.__owner__ = function
     return cls
 
 
@@ -104,7 +106,7 @@ def _field(parameter: Parameter, hint: Any) -> tuple[Any, Any]:
     if parameter.default is Parameter.empty:
         return hint, REQUIRED
     if hint is Any and parameter.default is not None:
-        hint = type(parameter.default)
+        hint = cast(Any, type(parameter.default))
     return hint, parameter.default
 
 
@@ -117,11 +119,11 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _build_configs(value: Any) -> Any:
-    if isinstance(value, ConfigBase):
+    if is_config(value):
         return value.build()
     if type(value) in (list, tuple):
         return type(value)(_build_configs(v) for v in value)
-    if type(value) is dict:
+    if is_dict(value) and type(value) is dict:
         return {k: _build_configs(v) for k, v in value.items()}
     return value
 

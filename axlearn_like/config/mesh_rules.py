@@ -1,5 +1,6 @@
 """Mesh rules in configs: what changes with the devices that an experiment runs on."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from axlearn_like.config.base import ConfigBase
@@ -9,17 +10,24 @@ from axlearn_like.config.edit import apply_mesh_rules, walk_configs
 MeshRules = tuple[tuple[str, dict[str, Any]], ...]
 
 
-def with_mesh_rules[C: ConfigBase[Any]](cfg: C, device: str) -> C:
+def with_mesh_rules[C: ConfigBase[Any]](cfg: C, device: str, within: Mapping[str, str] | None = None) -> C:
     """A copy with the edits for these devices, of the config itself and of those within that have rules of their own.
+
+    Args:
+        cfg: the config.
+        device: name of its devices.
+        within: path -> name of other devices, on which the part of the config below that path lives.
 
     Raises:
         ConfigError: there are rules, and none fits (they are all named), or an edit does not fit the config.
     """
     cfg = cfg.clone()
-    for _, node in list(walk_configs(cfg)):
+    for path, node in list(walk_configs(cfg)):
         rules: MeshRules = getattr(node, "mesh_rules", ())
         if rules:
-            apply_mesh_rules(node, [(pattern, list(edits.items())) for pattern, edits in rules], device)
+            others = (name for part, name in (within or {}).items() if f"{path}.".startswith(f"{part}."))
+            edits_by_pattern = [(pattern, list(edits.items())) for pattern, edits in rules]
+            apply_mesh_rules(node, edits_by_pattern, next(others, device))
     return cfg
 
 

@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from axlearn_like.config.base import ConfigBase
+from axlearn_like.config.base import ConfigBase, is_config_class
 from axlearn_like.config.errors import ConfigError, ImportNameError
 from axlearn_like.config.function import FunctionConfig, config_class
 from axlearn_like.config.trusted_code import check_trusted
@@ -20,8 +20,8 @@ def config_name(cfg: ConfigBase[Any], where: str = "config") -> str:
     """`module:Owner`, `module:function()`, or `module:Name` of a config that builds nothing."""
     cls = type(cfg)
     if isinstance(cfg, FunctionConfig):
-        return f"{qualified_name(cls._owner, where)}()"
-    return qualified_name(cls._owner or cls, where)
+        return f"{qualified_name(cls.__owner__, where)}()"
+    return qualified_name(cls.__owner__ or cls, where)
 
 
 def config_from_name(name: str, where: str = "config") -> type[ConfigBase[Any]]:
@@ -34,7 +34,7 @@ def config_from_name(name: str, where: str = "config") -> type[ConfigBase[Any]]:
         return config_class(import_name(name.removesuffix("()"), where, call=True))
     found = import_name(name, where)
     for config in (found, getattr(found, "Config", None)):
-        if isinstance(config, type) and issubclass(config, ConfigBase):
+        if is_config_class(config):
             return config
     raise ImportNameError(f"{where}: {name} has no Config; a call of a function is written {name}()", where)
 

@@ -11,7 +11,7 @@ import typing
 from typing import Any, Literal
 
 from axlearn_like.config.base import ConfigBase
-from axlearn_like.config.checks import check, describe
+from axlearn_like.config.checks import CALLABLE, check, describe
 from axlearn_like.config.errors import ConfigError, ImportNameError
 from axlearn_like.config.names import config_from_name, import_name
 
@@ -24,7 +24,7 @@ def parse_value(text: str, hint: Any, where: str) -> Any:
     Raises:
         ConfigError: names `where`, the annotation and the text.
     """
-    reasons = []
+    reasons: list[str] = []
     for alternative in sorted(alternatives(hint), key=_rank):
         try:
             return check(_parse(text, alternative, where), alternative, where)
@@ -80,7 +80,7 @@ def _parse(text: str, hint: Any, where: str) -> Any:
     if origin is Literal:
         choices = typing.get_args(hint)
         return next((c for c in choices if text == str(c)), _unquoted(text))
-    if origin is type or origin is collections.abc.Callable:
+    if origin is type or origin is CALLABLE:
         return import_name(text.removeprefix("class "), where)
     if isinstance(origin, type) and issubclass(origin, ConfigBase):
         return config_from_name(text, where)()
@@ -94,13 +94,13 @@ def _parse(text: str, hint: Any, where: str) -> Any:
 
 def _parse_sequence(text: str, hint: Any, origin: Any, where: str) -> Any:
     """A Python literal, or elements between commas: `4,2`, `[4, 2]`, `math,logic`, `4`."""
-    make = list if origin is list else tuple
+    make: Any = list if origin is list else tuple
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         words = [word.strip() for word in text.strip("()[] ").split(",")]
         return make(parse_value(w, element_hint(hint, i), f"{where}[{i}]") for i, w in enumerate(words) if w)
-    return make(value) if isinstance(value, (list, tuple)) else make((value,))
+    return make(value if isinstance(value, (list, tuple)) else (value,))
 
 
 def _unquoted(text: str) -> str:

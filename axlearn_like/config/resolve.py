@@ -5,7 +5,7 @@ with record_resolved() as resolved:
 print(to_text(resolved.config))
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +45,7 @@ def _depth(path: str) -> int:
 
 
 @contextmanager
-def record_resolved() -> Iterator[Resolved]:
+def record_resolved() -> Generator[Resolved]:
     """Record every `build` of this thread inside the `with`."""
     resolved = Resolved()
     token = on_built.set(lambda path, cfg: resolved.built.append((path, cfg)))

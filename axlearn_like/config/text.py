@@ -21,14 +21,16 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from axlearn_like.config.base import REQUIRED, ConfigBase
+from axlearn_like.config.base import ConfigBase, is_config
 from axlearn_like.config.edit import is_literal, is_opened, split_path, walk_nodes
 from axlearn_like.config.errors import ConfigError
+from axlearn_like.config.fields import REQUIRED
 from axlearn_like.config.names import config_from_name, config_name, import_name, qualified_name
+from axlearn_like.config.tree import is_dict, is_sequence
 from axlearn_like.config.trusted_code import file_of, offer
 
 _CODE = "# code: "
-_CONTAINERS = {"tuple": tuple, "list": list, "dict": dict}
+_CONTAINERS: dict[str, Any] = {"tuple": tuple, "list": list, "dict": dict}
 _NAME = re.compile(r"(?P<cls>class )?(?P<name>[\w.]+:[\w.]+)(?P<call>\(\))?")
 _WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "REQUIRED": REQUIRED}
 
@@ -87,7 +89,7 @@ def from_text(text: str) -> ConfigBase[Any]:
 def diff(a: ConfigBase[Any], b: ConfigBase[Any]) -> list[str]:
     """Readable lines of what differs: `  path: old -> new`, `- path: old`, `+ path: new`."""
     old, new = text_lines(a), text_lines(b)
-    lines = []
+    lines: list[str] = []
     for path in sorted(old.keys() | new.keys(), key=_order):
         name = path or "(root)"
         if path not in new:
@@ -114,7 +116,7 @@ def _order(path: str) -> tuple[list[tuple[int, int, str]], str]:
 
 
 def _value_text(value: Any, path: str) -> str:
-    if isinstance(value, ConfigBase):
+    if is_config(value):
         return config_name(value, path or "the root")
     if is_opened(value):
         return type(value).__name__
@@ -128,9 +130,9 @@ def _value_text(value: Any, path: str) -> str:
 
 
 def _sorted_dicts(value: Any) -> Any:
-    if isinstance(value, dict):
+    if is_dict(value):
         return {k: _sorted_dicts(value[k]) for k in sorted(value, key=repr)}
-    if isinstance(value, (list, tuple)):
+    if is_sequence(value):
         return type(value)(map(_sorted_dicts, value))
     return value
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import numpy as np
 
@@ -59,16 +59,18 @@ class Mixture(Configurable):
         parts: tuple[Part.Config, ...] = REQUIRED
         stages: tuple[Stage.Config, ...] = ()  # in this order, before the parts' own weights
 
+        @override
+        def check_fields(self) -> None:
+            names, ends = [part.name for part in self.parts], [stage.until for stage in self.stages]
+            self.require("parts", bool(names) and len(set(names)) == len(names), "parts of different names")
+            rising = all(a < b for a, b in zip([0, *ends], ends, strict=False))
+            self.require("stages", rising, "rising values of `until`, above 0")
+
     def __init__(self, cfg: Config):
         self.names = tuple(part.name for part in cfg.parts)
-        twice = {name for name in self.names if self.names.count(name) > 1}
-        if not self.names or twice:
-            raise InputError(f"Mixture.Config.parts: expected parts of different names, got {list(self.names)}")
         own = [part.weight for part in cfg.parts]
         stages = [self._stage(i, stage.build()) for i, stage in enumerate(cfg.stages)]
         self._ends = [0, *(until for until, _ in stages)]
-        if any(a >= b for a, b in zip(self._ends, self._ends[1:], strict=False)):
-            raise InputError(f"Mixture.Config.stages: expected rising values of `until` > 0, got {self._ends[1:]}")
         weights = [(f"stages.{i}.weights", values) for i, (_, values) in enumerate(stages)] + [("parts", own)]
         self._shares = [_shares(values, self.names, f"Mixture.Config.{where}") for where, values in weights]
         self.sources: list[IndexedSource] = [part.build().source for part in cfg.parts]  # last: slow

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 import numpy as np
 
@@ -37,11 +37,16 @@ class SupervisedInput(Configurable):
         prefetch: int = 4  # batches
         seed: int = 0
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "seq_len", "batch_size")
+            self.require_least(0, "prefetch")
+
     def __init__(self, cfg: Config, *, rows: Sequence[int] | np.ndarray | None = None):
         """`rows`: indices of this process's rows, ascending (see `mesh.batches.local_rows`); None: all."""
         self.seq_len, self.batch_size = cfg.seq_len, cfg.batch_size
         own = np.arange(cfg.batch_size) if rows is None else np.asarray(rows)
-        _check(cfg, own)
+        _check(cfg.batch_size, own)
         arrangement = cfg.rows.build()
         name = owner_name(cfg.source)
         if isinstance(cfg.source, Mixture.Config):
@@ -121,15 +126,10 @@ class SupervisedInput(Configurable):
         self._close()
 
 
-def _check(cfg: SupervisedInput.Config, rows: np.ndarray) -> None:
-    if cfg.seq_len < 1 or cfg.batch_size < 1 or cfg.prefetch < 0:
+def _check(batch_size: int, rows: np.ndarray) -> None:
+    if not len(rows) or rows[0] < 0 or rows[-1] >= batch_size or (np.diff(rows) < 1).any():
         raise InputError(
-            "SupervisedInput.Config: expected seq_len >= 1, batch_size >= 1 and prefetch >= 0, "
-            f"got seq_len={cfg.seq_len}, batch_size={cfg.batch_size}, prefetch={cfg.prefetch}"
-        )
-    if not len(rows) or rows[0] < 0 or rows[-1] >= cfg.batch_size or (np.diff(rows) < 1).any():
-        raise InputError(
-            f"SupervisedInput: rows {rows.tolist()} of a batch; expected some of 0 to {cfg.batch_size - 1} "
+            f"SupervisedInput: rows {rows.tolist()} of a batch; expected some of 0 to {batch_size - 1} "
             "(SupervisedInput.Config.batch_size - 1), ascending"
         )
 

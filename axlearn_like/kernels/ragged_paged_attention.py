@@ -23,6 +23,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.typing import DTypeLike
 
 from axlearn_like.kernels.attention.interface import ScoreRules
+from mesh.cost.expected import KernelCost, costs
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 
@@ -138,7 +139,9 @@ def _on_one_device(
     # The kernel wants rows end to end and no empty one. So all tokens count, dead ones too: being last in their rows,
     # no live token sees them. An idle row attends to the start of its table.
     before = jnp.where(counts_r > 0, starts_r, 0)
-    with _simulated(interpret):
+    block = blocks["num_queries_per_block"] or 1
+    work = attention_cost(q_rckqh.shape, pool, page_table_rw.shape[1], block, rules.window)
+    with _simulated(interpret), costs(*work):
         mixed = ragged_paged_attention(
             _widen(q_rckqh).reshape(rows * chunk, kv_heads * per_kv, -1),
             pool,
@@ -156,6 +159,27 @@ def _on_one_device(
     return jnp.where(live[:, :, None, None, None], mixed, 0), pool
 
 
+def attention_cost(
+    queries_rckqh: tuple[int, ...], pool: jax.Array, pages: int, queries_per_block: int, window: int | None
+) -> KernelCost:
+    """Return the work of the attention kernel on one device, for `mesh.cost`.
+
+    Single tokens are drawn at the end of the longest sequences, whose table is full of pages; chunks begin their
+    sequences. A block of queries reads all keys and values of each row that has queries in it, and multiplies them with
+    all queries of the block.
+    """
+    rows, chunk, kv_heads, per_kv, _ = queries_rckqh
+    _, page_size, lines, width = pool.shape
+    longest = pages * page_size
+    keys = min(chunk, longest) if chunk > 1 else min(longest, window or longest)
+    reads = rows * -(-chunk // queries_per_block)  # of the keys and values of a row
+    mixed = 2 * rows * chunk * kv_heads * per_kv * width  # queries and results
+    return KernelCost(
+        flops=4 * reads * queries_per_block * kv_heads * per_kv * keys * width,
+        bytes=(reads * keys * lines * width + mixed) * pool.dtype.itemsize,
+    )
+
+
 def _write(
     pool: jax.Array,
     new_rcjh: jax.Array,
@@ -171,7 +195,7 @@ def _write(
     # Past the end of the table there is no live token, and the page is not used.
     pages = jnp.take_along_axis(page_table_rw, jnp.minimum(index, page_table_rw.shape[1] - 1), axis=1)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    with _simulated(interpret):
+    with _simulated(interpret), costs(flops=0, bytes=2 * new_rcjh.size * new_rcjh.dtype.itemsize):
         return pl.pallas_call(
             _write_kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -7,7 +7,7 @@ all M have passed the S stages. The backward pass runs in reverse. A stage is id
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,11 @@ class Pipeline(Configurable):
     class Config(ConfigBase["Pipeline"]):
         microbatches: int | None = None  # None: four for each stage, a bubble of at most a fifth
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "microbatches")
+
     def __init__(self, cfg: Config):
-        if cfg.microbatches is not None and cfg.microbatches < 1:
-            raise UserError(f"Pipeline.Config.microbatches: expected 1 or more, got {cfg.microbatches}")
         self._cfg = cfg
 
     @property

@@ -1,13 +1,12 @@
 """Bounds on gradients other than by their global norm (`Learner.Config.clip_norm`)."""
 
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.learner.errors import check
 from axlearn_like.learner.param_labels import Matrices, path_name
 
 
@@ -17,8 +16,11 @@ class ClipByValue(Configurable):
     class Config(ConfigBase["ClipByValue"]):
         limit: float = REQUIRED
 
+        @override
+        def check_fields(self) -> None:
+            self.require("limit", self.limit > 0, "above 0")
+
     def __init__(self, cfg: Config):
-        check(cfg, "limit", cfg.limit > 0, "above 0")
         self._limit = cfg.limit
 
     def transformation(self) -> optax.GradientTransformation:
@@ -33,8 +35,11 @@ class ClipByBlockRMS(Configurable):
         limit: float = REQUIRED
         matrices: Matrices.Config = Matrices.Config()
 
+        @override
+        def check_fields(self) -> None:
+            self.require("limit", self.limit > 0, "above 0")
+
     def __init__(self, cfg: Config):
-        check(cfg, "limit", cfg.limit > 0, "above 0")
         self._limit = cfg.limit
         self._matrices: Matrices = cfg.matrices.build()
 

@@ -1,12 +1,11 @@
 """An exponential moving average of the parameters, for evaluation (Polyak & Juditsky 1992)."""
 
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.learner.errors import check
 
 
 class EMA(Configurable):
@@ -19,8 +18,11 @@ class EMA(Configurable):
     class Config(ConfigBase["EMA"]):
         decay: float = 0.999
 
+        @override
+        def check_fields(self) -> None:
+            self.require("decay", 0 < self.decay < 1, "above 0 and below 1")
+
     def __init__(self, cfg: Config):
-        check(cfg, "decay", 0 < cfg.decay < 1, "above 0 and below 1")
         self._decay = cfg.decay
 
     def init(self, params: Any) -> Any:

@@ -1,14 +1,14 @@
 """Groups: parameters with their own rules, chosen by path and by kind."""
 
 import fnmatch
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from axlearn_like.config import ConfigBase, Configurable, config_items, walk_configs
-from axlearn_like.learner.errors import LearnerError, check, where
+from axlearn_like.config import ConfigBase, Configurable, config_items, path_of, walk_configs
+from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.param_labels import KINDS, Kind, kind_of, path_name
 from mesh.errors import did_you_mean
 
@@ -31,13 +31,16 @@ class Group(Configurable):
         frozen: bool = False
         optimizer: ConfigBase | None = None  # None: the learner's
 
+        @override
+        def check_fields(self) -> None:
+            self.require("match", bool(self.match), "a pattern such as '*embedding*'")
+            self.require("kinds", bool(self.kinds), f"some of {', '.join(KINDS)}")
+            self.require_least(0, "lr_scale")
+            for field, default in {"optimizer": None, "weight_decay": None, "lr_scale": 1.0}.items():
+                self.require(field, not self.frozen or getattr(self, field) == default, f"{default} in a frozen group")
+
     def __init__(self, cfg: Config):
-        check(cfg, "match", bool(cfg.match), "a pattern such as '*embedding*'")
-        check(cfg, "kinds", bool(cfg.kinds), f"some of {', '.join(KINDS)}")
-        check(cfg, "lr_scale", cfg.lr_scale >= 0, "0 or more")
-        if cfg.frozen and (cfg.optimizer is not None or cfg.weight_decay is not None or cfg.lr_scale != 1.0):
-            raise LearnerError(f"{where(cfg)}: expected no optimizer, weight_decay or lr_scale in a frozen group")
-        self.where, self.match, self.kinds, self.frozen = where(cfg), cfg.match, cfg.kinds, cfg.frozen
+        self.where, self.match, self.kinds, self.frozen = path_of(cfg), cfg.match, cfg.kinds, cfg.frozen
         self._cfg = cfg
 
     def fits(self, name: str, ndim: int) -> bool:

@@ -1,16 +1,16 @@
 """The learner: from gradients to new parameters. Its parts are chosen by config; most are optax transformations."""
 
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.config import ConfigBase, Configurable, path_of
 from axlearn_like.layers.deterministic import no_fuse
 from axlearn_like.learner.ema import EMA
-from axlearn_like.learner.errors import LearnerError, check, where
+from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.expert_bias import with_balancing, without_loads
 from axlearn_like.learner.groups import Group, Groups
 from axlearn_like.learner.optimizers.elementwise import AdamW
@@ -37,12 +37,20 @@ class Learner(Configurable):
         balance_rate: float = 0.001  # step of the biases that balance experts, if there are any
         state_storage: tuple[ConfigBase, ...] = ()  # BFloat16State, HostOffload: of moments and EMA
 
+        @override
+        def check(self) -> None:
+            super().check()
+            self.build()  # optax checks the arguments of its functions, groups their optimizers
+
+        @override
+        def check_fields(self) -> None:
+            self.require("clip_norm", self.clip_norm is None or self.clip_norm > 0, "above 0, or None")
+            self.require_least(0, "balance_rate")
+
     def __init__(self, cfg: Config):
-        check(cfg, "clip_norm", cfg.clip_norm is None or cfg.clip_norm > 0, "> 0 or None")
-        check(cfg, "balance_rate", cfg.balance_rate >= 0, "0 or more")
         self._balance_rate = cfg.balance_rate
         self._schedule: Schedule = cfg.schedule.build()
-        self._where = where(cfg)
+        self._where = path_of(cfg)
         groups = tuple(group.build() for group in cfg.groups)
         self._groups = Groups(groups, cfg.optimizer) if groups else None
         direction = self._groups.transformation if self._groups else cfg.optimizer.build().transformation()

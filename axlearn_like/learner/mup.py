@@ -1,13 +1,13 @@
 """Maximal-update parametrisation: learning rates found on a narrow model, transferred to a wide one."""
 
 import math
-from typing import Any
+from typing import Any, override
 
 import jax
 import optax
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.learner.errors import LearnerError, check, where
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, path_of
+from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.param_labels import Matrices, kind_of, path_name, shape_suffix
 from mesh.errors import did_you_mean
 
@@ -26,10 +26,13 @@ class MuP(Configurable):
         base: dict[str, int] = REQUIRED
         matrices: Matrices.Config = Matrices.Config()
 
+        @override
+        def check_fields(self) -> None:
+            fits = bool(self.base) and all(len(letter) == 1 and size >= 1 for letter, size in self.base.items())
+            self.require("base", fits, "sizes of 1 or more by axis letter, such as {'d': 256}")
+
     def __init__(self, cfg: Config):
-        fits = bool(cfg.base) and all(len(letter) == 1 and size >= 1 for letter, size in cfg.base.items())
-        check(cfg, "base", fits, "sizes of 1 or more by axis letter, such as {'d': 256}")
-        self._base, self._where = cfg.base, where(cfg)
+        self._base, self._where = cfg.base, path_of(cfg)
         self._matrices: Matrices = cfg.matrices.build()
 
     def transformation(self) -> optax.GradientTransformation:

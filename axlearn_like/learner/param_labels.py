@@ -1,12 +1,11 @@
 """Labels of parameters for optimizers: which are matrices, and along which axes (see `layers.parameter_names`)."""
 
-from typing import Any
+from typing import Any, override
 
 import jax
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.parameter_names import KINDS, Kind, MatrixAxes, kind_of, matrix_axes, path_name, shape_suffix
-from axlearn_like.learner.errors import LearnerError, where
 
 __all__ = ["KINDS", "Kind", "Matrices", "MatrixAxes", "kind_of", "matrix_labels", "path_name", "shape_suffix"]
 
@@ -32,12 +31,14 @@ class Matrices(Configurable):
         stack: str = "e"
         splits: dict[str, str] = {}
 
+        @override
+        def check_fields(self) -> None:
+            for suffix, split in self.splits.items():
+                inputs, comma, outputs = split.partition(",")
+                fits = inputs and comma and outputs and inputs + outputs == suffix
+                self.require("splits", bool(fits), f"the letters of {suffix!r} split in two by a comma")
+
     def __init__(self, cfg: Config):
-        for suffix, split in cfg.splits.items():
-            inputs, comma, outputs = split.partition(",")
-            if not (inputs and comma and outputs and inputs + outputs == suffix):
-                place = f"{where(cfg)}.splits[{suffix!r}]"
-                raise LearnerError(f"{place}: expected its letters split in two by a comma, got {split!r}")
         self._stack, self._splits = cfg.stack, cfg.splits
 
     def axes(self, name: str, ndim: int) -> MatrixAxes | None:

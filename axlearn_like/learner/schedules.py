@@ -5,13 +5,13 @@ Optax's where it has them; `WarmupStableDecay` and `InverseSqrt` are ours, since
 
 import math
 from collections.abc import Callable
+from typing import override
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.learner.errors import LearnerError, check, where
 
 Schedule = Callable[[jax.Array], jax.Array]
 # From the fraction of the decay that is over (0 to 1) to the fraction of the learning rate that is left (1 to 0).
@@ -55,8 +55,11 @@ class Constant(_OptaxSchedule):
     class Config(ConfigBase["Constant"]):
         lr: float = REQUIRED
 
+        @override
+        def check_fields(self) -> None:
+            _check_rates(self, "lr")
+
     def __init__(self, cfg: Config):
-        _check_rates(cfg, "lr")
         self._schedule = optax.schedules.constant_schedule(cfg.lr)
 
 
@@ -68,9 +71,12 @@ class Linear(_OptaxSchedule):
         end_lr: float = 0.0
         steps: int = REQUIRED
 
+        @override
+        def check_fields(self) -> None:
+            _check_rates(self, "start_lr", "end_lr")
+            self.require_least(1, "steps")
+
     def __init__(self, cfg: Config):
-        _check_rates(cfg, "start_lr", "end_lr")
-        check(cfg, "steps", cfg.steps >= 1, "1 or more")
         self._schedule = optax.schedules.linear_schedule(cfg.start_lr, cfg.end_lr, cfg.steps)
 
 
@@ -83,9 +89,12 @@ class WarmupCosine(_OptaxSchedule):
         total_steps: int = REQUIRED
         end_lr: float = 0.0
 
+        @override
+        def check_fields(self) -> None:
+            _check_rates(self, "peak_lr", "end_lr")
+            self.require("warmup_steps", 0 <= self.warmup_steps < self.total_steps, f"0 to {self.total_steps - 1}")
+
     def __init__(self, cfg: Config):
-        _check_rates(cfg, "peak_lr", "end_lr")
-        _check_steps(cfg, cfg.warmup_steps, cfg.total_steps)
         self._schedule = optax.schedules.warmup_cosine_decay_schedule(
             0.0 if cfg.warmup_steps else cfg.peak_lr,
             cfg.peak_lr,
@@ -104,9 +113,12 @@ class WarmupLinear(_OptaxSchedule):
         total_steps: int = REQUIRED
         end_lr: float = 0.0
 
+        @override
+        def check_fields(self) -> None:
+            _check_rates(self, "peak_lr", "end_lr")
+            self.require("warmup_steps", 0 <= self.warmup_steps < self.total_steps, f"0 to {self.total_steps - 1}")
+
     def __init__(self, cfg: Config):
-        _check_rates(cfg, "peak_lr", "end_lr")
-        _check_steps(cfg, cfg.warmup_steps, cfg.total_steps)
         up = optax.schedules.linear_schedule(0.0, cfg.peak_lr, cfg.warmup_steps)
         down = optax.schedules.linear_schedule(cfg.peak_lr, cfg.end_lr, cfg.total_steps - cfg.warmup_steps)
         self._schedule = optax.schedules.join_schedules([up, down], [cfg.warmup_steps])
@@ -128,14 +140,15 @@ class WarmupStableDecay(Configurable):
         end_lr: float = 0.0
         shape: DecayShape = linear
 
+        @override
+        def check_fields(self) -> None:
+            _check_rates(self, "peak_lr", "end_lr")
+            self.require_least(1, "decay_steps")
+            constant = self.total_steps - self.decay_steps
+            expected = f"0 to total_steps - decay_steps={constant}"
+            self.require("warmup_steps", 0 <= self.warmup_steps <= constant, expected)
+
     def __init__(self, cfg: Config):
-        _check_rates(cfg, "peak_lr", "end_lr")
-        check(cfg, "decay_steps", cfg.decay_steps >= 1, "1 or more")
-        if not 0 <= cfg.warmup_steps <= cfg.total_steps - cfg.decay_steps:
-            raise LearnerError(
-                f"{where(cfg)}: expected 0 <= warmup_steps <= total_steps - decay_steps, got "
-                f"warmup_steps={cfg.warmup_steps}, decay_steps={cfg.decay_steps}, total_steps={cfg.total_steps}"
-            )
         self._cfg = cfg
 
     def __call__(self, count: jax.Array) -> jax.Array:
@@ -157,9 +170,12 @@ class InverseSqrt(Configurable):
         peak_lr: float = REQUIRED
         warmup_steps: int = REQUIRED
 
+        @override
+        def check_fields(self) -> None:
+            _check_rates(self, "peak_lr")
+            self.require_least(1, "warmup_steps")
+
     def __init__(self, cfg: Config):
-        _check_rates(cfg, "peak_lr")
-        check(cfg, "warmup_steps", cfg.warmup_steps >= 1, "1 or more")
         self._cfg = cfg
 
     def __call__(self, count: jax.Array) -> jax.Array:
@@ -176,11 +192,15 @@ class Join(_OptaxSchedule):
         parts: tuple[ConfigBase, ...] = REQUIRED
         boundaries: tuple[int, ...] = REQUIRED
 
+        @override
+        def check_fields(self) -> None:
+            rising = all(a < b for a, b in zip((0, *self.boundaries), self.boundaries, strict=False))
+            fits = rising and len(self.boundaries) == len(self.parts) - 1
+            expected = f"{len(self.parts) - 1} rising numbers of updates above 0, one between two parts"
+            self.require("parts", len(self.parts) >= 1, "at least one schedule")
+            self.require("boundaries", fits, expected)
+
     def __init__(self, cfg: Config):
-        check(cfg, "parts", len(cfg.parts) >= 1, "at least one schedule")
-        rising = all(a < b for a, b in zip((0, *cfg.boundaries), cfg.boundaries, strict=False))
-        fits = rising and len(cfg.boundaries) == len(cfg.parts) - 1
-        check(cfg, "boundaries", fits, f"{len(cfg.parts) - 1} rising numbers of updates above 0, one between two parts")
         parts = [part.build() for part in cfg.parts]
         self._schedule = optax.schedules.join_schedules(parts, list(cfg.boundaries))
 
@@ -188,12 +208,4 @@ class Join(_OptaxSchedule):
 def _check_rates(cfg: ConfigBase, *fields: str) -> None:
     for field in fields:
         rate = getattr(cfg, field)
-        check(cfg, field, math.isfinite(rate) and rate >= 0, "a finite learning rate, 0 or more")
-
-
-def _check_steps(cfg: ConfigBase, warmup_steps: int, total_steps: int) -> None:
-    if not 0 <= warmup_steps < total_steps:
-        raise LearnerError(
-            f"{where(cfg)}: expected 0 <= warmup_steps < total_steps, "
-            f"got warmup_steps={warmup_steps}, total_steps={total_steps}"
-        )
+        cfg.require(field, math.isfinite(rate) and rate >= 0, "a finite learning rate, 0 or more")

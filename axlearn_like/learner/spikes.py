@@ -1,10 +1,11 @@
 """Loss-spike protection: updates whose gradient norm is far above its running mean are skipped."""
 
+from typing import override
+
 import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.learner.errors import check
 
 
 class SkipSpikes(Configurable):
@@ -19,10 +20,13 @@ class SkipSpikes(Configurable):
         decay: float = 0.98  # of the mean, per finite gradient
         warmup: int = 100  # finite gradients before the first that can be a spike
 
+        @override
+        def check_fields(self) -> None:
+            self.require("factor", self.factor > 1, "above 1")
+            self.require("decay", 0 <= self.decay < 1, "0 or more and below 1")
+            self.require("warmup", self.warmup >= 1, "1 or more")
+
     def __init__(self, cfg: Config):
-        check(cfg, "factor", cfg.factor > 1, "above 1")
-        check(cfg, "decay", 0 <= cfg.decay < 1, "0 or more and below 1")
-        check(cfg, "warmup", cfg.warmup >= 1, "1 or more")
         self._cfg = cfg
 
     def init(self) -> dict[str, jax.Array]:

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.learner.errors import LearnerError, where
+from axlearn_like.config import ConfigBase, Configurable, path_of
+from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.param_labels import path_name
 from mesh.errors import did_you_mean
 
@@ -30,7 +30,7 @@ class BFloat16State(Configurable):
 
     def __init__(self, cfg: Config):
         self._cfg = cfg
-        self._where = where(cfg)
+        self._where = path_of(cfg)
 
     def store(self, tree: Any, count: jax.Array) -> Any:
         """Return the state encoded for storage."""
@@ -70,7 +70,7 @@ class HostOffload(Configurable):
         match: str = "*"
 
     def __init__(self, cfg: Config):
-        self._match, self._where = cfg.match, where(cfg)
+        self._match, self._where = cfg.match, path_of(cfg)
 
     def store(self, tree: Any, count: jax.Array) -> Any:
         """Return the state encoded for storage."""

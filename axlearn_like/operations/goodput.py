@@ -40,7 +40,7 @@ class CauseClock:
         """Start in the cause "startup".
 
         Args:
-            events: receive a row `spent` every so many seconds.
+            events: receive a row `goodput` every so many seconds.
             began: unix time from which on time is charged; None: now.
             every: seconds between rows: as much of a killed process may be missing from the log.
         """
@@ -97,7 +97,7 @@ class CauseClock:
         spent = {cause: seconds - self._logged.get(cause, 0.0) for cause, seconds in self.totals.items()}
         causes = {cause: round(seconds, 4) for cause, seconds in spent.items() if seconds > 0}
         row = {"since": self._logged_step, "step": self._step, "seconds": round(sum(spent.values()), 4)}
-        self._events.append("trainer", "spent", **row, causes=causes)
+        self._events.append("trainer", "goodput", **row, causes=causes)
         self._logged, self._logged_step, self._logged_at = dict(self.totals), self._step, self._since
 
 
@@ -121,16 +121,16 @@ class Account:
 
 
 def account(events: Iterable[Mapping[str, Any]]) -> Account:
-    """Add up the rows `train_begin`, `spent` and `train_end` of an event log, in its order.
+    """Add up the rows `train_begin`, `goodput` and `train_end` of an event log, in its order.
 
     The time from the last row of a process to the beginning of the next is "down", except after a run that was done.
-    It includes what a killed process did after its last row `spent`, of which there is no record.
+    It includes what a killed process did after its last row `goodput`, of which there is no record.
     """
     seconds: dict[str, float] = defaultdict(float)
     sessions, last, done = 0, None, False
     spans: list[tuple[int, int, float]] = []  # of steps: from, to, seconds
     for row in events:
-        if row.get("role") != "trainer" or row.get("event") not in ("train_begin", "spent", "train_end"):
+        if row.get("role") != "trainer" or row.get("event") not in ("train_begin", "goodput", "train_end"):
             continue
         now = float(row["time"])
         if row["event"] == "train_begin":
@@ -139,7 +139,7 @@ def account(events: Iterable[Mapping[str, Any]]) -> Account:
                 seconds["down"] += max(0.0, began - last)
             spans = _give_up(spans, int(row["step"]), seconds)
             sessions, done = sessions + 1, False
-        elif row["event"] == "spent":
+        elif row["event"] == "goodput":
             for cause, spent in row["causes"].items():
                 seconds[cause] += spent
             spans.append((int(row["since"]), int(row["step"]), row["causes"].get("step", 0.0)))

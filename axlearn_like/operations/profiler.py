@@ -4,19 +4,52 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, override
 
 import jax
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.run.events import EventLog
-from mesh.errors import UserError
 
 _LOOK_EVERY = 1.0  # seconds between looks for the file
 _NOTHING = nullcontext()
+_REQUEST = "profile.now"
+
+
+class ProfileSignal:
+    """Handler of SIGUSR1 in a process other than the trainer's main thread: it asks the trainer by the file.
+
+    Without a handler the signal would end the process.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / _REQUEST
+        self._previous = _set_handler(self._on_signal)
+
+    def close(self) -> None:
+        """Restore the previous handler."""
+        _restore_handler(self._previous)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        self._path.touch()
+        print(f"SIGUSR1: the trainer is asked for a profile of its next updates ({self._path})", file=sys.stderr)
+
+
+def _set_handler(handler: Callable[[int, FrameType | None], None]) -> Any:
+    """Handle SIGUSR1; returns the previous handler, or None where there can be none (Windows, other threads)."""
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR1"):
+        return signal.signal(signal.SIGUSR1, handler)
+    return None
+
+
+def _restore_handler(previous: Any) -> None:
+    if previous is not None:
+        signal.signal(signal.SIGUSR1, previous)
 
 
 class Profiler(Configurable):
@@ -29,12 +62,12 @@ class Profiler(Configurable):
         start_step: int | None = None  # the first update to be recorded; None: only on request
         steps: int = 3  # updates in a window
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "start_step", "steps")
+
     def __init__(self, cfg: Config, *, run_dir: Path, events: EventLog):
-        if cfg.steps < 1 or (cfg.start_step is not None and cfg.start_step < 1):
-            raise UserError(
-                f"Profiler.Config: expected start_step and steps >= 1, got {cfg.start_step} and {cfg.steps}"
-            )
-        self.request_path = run_dir / "profile.now"
+        self.request_path = run_dir / _REQUEST
         self._folder, self._cfg, self._events = run_dir / "profiles", cfg, events
         self._signalled, self._look_at = False, 0.0
         self._trace: Path | None = None  # under way
@@ -42,15 +75,13 @@ class Profiler(Configurable):
         self._previous: Any = None
 
     def __enter__(self) -> "Profiler":
-        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR1"):
-            self._previous = signal.signal(signal.SIGUSR1, self._on_signal)
+        self._previous = _set_handler(self._on_signal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGUSR1, self._previous)
+        _restore_handler(self._previous)
         self._stop(None)
 
     def window(self, step: int, pending: Any) -> AbstractContextManager[Any]:

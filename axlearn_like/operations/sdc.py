@@ -5,7 +5,7 @@ compiled program on sound hardware gives the same bits every time, so any differ
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,11 @@ class SDCCheck(Configurable):
     class Config(ConfigBase["SDCCheck"]):
         every: int = 1000  # steps
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "every")
+
     def __init__(self, cfg: Config, *, mesh: Mesh):
-        if cfg.every < 1:
-            raise UserError(f"SDCCheck.Config: expected every >= 1, got {cfg.every}")
         self._every, self._mesh = cfg.every, mesh
         self._programs: dict[Any, Any] = {}  # by the partitions of the arrays
 

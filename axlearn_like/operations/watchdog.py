@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.run.events import EventLog
-from mesh.errors import UserError
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: worth trying again
 
@@ -31,13 +31,14 @@ class Watchdog(Configurable):
         exit_after: float | None = None  # further seconds until the process is ended with status 75; None: never
         starting: float = 3600.0  # seconds allowed instead of `dump_after` while the run starts or a step is compiled
 
+        @override
+        def check_fields(self) -> None:
+            for field in ("dump_after", "exit_after", "starting"):
+                seconds = getattr(self, field)
+                self.require(field, seconds is None or seconds > 0, "seconds, more than 0")
+
     def __init__(self, cfg: Config, *, run_dir: Path, events: EventLog, doing: Callable[[], str]):
         """`doing` returns the cause that the time is being charged to (see goodput.py)."""
-        if cfg.dump_after <= 0 or cfg.starting <= 0 or (cfg.exit_after is not None and cfg.exit_after <= 0):
-            raise UserError(
-                "Watchdog.Config: expected positive seconds, got "
-                f"dump_after={cfg.dump_after}, exit_after={cfg.exit_after}, starting={cfg.starting}"
-            )
         self.path = run_dir / "stacks.txt"
         self._cfg, self._events, self._doing = cfg, events, doing
         self._beats, self._step = 0, 0

@@ -1,6 +1,7 @@
 """A tokenizer of bytes: a text is its UTF-8 bytes; three special ids follow."""
 
 from collections.abc import Iterable
+from typing import override
 
 import xxhash
 
@@ -17,16 +18,15 @@ class ByteTokenizer(Configurable):
     class Config(ConfigBase["ByteTokenizer"]):
         vocab_size: int = 264  # rows of the embedding: at least 259; 264 is the next multiple of 8
 
+        @override
+        def check_fields(self) -> None:
+            self.require("vocab_size", self.vocab_size > 258, "259 or more: 256 bytes, bos, eos, pad")
+
     bos = 256
     eos = 257
     pad = 258
 
     def __init__(self, cfg: Config):
-        if cfg.vocab_size <= self.pad:
-            raise TokenizerError(
-                f"{type(self).__name__}.Config.vocab_size={cfg.vocab_size}: expected at least {self.pad + 1} "
-                "(256 bytes, bos, eos, pad)"
-            )
         self.vocab_size = cfg.vocab_size
         self.digest = xxhash.xxh3_128_hexdigest(strip_comments(to_text(cfg)).encode())
 

@@ -8,9 +8,9 @@ digits and letters, which the answer depends on, as single bytes.
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import override
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from axlearn_like.tokenizers.protocol import TokenizerError
 
 
 class PhraseTokenizer(ByteTokenizer):
@@ -20,16 +20,17 @@ class PhraseTokenizer(ByteTokenizer):
         phrases: tuple[str, ...] = ()
         vocab_size: int = 272
 
+        @override
+        def check_fields(self) -> None:
+            super().check_fields()
+            distinct = len(set(self.phrases)) == len(self.phrases) and "" not in self.phrases
+            self.require("phrases", distinct, "different phrases, none of them empty")
+            least = 259 + len(self.phrases)
+            self.require("vocab_size", self.vocab_size >= least, f"{least} or more with {len(self.phrases)} phrases")
+
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         first = self.pad + 1
-        if first + len(cfg.phrases) > cfg.vocab_size:
-            raise TokenizerError(
-                f"PhraseTokenizer.Config: {len(cfg.phrases)} phrases need a vocab_size of at least "
-                f"{first + len(cfg.phrases)}, got {cfg.vocab_size}"
-            )
-        if len(set(cfg.phrases)) < len(cfg.phrases) or "" in cfg.phrases:
-            raise TokenizerError("PhraseTokenizer.Config.phrases must be distinct and not empty")
         self._ids = {phrase: first + i for i, phrase in enumerate(cfg.phrases)}
         self._texts = {i: phrase.encode() for phrase, i in self._ids.items()}
         longest_first = sorted(cfg.phrases, key=len, reverse=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 
@@ -17,6 +17,10 @@ class EarlyStopping(Configurable):
         metric: str = "accuracy"
         at_least: float = REQUIRED
         rows: int = 5  # logged rows averaged
+
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "rows")
 
     def __init__(self, cfg: Config):
         self._cfg = cfg

@@ -1,6 +1,6 @@
 """Evaluators: periodic measurements of a trainer's parameters."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, override
 
 import jax
 from flax import nnx
@@ -32,6 +32,10 @@ class LossEvaluator(Configurable):
         batches: int = 4
         every: int = 100  # steps
         averaged: bool = False  # of the learner's average of the parameters
+
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "batches", "every")
 
     def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any], loss: SupervisedLoss):
         self.every, self.averaged = cfg.every, cfg.averaged

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.chunked_head import fused_linear_loss, map_chunks
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.deterministic import exponentials, no_fuse
-from mesh.errors import UserError
 from mesh.sharding import shard_like, token_axes
 
 Batch = Mapping[str, jax.Array]
@@ -84,11 +83,12 @@ class SupervisedLoss(Configurable):
         chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
         z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, arXiv 2204.02311, 5)
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "chunks")
+            self.require_least(0, "z_loss")
+
     def __init__(self, cfg: Config):
-        if cfg.chunks < 1 or cfg.z_loss < 0:
-            raise UserError(
-                f"SupervisedLoss.Config: expected chunks >= 1 and z_loss >= 0, got {cfg.chunks} and {cfg.z_loss}"
-            )
         self._cfg = cfg
 
     def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:

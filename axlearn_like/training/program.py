@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from axlearn_like.config import ConfigBase, errors_at, walk_configs
-from axlearn_like.input import InputError, SupervisedInput
+from axlearn_like.config import ConfigBase, ConfigError, errors_at, path_of, walk_configs
+from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import split
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import SupervisedLoss, make_supervised_loss
 from axlearn_like.training.step import State, Step, init_state, make_train_step
-from mesh import UserError, to_named_sharding
+from mesh import to_named_sharding
 from mesh.batches import batch_partition
 from mesh.rules import mesh_axes
 
@@ -51,7 +51,7 @@ def train_program(
         UserError: the batch does not divide over the mesh, or its rows are longer than the model's positions.
     """
     check_rows(inputs, mesh, microbatches)
-    check_length(model, inputs.seq_len, "Trainer.Config.input.seq_len")
+    check_length(model, inputs.seq_len, f"{path_of(inputs)}.seq_len")
     with jax.set_mesh(mesh):
         graphdef, state, init = describe_state(model, learner, mesh)
         loss_fn = make_supervised_loss(graphdef, loss)
@@ -94,27 +94,26 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
     """Refuse a batch that does not divide into microbatches over the mesh.
 
     Raises:
-        InputError: naming the field.
+        ConfigError: naming the field.
     """
     axes = mesh_axes("batch")
     shards = math.prod(mesh.shape[axis] for axis in axes)
-    if cfg.batch_size % (shards * microbatches):
-        raise InputError(
-            f"Trainer.Config.input.batch_size is {cfg.batch_size}; expected a multiple of "
-            f"{shards * microbatches}: {microbatches} microbatches, each sharded over "
-            f"{shards} parts of the mesh ({' x '.join(axes)})"
-        )
+    multiple = shards * microbatches
+    expected = f"a multiple of {multiple}: {microbatches} microbatches, each sharded over {shards} parts of the mesh"
+    cfg.require("batch_size", cfg.batch_size % multiple == 0, f"{expected} ({' x '.join(axes)})")
 
 
 def check_length(model: ConfigBase, length: int, field: str, root: str = "model") -> None:
     """Refuse sequences longer than the model's rotary positions.
 
     Raises:
-        UserError: naming the field and the position embedding's path, from `root`, that of the model.
+        ConfigError: naming the field and the position embedding's path, from `root`, that of the model.
     """
     for path, rope in walk_configs(model):
         if isinstance(rope, Rope.Config) and rope.max_length is not None and length > rope.max_length:
-            raise UserError(
-                f"{field} is {length}, but {root}.{path}.max_length is {rope.max_length}; expected at most that, or "
-                "set max_length (and a scaling of the frequencies) if the model is to be stretched"
+            place = f"{root}.{path}.max_length"
+            raise ConfigError(
+                f"{field} is {length}, but {place} is {rope.max_length}; expected at most that, or "
+                "set max_length (and a scaling of the frequencies) if the model is to be stretched",
+                place,
             )

@@ -15,7 +15,7 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.checkpoint.tiers import CheckpointTiers
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.learner import Learner, LearnerError
+from axlearn_like.learner import Learner
 from axlearn_like.operations.goodput import CauseClock, account, account_lines
 from axlearn_like.operations.profiler import Profiler
 from axlearn_like.operations.recompilation import CompiledStep
@@ -31,9 +31,8 @@ from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.loop import Feed, TrainingLoop
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program
-from axlearn_like.training.step import State, init_state
+from axlearn_like.training.step import AccumulatedStep, State, Step, init_state
 from mesh.distributed import ProcessGroup
-from mesh.errors import UserError
 from mesh.rules import AxisRules, check_rules
 
 
@@ -60,18 +59,14 @@ class TrainingConfig[T](ConfigBase[T]):
     sdc_check: SDCCheck.Config | None = None  # None: steps are not repeated
     peak_flops: float | None = None  # FLOP/s of one device, for MFU; None: by its kind, where that is known
 
-    def check_counts(self) -> None:
-        """Refuse counts below 1, and evaluators of averaged parameters where nothing is averaged (UserError)."""
-        counts = {name: getattr(self, name) for name in ("num_steps", "log_every", "microbatches", "max_compilations")}
-        owner = type(self).__qualname__
-        check_rules(self.axis_rules, f"{owner}.axis_rules")
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise UserError(f"{owner}.{name}={count}; expected 1 or more")
-        for index, evaluator in enumerate(self.evaluators):
-            if isinstance(evaluator, LossEvaluator.Config) and evaluator.averaged and self.learner.ema is None:
-                place = f"{owner}.evaluators.{index}.averaged"
-                raise LearnerError(f"{place}: expected {owner}.learner.ema to be set, it is None")
+    def check_fields(self) -> None:
+        """Refuse counts below 1, and evaluators of averaged parameters where nothing is averaged."""
+        self.require_least(1, "num_steps", "log_every", "microbatches", "max_compilations")
+        with self.errors_in("axis_rules"):
+            check_rules(self.axis_rules, "axis_rules")
+        for evaluator in self.evaluators:
+            if isinstance(evaluator, LossEvaluator.Config) and self.learner.ema is None:
+                evaluator.require("averaged", not evaluator.averaged, "False while learner.ema is None")
 
 
 class Session(contextlib.ExitStack):
@@ -177,13 +172,12 @@ class Session(contextlib.ExitStack):
         cfg = self._cfg
         self.events.append("trainer", "train_begin", step=step, began=round(self.clock.began, 3))
         self.clock.start(step)
-        allowed = cfg.max_compilations or 1
         return TrainingLoop(
             state=state,
             step=step,
             num_steps=cfg.num_steps,
             log_every=cfg.log_every,
-            step_fn=CompiledStep(program.step, allowed=allowed, around=self._compiling),
+            step_fn=self._guarded(program.step, cfg.max_compilations or 1),
             feed=feed,
             log=self._log(step, rows_kept, show and self._group.leader, feed.tokens),
             clock=self.clock,
@@ -202,6 +196,14 @@ class Session(contextlib.ExitStack):
         if show and self._group.leader:
             found = account(read_rows(self._run.events_path))
             print(*account_lines(found), sep="\n", file=sys.stderr, flush=True)
+
+    def _guarded(self, step: Step, allowed: int) -> Step:
+        """Return the step as programs that are compiled for so many shapes of batches and no more."""
+        if not isinstance(step, AccumulatedStep):
+            return CompiledStep(step, allowed=allowed, around=self._compiling)
+        step.accumulate = CompiledStep(step.accumulate, allowed=allowed, around=self._compiling)
+        step.update = CompiledStep(step.update, around=self._compiling)
+        return step
 
     def _log(self, start: int, rows_kept: int, show: bool, tokens: str) -> StepLog:
         cfg, leader = self._cfg, self._group.leader

@@ -1,6 +1,6 @@
 """The train state and the one jitted step over it, with gradient accumulation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,15 +76,80 @@ def make_train_step(
 
     def step(state: State, batch: Any) -> tuple[State, Metrics]:
         grads, metrics = gradients(state["params"], batch)
-        params, opt_state, learned = learner.update(grads, state["opt_state"], state["params"])
-        new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
-        return new_state, {**metrics, **learned}
+        return _updated(learner, state, grads, metrics)
 
     out = None if like is None else learner.step_shardings(like)
     options: dict[str, Any] = {"compiler_options": dict(compiler_options)} if compiler_options else {}
     if out is not None:
         options["out_shardings"] = out
     return jax.jit(step, donate_argnums=0, **options)
+
+
+class AccumulatedStep:
+    """`step(state, batches)` on batches of several shapes: their gradients are summed, then there is one update.
+
+    A program is compiled for each shape, and one for the update. Loss and metrics of batches add up as in
+    `make_train_step`.
+
+    Attributes:
+        accumulate: jitted `(sums, {"params", "rows"}) -> sums` with the gradients and metrics of one batch.
+        update: jitted `(state, sums) -> (state, metrics)`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        learner: Learner,
+        *,
+        like: State | None = None,
+        compiler_options: Mapping[str, str] | None = None,
+    ):
+        """Take the arguments of `make_train_step`."""
+        options: dict[str, Any] = {"compiler_options": dict(compiler_options)} if compiler_options else {}
+        value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+        def accumulate(sums: Any, inputs: Any) -> Any:
+            (_, metrics), grads = value_and_grad(inputs["params"], inputs["rows"])
+            return {
+                "grads": jax.tree.map(lambda t, g: t + g.astype(t.dtype), sums["grads"], grads),
+                "metrics": {
+                    name: _combined(name, jnp.stack([sums["metrics"][name], value])) for name, value in metrics.items()
+                },
+            }
+
+        def update(state: State, sums: Any) -> tuple[State, Metrics]:
+            return _updated(learner, state, sums["grads"], sums["metrics"])
+
+        self._loss_fn, self._options = loss_fn, options
+        self._empty: Any = None
+        self.accumulate: Any = jax.jit(accumulate, donate_argnums=0, **options)
+        out = None if like is None else learner.step_shardings(like)
+        self.update: Any = jax.jit(
+            update, donate_argnums=0, **options, **({} if out is None else {"out_shardings": out})
+        )
+
+    def empty(self, params: Any, rows: Any) -> Any:
+        """Return the sums before the first batch; pure. `rows` is any batch."""
+        metrics = jax.eval_shape(self._loss_fn, params, rows)[1]
+        grads = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
+        least = {name: -jnp.inf if name.endswith("_max") else 0 for name in metrics}
+        return {"grads": grads, "metrics": {name: jnp.full((), least[name], m.dtype) for name, m in metrics.items()}}
+
+    def __call__(self, state: State, batches: Sequence[Any]) -> tuple[State, Metrics]:
+        """Return the state after the update, and metrics; the state is donated."""
+        if self._empty is None:
+            rows = jax.eval_shape(lambda: batches[0])
+            self._empty = jax.jit(lambda params: self.empty(params, rows), **self._options)
+        sums = self._empty(state["params"])
+        for rows in batches:
+            sums = self.accumulate(sums, {"params": state["params"], "rows": rows})
+        return self.update(state, sums)
+
+
+def _updated(learner: Learner, state: State, grads: Any, metrics: Metrics) -> tuple[State, Metrics]:
+    """Return the state after the learner's update by these gradients, and all metrics."""
+    params, opt_state, learned = learner.update(grads, state["opt_state"], state["params"])
+    return {"step": state["step"] + 1, "params": params, "opt_state": opt_state}, {**metrics, **learned}
 
 
 def _combined(name: str, values: jax.Array) -> jax.Array:

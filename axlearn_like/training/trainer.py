@@ -1,7 +1,7 @@
 """The supervised trainer: one config, and one `run` that starts or resumes by itself."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from axlearn_like.checkpoint.convert import StartFrom
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, resolve, to_text
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, path_of, resolve, to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import Learner
 from axlearn_like.operations.utilisation import step_flops
@@ -44,6 +44,18 @@ class Trainer(Configurable):
         seed: int = 0  # of the initial parameters
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
 
+        def check(self) -> None:
+            """Refuse, too, more tokens than the model has positions for; `check_sizes` looks at the devices."""
+            super().check()
+            check_length(self.model, self.input.seq_len, f"{path_of(self.input)}.seq_len", path_of(self.model))
+
+        def check_sizes(self, devices: Sequence[Any] | None = None) -> Mesh:
+            """Return the mesh of these devices, or of this process's, if rows divide over it (UserError)."""
+            mesh = make_mesh(self.mesh, devices, slices=self.slices)
+            with use_rules(self.axis_rules):
+                check_rows(self.input, mesh, self.microbatches)
+            return mesh
+
         def program(self, mesh: Mesh, learner: Learner | None = None) -> Program:
             """Return the train step on a mesh; the learner is built unless it is given."""
             loss, learner = self.loss.build(), learner or self.learner.build()
@@ -53,6 +65,10 @@ class Trainer(Configurable):
             }
             with use_rules(self.axis_rules):
                 return train_program(self.model, self.input, loss, learner, mesh, **settings)
+
+        def resolved(self) -> ConfigBase["Trainer"]:
+            """Return the config with every value that a parent sets filled in; nothing is allocated."""
+            return self.clone(model=resolve_model(self.model))
 
         def commands(self) -> tuple[str, ...]:
             """Return the commands that run such an experiment, the usual one first."""
@@ -67,18 +83,10 @@ class Trainer(Configurable):
             return trainer_tuning(self)
 
     def __init__(self, cfg: Config):
-        cfg.check_counts()
         self._cfg = cfg
-        self._mesh = make_mesh(cfg.mesh, slices=cfg.slices)
+        self._mesh = cfg.check_sizes()
         self._learner: Learner = cfg.learner.build()
         self._group = ProcessGroup("trainer")
-        with use_rules(cfg.axis_rules):
-            check_rows(cfg.input, self._mesh, cfg.microbatches)
-        check_length(cfg.model, cfg.input.seq_len, "Trainer.Config.input.seq_len")
-
-    def resolved(self) -> Config:
-        """Return the config with every value that a parent sets filled in; nothing is allocated."""
-        return self._cfg.clone(model=resolve_model(self._cfg.model))
 
     def run(
         self,
@@ -87,14 +95,16 @@ class Trainer(Configurable):
         progress: bool = True,
         began: float | None = None,
         force: bool = False,
+        stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
-        """Train until `num_steps`, or until SIGTERM or Ctrl-C; then save and return.
+        """Train until `num_steps`, or until SIGTERM, Ctrl-C or `stop()`; then save and return.
 
         Args:
             run_dir: path, opened (and locked) here, or an open run directory.
             progress: show a bar or lines, and at the end where the time went, on stderr.
             began: unix time from which on the time is this run's; None: now.
             force: resume a run of another config (see `RunDirectory.open`).
+            stop: True in one process ends the run after the current update.
 
         Returns:
             The last metrics row, with `finished`: False if the run was asked to stop.
@@ -103,15 +113,16 @@ class Trainer(Configurable):
             RunDirectoryError, CheckpointError, InputError: see there. RecompilationError: a batch of another shape.
             CorruptionError: a repeated step gave other bits.
         """
+        self._cfg.check()
         with use_mesh(self._mesh, self._cfg.axis_rules):
             program = self._checked_program()
             if isinstance(run_dir, RunDirectory):
-                return self._run(run_dir, program, progress, began)
+                return self._run(run_dir, program, progress, began, stop)
             self._check_start(RunDirectory.attach(Path(run_dir).expanduser()), program)
             with self._open(run_dir, force) as run:
                 if progress and self._group.leader:
                     print(f"run directory: {run.path}", file=sys.stderr)
-                return self._run(run, program, progress, began)
+                return self._run(run, program, progress, began, stop)
 
     def _checked_program(self) -> Program:
         """Trace the step once, before anything on disk is changed: what does not fit is refused now."""
@@ -139,10 +150,12 @@ class Trainer(Configurable):
             raise error or RunDirectoryError(message)
         return run
 
-    def _run(self, run: RunDirectory, program: Program, show: bool, began: float | None) -> dict[str, Any]:
+    def _run(
+        self, run: RunDirectory, program: Program, show: bool, began: float | None, stopped: Callable[[], bool]
+    ) -> dict[str, Any]:
         cfg, group = self._cfg, self._group
         if group.leader:
-            run.resolved_config_path.write_text(to_text(self.resolved()))
+            run.resolved_config_path.write_text(to_text(self._cfg.resolved()))
         where: dict[str, Any] = {"phase": "sft", "checkpoints": run.checkpoints, "config_text": to_text(cfg)}
         with graceful_stop() as stop, Session(cfg, run, self._mesh, group, **where, began=began) as session:
             flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if session.peak else None
@@ -163,7 +176,7 @@ class Trainer(Configurable):
             def reached(rows: Any, *, before: int) -> bool:
                 return group.broadcast(rule(rows, before=before))
 
-            done = loop.run(lambda: group.any(stop.requested), reached)
+            done = loop.run(lambda: group.any(stop.requested or stopped()), reached)
             session.end(loop.step, "done" if done else stop.reason or "another process", show=show)
             return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
 

@@ -2,8 +2,8 @@
 
 They are counted in jax's own form of the program (the jaxpr), where shapes are those of all devices together, loops
 have lengths, and nothing is hidden in a compiler's fusion. An optimised program does the same products. A ragged
-product counts as many rows as its layer expects, and a kernel the points of its grid that it visits, where the layer
-says so (`mesh.cost.expected`).
+product counts as many rows as its layer expects, a kernel the work or the points of its grid that it visits, and a loop
+of unknown length its expected iterations, where the layer says so (`mesh.cost.expected`).
 """
 
 # jax's own types are partial.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-from mesh.cost.expected import filled_share, visited_points
+from mesh.cost.expected import expected_turns, filled_share, kernel_cost, visited_points
 
 
 class Products(NamedTuple):
@@ -32,7 +32,7 @@ class Products(NamedTuple):
 def products(jaxpr: ClosedJaxpr | Jaxpr, scope: str = "") -> Products:
     """Count the matrix products that a program computes.
 
-    A while loop whose length cannot be known counts once, of the branches of a conditional the most expensive.
+    A while loop counts as often as its layer expects, else once; of the branches of a conditional the most expensive.
 
     Args:
         jaxpr: of the program.
@@ -52,25 +52,25 @@ def products(jaxpr: ClosedJaxpr | Jaxpr, scope: str = "") -> Products:
             per_output: float = math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
             xla += 2.0 * math.prod(_shape(equation.outvars[0])) * per_output
         elif name == "pallas_call":
-            kernels += _kernel(params, visited_points(within))
+            kernels += _kernel(params, within)
         elif name == "cond":
             counts = [products(branch, within) for branch in params["branches"]]
             best = max(counts, key=lambda one: one.total)
             xla, kernels = xla + best.xla, kernels + best.kernels
         else:
-            times = _times(name, params)
+            times = _times(name, params, within)
             for part in parts(params):
                 count = products(part, within)
                 xla, kernels = xla + times * count.xla, kernels + times * count.kernels
     return Products(xla, kernels)
 
 
-def _times(name: str, params: dict[str, Any]) -> float:
+def _times(name: str, params: dict[str, Any], within: str) -> float:
     if name == "scan":
         return params["length"]
     if name == "shard_map":  # its body has the shapes of one device
         return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-    return 1
+    return (expected_turns(within) or 1) if name == "while" else 1
 
 
 def parts(params: dict[str, Any]) -> list[Any]:
@@ -105,11 +105,11 @@ def _ragged(equation: Any) -> float:
     return 2.0 * math.prod(left) * right[-1]  # rows x rows -> a matrix for each expert
 
 
-def _kernel(params: dict[str, Any], visited: int | None) -> float:
-    estimate = params.get("cost_estimate")
-    if estimate is not None:
-        return float(estimate.flops)
-    turns = visited
-    if turns is None:
-        turns = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
-    return products(params["jaxpr"]).total * turns
+def _kernel(params: dict[str, Any], within: str) -> float:
+    stated = kernel_cost(within) or params.get("cost_estimate")
+    if stated is not None:
+        return float(stated.flops)
+    points = visited_points(within)
+    if points is None:
+        points = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
+    return products(params["jaxpr"]).total * points

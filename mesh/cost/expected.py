@@ -1,16 +1,26 @@
-"""Expected use of capacity that a program reserves for the worst case, stated by the layer that reserves it.
+"""Figures of a run that a compiled program does not show, stated by the layer that knows them.
 
-A traced program shows capacities and blocks; how many of them hold rows, or are visited, is known to the layer, or only
-at run time. The name of a scope carries it to where FLOPs are counted (see `mesh.cost.arithmetic`).
+A traced program shows capacities, grids and conditions; how many rows hold something, which blocks are visited, how
+often a loop turns and what a kernel reads of the memory that it is given is known to the layer, or only at run time.
+The name of a scope carries it to where FLOPs, bytes and turns are counted (`mesh.cost.arithmetic`, `traffic`, `hlo`).
 """
 
 import re
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 _SHARE, _POINTS = re.compile(r"filled_1_of_(\d+)"), re.compile(r"visits_(\d+)_points")
+_COST = re.compile(r"kernel_of_(\d+)_flops_and_(\d+)_bytes")
+_TURNS = re.compile(r"turns_(\d+)_times(?:/while)?$")  # of the loop itself, not of those in its body
+
+
+class KernelCost(NamedTuple):
+    """The work of one call of a kernel on one device."""
+
+    flops: int
+    bytes: int  # read from and written to HBM
 
 
 def filled(one_of: int) -> AbstractContextManager[Any]:
@@ -23,6 +33,16 @@ def visits(points: int) -> AbstractContextManager[Any]:
     return jax.named_scope(f"visits_{points}_points")
 
 
+def costs(flops: int, bytes: int) -> AbstractContextManager[Any]:
+    """Enter a scope in which every kernel does so many FLOPs and moves so many bytes, on one device."""
+    return jax.named_scope(f"kernel_of_{flops}_flops_and_{bytes}_bytes")
+
+
+def turns(times: int) -> AbstractContextManager[Any]:
+    """Enter a scope whose loop is expected to turn so often, where that depends on data."""
+    return jax.named_scope(f"turns_{times}_times")
+
+
 def filled_share(name_stack: str) -> float:
     """Return the share of an operation's rows that is filled, by its name stack; 1 outside of `filled`."""
     found = _SHARE.findall(name_stack)
@@ -33,3 +53,15 @@ def visited_points(name_stack: str) -> int | None:
     """Return the grid points that a kernel visits, by its name stack; None outside of `visits`."""
     found = _POINTS.findall(name_stack)
     return int(found[-1]) if found else None
+
+
+def kernel_cost(name_stack: str) -> KernelCost | None:
+    """Return the work of a kernel, by its name stack; None outside of `costs`."""
+    found = _COST.findall(name_stack)
+    return KernelCost(*map(int, found[-1])) if found else None
+
+
+def expected_turns(name_stack: str) -> int | None:
+    """Return the iterations of a loop, by its name stack; None outside of `turns`."""
+    found = _TURNS.search(name_stack)
+    return int(found[1]) if found else None

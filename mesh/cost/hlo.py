@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
+from mesh.cost.expected import expected_turns
+
 _BYTES = {
     "pred": 1, "token": 0, "opaque": 0, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16,
     **{f"{sign}{bits}": bits / 8 for sign in "su" for bits in (2, 4, 8, 16, 32, 64)},
@@ -116,7 +118,7 @@ class HloModule:
         """Yield (computation, runs in one run of the program, whether it is fused) for each computation that runs.
 
         A loop's body counts as often as it iterates, and every branch counts as taken. A loop whose end cannot be read
-        from its condition counts once: see `unknown_loops`.
+        from its condition, and of which no layer says it, counts once: see `unknown_loops`.
         """
         weights: dict[str, float] = {self.entry: 1.0}
         fused: dict[str, bool] = {self.entry: False}
@@ -136,9 +138,14 @@ class HloModule:
         return sum(self.turns(name, i) is None for name, i in whiles)
 
     def turns(self, computation: str, loop: Instruction) -> int | None:
-        """Return the iterations of a loop, as the compiler says or from a condition `counter < constant`; else None."""
+        """Return the iterations of a loop; None if neither compiler nor condition nor layer (`turns`) says them."""
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(found[1])
+        counted = self._counted(computation, loop)
+        return expected_turns(loop.op_name) if counted is None else counted
+
+    def _counted(self, computation: str, loop: Instruction) -> int | None:
+        """Return the iterations of a loop by a condition `counter < constant`; else None."""
         lines = {i.name: i for i in self.computations[loop.called["condition"]]}
         compares = [i for i in lines.values() if i.opcode == "compare"]
         if len(compares) != 1 or "direction=LT" not in compares[0].attributes:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mesh.cost.collectives import KINDS
-from mesh.cost.expected import filled_share
+from mesh.cost.expected import filled_share, kernel_cost
 from mesh.cost.hlo import Array, HloModule, Instruction
 
 _FREE = {
@@ -53,7 +53,8 @@ def operations(program: HloModule) -> Iterator[Operation]:
                 continue
             matrix = line.opcode in _MATRIX or any(one.opcode in _MATRIX for one in inside)
             kernel = line.opcode == "custom-call" and "tpu_custom_call" in line.attributes
-            moved = _moved(program, line, made, inside)
+            stated = kernel_cost(line.op_name) if kernel else None
+            moved = _moved(program, line, made, inside) if stated is None else stated.bytes
             if kernel:  # capacity without rows is neither read nor written
                 moved = round(moved * filled_share(line.op_name))
             yield Operation(times, moved, line.cycles, matrix, kernel)
@@ -77,7 +78,7 @@ def _moved(program: HloModule, line: Instruction, made: dict[str, Instruction], 
     if line.opcode == "custom-call" and "AllocateBuffer" in line.attributes:
         return 0
     read = 0
-    parameters = _parameters(inside)
+    parameters = _parameters(program, inside)
     for index, name in enumerate(line.operands):
         whole = _size(made.get(name))
         uses = parameters.get(index)
@@ -85,15 +86,32 @@ def _moved(program: HloModule, line: Instruction, made: dict[str, Instruction], 
     return read + _written(line, inside)
 
 
-def _parameters(inside: Sequence[Instruction]) -> dict[int, int]:
+def _parameters(program: HloModule, inside: Sequence[Instruction]) -> dict[int, int]:
     """Return the bytes that a fusion reads of those parameters that it reads in part only, by their number."""
     numbers = {line.name: int(line.operands[0]) for line in inside if line.opcode == "parameter"}
-    partial: dict[int, int] = {}
-    for name, number in numbers.items():
-        users = [line for line in inside if name in line.operands]
-        if users and all(_cuts(line, name) for line in users):
-            partial[number] = sum(_part(line, inside) for line in users)
-    return partial
+    parts = {number: _read_part(program, name, inside) for name, number in numbers.items()}
+    return {number: part for number, part in parts.items() if part is not None}
+
+
+def _read_part(program: HloModule, name: str, inside: Sequence[Instruction]) -> int | None:
+    """Return the bytes that all users of an array read of it together; None if one reads the whole."""
+    total = 0
+    users = [line for line in inside if name in line.operands]
+    for line in users:
+        if _cuts(line, name):
+            part = _part(line, inside)
+        elif line.opcode == "bitcast":
+            part = _read_part(program, line.name, inside)
+        elif line.opcode == "fusion":  # fusions nest: a slice of a layer's matrix within its product
+            nested = _parameters(program, program.computations[line.called["calls"]])
+            parts = [nested.get(index) for index, operand in enumerate(line.operands) if operand == name]
+            part = None if None in parts else sum(one for one in parts if one is not None)
+        else:
+            part = None
+        if part is None:
+            return None
+        total += part
+    return total if users else None
 
 
 def _cuts(line: Instruction, name: str) -> bool:

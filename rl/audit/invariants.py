@@ -5,21 +5,15 @@ order of the file, not of their times: the clocks of the roles need not agree. W
 unchecked, never passed over.
 """
 
-import ast
 import dataclasses
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, pairwise
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
-from typing import Any
 
-from axlearn_like.run.directory import RunDirectory
-
-Row = dict[str, Any]
+from rl.audit.records import Records, Row
 
 SILENCE = 300.0  # seconds that a trainer may do nothing that it has a word for
-_APART = 5.0  # seconds by which a row may seem to be older than the one before
 _MOST_TRIED = 12  # generations of one step among which the batch is searched
 
 
@@ -31,65 +25,6 @@ class Finding:
     checked: int
     broken: tuple[str, ...] = ()
     unchecked: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Incarnation:
-    """Log rows of one process of the trainer, from its start to its end."""
-
-    number: int
-    rows: tuple[Row, ...]
-
-    @property
-    def first(self) -> int | None:
-        """The step restored from the checkpoint: what a trainer publishes first is what it restored."""
-        return next((row["version"] for row in self.rows if row["event"] == "push"), None)
-
-    @property
-    def steps(self) -> list[int]:
-        """Steps of its updates, in order."""
-        return [row["step"] for row in self.rows if row["event"] == "update"]
-
-
-class Records:
-    """Events, metrics and settings of a run directory, as far as they can be read."""
-
-    def __init__(self, path: str | Path):
-        run = RunDirectory.attach(path)
-        self.events, self.torn = _rows(run.events_path)
-        rows, torn = _rows(run.metrics_path)
-        self.metrics, self.torn = [row for row in rows if row.get("phase") == "rl"], self.torn + torn
-        self._config = _values(run.config_path)
-        self.incarnations = list(self._incarnations())
-
-    def setting(self, path: str, default: Any = None) -> Any:
-        """Return a value of the config by its path."""
-        return self._config.get(path, default)
-
-    @property
-    def repeatable(self) -> bool:
-        """True if a version that is made again must be the same: rollouts come from a version that the plan names."""
-        return self.setting("controller.weights", "pinned") == "pinned" or self.setting("staleness", 0) == 0
-
-    @property
-    def clocks_apart(self) -> bool:
-        """True if a row was written well before its predecessor, according to their times."""
-        times = [row["time"] for row in self.events]
-        return any(after < before - _APART for before, after in pairwise(times))
-
-    def _incarnations(self) -> Iterator[Incarnation]:
-        current: list[Row] = []
-        number = 0
-        for row in self.events:
-            begins = row["event"] == "start" and row["role"] == "trainer"
-            begins |= row["event"] == "phase_begin" and row.get("phase") == "rl"  # all roles in one process
-            if begins and any(r["event"] in ("push", "update") for r in current):
-                yield Incarnation(number, tuple(current))
-                current, number = [], number + 1
-            if row["role"] == "trainer":
-                current.append(row)
-        if current:
-            yield Incarnation(number, tuple(current))
 
 
 def check_run(path: str | Path, *, silence: float = SILENCE) -> list[Finding]:
@@ -328,33 +263,3 @@ def _came_back(rows: Sequence[Row], target: str) -> Row | None:
         if row["event"] == "phase" and row.get("phase") == "rl":
             return row  # the run was stopped, or was done, before it was back
     return None
-
-
-def _rows(path: Path) -> tuple[list[Row], int]:
-    """The rows of a JSONL file and how many lines are none: a disk that ran full tears lines in the middle."""
-    if not path.exists():
-        return [], 0
-    rows, torn = [], 0
-    for line in path.read_bytes().splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            torn += bool(line.strip())
-    return rows, torn
-
-
-def _values(path: Path) -> dict[str, Any]:
-    """The plain values of a config's text; no class of it is imported."""
-    values: dict[str, Any] = {}
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        name, colon, text = line.partition(": ")
-        if colon:
-            try:
-                values[name] = ast.literal_eval(text)
-            except (ValueError, SyntaxError):
-                continue
-    return values

@@ -30,7 +30,7 @@ def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
     report["joins"] = [
         {"worker": event["role"], "time": event["time"], "join_s": event["join_s"]}
         for event in events
-        if event["event"] == "productive"
+        if event["event"] == "joined"
     ]
     report["throughput"] = _throughput(rows, events)
     report["weights"] = _weights(events)

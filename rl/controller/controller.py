@@ -5,11 +5,12 @@ mixture. So the state of the controller is little more than a step number, and a
 generated again, with the same sampling keys and the same version.
 """
 
+import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable
-from typing import Any, Literal, cast
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal, cast, override
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
+from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.ledger import Ledger, WorkItem
-from rl.roles.messages import Group, Lease, Prompt, Rollout
+from rl.roles.headers import GroupHeader, header_of
+from rl.roles.messages import Contents, Group, Lease, Prompt, Rollout, contents_of
 from rl.roles.timeouts import Timeouts, Waits
 from rl.tasks.mixture import TaskMixture, encode_prompt
 
@@ -30,6 +33,8 @@ class Controller(Configurable):
     bound. With `weights="pinned"` exactly that version generates it, which makes asynchronous runs repeatable; with
     "newest" the newest version at the time of the lease; with "in_flight" the worker also loads newer versions while
     it generates, so that a rollout may have tokens of several versions (each recorded, none older than the bound).
+
+    Evaluations are leases too (`EvaluationSchedule`), of exactly the version that they evaluate.
     """
 
     class Config(ConfigBase["Controller"]):
@@ -44,6 +49,14 @@ class Controller(Configurable):
         lease_seconds: float = 120.0  # after the last call of its worker
         timeouts: Timeouts.Config = Timeouts.Config()
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(0, "staleness")
+            each = self.groups_per_lease
+            self.require(
+                "groups_per_lease", each >= 1 and self.groups % each == 0, f"a divisor of groups={self.groups}"
+            )
+
     def __init__(
         self,
         cfg: Config,
@@ -51,14 +64,17 @@ class Controller(Configurable):
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
         first_lease: int = 0,
+        evaluations: EvaluationSchedule | None = None,
     ):
-        """`first_lease`: larger than any lease id that a former controller of this run can have granted."""
-        if cfg.groups % cfg.groups_per_lease:
-            raise UserError(
-                f"controller.groups={cfg.groups} does not divide into leases of groups_per_lease={cfg.groups_per_lease}"
-            )
-        if cfg.staleness < 0:
-            raise UserError(f"controller.staleness={cfg.staleness}; expected 0 or more updates")
+        """Build the tasks, and await `begin`.
+
+        Args:
+            cfg: of the controller, as the experiment has completed it.
+            events: log of leases that come back, and of waits.
+            clock: of leases.
+            first_lease: larger than any lease id that a former controller of this run can have granted.
+            evaluations: None: there are none.
+        """
         self.cfg = cfg
         self._tasks = cfg.tasks.build()
         self._tokenizer = cast(Tokenizer, cfg.tokenizer.build())
@@ -66,7 +82,8 @@ class Controller(Configurable):
         self._version = self._first_version = -1
         self._incarnation = 0
         self._stopped = False
-        self._events, self._clock = events, clock
+        self._headers: tuple[int, list[GroupHeader]] | None = None  # of the last step that was asked for
+        self._events, self._clock, self._evaluations = events, clock, evaluations
         self._changed = threading.Condition()
         self._workers: set[str] = set()  # joined and not left
         self._waits = Waits(cfg.timeouts.warn_after, clock)
@@ -88,14 +105,13 @@ class Controller(Configurable):
 
     def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
         """Grant the next work item; None if there is none within `timeout` seconds, or the run is over."""
-        cfg, end = self.cfg, self._clock() + timeout
+        end = self._clock() + timeout
         with self._changed:
             while not self._stopped:
                 self._expire()
-                item = self._ledger.lease(worker, self._leasable(), self._clock(), cfg.lease_seconds)
-                if item is not None:
+                if (lease := self._next_lease(worker)) is not None:
                     self._waits.end(worker)
-                    return self._grant(item)
+                    return lease
                 self._wait(worker, worker, self._next_work)
                 if (left := end - self._clock()) <= 0:
                     return None
@@ -106,13 +122,14 @@ class Controller(Configurable):
         """Extend a lease whose worker is alive; False if the lease is void and the worker can drop the work."""
         with self._changed:
             self._expire()
-            return self._ledger.renew(lease, self._clock() + self.cfg.lease_seconds)
+            return self._ledger_of(lease).renew(lease, self._clock() + self.cfg.lease_seconds)
 
     def hand_back(self, lease: int, rollouts: tuple[Rollout, ...]) -> bool:
         """Store the partial rollouts of a worker that shuts down, for the next worker; False if the lease is void."""
         with self._changed:
-            item = self._ledger.hand_back(lease, rollouts)
-            if item is not None and self._events is not None:
+            ledger = self._ledger_of(lease)
+            item = ledger.hand_back(lease, rollouts)
+            if item is not None and self._events is not None and ledger is self._ledger:
                 self._events.append(
                     "controller",
                     "handed_back",
@@ -127,13 +144,17 @@ class Controller(Configurable):
     def generated(self, lease: int) -> bool:
         """Record that the tokens of a lease exist; False if the lease is void and the worker can drop the work."""
         with self._changed:
-            self._ledger.renew(lease, self._clock() + self.cfg.lease_seconds)
-            return self._ledger.generated(lease)
+            ledger = self._ledger_of(lease)
+            ledger.renew(lease, self._clock() + self.cfg.lease_seconds)
+            return ledger.generated(lease)
 
     def submit(self, lease: int, groups: tuple[Group, ...]) -> bool:
         """Accept the scored groups of a lease; False, and nothing is kept, if the lease is void."""
         with self._changed:
-            accepted = self._ledger.verified(lease, groups)
+            held: Ledger | EvaluationSchedule = self._ledger
+            if self._evaluations is not None and self._evaluations.ledger(lease) is not None:
+                held = self._evaluations
+            accepted = held.verified(lease, groups)
             self._changed.notify_all()
             return accepted
 
@@ -141,18 +162,23 @@ class Controller(Configurable):
         """Release all leases of a worker that is gone; returns how many there were."""
         with self._changed:
             released = self._ledger.release(worker)
+            if self._evaluations is not None:
+                released += self._evaluations.revoke(worker=worker)
             self._log_expired(released, reason)
             self._changed.notify_all()
             return len(released)
 
     # ---- trainer
 
-    def begin(self, step: int, first_version: int) -> None:
-        """Start or resume at update `step`; versions `first_version` to `step` can be pulled."""
+    def begin(self, step: int, first_version: int, held: int | None = None) -> None:
+        """Start or resume at update `step`; versions `first_version` to `step`, and `held`, can be pulled."""
         with self._changed:
             self._ledger.skip_to(step)
+            self._headers = None
             self._version, self._first_version = step, first_version
             self._incarnation = secrets.randbits(62)
+            if self._evaluations is not None:
+                self._evaluations.begin(step, self._incarnation, held)
             self._waits.clear()
             self._changed.notify_all()
 
@@ -164,14 +190,36 @@ class Controller(Configurable):
         """
         end = self._clock() + timeout
         with self._changed:
-            while not self._ledger.complete(step):
+            while (held := self._held_up(step)) is not None:
                 self._expire()
-                self._wait("trainer", step, lambda: f"batch {step}: {self._ledger.missing(step, self._clock())}")
+                self._wait("trainer", step, lambda held=held: f"batch {step}: {held}")
                 if (left := end - self._clock()) <= 0 or self._stopped:
                     return None
                 self._changed.wait(min(left, 1.0))
             self._waits.end(step)
             return self._ledger.batch(step)
+
+    def headers(self, step: int, timeout: float = 0.0) -> list[GroupHeader] | None:
+        """Return the headers of `next_batch`: what the trainer's processes need before each asks for `contents`."""
+        if (groups := self.next_batch(step, timeout)) is None:
+            return None
+        with self._changed:
+            if self._headers is None or self._headers[0] != step:
+                self._headers = (step, [header_of(group) for group in groups])
+            return self._headers[1]
+
+    def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> Contents | None:
+        """Return these rollouts (group -> its rollouts) of a batch with their prompts; None if it is not complete."""
+        with self._changed:
+            return contents_of(self._ledger.batch(step), wanted) if self._ledger.complete(step) else None
+
+    def _held_up(self, step: int) -> str | None:
+        """Describe what an update still waits for; None if it can be made."""
+        if not self._ledger.complete(step):
+            return self._ledger.missing(step, self._clock())
+        if self._evaluations is not None and self._evaluations.holds(step):
+            return f"the evaluation of version {self._evaluations.version}, before the next version to evaluate is made"
+        return None
 
     def consumed(self, step: int) -> None:
         """Record that the update of this step is done; its rollouts can never be used again."""
@@ -187,6 +235,8 @@ class Controller(Configurable):
         with self._changed:
             if self._begun:
                 self._version = max(self._version, version)
+                if self._evaluations is not None:
+                    self._evaluations.published(version)
             self._changed.notify_all()
 
     # ---- everyone
@@ -197,10 +247,14 @@ class Controller(Configurable):
             return self._ledger.missing(step, self._clock())
 
     def status(self) -> dict[str, Any]:
-        """Return the counts of the ledger, the registered workers, the newest version, and if the run is over."""
+        """Return the counts of the ledger, the registered workers, the newest version, and if the run is over.
+
+        `evaluating` is the version whose evaluation is due or in hand, or None.
+        """
         with self._changed:
-            workers = {"workers": sorted(self._workers)}
-            return {**self._ledger.counts(), **workers, "version": self._version, "stopped": self._stopped}
+            evaluating = None if self._evaluations is None else self._evaluations.version
+            standing = {"version": self._version, "evaluating": evaluating, "stopped": self._stopped}
+            return {**self._ledger.counts(), "workers": sorted(self._workers), **standing}
 
     def stop(self) -> None:
         """End every wait, and grant no more leases."""
@@ -217,6 +271,35 @@ class Controller(Configurable):
     @property
     def _begun(self) -> bool:
         return self._version >= 0
+
+    def _ledger_of(self, lease: int) -> Ledger:
+        found = None if self._evaluations is None else self._evaluations.ledger(lease)
+        return found or self._ledger
+
+    def _next_lease(self, worker: str) -> Lease | None:
+        """Grant the next work item of an evaluation, or else of an update."""
+        now, seconds = self._clock(), self.cfg.lease_seconds
+        if (lease := self._evaluation(worker, idle=False)) is not None:
+            return lease
+        if self._evaluations is not None and self._evaluations.before_training:
+            return None
+        item = self._ledger.lease(worker, self._leasable(), now, seconds)
+        if item is None:
+            return self._evaluation(worker, idle=True)
+        if self._evaluations is not None:
+            self._evaluations.trains(worker)
+        return self._grant(item)
+
+    def _evaluation(self, worker: str, *, idle: bool) -> Lease | None:
+        """Grant the next work item of an evaluation, if this worker is to evaluate now."""
+        evaluations, workers = self._evaluations, len(self._workers | {worker})
+        if evaluations is None or not evaluations.takes(worker, workers, idle=idle):
+            return None
+        if (granted := evaluations.lease(worker, self._clock(), self.cfg.lease_seconds)) is None:
+            return None
+        item, lease = granted
+        partial = tuple(r for p in lease.prompts for r in self._usable(item.partial, p, *[lease.version] * 2))
+        return dataclasses.replace(lease, partial=partial)
 
     def _leasable(self) -> range:
         last = min(self.cfg.num_steps - 1, self._version + self.cfg.staleness)
@@ -250,6 +333,8 @@ class Controller(Configurable):
         """Describe what a worker without a lease waits for."""
         if not self._begun:
             return "the trainer to begin"
+        if self._evaluations is not None and self._evaluations.before_training:
+            return "the evaluation of version 0, which others have leased"
         version = self._leasable().stop - self.cfg.staleness
         return f"a lease: all of version {self._version} are granted, the next come with version {max(0, version)}"
 
@@ -266,7 +351,10 @@ class Controller(Configurable):
             raise UserError(f"trainer has waited {seconds:.0f} s (timeouts.batch={limit:g}) for {what()}")
 
     def _expire(self) -> None:
-        self._log_expired(self._ledger.expire(self._clock()), "expired")
+        expired = self._ledger.expire(self._clock())
+        if self._evaluations is not None:
+            expired += self._evaluations.revoke(now=self._clock())
+        self._log_expired(expired, "expired")
 
     def _log_expired(self, items: list[WorkItem], reason: str) -> None:
         if self._events is not None:

@@ -1,24 +1,19 @@
-"""pass@k on held-out problems, with the engine that also makes the training rollouts."""
+"""pass@k on held-out problems, by the workers that also make the training rollouts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.evaluation.pass_at_k import ProblemResult, summarise
-from rl.roles.messages import Problem, Prompt, Rollout, Score
-from rl.roles.protocols import ScoreSource
-from rl.rollout.engine import RolloutEngine
-from rl.rollout.request import Request
-from rl.rollout.worker import check_whole
-from rl.tasks.mixture import encode_prompt
+from rl.roles.messages import Group, Problem, Rollout, Score
 
 
 class Evaluation(Configurable):
-    """Samples every held-out problem `samples` times, and scores the answers.
+    """Samples every held-out problem as often as a training prompt, and scores the answers.
 
     Sampling keys depend on (seed, problem, sample, position) only: evaluating the same weights twice gives the same
-    figures to the last digit.
+    figures to the last digit, on whichever workers.
     """
 
     class Config(ConfigBase["Evaluation"]):
@@ -29,34 +24,20 @@ class Evaluation(Configurable):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
-    def run(
-        self,
-        engine: RolloutEngine,
-        problems: Sequence[Problem],
-        tokenizer: Tokenizer,
-        verifier: ScoreSource,
-        seed: int,
-        samples: int,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-        """(summary as `summarise` makes it, rows with sample answers); None if asked to stop."""
+    def summarise(
+        self, problems: Sequence[Problem], groups: Sequence[Group], tokenizer: Tokenizer, seed: int
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the summary (see `pass_at_k.summarise`) and rows with sample answers.
+
+        `groups`: scores of all samples, and at least the first rollout, of each problem in order.
+        """
         results: list[ProblemResult] = []
         shown: list[dict[str, Any]] = []
-        batch = max(1, 2 * engine.cfg.max_num_seqs // samples)  # between which it can be stopped
-        for first in range(0, len(problems), batch):
-            if stop():
-                return None
-            part = problems[first : first + batch]
-            prompts = [Prompt(p.id, p.family, encode_prompt(p.question, tokenizer)) for p in part]
-            rollouts = engine.generate([Request(prompt, samples, seed) for prompt in prompts])
-            check_whole(rollouts)
-            answers = [tokenizer.decode(rollout.tokens) for rollout in rollouts]
-            scores = verifier.score([rollout.prompt_id for rollout in rollouts], answers)
-            for i, problem in enumerate(part):
-                mine = slice(i * samples, (i + 1) * samples)
-                results.append(ProblemResult.from_scores(problem.id, problem.family, scores[mine]))
-                if sum(row["family"] == problem.family for row in shown) < self.cfg.shown_per_family:
-                    shown.append(sample_row(problem, rollouts[mine][0], answers[mine][0], scores[mine][0]))
+        for problem, group in zip(problems, groups, strict=True):
+            results.append(ProblemResult.from_scores(problem.id, problem.family, group.scores))
+            if sum(row["family"] == problem.family for row in shown) < self.cfg.shown_per_family:
+                first = group.rollouts[0]
+                shown.append(sample_row(problem, first, tokenizer.decode(first.tokens), group.scores[0]))
         return summarise(results, ks=self.cfg.ks, seed=seed), shown
 
 

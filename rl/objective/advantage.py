@@ -5,7 +5,7 @@ advantages [N], zero for those that do not. A group without spread gets exactly 
 in `r - mean` divided by a tiny eps would otherwise make a signal out of nothing.
 """
 
-from typing import Literal
+from typing import Literal, override
 
 import numpy as np
 
@@ -72,11 +72,16 @@ class GroupAdvantage(Advantage):
         ddof: int = 0
         eps: float = 1e-6
 
+        @override
+        def check_fields(self) -> None:
+            self.require("ddof", self.ddof in (0, 1), "0 or 1")
+
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.normalise_std, self.eps = cfg.normalise_std, cfg.eps
-        self.ddof = _checked_ddof(cfg.ddof, "GroupAdvantage")
+        self.ddof = cfg.ddof
 
+    @override
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         centred = _centre(rewards, groups, live)
         if not self.normalise_std:
@@ -89,6 +94,7 @@ class GroupAdvantage(Advantage):
 class LeaveOneOutAdvantage(Advantage):
     """r_i - mean of the *other* rollouts of the group = n / (n - 1) (r_i - mean) (RLOO)."""
 
+    @override
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         size = np.maximum(_group_size(groups, live), 2)
         return _centre(rewards, groups, live) * size / (size - 1)
@@ -101,6 +107,7 @@ class SuccessNormalisedAdvantage(Advantage):
     negative reward would let the denominator vanish or turn the sign, and is refused.
     """
 
+    @override
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         if np.any(rewards[live] < 0):
             raise UserError(
@@ -125,13 +132,18 @@ class BatchAdvantage(Advantage):
         ddof: int = 0
         eps: float = 1e-8
 
+        @override
+        def check_fields(self) -> None:
+            self.require("ddof", self.ddof in (0, 1), "0 or 1")
+
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.by_group, self.eps = cfg.centre == "group", cfg.eps
-        self.ddof = _checked_ddof(cfg.ddof, "BatchAdvantage")
+        self.ddof = cfg.ddof
         self.min_group_size = 2 if self.by_group else 1
         self.group_relative = self.by_group
 
+    @override
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         # Group-centred values have batch mean zero, so one formula serves both.
         centred = _centre(rewards, groups if self.by_group else np.zeros_like(groups), live)
@@ -152,11 +164,6 @@ class RawReward(Advantage):
         super().__init__(cfg)
         self.baseline = cfg.baseline
 
+    @override
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         return np.where(live, rewards - self.baseline, 0.0)
-
-
-def _checked_ddof(ddof: int, owner: str) -> int:
-    if ddof not in (0, 1):
-        raise UserError(f"{owner}.Config.ddof must be 0 or 1, got {ddof}")
-    return ddof

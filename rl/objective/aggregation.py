@@ -8,6 +8,8 @@ inside a micro-batch instead (a mean of means) changes the gradient whenever len
 Only rollouts with at least one counted token enter a denominator.
 """
 
+from typing import override
+
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
@@ -36,6 +38,7 @@ class Aggregation(Configurable):
 class TokenMean(Aggregation):
     """1 / number of tokens in the global batch: every token counts the same (DAPO)."""
 
+    @override
     def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
         return mask / max(int(mask.sum()), 1)
 
@@ -43,6 +46,7 @@ class TokenMean(Aggregation):
 class SequenceMean(Aggregation):
     """1 / (N |o_i|): mean over the tokens of a rollout, then over rollouts (GRPO)."""
 
+    @override
     def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
         lengths = mask.sum(axis=1)
         return mask / np.maximum(lengths, 1)[:, None] / max(int((lengths > 0).sum()), 1)
@@ -51,6 +55,7 @@ class SequenceMean(Aggregation):
 class PromptMean(Aggregation):
     """1 / (P sum_i |o_i|): mean over the tokens of a group, then over groups (ScaleRL)."""
 
+    @override
     def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
         tokens = np.bincount(groups, weights=mask.sum(axis=1), minlength=1)
         prompts = max(int((tokens > 0).sum()), 1)
@@ -60,6 +65,7 @@ class PromptMean(Aggregation):
 class SequenceSum(Aggregation):
     """1 / N: log-probability of the whole rollout, mean over rollouts (REINFORCE, RLOO)."""
 
+    @override
     def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
         return mask / max(int(mask.any(axis=1).sum()), 1)
 
@@ -70,12 +76,15 @@ class MaxLengthMean(Aggregation):
     class Config(Aggregation.Config):
         max_length: int = REQUIRED  # the generation limit in tokens, not this batch's longest
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "max_length")
+
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        if cfg.max_length < 1:
-            raise UserError(f"MaxLengthMean.Config.max_length must be >= 1, got {cfg.max_length}")
         self.max_length = cfg.max_length
 
+    @override
     def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
         longest = int(mask.sum(axis=1).max(initial=0))
         if longest > self.max_length:

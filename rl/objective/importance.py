@@ -9,13 +9,12 @@ carries no gradient.
 # jax's own types are partial (`ones_like`, `zeros_like`).
 # pyright: reportUnknownMemberType=false
 
-from typing import Literal
+from typing import Literal, override
 
 import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable
-from mesh.errors import UserError
 from rl.objective.tokens import Tokens, masked_mean, safe_exp
 
 
@@ -29,12 +28,14 @@ class Importance(Configurable):
         self.cfg = cfg
 
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        """Return the weights and where they were limited."""
         raise NotImplementedError
 
 
 class NoImportance(Importance):
     """Weight one: mu is taken to be pi_old."""
 
+    @override
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         return jnp.ones_like(tokens.new), jnp.zeros_like(tokens.mask)
 
@@ -55,14 +56,16 @@ class TruncatedImportance(Importance):
         cap: float = 2.0
         floor: float = 0.0
 
+        @override
+        def check_fields(self) -> None:
+            self.require("floor", 0.0 <= self.floor <= 1.0, "0 to 1")
+            self.require_least(1, "cap")
+
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        if not 0.0 <= cfg.floor <= 1.0 <= cfg.cap:
-            raise UserError(
-                f"TruncatedImportance.Config needs 0 <= floor <= 1 <= cap, got floor={cfg.floor}, cap={cfg.cap}"
-            )
         self.level, self.mode, self.cap, self.floor = cfg.level, cfg.mode, cfg.cap, cfg.floor
 
+    @override
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         log_ratio = jax.lax.stop_gradient(tokens.old - tokens.behaviour)
         if self.level == "geometric":

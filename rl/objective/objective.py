@@ -8,14 +8,13 @@ the device: additive over micro-batches, unmoved by padding and by the order of 
 """
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from mesh.errors import UserError
 from rl.objective.advantage import Advantage, GroupAdvantage, constant_groups
 from rl.objective.aggregation import Aggregation, TokenMean
 from rl.objective.importance import Importance, NoImportance
@@ -63,6 +62,21 @@ class Objective(Configurable):
         truncated: Literal["mask", "keep"] = "keep"
         old_policy: Literal["recompute", "behaviour", "current"] = "recompute"
 
+        @override
+        def check_fields(self) -> None:
+            advantage = self.advantage.build()
+            self.require(
+                "zero_variance",
+                self.zero_variance == "keep" or advantage.group_relative,
+                f"'keep': with {type(advantage).__name__} a group of equal rewards has a gradient",
+            )
+            owner = type(self.importance).__owner__.__name__
+            self.require(
+                "old_policy",
+                self.old_policy != "behaviour" or isinstance(self.importance, NoImportance.Config),
+                f"'recompute', or NoImportance: with 'behaviour' pi_old / mu is one, and {owner} would do nothing",
+            )
+
     def __init__(self, cfg: Config):
         self.advantage: Advantage = cfg.advantage.build()
         self.aggregation: Aggregation = cfg.aggregation.build()
@@ -73,17 +87,6 @@ class Objective(Configurable):
         self.drop_zero_variance = cfg.zero_variance == "drop"
         self.mask_truncated = cfg.truncated == "mask"
         self.old_policy: OldPolicy = cfg.old_policy
-        if self.drop_zero_variance and not self.advantage.group_relative:
-            raise UserError(
-                "Objective.Config.zero_variance='drop' needs an advantage relative to the group; "
-                f"with {type(self.advantage).__name__} a group of equal rewards has a gradient"
-            )
-        if self.old_policy == "behaviour" and not isinstance(self.importance, NoImportance):
-            raise UserError(
-                "Objective.Config.old_policy='behaviour' makes pi_old / mu equal to one: "
-                f"{type(self.importance).__name__} would do nothing. Use NoImportance, or "
-                "old_policy='recompute'"
-            )
 
     @property
     def needs_old(self) -> bool:

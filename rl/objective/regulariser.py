@@ -11,13 +11,12 @@ k1 as a loss regularises nothing and only adds noise; subtract it from the rewar
 # jax's own types are partial (`zeros_like`).
 # pyright: reportUnknownMemberType=false
 
-from typing import Literal
+from typing import Literal, override
 
 import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from mesh.errors import UserError
 from rl.objective.tokens import Tokens, safe_exp
 
 
@@ -50,12 +49,14 @@ class Regulariser(Configurable):
         self.cfg = cfg
 
     def __call__(self, tokens: Tokens) -> jax.Array:
+        """Return the term."""
         raise NotImplementedError
 
 
 class NoRegulariser(Regulariser):
     """No term."""
 
+    @override
     def __call__(self, tokens: Tokens) -> jax.Array:
         return jnp.zeros_like(tokens.new)
 
@@ -74,19 +75,23 @@ class ReferenceKL(Regulariser):
         estimator: Literal["k1", "k2", "k3"] = "k2"
         ratio: Literal["none", "detached", "differentiated"] = "none"
 
+        @override
+        def check_fields(self) -> None:
+            self.require(
+                "estimator",
+                self.estimator != "k1",
+                "'k2' or 'k3', or kl_k1 subtracted from the reward: the gradient of log pi - log ref has mean zero, so "
+                "as a loss it would not hold the policy near the reference",
+            )
+
     needs_reference = True
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        if cfg.estimator == "k1":
-            raise UserError(
-                "ReferenceKL.Config.estimator='k1' cannot be a loss: the gradient of "
-                "log pi - log ref has mean zero, so it would not hold the policy near the "
-                "reference. Use 'k2' (or 'k3') here, or subtract kl_k1 from the reward."
-            )
         self.coef, self.ratio = cfg.coef, cfg.ratio
         self.estimate = kl_k2 if cfg.estimator == "k2" else kl_k3
 
+    @override
     def __call__(self, tokens: Tokens) -> jax.Array:
         if tokens.reference is None:
             raise KeyError("batch['logprobs_reference'] is missing; ReferenceKL needs it")
@@ -109,6 +114,7 @@ class EntropyBonus(Regulariser):
         super().__init__(cfg)
         self.coef = cfg.coef
 
+    @override
     def __call__(self, tokens: Tokens) -> jax.Array:
         if tokens.entropy is None:
             raise ValueError("EntropyBonus needs Objective.loss(..., entropy=[..., T])")
@@ -127,6 +133,7 @@ class Sum(Regulariser):
         self.needs_reference = any(term.needs_reference for term in self.terms)
         self.needs_entropy = any(term.needs_entropy for term in self.terms)
 
+    @override
     def __call__(self, tokens: Tokens) -> jax.Array:
         total = jnp.zeros_like(tokens.new)
         for term in self.terms:

@@ -1,9 +1,10 @@
 """Shaping of rewards on the host, before they are normalised within groups."""
 
+from typing import override
+
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from mesh.errors import UserError
 
 
 class RewardShaping(Configurable):
@@ -27,14 +28,14 @@ class SoftOverlongPenalty(RewardShaping):
         max_length: int = REQUIRED
         buffer: int = REQUIRED
 
+        @override
+        def check_fields(self) -> None:
+            self.require("buffer", 0 < self.buffer <= self.max_length, f"1 to max_length={self.max_length}")
+
     def __init__(self, cfg: Config):
-        if not 0 < cfg.buffer <= cfg.max_length:
-            raise UserError(
-                "SoftOverlongPenalty.Config needs 0 < buffer <= max_length, got "
-                f"buffer={cfg.buffer}, max_length={cfg.max_length}"
-            )
         self.max_length, self.buffer = cfg.max_length, cfg.buffer
 
+    @override
     def __call__(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         over = (self.max_length - self.buffer - lengths) / self.buffer
         return rewards + np.clip(over, -1.0, 0.0)

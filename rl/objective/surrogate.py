@@ -8,13 +8,12 @@ it too has the form sg[advantage] * surrogate; only the sign of A enters.
 # jax's own types are partial (`zeros_like`).
 # pyright: reportUnknownMemberType=false
 
-from typing import Literal
+from typing import Literal, override
 
 import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable
-from mesh.errors import UserError
 from rl.objective.tokens import Tokens, masked_mean, safe_exp
 
 
@@ -42,12 +41,14 @@ class Surrogate(Configurable):
         self.cfg = cfg
 
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        """Return the surrogate and where its limit is in force."""
         raise NotImplementedError
 
 
 class LogProbability(Surrogate):
     """log pi (REINFORCE)."""
 
+    @override
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         return tokens.new, jnp.zeros_like(tokens.mask)
 
@@ -62,6 +63,7 @@ class Ratio(Surrogate):
         super().__init__(cfg)
         self.level: Literal["token", "sequence"] = cfg.level
 
+    @override
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         return policy_ratio(tokens, self.level), jnp.zeros_like(tokens.mask)
 
@@ -80,14 +82,17 @@ class ClippedSurrogate(Surrogate):
         dual: float = 0.0
         level: Literal["token", "sequence"] = "token"
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(0, "low", "high")
+            self.require("dual", not self.dual or self.dual > 1.0 + self.high, f"0, or above 1 + high={1 + self.high}")
+
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        _check_clip(cfg.low, cfg.high, "ClippedSurrogate")
-        if cfg.dual and cfg.dual <= 1.0 + cfg.high:
-            raise UserError(f"ClippedSurrogate.Config.dual must be 0 or > 1 + high, got {cfg.dual}")
         self.low, self.high, self.dual = cfg.low, cfg.high, cfg.dual
         self.level: Literal["token", "sequence"] = cfg.level
 
+    @override
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         ratio = policy_ratio(tokens, self.level)
         good, bad = tokens.advantages > 0, tokens.advantages < 0
@@ -111,18 +116,17 @@ class ClippedWeightLogProbability(Surrogate):
         low: float = 1.0
         high: float = 0.28
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(0, "low", "high")
+
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        _check_clip(cfg.low, cfg.high, "ClippedWeightLogProbability")
         self.low, self.high = cfg.low, cfg.high
 
+    @override
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         ratio = jax.lax.stop_gradient(policy_ratio(tokens, "token"))
         limited = (ratio > 1.0 + self.high) | (ratio < 1.0 - self.low)
         weight = jnp.clip(ratio, 1.0 - self.low, 1.0 + self.high)
         return weight * tokens.new, limited & tokens.mask
-
-
-def _check_clip(low: float, high: float, owner: str) -> None:
-    if low < 0 or high < 0:
-        raise UserError(f"{owner}.Config needs low >= 0 and high >= 0, got {low} and {high}")

@@ -10,18 +10,14 @@ in use, publishes them again. A version is lost when a shard server that held a 
 
 import dataclasses
 import logging
-import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rl.parameter_server.broadcast import BroadcastScheduler, Grant
 from rl.parameter_server.errors import PublishAborted, WeightsError
-from rl.parameter_server.fingerprint import fingerprint_version
-from rl.parameter_server.index_ranges import check_cover
 from rl.parameter_server.manifest import Commit, Manifest, manifest_from_text, to_text
+from rl.parameter_server.push.attempts import PushAttempts, join_commits
 from rl.parameter_server.store.shard_server import ShardServer
 
 
@@ -42,12 +38,11 @@ class Directory:
         self._offloads = offloads
         self._offloading: dict[int, Manifest] = {}  # by key: being offloaded
         self._restoring: set[int] = set()  # keys: being restored
-        self._next_key = secrets.randbits(40) << 20  # never a key of an earlier directory
-        self._open: dict[int, dict[str, Any]] = {}  # key -> version, pusher, commits
-        self._published: deque[int] = deque(maxlen=256)  # keys
+        self._attempts = PushAttempts()
         self._versions: dict[int, Manifest] = {}
         self._incarnations: dict[int, dict[int, str]] = {}  # version -> server -> incarnation
         self._checksums: dict[int, str] = {}
+        self._pinned: int | None = None  # a version that is not evicted
         self._shard_servers: dict[str, str] = {}  # worker -> endpoint, as text
         self._changed = threading.Condition()
 
@@ -67,14 +62,7 @@ class Directory:
         with self._changed:
             if len(self._versions) >= self._keep and version < min(self._versions):
                 raise WeightsError(f"version {version} is older than all that are kept (held: {self._held()})")
-            for key, attempt in self._open.items():
-                same = (attempt["version"], attempt["pusher"], attempt["processes"]) == (version, pusher, processes)
-                if same and len(attempt["commits"]) < processes:
-                    return key
-            self._next_key += 1
-            self._open = {k: a for k, a in self._open.items() if a["pusher"] == pusher}  # other trainers are dead
-            self._open[self._next_key] = {"version": version, "pusher": pusher, "processes": processes, "commits": {}}
-            return self._next_key
+            return self._attempts.open(version, pusher, processes)
 
     def commit(self, commit: Commit) -> bool:
         """Record that one process has pushed all its shards; return True if that has published the version.
@@ -84,25 +72,18 @@ class Directory:
                 between, or the version was published before with other contents.
         """
         with self._changed:
-            attempt = self._open.get(commit.key)
-            if attempt is None:
-                raise PublishAborted(
-                    f"version {commit.version}: publishing was aborted: the parameter server was restarted, or "
-                    " another trainer started"
-                )
-            attempt["commits"][commit.process] = commit
-            if len(attempt["commits"]) < commit.processes:
+            commits = self._attempts.record(commit)
+            if commits is None:
                 return False
-            commits = [attempt["commits"][process] for process in sorted(attempt["commits"])]
         try:
-            manifest, incarnations = _join(commits)
+            manifest, incarnations = join_commits(commits)
             self._check_alive(incarnations, commit.version)
             with self._changed:
                 evicted = self._publish(manifest, incarnations)
-                self._published.append(commit.key)
+                self._attempts.succeeded(commit.key)
         finally:
             with self._changed:
-                self._open.pop(commit.key, None)
+                self._attempts.close(commit.key)
                 self._changed.notify_all()
         if evicted:
             threading.Thread(target=self._offload, args=(evicted,), name="offload", daemon=True).start()
@@ -117,10 +98,13 @@ class Directory:
             committed (none: all have, and the last commit is being checked).
         """
         with self._changed:
-            self._changed.wait_for(lambda: key not in self._open, timeout)
-            if (attempt := self._open.get(key)) is None:
-                return key in self._published
-            return [process for process in range(attempt["processes"]) if process not in attempt["commits"]]
+            self._changed.wait_for(lambda: isinstance(self._attempts.outcome(key), bool), timeout)
+            return self._attempts.outcome(key)
+
+    def pin(self, version: int) -> None:
+        """Hold this version, however many newer ones come, until another is pinned: it is being evaluated."""
+        with self._changed:
+            self._pinned = version
 
     def rewind(self, version: int) -> None:
         """Forget every version after this one: the trainer restarted from it and will publish them again."""
@@ -242,7 +226,7 @@ class Directory:
         if version not in self._versions:
             self._versions[version], self._incarnations[version] = manifest, incarnations
         evicted = []
-        for old in sorted(self._versions)[: -self._keep]:
+        for old in [old for old in sorted(self._versions)[: -self._keep] if old != self._pinned]:
             if self._offloads:
                 evicted.append(self._versions[old])
             self._forget(old)
@@ -270,8 +254,7 @@ class Directory:
 
     def _restore(self, version: int) -> None:
         with self._changed:
-            self._next_key += 1
-            key = self._next_key
+            key = self._attempts.new_key()
             self._restoring.add(key)  # so that a concurrent sweep does not drop it
         try:
             texts = [server.restore(version, key) for server in self._servers]
@@ -290,7 +273,12 @@ class Directory:
     def _sweep(self) -> None:
         """Let shard servers drop what belongs to no version, held or in progress. Dead ones have nothing to drop."""
         with self._changed:
-            keys = {*(m.key for m in self._versions.values()), *self._open, *self._offloading, *self._restoring}
+            keys = {
+                *(m.key for m in self._versions.values()),
+                *self._attempts.keys(),
+                *self._offloading,
+                *self._restoring,
+            }
         for server in self._servers:
             try:
                 server.keep(keys)
@@ -316,28 +304,3 @@ class Directory:
 
     def _held(self) -> str:
         return ", ".join(map(str, sorted(self._versions))) or "none"
-
-
-def _join(commits: Sequence[Commit]) -> tuple[Manifest, dict[int, str]]:
-    first = commits[0]
-    for commit in commits[1:]:
-        if commit.tensors != first.tensors or commit.fingerprints != first.fingerprints:
-            raise WeightsError(
-                f"version {first.version}: trainer processes {first.process} and {commit.process} committed different "
-                "tensors or contents; do they belong to one run?"
-            )
-    shards = tuple(shard for commit in commits for shard in commit.shards)
-    index_ranges: dict[str, list[Any]] = {tensor.path: [] for tensor in first.tensors}
-    for shard in shards:
-        index_ranges[shard.tensor].append(shard.index_range)
-    for tensor in first.tensors:
-        check_cover(f"version {first.version}, {tensor.path}", tensor.shape, index_ranges[tensor.path])
-    incarnations: dict[int, str] = {}
-    for commit in commits:
-        for server, name in commit.incarnations.items():
-            if incarnations.setdefault(server, name) != name:
-                raise PublishAborted(
-                    f"version {first.version}: shard server {server} was restarted between two processes' pushes"
-                )
-    checksum = fingerprint_version(first.fingerprints)
-    return Manifest(first.version, first.key, first.tensors, shards, first.fingerprints, checksum), incarnations

@@ -24,7 +24,7 @@ type Handle = Callable[[str, dict[str, Any], Body], Reply]
 _ENCODE_SECONDS = 60.0  # for a shard server to encode what one request asks for
 _OFFLOAD_SECONDS = 3600.0  # to write a version to a bucket, or to read it
 _PLAIN = (
-    *("open", "outcome", "rewind", "latest", "oldest", "versions", "newer"),
+    *("open", "outcome", "pin", "rewind", "latest", "oldest", "versions", "newer"),
     *("grant", "done", "failed", "forget"),
 )
 
@@ -68,6 +68,9 @@ class RemoteDirectory:
 
     def rewind(self, version: int) -> None:
         self._call("rewind", version=version)
+
+    def pin(self, version: int) -> None:
+        self._call("pin", version=version)
 
     def latest(self) -> int:
         return self._call("latest")

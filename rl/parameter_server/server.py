@@ -6,8 +6,10 @@ process of the first. docs/concepts/parameter-server.md describes the protocol.
 
 import secrets
 from collections.abc import Sequence
+from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.run.object_store import store_spec
 from mesh import UserError
 from rl.parameter_server.broadcast import BroadcastScheduler
 from rl.parameter_server.codecs import get_codec
@@ -18,7 +20,6 @@ from rl.parameter_server.store.shard_server import LocalShardServer, ShardServer
 from rl.parameter_server.store.shard_store import ShardStore
 from rl.parameter_server.transport.endpoint import Endpoint, own_address
 from rl.parameter_server.transport.server import RpcServer
-from rl.parameter_server.transport.shared_memory import sweep
 from rl.parameter_server.transport.tls import Tls
 
 
@@ -40,16 +41,18 @@ class ParameterServer(Configurable):
         offload: str | None = None  # disk or bucket for versions evicted from memory: file://, gs:// or s3://
         offload_keep: int = 16  # versions there
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "keep", "shard_servers", "fanout", "offload_keep")
+            self.require_least(0, "full_every")
+            with self.errors_in("codec"):
+                get_codec(self.codec)
+            if self.offload is not None:
+                with self.errors_in("offload"):
+                    store_spec(self.offload, "offload")
+
     def __init__(self, cfg: Config, *, index: int = 0, others: Sequence[ShardServer] = (), token: str | None = None):
         """Create shard server `index`; `others` are the remaining shard servers, for the directory."""
-        for name, least in {"keep": 1, "shard_servers": 1, "fanout": 1, "full_every": 0, "offload_keep": 1}.items():
-            if getattr(cfg, name) < least:
-                raise UserError(f"parameter_server.{name}={getattr(cfg, name)}; expected {least} or more")
-        try:
-            get_codec(cfg.codec)
-        except UserError as error:
-            raise UserError(f"parameter_server.codec: {error}") from error
-        sweep()
         self.cfg = cfg
         self.shard_server = LocalShardServer(
             ShardStore(), None if cfg.offload is None else self._open_offload(cfg, index)

@@ -6,6 +6,7 @@ A *version* is the number of completed updates. Masks come from positions, never
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -75,18 +76,30 @@ class Group:
     scores: tuple[Score, ...]
 
 
+# Of some groups of a batch, by their indices: the tokens of the prompt, and some rollouts, by theirs.
+Contents = Mapping[int, tuple[np.ndarray, Mapping[int, Rollout]]]
+
+
+def contents_of(groups: Sequence[Group], wanted: Mapping[int, Sequence[int]] | None = None) -> Contents:
+    """Return prompts and rollouts of groups: those wanted (group -> rollouts), or all."""
+    if wanted is None:
+        wanted = {g: range(len(group.rollouts)) for g, group in enumerate(groups)}
+    return {g: (groups[g].prompt.tokens, {n: groups[g].rollouts[n] for n in chosen}) for g, chosen in wanted.items()}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
     """The right, until `seconds` from its grant, to generate `samples` rollouts for each prompt.
 
     Attributes:
-        step: the update that will consume the rollouts.
+        step: the update that will consume the rollouts; of an evaluation, its version.
         version: the weights to generate with.
         follow: the worker loads newer weights while it generates.
         partial: rollouts of these prompts to continue, handed back by a worker that had to leave: for each prompt all
             samples or none. Those that ended by "stop" or "length" are complete.
         incarnation: changes whenever the trainer starts again: weights pulled before may have been computed again,
             and the same version may have other bits.
+        evaluation: the prompts are held-out problems, whose rollouts are scored and not trained on.
     """
 
     id: int
@@ -98,3 +111,4 @@ class Lease:
     follow: bool = False
     partial: tuple[Rollout, ...] = ()
     incarnation: int = 0
+    evaluation: bool = False

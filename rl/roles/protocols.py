@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl.roles.messages import Group, Lease, Rollout, Score
+from rl.roles.headers import GroupHeader
+from rl.roles.messages import Contents, Group, Lease, Rollout, Score
 
 if TYPE_CHECKING:
     from rl.parameter_server.pull.fetch import PullStats
@@ -51,8 +52,8 @@ class LeaseSource(Protocol):
 class BatchSource(Protocol):
     """The controller, for the trainer."""
 
-    def begin(self, step: int, first_version: int) -> None:
-        """Start or resume at update `step`; versions `first_version` to `step` can be pulled."""
+    def begin(self, step: int, first_version: int, held: int | None = None) -> None:
+        """Start or resume at update `step`; versions `first_version` to `step`, and `held`, can be pulled."""
         ...
 
     def status(self) -> dict[str, Any]:
@@ -61,6 +62,14 @@ class BatchSource(Protocol):
 
     def next_batch(self, step: int, timeout: float = 0.0) -> list[Group] | None:
         """Return all groups of a step in the order of the plan; None if some are missing after `timeout` seconds."""
+        ...
+
+    def headers(self, step: int, timeout: float = 0.0) -> list[GroupHeader] | None:
+        """Return the headers of `next_batch`."""
+        ...
+
+    def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> Contents | None:
+        """Return these rollouts (group -> its rollouts) of a batch with their prompts; None if it is not complete."""
         ...
 
     def consumed(self, step: int) -> None:

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Hashable
+from typing import override
 
-from axlearn_like.config import ConfigBase, Configurable
-from mesh import UserError
+from axlearn_like.config import ConfigBase, Configurable, config_items
 
 
 class Timeouts(Configurable):
@@ -17,10 +17,12 @@ class Timeouts(Configurable):
         restart: float = 600.0  # a role that died may take this long to restart; then the run ends with an error
         batch: float = 7200.0  # the trainer waits this long for a batch, a worker for scores; then likewise
 
+        @override
+        def check_fields(self) -> None:
+            for field, seconds in config_items(self):
+                self.require(field, seconds > 0, "seconds, more than 0")
+
     def __init__(self, cfg: Config):
-        for name in ("grace", "warn_after", "unresponsive", "restart", "batch"):
-            if not getattr(cfg, name) > 0:
-                raise UserError(f"timeouts.{name}={getattr(cfg, name)}; expected seconds, more than 0")
         self.cfg = cfg
 
 

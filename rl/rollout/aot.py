@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from mesh import UserError
 from mesh.cost.ahead_of_time import compile_step
 from mesh.cost.ahead_of_time import memory_per_device as _memory_per_device
+from mesh.cost.traffic import operations
 from mesh.topology import Topology, parse_topology, topology_devices
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.runner import Dispatch, ModelRunner
@@ -30,6 +31,7 @@ class CompiledStep:
         weights: as the engine holds them.
         pool: all of it.
         tokens: capacity of the pool.
+        moved: between HBM and the chip in one run; of decoding, all steps of a dispatch with all rows at full length.
         seconds: to compile.
     """
 
@@ -42,6 +44,7 @@ class CompiledStep:
     weights: int
     pool: int
     tokens: int
+    moved: int
     seconds: float
 
     @property
@@ -86,7 +89,7 @@ def compile_engine(
                 f"{name} does not fit {topology}: weights of {_gib(weights)} and pages of {_gib(pool)} per device; "
                 f"the compiler says: {compiled.shortage.message}"
             )
-        memory = compiled.memory
+        memory, program = compiled.memory, compiled.hlo
         steps.append(
             CompiledStep(
                 name=name,
@@ -98,6 +101,7 @@ def compile_engine(
                 weights=weights,
                 pool=pool,
                 tokens=cfg.pool_pages * cfg.page_size,
+                moved=round(sum(one.times * one.bytes for one in operations(program))) if program else 0,
                 seconds=compiled.cost.compile_s,
             )
         )
@@ -135,7 +139,16 @@ def memory_per_device(topology: str | Topology) -> int:
 
 
 def _described_runner(cfg: RolloutEngine.Config, devices: Items[Any]) -> ModelRunner:
-    return ModelRunner(cfg.clone(mesh=cfg.mesh or {"tensor": len(devices)}), devices)
+    wanted = math.prod(cfg.mesh.values())
+    if cfg.mesh and -1 not in cfg.mesh.values() and wanted != len(devices):
+        text = " x ".join(f"{name} {size}" for name, size in cfg.mesh.items())
+        raise UserError(
+            f"RolloutEngine.mesh {text} needs {wanted} devices but there are {len(devices)}: an engine has all devices "
+            f"of a topology to itself; compile it for one of {wanted}, as each rollout worker has them"
+        )
+    cfg = cfg.clone(mesh=cfg.mesh or {"tensor": len(devices)})
+    cfg.check()
+    return ModelRunner(cfg, devices)
 
 
 def _bytes(described: Any) -> int:

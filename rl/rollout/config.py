@@ -1,7 +1,6 @@
 """Sizes and defaults of a rollout engine."""
 
-from axlearn_like.config import REQUIRED, ConfigBase
-from mesh import UserError
+from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
 from rl.rollout.sampling import Sampler
 
 
@@ -18,10 +17,11 @@ class EngineConfig[T](ConfigBase[T]):
     steps_per_dispatch: int = 32  # tokens that each sequence draws before the host looks at them
     prefill_tokens: int = 512  # in all rows of a prefill dispatch
     prefills_per_iteration: int = 4  # dispatches, while other sequences are drawing
-    keep_prefixes: bool = True  # cache prompts for requests that begin alike, until the weights change
+    enable_prefix_caching: bool = True  # cache prompts for requests that begin alike, until the weights change
     keep_completions: bool = True  # cache completions too, for conversations that continue
     max_queue: int | None = None  # unfinished requests; more are refused
     mesh: dict[str, int] = {}  # {}: one device; {"tensor": n}: n devices
+    mesh_rules: MeshRules = ()  # edits by the devices of a worker (axlearn_like/config/mesh_rules.py)
     sampler: Sampler.Config = Sampler.Config()
 
     @property
@@ -34,18 +34,13 @@ class EngineConfig[T](ConfigBase[T]):
         """Pages of the pool, the null page included."""
         return 1 + self.max_num_seqs * -(-self.longest // self.page_size) if self.pages is None else self.pages
 
-    def check(self) -> None:
-        """Refuse sizes that no engine can have.
-
-        Raises:
-            UserError: naming the field.
-        """
-        for name in ("max_prompt", "max_new", "max_num_seqs", "steps_per_dispatch", "prefills_per_iteration"):
-            if getattr(self, name) < 1:
-                raise UserError(f"RolloutEngine.{name} is {getattr(self, name)}; expected 1 or more")
-        if self.max_queue is not None and self.max_queue < 1:
-            raise UserError(f"RolloutEngine.max_queue is {self.max_queue}; expected 1 or more, or None for no limit")
-        if self.page_size < 1 or 64 % self.page_size:
-            raise UserError(f"RolloutEngine.page_size is {self.page_size}; expected a divisor of 64")
-        if self.prefill_tokens < 64:
-            raise UserError(f"RolloutEngine.prefill_tokens is {self.prefill_tokens}; expected 64 or more")
+    def check_fields(self) -> None:
+        """Refuse sizes that no engine can have."""
+        self.require_least(1, "max_prompt", "max_new", "max_num_seqs", "steps_per_dispatch", "prefills_per_iteration")
+        self.require_least(1, "max_queue")
+        self.require("page_size", self.page_size >= 1 and 64 % self.page_size == 0, "a divisor of 64")
+        self.require_least(2, "pages")  # page 0 never holds a sequence
+        self.require_least(64, "prefill_tokens")
+        others = [axis for axis, size in self.mesh.items() if axis != "tensor" and size != 1]
+        expected = "tensor alone, as an engine is one tensor-parallel group: for more, run more workers"
+        self.require("mesh", not others, expected)

@@ -13,21 +13,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any, Literal
 
-import jax
-
 from axlearn_like.config import Configurable
 from axlearn_like.layers.base import Params
 from mesh import UserError
 from rl.roles.messages import Rollout
 from rl.rollout.config import EngineConfig
-from rl.rollout.kv_cache.manager import KVCacheManager
-from rl.rollout.lifecycle import Lifecycle
-from rl.rollout.model_runner.runner import ModelRunner
+from rl.rollout.engine_core import EngineCore
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import OnTokens, Request, RequestOutput
 from rl.rollout.sampling import Sampler
-from rl.rollout.scheduler import Scheduler
-from rl.rollout.sequence import Sequence, SequenceGroup
+from rl.rollout.sequence import SequenceGroup
 from rl.rollout.validation import validate
 
 Swap = Literal["keep_cache", "recompute", "drain"]
@@ -42,23 +37,21 @@ class RolloutEngine(Configurable):
     def __init__(self, cfg: Config, *, decode: Callable[[Any], str] | None = None):
         """`decode` gives the text of tokens; without it requests cannot have stop strings."""
         self.cfg, self._has_text = cfg, decode is not None
-        self.version = -1
         self.paused = False
-        cfg.check()
-        kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.keep_prefixes)
-        self._scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
-        self._runner = ModelRunner(cfg)
+        self._core = EngineCore(cfg, decode)
+        self._runner, self._lifecycle = self._core.runner, self._core.lifecycle
         Sampler.check(cfg.sampler, self._runner.vocab, "RolloutEngine.sampler")
-        self._lifecycle = Lifecycle(self._scheduler, self._runner.vocab, decode)
-        self._submitted = 0
+        self._submitted, self._aborted = 0, 0
         self._kept: list[RequestOutput] = []  # of other requests, that finished during `generate`
         self._in_step = False
-        self._next_weights: tuple[PlacedWeights, int] | None = None  # for when all running requests have ended
-        self._approximations: tuple[str, ...] = ()  # of the weights in place
-        self._counts = dict.fromkeys(("prefill_tokens", "tokens", "dispatches", "requests", "aborted"), 0)
-        self._seconds = dict.fromkeys(("host", "device", "swap"), 0.0)
+        self._swap_seconds = 0.0
 
     # ---- weights
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in place, or -1."""
+        return self._core.version
 
     @property
     def weights_like(self) -> Params:
@@ -94,34 +87,21 @@ class RolloutEngine(Configurable):
         """
         if self._in_step:
             raise UserError("set_weights was called within a step, by a request's own code; call it between steps")
-        coming = self.version if self._next_weights is None else self._next_weights[1]
-        if version < coming and not rewind:
-            where = "which is in place" if coming == self.version else "which is to come next"
-            raise UserError(f"weights of version {version} are older than version {coming}, {where}")
+        newest = self._core.newest_version
+        if version < newest and not rewind:
+            where = "which is in place" if newest == self.version else "which is to come next"
+            raise UserError(f"weights of version {version} are older than version {newest}, {where}")
         began = time.monotonic()
         placed = params if isinstance(params, PlacedWeights) else self.place(params)
-        if swap == "drain" and self._started():
-            self._next_weights, self._scheduler.draining = (placed, version), True
+        if swap == "drain":
+            self._core.install_when_drained(placed, version)
         else:
-            self._install(placed, version, recompute=swap == "recompute")
-        self._seconds["swap"] += time.monotonic() - began
+            self._core.install(placed, version, recompute=swap == "recompute")
+        self._swap_seconds += time.monotonic() - began
 
     def invalidate_weights(self) -> None:
         """Forget which version the weights in place are: they may be of a trainer that died before it saved them."""
-        self.version = -1
-
-    def _install(self, placed: PlacedWeights, version: int, *, recompute: bool) -> None:
-        scheduler = self._scheduler
-        self._runner.params, self._next_weights = placed.params, None
-        self._approximations = placed.approximations
-        self.version = scheduler.version = version
-        scheduler.draining = False
-        scheduler.kv_cache.forget()
-        for sequence in [one for group in self._lifecycle.groups.values() for one in group.sequences if one.cached]:
-            if recompute:
-                scheduler.drop_pages(sequence)
-            else:
-                sequence.mix_cache()
+        self._core.version = -1
 
     # ---- requests
 
@@ -139,20 +119,19 @@ class RolloutEngine(Configurable):
             request,
             cfg,
             vocab=self._runner.vocab,
-            cache_tokens=self._scheduler.kv_cache.pool.total * cfg.page_size,
+            cache_tokens=self._core.scheduler.kv_cache.pool.total * cfg.page_size,
             has_text=self._has_text,
         )
         due = None if request.deadline is None else time.monotonic() + request.deadline
         group = SequenceGroup(self._submitted, request, request.sampler or cfg.sampler, stop, due, on_tokens)
         self._submitted += 1
-        self._counts["requests"] += 1
         self._lifecycle.start(group)
         return group.number
 
     def abort(self, number: int) -> None:
         """End a request; its unfinished rollouts come out with finish reason "abort", and can be continued."""
         if (group := self._lifecycle.groups.get(number)) is not None:
-            self._counts["aborted"] += 1
+            self._aborted += 1
             self._lifecycle.end_group(group, "abort")
 
     def abort_all(self) -> list[RequestOutput]:
@@ -225,7 +204,7 @@ class RolloutEngine(Configurable):
             raise UserError("step was called within a step, by a request's own code")
         self._in_step = True
         try:
-            return self._iterate()
+            return self._core.iterate(paused=self.paused)
         finally:
             self._in_step = False
 
@@ -233,114 +212,9 @@ class RolloutEngine(Configurable):
         if self._runner.params is None:
             raise UserError("the engine has no weights yet; call set_weights first")
 
-    def _iterate(self) -> list[RequestOutput]:
-        began = time.monotonic()
-        self._lifecycle.poll()
-        rows, out = ([], None) if self.paused else self._dispatch()
-        launched = time.monotonic()
-        finished = self._lifecycle.collect()
-        handed = time.monotonic()
-        if out is not None:
-            drawn = jax.device_get(out)
-            ready = time.monotonic()
-            self._record(rows, drawn)
-            self._seconds["device"] += ready - handed
-            self._seconds["host"] += launched - began + time.monotonic() - ready
-        elif not finished and not self._lifecycle.idle:
-            time.sleep(0.002)
-        return finished
-
-    def _dispatch(self) -> tuple[list[Sequence], dict[str, Any] | None]:
-        """Prefill, then start drawing; returns the sequences that draw, and their tokens to come."""
-        if self._next_weights is not None and not self._started():
-            self._install(*self._next_weights, recompute=False)
-        scheduler, prefills = self._scheduler, 0
-        while (prefills < self.cfg.prefills_per_iteration or not scheduler.running) and self._prefill():
-            prefills += 1
-        rows, copies = scheduler.to_decode(self.cfg.steps_per_dispatch)
-        self._runner.copy(copies)
-        if not rows:
-            return [], None
-        rows.sort(key=self._runner.buckets.reach, reverse=True)
-        self._counts["dispatches"] += 1
-        return rows, self._runner.decode(rows, waiting=scheduler.waiting > 0)
-
-    def _prefill(self) -> bool:
-        """Make one dispatch; returns False if there is nothing to prefill, or no room for it."""
-        chosen, copies = self._scheduler.to_prefill(self._runner.buckets.prefill)
-        self._runner.copy(copies)
-        if work := [(sequence, count) for sequence, count in chosen if count]:
-            self._counts["dispatches"] += 1
-            self._runner.prefill(work)
-        for sequence, count in chosen:
-            if sequence.ended:
-                continue  # by another's agent loop, in this very loop
-            sequence.prefilled(count)
-            self._counts["prefill_tokens"] += count
-            if not sequence.unfilled:
-                self._scheduler.kv_cache.remember(sequence)
-                if sequence.is_prefix:
-                    self._lifecycle.fan_out(sequence)
-        return bool(chosen)
-
-    def _started(self) -> bool:
-        return any(group.started for group in self._lifecycle.groups.values())
-
-    def _record(self, rows: list[Sequence], out: dict[str, Any]) -> None:
-        """Give the sequences the tokens that the dispatch has drawn."""
-        spoilt, all_logprobs = False, out["chosen"].logprobs()
-        for index, sequence in enumerate(rows):
-            if sequence.ended:
-                continue  # aborted while the device drew, or with another sample of its request
-            broken = bool(out["broken"][index])
-            count = int(out["counts"][index]) - broken
-            self._counts["tokens"] += count
-            tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
-            sequence.extend(tokens, logprobs, self.version, self._approximations)
-            cut = sequence.cut_at_stop_string()
-            self._lifecycle.extended(sequence)
-            if broken and not cut:
-                spoilt = True
-                self._fail_not_finite(sequence)
-            elif cut or out["stopped"][index]:
-                self._lifecycle.generated(sequence, "stop")
-            elif sequence.remaining <= 0:
-                self._lifecycle.generated(sequence, "length")
-        if spoilt:
-            self._zero_free_pages()
-
-    def _fail_not_finite(self, sequence: Sequence) -> None:
-        """Fail a request whose logits are not numbers, and cache nothing of it."""
-        for one in sequence.group.sequences:
-            one.spoil_cache()
-        self._lifecycle.fail(
-            sequence,
-            f"the logits for token {sequence.drawn} of its completion are not all numbers "
-            f"(weights of version {self.version})",
-        )
-
-    def _zero_free_pages(self) -> None:
-        """Overwrite NaNs: they would spoil the next holder of the page, though masked (0 x NaN is NaN)."""
-        kv_cache = self._scheduler.kv_cache
-        kv_cache.forget()
-        self._runner.zero(kv_cache.pool.free_pages())
-
     # ---- figures
 
     def stats(self) -> dict[str, float]:
-        """Return counts since the start (tokens, requests, programs ...), current states, and seconds by use."""
-        scheduler, pool = self._scheduler, self._scheduler.kv_cache.pool
-        return {
-            **self._counts,
-            "failed": self._lifecycle.failed,
-            "reused_tokens": scheduler.reused,
-            "preemptions": scheduler.preemptions,
-            "programs": self._runner.traces,
-            "running": len(scheduler.running),
-            "waiting": scheduler.waiting,
-            "parked": len(scheduler.parked),
-            "pages": pool.total,
-            "pages_used": pool.used,
-            "pages_kept": scheduler.kv_cache.prefix_pages,
-            **{f"{use}_seconds": seconds for use, seconds in self._seconds.items()},
-        }
+        """Return counts since the start (tokens, requests, compilations ...), current states, and seconds by use."""
+        own = {"requests": self._submitted, "aborted": self._aborted, "swap_seconds": self._swap_seconds}
+        return {**self._core.stats(), **own}

@@ -97,7 +97,7 @@ class Lifecycle:
                 return self._fork(sequence, command)
             case Wait() | Join():
                 _check_wait(sequence, command)
-                self._scheduler.park(sequence, command)
+                self._scheduler.suspend(sequence, command)
                 return _PENDING
             case _:
                 expected = "Generate, Observe, Wait, Fork or Join"
@@ -128,7 +128,7 @@ class Lifecycle:
         """End requests that are overdue, and resume loops whose wait is over."""
         for group in [group for group in self.groups.values() if group.overdue]:
             self.end_group(group, "deadline")
-        for sequence in list(self._scheduler.parked):
+        for sequence in list(self._scheduler.suspended):
             if sequence.ended:
                 continue  # its request ended in this loop
             match sequence.waits_for:

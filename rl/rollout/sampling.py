@@ -9,12 +9,13 @@ each row has the bits it would have alone.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.config import ConfigBase, Configurable, label
 from axlearn_like.layers.deterministic import no_fuse
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import UserError
@@ -41,8 +42,24 @@ class Sampler(Configurable):
         repetition_penalty: float = 1.0  # logits of tokens seen in prompt or completion: / if positive, * if negative
         logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its raw logit); -100 all but bans a token
 
+        @override
+        def check_fields(self) -> None:
+            # The comparisons are such that NaN fails too.
+            warm = self.temperature == 0 or COLDEST <= self.temperature < math.inf
+            self.require("temperature", warm, f"0 (greedy), or {COLDEST} or more")
+            self.require_least(1, "top_k")
+            self.require("top_p", 0 < self.top_p <= 1, "a share in (0, 1], 1 for all tokens")
+            self.require("min_p", 0 <= self.min_p <= 1, "a ratio in [0, 1], 0 for all tokens")
+            lowest, highest = 1 / STRONGEST_PENALTY, STRONGEST_PENALTY
+            fits = lowest <= self.repetition_penalty <= highest
+            self.require("repetition_penalty", fits, f"a factor of {lowest:g} to {highest:g}, 1 for no penalty")
+            tokens = [token for token, _ in self.logit_bias]
+            fits = all(token >= 0 for token in tokens) and len(set(tokens)) == len(tokens)
+            self.require("logit_bias", fits, "one bias for each token, 0 or more")
+            fits = all(abs(bias) <= STRONGEST_BIAS for _, bias in self.logit_bias)
+            self.require("logit_bias", fits, f"biases of {-STRONGEST_BIAS:g} to {STRONGEST_BIAS:g}")
+
     def __init__(self, cfg: Config):
-        _check_values(cfg, "Sampler")
         self.cfg = cfg
 
     @staticmethod
@@ -52,38 +69,10 @@ class Sampler(Configurable):
         Raises:
             UserError: a value out of its range, or a bias on a token that does not exist.
         """
-        _check_values(cfg, where)
+        label(cfg.clone(), where).check_fields()
         for token, _ in cfg.logit_bias:
             if token >= vocab:
                 raise UserError(f"{where}.logit_bias names token {token}; expected 0 to {vocab - 1}")
-
-
-def _check_values(cfg: Sampler.Config, where: str) -> None:
-    """Raise UserError for a value that means nothing. The comparisons are such that NaN fails too."""
-    if not (cfg.temperature == 0 or COLDEST <= cfg.temperature < math.inf):
-        raise UserError(f"{where}.temperature is {cfg.temperature}; expected 0 (greedy), or {COLDEST} or more")
-    if cfg.top_k is not None and cfg.top_k < 1:
-        raise UserError(f"{where}.top_k is {cfg.top_k}; expected 1 or more, or None for all tokens")
-    if not 0 < cfg.top_p <= 1:
-        raise UserError(f"{where}.top_p is {cfg.top_p}; expected a share in (0, 1], 1 for all tokens")
-    if not 0 <= cfg.min_p <= 1:
-        raise UserError(f"{where}.min_p is {cfg.min_p}; expected a ratio in [0, 1], 0 for all tokens")
-    if not 1 / STRONGEST_PENALTY <= cfg.repetition_penalty <= STRONGEST_PENALTY:
-        raise UserError(
-            f"{where}.repetition_penalty is {cfg.repetition_penalty}; "
-            f"expected a factor of {1 / STRONGEST_PENALTY:g} to {STRONGEST_PENALTY:g}, 1 for no penalty"
-        )
-    named: set[int] = set()
-    for token, bias in cfg.logit_bias:
-        if token < 0:
-            raise UserError(f"{where}.logit_bias names token {token}; expected 0 or more")
-        if token in named:
-            raise UserError(f"{where}.logit_bias names token {token} twice; expected one bias for each token")
-        if not abs(bias) <= STRONGEST_BIAS:
-            raise UserError(
-                f"{where}.logit_bias of token {token} is {bias}; expected -{STRONGEST_BIAS:g} to {STRONGEST_BIAS:g}"
-            )
-        named.add(token)
 
 
 @jax.tree_util.register_dataclass

@@ -20,7 +20,7 @@ class Scheduler:
     def __init__(self, kv_cache: KVCacheManager, max_num_seqs: int, keep_completions: bool = True):
         self.kv_cache, self._max_num_seqs, self._keep_completions = kv_cache, max_num_seqs, keep_completions
         self.running: list[Sequence] = []  # in order, as the waiting ones
-        self.parked: list[Sequence] = []
+        self.suspended: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self.version = -1  # of the weights in place
         self.draining = False  # only requests that have started get on
@@ -37,15 +37,15 @@ class Scheduler:
         sequence.wait()
         bisect.insort(self._waiting, sequence, key=lambda s: s.order)
 
-    def park(self, sequence: Sequence, waits_for: Wait | Join) -> None:
+    def suspend(self, sequence: Sequence, waits_for: Wait | Join) -> None:
         """Take the row of a sequence whose agent loop waits; its pages stay while there is room."""
         self.withdraw(sequence)
-        sequence.park(waits_for)
-        bisect.insort(self.parked, sequence, key=lambda s: s.order)
+        sequence.suspend(waits_for)
+        bisect.insort(self.suspended, sequence, key=lambda s: s.order)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue; it keeps its pages."""
-        queues = {State.WAITING: self._waiting, State.RUNNING: self.running, State.PARKED: self.parked}
+        queues = {State.WAITING: self._waiting, State.RUNNING: self.running, State.SUSPENDED: self.suspended}
         if sequence.state in queues and sequence in (queue := queues[sequence.state]):
             queue.remove(sequence)
 
@@ -150,9 +150,9 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=lambda s: s.order)
 
     def _reclaim(self, sequence: Sequence) -> bool:
-        """Take the pages of the last sequence behind this one, or of a parked one; returns False if there is none."""
-        others = [s for s in (*self.parked, *self._waiting) if s.pages and s is not sequence]
-        behind = [s for s in others if s.state is State.PARKED or s.order > sequence.order]
+        """Take the pages of the last sequence behind this one, or of a suspended one; False if there is none."""
+        others = [s for s in (*self.suspended, *self._waiting) if s.pages and s is not sequence]
+        behind = [s for s in others if s.state is State.SUSPENDED or s.order > sequence.order]
         if not behind:
             behind = [s for s in self.running if s.order > sequence.order]
         if not behind:

@@ -24,7 +24,7 @@ class State(Enum):
 
     WAITING = "waiting"  # for a row of the batch: it has tokens to draw
     RUNNING = "running"  # has a row
-    PARKED = "parked"  # its agent loop waits for a future or for other completions
+    SUSPENDED = "suspended"  # its agent loop waits for a future or for other completions
     ENDED = "ended"
 
 
@@ -80,7 +80,7 @@ class Sequence:
         self.reason: FinishReason = "stop"
         self.tags: set[str] = set()
         self.limit = len(tokens)  # tokens at which the current command ends
-        self.waits_for: Wait | Join | None = None  # while parked
+        self.waits_for: Wait | Join | None = None  # while suspended
         self._text: StopText | None = None
         self._searched = 0  # completion tokens in which no stop string was found
         self._reported = 0  # completion tokens given to on_tokens
@@ -152,9 +152,9 @@ class Sequence:
         """Take a row."""
         self.state, self.group.started = State.RUNNING, True
 
-    def park(self, waits_for: Wait | Join) -> None:
+    def suspend(self, waits_for: Wait | Join) -> None:
         """Wait for something else than a row."""
-        self.state, self.waits_for = State.PARKED, waits_for
+        self.state, self.waits_for = State.SUSPENDED, waits_for
 
     def end(self, reason: FinishReason | None = None) -> None:
         """End, with this finish reason or the last one."""

@@ -46,7 +46,7 @@ class RolloutWorker:
         self._swap: Swap = swap
         self._failed_pulls = 0  # in a row
         self._began = time.time() if began is None else began
-        self._productive = False  # some rollouts were accepted
+        self._joined = False  # some rollouts were accepted
         self._stop: Callable[[], bool] = lambda: False
         self._incarnation = 0  # of the trainer that made the weights in place
         self._revoked = False  # the lease has gone to another worker
@@ -70,7 +70,8 @@ class RolloutWorker:
             self._incarnation = lease.incarnation
         if not self._load(lease.version):
             return True
-        with self._span("generate", step=lease.step, lease=lease.id, version=lease.version) as span:
+        drawing = "evaluate" if lease.evaluation else "generate"
+        with self._span(drawing, step=lease.step, lease=lease.id, version=lease.version) as span:
             rollouts = self._generate(lease)
             span["tokens"] = sum(len(r.tokens) for r in rollouts) - sum(len(r.tokens) for r in lease.partial)
         if self._stop():
@@ -83,9 +84,9 @@ class RolloutWorker:
             self._unsubmitted = lease, rollouts
             accepted = self._controller.submit(lease.id, self._score(lease, rollouts))
             self._unsubmitted = None
-            if accepted and not self._productive:
-                self._productive = True
-                self._events.append(self.name, "productive", join_s=round(time.time() - self._began, 3))
+            if accepted and not self._joined:
+                self._joined = True
+                self._events.append(self.name, "joined", join_s=round(time.time() - self._began, 3))
         return True
 
     def abandon(self) -> None:

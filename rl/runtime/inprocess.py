@@ -1,13 +1,17 @@
 """All roles in this process, taking turns: for notebooks, tests and debugging."""
 
+import os
+import socket
 from collections.abc import Callable
 
 import jax
 
 from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
 from mesh import make_mesh
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import connect_local
+from rl.training.warm_start import open_warm_start, run_warm_start
 
 
 def run_inprocess(
@@ -18,20 +22,35 @@ def run_inprocess(
 ) -> int:
     """Update until the last step or until `stop()`; returns the number of completed steps.
 
-    The worker generates every work item that can be leased, then the trainer updates once, and so on.
+    After the warm start and the evaluation before training, the worker generates every work item that can be leased,
+    then the trainer updates once, and so on. The evaluation of the last version comes after the last checkpoint.
     """
+
+    def stopped() -> bool:
+        on_step(0)
+        return stop()
+
+    with open_warm_start(experiment.cfg.warm_start, run):
+        if not run_warm_start(experiment.cfg.warm_start, run, stopped):
+            return 0
+    log = EventLog(run.events_path)
+    log.append("driver", "session", pid=os.getpid(), group=os.getpgid(0))
     controller = experiment.make_controller(run)
     weights = connect_local(experiment.make_parameter_server())
     with experiment.make_verifier() as verifier:
         trainer = experiment.make_trainer(run, controller, weights)
         worker = experiment.make_worker("worker-0", run, controller, weights, verifier)
+        for role in ("controller", "trainer", worker.name):
+            log.append(role, "start", pid=os.getpid(), host=socket.gethostname())
         with trainer, jax.set_mesh(make_mesh()):
             trainer.start()
             while trainer.step < experiment.cfg.num_steps and not stop():
-                while worker.run_once():
-                    pass
+                while not stop() and worker.run_once():
+                    on_step(trainer.step)
                 if trainer.run_once():
                     trainer.settle()  # nothing to overlap with: all roles take turns on one thread
-                    on_step(trainer.step)
+                on_step(trainer.step)
             trainer.close()
+            while not stop() and worker.run_once():
+                on_step(trainer.step)
         return trainer.step

@@ -1,6 +1,7 @@
 """Chat template: each message in the form of its role, then the assistant's opening."""
 
 from collections.abc import Sequence
+from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
 from mesh import UserError, did_you_mean
@@ -21,12 +22,12 @@ class ChatTemplate(Configurable):
         opening: str = ""
         """Text before the assistant's answer."""
 
+        @override
+        def check_fields(self) -> None:
+            fits = bool(self.roles) and all(form.count(CONTENT) == 1 for form in self.roles.values())
+            self.require("roles", fits, f"a form for each role, with {CONTENT} in it once")
+
     def __init__(self, cfg: Config):
-        if not cfg.roles:
-            raise UserError("ChatTemplate.roles is empty; expected a form with {content} for each role")
-        for role, form in cfg.roles.items():
-            if form.count(CONTENT) != 1:
-                raise UserError(f"ChatTemplate.roles[{role!r}] is {form!r}; expected {CONTENT} in it, once")
         self.cfg = cfg
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:

@@ -7,15 +7,16 @@ import jax
 import numpy as np
 from flax import nnx
 
-from axlearn_like.checkpoint.checkpointer import restore_params
+from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import from_text
 from axlearn_like.layers.base import Params, split
 from axlearn_like.run.directory import RunDirectory
 from mesh import UserError, make_mesh, to_named_sharding
-from rl.experiment import RLExperiment, warm_start_directory
+from rl.experiment import RLExperiment
 from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
+from rl.training.warm_start import warm_start_directory
 
 
 @dataclass(frozen=True, slots=True)

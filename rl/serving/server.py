@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import override
 
 import uvicorn
 
@@ -32,18 +33,11 @@ class Server(Configurable):
         grace: float = 30.0  # seconds for unfinished requests after a stop
         allowed_hosts: tuple[str, ...] = ()  # Host and Origin besides loopback ones, where there is no API key
 
-        def check(self) -> None:
-            """Refuse sizes that allow nothing, and a template that loses the content of messages.
-
-            Raises:
-                UserError: naming the field.
-            """
-            for name in ("max_queue", "max_samples", "max_body", "deadline"):
-                if getattr(self, name) <= 0:
-                    raise UserError(f"Server.{name} is {getattr(self, name)}; expected more than 0")
-            if self.grace < 0:
-                raise UserError(f"Server.grace is {self.grace}; expected 0 or more")
-            self.template.build()
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "max_queue", "max_samples", "max_body")
+            self.require("deadline", self.deadline > 0, "seconds, more than 0")
+            self.require_least(0, "grace")
 
     def __init__(
         self,
@@ -55,7 +49,6 @@ class Server(Configurable):
         api_key: str | None = None,
     ):
         """`engine` has its weights; `model` is the name that requests give."""
-        cfg.check()
         self.cfg = cfg
         self.engine = EngineThread(engine)
         context = ServingContext(

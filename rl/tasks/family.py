@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from typing import Any
+from typing import Any, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from mesh.errors import UserError, did_you_mean
@@ -47,12 +47,14 @@ class TaskFamily(Configurable):
         label: str | None = None
         """Name in metrics, `name` if None. Needed when a dataset occurs twice with other params."""
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(0, "weight")
+
     def __init__(self, cfg: Config, *, seed: int):
         self.name = cfg.name
         self.label = cfg.label or cfg.name
         self.weight = cfg.weight
-        if not cfg.weight >= 0:
-            raise UserError(f"task family {self.label!r}: weight={cfg.weight} is negative")
         _check_name(cfg.name)
         _check_params(cfg.name, cfg.params)
         digest = hashlib.blake2b(f"{seed}/{self.label}".encode(), digest_size=4).digest()

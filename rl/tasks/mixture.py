@@ -8,6 +8,7 @@ modulo `heldout_every`.
 import hashlib
 import math
 from fractions import Fraction
+from typing import override
 
 import numpy as np
 
@@ -53,22 +54,17 @@ class TaskMixture(Configurable):
         heldout_every: int = 8
         """One question in `heldout_every` is held out."""
 
+        @override
+        def check_fields(self) -> None:
+            self.require("heldout_every", self.heldout_every >= 2, "2 or more, or nothing is left to train on")
+            labels = [family.label or family.name for family in self.families]
+            distinct = bool(labels) and len(set(labels)) == len(labels)
+            self.require("families", distinct, "families of different labels (TaskFamily.Config.label)")
+
     def __init__(self, cfg: Config):
-        if cfg.heldout_every < 2:
-            raise UserError(
-                f"TaskMixture.Config.heldout_every={cfg.heldout_every}: at least 2, or nothing is left to train on"
-            )
-        if not cfg.families:
-            raise UserError("TaskMixture.Config.families is empty")
         self.heldout_every = cfg.heldout_every
         self._families = [family.build(seed=cfg.seed) for family in cfg.families]
         labels = [family.label for family in self._families]
-        for label in labels:
-            if labels.count(label) > 1:
-                raise UserError(
-                    f"two task families of TaskMixture.Config.families are called {label!r}: "
-                    "set TaskFamily.Config.label"
-                )
         self.family_names: tuple[str, ...] = tuple(labels)
         self._cycle = _smooth_round_robin(_shares([family.weight for family in self._families], labels))
         counts = np.cumsum(np.equal.outer(self._cycle, np.arange(len(labels))), axis=0)

@@ -1,15 +1,34 @@
-"""Scored groups -> the arrays of one update, in the layout of `GroupContext`."""
+"""Scored groups -> the arrays of one update, in rows for `GroupContext` or `PackedGroupContext`.
+
+What depends on the whole batch (advantages, weights, which rollout is in which row) follows from the headers of its
+groups. The tokens are needed only of the rollouts in the rows that are filled.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
-from rl.objective import Objective
-from rl.roles.messages import Group
+from rl.objective import Objective, Prepared
+from rl.roles.headers import GroupHeader, header_of
+from rl.roles.messages import Contents, Group, Rollout, contents_of
+from rl.training.packing import Microbatch, Packing, Row
 
 Batch = dict[str, np.ndarray]
+
+
+class Arranged(NamedTuple):
+    """An update before its tokens are there.
+
+    Attributes:
+        prepared: what the objective adds, arrays [groups, samples, ...].
+        microbatches: the rollouts of each row.
+        figures: reward, reward/<family>, counts and fractions over the whole batch.
+    """
+
+    prepared: Prepared
+    microbatches: list[Microbatch]
+    figures: dict[str, float]
 
 
 def pack_groups(
@@ -21,92 +40,200 @@ def pack_groups(
     row_multiple: int = 1,
     samples_per_row: int | None = None,
 ) -> tuple[Batch, dict[str, float]]:
-    """Arrays of one update and figures about its data.
+    """Arrays of one update in rows of equal sizes, and figures about its data; see `arrange` and `fill_padded`."""
+    headers = [header_of(group) for group in groups]
+    sizes: dict[str, Any] = {"max_prompt": max_prompt, "max_new": max_new, "row_multiple": row_multiple}
+    arranged = arrange(headers, objective, **sizes, samples_per_row=samples_per_row)
+    (microbatch,) = arranged.microbatches
+    samples = samples_per_row or len(groups[0].rollouts)
+    filled = fill_padded(microbatch.rows, arranged.prepared, contents_of(groups), max_prompt, max_new, samples)
+    return filled, arranged.figures
 
-    Prompts are cut into trunk and last token; every branch is `[last, y_0, ..., y_{T-2}]` with targets
-    `[y_0, ..., y_{T-1}]`, so all masks follow from positions. Rows that carry no gradient (by the objective) are left
-    out, and the rest is padded to a multiple of `row_multiple` rows, which bounds the number of shapes compiled.
 
-    A row is a group, or so many samples of one: then its trunk is in several rows, each to be computed by itself. What
-    depends on the whole group is known by then, so the update is the same.
+def arrange(
+    headers: Sequence[GroupHeader],
+    objective: Objective,
+    *,
+    max_prompt: int,
+    max_new: int,
+    row_multiple: int = 1,
+    samples_per_row: int | None = None,
+    packing: Packing | None = None,
+    shards: int = 1,
+) -> Arranged:
+    """Advantages and weights of an update, and the rollouts of each of its rows.
 
-    Returns:
-        batch: trunk int32 [g, p], trunk_lengths int32 [g], inputs and targets int32 [g, n, t], action_mask bool,
-            logprobs_behaviour, weights, metric_weights float32 [g, n, t], advantages float32 [g, n].
-        figures: reward, reward/<family>, counts and fractions over the whole batch.
+    Rows that carry no gradient (by the objective) are left out. With a packing that holds for every rollout. Without
+    one, a row is a group, or `samples_per_row` samples of one: then its prompt is in several rows, each to be computed
+    by itself; and the number of rows is padded to a multiple of `row_multiple`, which bounds the number of shapes
+    compiled. What depends on the whole group is known by then, so the update is the same.
     """
-    count, samples = len(groups), len(groups[0].rollouts)
-    tokens = {
-        "trunk": np.zeros((count, max_prompt - 1), np.int32),
-        "trunk_lengths": np.zeros(count, np.int32),
-        "inputs": np.zeros((count, samples, max_new), np.int32),
-        "targets": np.zeros((count, samples, max_new), np.int32),
-        "action_mask": np.zeros((count, samples, max_new), bool),
-        "logprobs_behaviour": np.zeros((count, samples, max_new), np.float32),
-    }
-    for g, group in enumerate(groups):
-        prompt = group.prompt.tokens
-        tokens["trunk"][g, : len(prompt) - 1] = prompt[:-1]
-        tokens["trunk_lengths"][g] = len(prompt) - 1
-        tokens["inputs"][g, :, 0] = prompt[-1]
-        for n, rollout in enumerate(group.rollouts):
-            length = len(rollout.tokens)
-            tokens["inputs"][g, n, 1:length] = rollout.tokens[:-1]
-            tokens["targets"][g, n, :length] = rollout.tokens
-            tokens["action_mask"][g, n, :length] = rollout.action_mask
-            tokens["logprobs_behaviour"][g, n, :length] = rollout.logprobs
-    rewards = np.asarray([[score.reward for score in group.scores] for group in groups])
+    count, samples = len(headers), len(headers[0].rollouts)
+    mask = np.zeros((count, samples, max_new), bool)
+    for g, header in enumerate(headers):
+        for n, rollout in enumerate(header.rollouts):
+            mask[g, n, : rollout.length] = True if rollout.action_mask is None else rollout.action_mask
+    rewards = np.asarray([[score.reward for score in header.scores] for header in headers])
     prepared = objective.prepare(
         rewards,
-        tokens["action_mask"],
-        truncated=np.asarray([[r.finish_reason == "length" for r in g.rollouts] for g in groups]),
-        scored=np.asarray([[score.status == "ok" for score in g.scores] for g in groups]),
+        mask,
+        truncated=np.asarray([[r.finish_reason == "length" for r in header.rollouts] for header in headers]),
+        scored=np.asarray([[score.status == "ok" for score in header.scores] for header in headers]),
     )
-    batch = {**tokens, **prepared.arrays}
-    if samples_per_row is not None:
-        batch = {name: _cut(name, array, samples // samples_per_row) for name, array in batch.items()}
-    live = np.flatnonzero(batch["weights"].any(axis=(1, 2)))
-    rows = max(row_multiple, -(-len(live) // row_multiple) * row_multiple)
-    batch = {name: _take(array, live, rows) for name, array in batch.items()}
-    return batch, {**prepared.stats, **_figures(groups, rewards)}
+    live = prepared.arrays["weights"].any(axis=-1)
+    if packing is None:
+        microbatches = [_padded(live, max_new, row_multiple, samples_per_row or samples)]
+        tokens_of_row = max_prompt - 1 + (samples_per_row or samples) * max_new
+        computed = len(microbatches[0].rows) * tokens_of_row
+    else:
+        lengths = [[r.length for r in header.rollouts] for header in headers]
+        sizes = [
+            (header.prompt_length - 1, {int(n): lengths[g][n] for n in np.flatnonzero(live[g])})
+            for g, header in enumerate(headers)
+        ]
+        microbatches = packing.plan(sizes, shards)
+        computed = sum(len(one.rows) * (packing.prompts + one.length) for one in microbatches)
+    figures = {**prepared.stats, **_figures(headers, rewards), **_tokens(headers, live, mask, microbatches, computed)}
+    return Arranged(prepared, microbatches, {name: float(value) for name, value in figures.items()})
 
 
-def digest_of_groups(groups: Sequence[Group]) -> str:
-    """Return a digest of everything that affects the update, without timings."""
-    digest = xxhash.xxh3_128()
-    for group in groups:
-        scores = [(score.reward, score.status) for score in group.scores]
-        ends = [(rollout.prompt_id, rollout.sample_id, rollout.finish_reason) for rollout in group.rollouts]
-        arrays = [array for r in group.rollouts for array in (r.tokens, r.logprobs, r.versions, r.action_mask)]
-        shapes = [array.shape for array in arrays]
-        digest.update(repr((group.prompt.id, group.prompt.family, scores, ends, shapes)).encode())
-        for array in (group.prompt.tokens, *arrays):
-            digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
+def fill_padded(
+    rows: Sequence[Row], prepared: Prepared, contents: Contents, max_prompt: int, max_new: int, samples: int
+) -> Batch:
+    """Arrays of rows in the layout of `GroupContext`, of `samples` samples each.
+
+    Prompts are cut into trunk and last token; every branch is `[last, y_0, ..., y_{T-2}]` with targets
+    `[y_0, ..., y_{T-1}]`, so all masks follow from positions.
+
+    Returns:
+        trunk int32 [g, p], trunk_lengths int32 [g], inputs and targets int32 [g, n, t], action_mask bool,
+        logprobs_behaviour, weights, metric_weights float32 [g, n, t], advantages float32 [g, n].
+    """
+    batch: Batch = {
+        "trunk": np.zeros((len(rows), max_prompt - 1), np.int32),
+        "trunk_lengths": np.zeros(len(rows), np.int32),
+        **_token_arrays(len(rows), samples, max_new),
+        **_objective_arrays(prepared, (len(rows), samples), (max_new,)),
+    }
+    for r, row in enumerate(rows):
+        for g, rollouts in row:
+            prompt, found = contents[g]
+            batch["trunk"][r, : len(prompt) - 1] = prompt[:-1]
+            batch["trunk_lengths"][r] = len(prompt) - 1
+            batch["inputs"][r, :, 0] = prompt[-1]
+            for i, n in enumerate(rollouts):
+                _write(batch, (r, i), 0, prompt, found[n])
+            for name, array in prepared.arrays.items():
+                batch[name][r] = array[g, list(rollouts)]
+    return batch
 
 
-def _take(array: np.ndarray, rows: np.ndarray, total: int) -> np.ndarray:
-    padding = [(0, total - len(rows))] + [(0, 0)] * (array.ndim - 1)
-    return np.pad(array[rows], padding)
+def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: Contents, packing: Packing) -> Batch:
+    """Arrays of rows in the layout of `PackedGroupContext`, p tokens for prompts and t for completions.
+
+    Returns:
+        trunk, trunk_segments and trunk_positions int32 [b, p]; inputs, targets, segments, positions and starts int32
+        [b, t], action_mask bool, logprobs_behaviour and the objective's arrays of tokens float32 [b, t]; of the row's
+        completions, first (index of its first token) and lengths int32 [b, c], and the objective's others.
+    """
+    count, alignment = len(rows), packing.alignment(length)
+    batch: Batch = {
+        **{name: np.zeros((count, packing.prompts), np.int32) for name in TRUNK},
+        **_token_arrays(count, length),
+        **{name: np.zeros((count, length), np.int32) for name in ("segments", "positions", "starts")},
+        **{name: np.zeros((count, packing.completions), np.int32) for name in ("first", "lengths")},
+        **_objective_arrays(prepared, (count,), (length,), (packing.completions,)),
+    }
+    for r, row in enumerate(rows):
+        front = at = index = 0
+        for segment, (g, rollouts) in enumerate(row, start=1):
+            prompt, found = contents[g]
+            trunk = slice(front, front + len(prompt) - 1)
+            for name, values in zip(TRUNK, (prompt[:-1], segment, np.arange(len(prompt) - 1)), strict=True):
+                batch[name][r, trunk] = values
+            front = trunk.stop
+            for n in rollouts:
+                size = len(found[n].tokens)
+                part = slice(at, at + size)
+                _write(batch, (r,), at, prompt, found[n])
+                batch["segments"][r, part], batch["starts"][r, part] = segment, at
+                batch["positions"][r, part] = len(prompt) - 1 + np.arange(size)
+                batch["first"][r, index], batch["lengths"][r, index] = at, size
+                for name, array in prepared.arrays.items():
+                    if array.ndim == 3:
+                        batch[name][r, part] = array[g, n, :size]
+                    else:
+                        batch[name][r, index] = array[g, n]
+                at, index = -(-part.stop // alignment) * alignment, index + 1
+        batch["starts"][r, at:] = at  # what is left sees itself alone
+    return batch
 
 
-def _cut(name: str, array: np.ndarray, parts: int) -> np.ndarray:
-    """[g, n, ...] -> [g * parts, n / parts, ...]; of the trunk as many copies."""
-    if name in ("trunk", "trunk_lengths"):
-        return np.repeat(array, parts, axis=0)
-    return array.reshape(array.shape[0] * parts, array.shape[1] // parts, *array.shape[2:])
+TRUNK = ("trunk", "trunk_segments", "trunk_positions")
 
 
-def _figures(groups: Sequence[Group], rewards: np.ndarray) -> dict[str, float]:
-    lengths = [len(rollout.tokens) for group in groups for rollout in group.rollouts]
-    failures = [score.status != "ok" for group in groups for score in group.scores]
+def _padded(live: np.ndarray, max_new: int, row_multiple: int, samples: int) -> Microbatch:
+    """Return rows of so many samples each, without those of which none is live."""
+    parts = live.reshape(len(live), -1, samples)
+    rows: list[Row] = [((int(g), tuple(range(i * samples, (i + 1) * samples))),) for g, i in np.argwhere(parts.any(-1))]
+    total = max(row_multiple, -(-len(rows) // row_multiple) * row_multiple)
+    return Microbatch(max_new, (*rows, *[()] * (total - len(rows))))
+
+
+def _token_arrays(*shape: int) -> Batch:
+    kinds = {"inputs": np.int32, "targets": np.int32, "action_mask": bool, "logprobs_behaviour": np.float32}
+    return {name: np.zeros(shape, kind) for name, kind in kinds.items()}
+
+
+def _objective_arrays(
+    prepared: Prepared, rows: tuple[int, ...], tokens: tuple[int, ...], others: tuple[int, ...] = ()
+) -> Batch:
+    """Return empty arrays for what the objective adds, of tokens or of completions."""
+    arrays = prepared.arrays.items()
+    return {name: np.zeros((*rows, *(tokens if a.ndim == 3 else others)), a.dtype) for name, a in arrays}
+
+
+def _write(batch: Batch, where: tuple[int, ...], at: int, prompt: np.ndarray, rollout: Rollout) -> None:
+    """Write a rollout's tokens into a row, from index `at` on."""
+    size = len(rollout.tokens)
+    part = (*where, slice(at, at + size))
+    if size:
+        batch["inputs"][part][0], batch["inputs"][part][1:] = prompt[-1], rollout.tokens[:-1]
+    batch["targets"][part] = rollout.tokens
+    batch["action_mask"][part] = rollout.action_mask
+    batch["logprobs_behaviour"][part] = rollout.logprobs
+
+
+def _tokens(
+    headers: Sequence[GroupHeader],
+    live: np.ndarray,
+    mask: np.ndarray,
+    microbatches: Sequence[Microbatch],
+    computed: int,
+) -> dict[str, float]:
+    """Return how many tokens of the rows are learned from, and the fraction computed in vain: padding and repetition.
+
+    A prompt counts once, in however many rows it is.
+    """
+    placed = [tree for microbatch in microbatches for row in microbatch.rows for tree in row]
+    trained = sum(int(mask[g, list(rollouts)].sum()) + headers[g].prompt_length - 1 for g, rollouts in placed)
+    prompts = sum(
+        header.prompt_length - 1 for header, any_live in zip(headers, live.any(axis=1), strict=True) if any_live
+    )
+    completions = sum(header.rollouts[n].length for g, header in enumerate(headers) for n in np.flatnonzero(live[g]))
+    return {"train_tokens": trained, "wasted_tokens": 1 - (prompts + completions) / computed}
+
+
+def _figures(headers: Sequence[GroupHeader], rewards: np.ndarray) -> dict[str, float]:
+    lengths = [rollout.length for header in headers for rollout in header.rollouts]
+    failures = [score.status != "ok" for header in headers for score in header.scores]
     figures: dict[str, Any] = {
         "reward": rewards.mean(),
         "completion_length": np.mean(lengths),
         "gen_tokens": np.sum(lengths),
         "verifier_failures": np.sum(failures),
     }
-    families = np.asarray([group.prompt.family for group in groups])
+    families = np.asarray([header.family for header in headers])
     for family in sorted(set(families)):
         figures[f"reward/{family}"] = rewards[families == family].mean()
     return {name: float(value) for name, value in figures.items()}

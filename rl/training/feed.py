@@ -1,5 +1,6 @@
 """The policy trainer's feed: batches of the controller before an update, publication of the weights after it."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -11,13 +12,17 @@ import numpy as np
 from axlearn_like.run.events import EventLog
 from axlearn_like.training.step import State
 from mesh import shard_batch
+from mesh.batches import local_rows
 from mesh.distributed import ProcessGroup
+from mesh.rules import axis_sizes
 from rl.objective import Objective
-from rl.roles.messages import Group
+from rl.roles.headers import GroupHeader
+from rl.roles.messages import Contents
 from rl.roles.protocols import BatchSource
-from rl.training.agreement import agreed_batch
-from rl.training.batching import pack_groups
+from rl.training.agreement import agreed_batch, fetched
+from rl.training.batching import Arranged, Batch, arrange, fill_packed, fill_padded
 from rl.training.logprob_diff import LogprobDiff, only_version
+from rl.training.packing import Packing
 from rl.training.publication import Publication
 
 
@@ -38,6 +43,7 @@ class PolicyFeed:
         *,
         diff_every: int,
         sizes: Mapping[str, Any],
+        packing: Packing | None = None,
         flops: Callable[[int, int, int], float | None] = lambda trunk, samples, length: None,
     ):
         """Connect the sources of batches.
@@ -45,41 +51,75 @@ class PolicyFeed:
         Args:
             diff_every: updates between comparisons by `diff`.
             sizes: keyword arguments of `pack_groups`.
+            packing: of rollouts into rows; None: rows are padded to the greatest length.
             flops: model FLOPs of a row.
         """
         self.flops: float | None = None
         self._row_flops = lru_cache(flops)
         self._controller, self._publication, self._group, self._events = controller, publication, group, events
         self._objective, self._diff, self._diff_every, self._sizes = objective, diff, diff_every, sizes
+        self._packing = packing
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
 
-    def next(self, step: int, state: State, timeout: float) -> dict[str, jax.Array] | None:
-        """Return the arrays of the next batch; without one publish again if other roles have restarted."""
+    def next(self, step: int, state: State, timeout: float) -> Any | None:
+        """Return the arrays of the next batch; without one publish again if other roles have restarted.
+
+        With a packing they are those of each microbatch.
+        """
         version, params = step - 1, state["params"]
         waiting_since = self._waiting_since = self._waiting_since or time.monotonic()
-        groups = agreed_batch(self._controller, self._group, version, timeout)
-        if groups is None:
+        agreed = agreed_batch(self._controller, self._group, version, timeout)
+        contents = None
+        if agreed is not None:
+            headers = agreed.headers
+            shards = math.prod(axis_sizes("batch").values())
+            arranged = arrange(headers, self._objective, **self._sizes, packing=self._packing, shards=shards)
+            drawn_by = only_version(headers) if version % self._diff_every == 0 else None
+            wanted = rollouts_of(arranged, [] if drawn_by is None else self._diff.rows(headers))
+            contents = fetched(agreed, self._controller, self._group, wanted)
+        if agreed is None or contents is None:
             if self._publication.restart_if_forgotten(version, params):
-                self._events.append("trainer", "heal", step=version)
+                self._events.append("trainer", "republish", step=version)
             return None
         waited, self._waiting_since = time.monotonic() - waiting_since, None
         what = {"for": f"batch {version}"}
         self._events.append("trainer", "wait", seconds=round(waited, 4), step=version, **what)
         self._began = time.monotonic()
         self._publication.copied()
-        batch, figures = pack_groups(groups, self._objective, **self._sizes)
-        arrays = shard_batch(batch)
-        if version % self._diff_every == 0 and (drawn_by := only_version(groups)) is not None:
+        batches = [self._fill(arranged, index, contents) for index in range(len(arranged.microbatches))]
+        figures = dict(arranged.figures)
+        if drawn_by is not None:
             sampler = self._publication.params(drawn_by, version, params)
-            figures |= self._diff.metrics(groups, batch, arrays, sampler)
-        live = batch["weights"].any(axis=(1, 2))
-        figures["train_tokens"] = float(batch["action_mask"][live].sum() + batch["trunk_lengths"].sum())
-        each = self._row_flops(batch["trunk"].shape[1], *batch["inputs"].shape[1:])
-        self.flops = None if each is None else float(each * live.sum())
-        self._metrics = {**figures, **_staleness(groups, version), "wait_seconds": waited, "version": step}
-        return arrays
+            figures |= self._diff.metrics(batches, headers, contents, sampler)
+        self.flops = self._model_flops(arranged, batches)
+        self._metrics = {**figures, **_staleness(headers, version), "wait_seconds": waited, "version": step}
+        arrays = [on_devices for _, on_devices in batches]
+        return arrays[0] if self._packing is None else arrays
+
+    def _fill(self, arranged: Arranged, index: int, contents: Contents) -> tuple[Batch, dict[str, jax.Array]]:
+        """Return this process's rows of a microbatch, and the arrays on the devices of all."""
+        microbatch, prepared = arranged.microbatches[index], arranged.prepared
+        rows = [microbatch.rows[row] for row in local_rows(len(microbatch.rows))]
+        if self._packing is None:
+            samples = self._sizes["samples_per_row"] or prepared.arrays["weights"].shape[1]
+            sizes = (self._sizes["max_prompt"], self._sizes["max_new"], samples)
+            batch = fill_padded(rows, prepared, contents, *sizes)
+        else:
+            batch = fill_packed(rows, microbatch.length, prepared, contents, self._packing)
+        return batch, shard_batch(batch, rows=len(microbatch.rows))
+
+    def _model_flops(self, arranged: Arranged, batches: list[tuple[Batch, Any]]) -> float | None:
+        """Return the model FLOPs of the rows that hold anything."""
+        total = 0.0
+        for microbatch, (batch, _) in zip(arranged.microbatches, batches, strict=True):
+            samples = 1 if self._packing else batch["inputs"].shape[1]
+            each = self._row_flops(batch["trunk"].shape[1], samples, microbatch.length)
+            if each is None:
+                return None
+            total += each * sum(1 for row in microbatch.rows if row)
+        return total
 
     def metrics(self) -> Mapping[str, Any]:
         """Return figures of the last batch."""
@@ -100,6 +140,18 @@ class PolicyFeed:
         return {**state, "recent": recent}, {"versions": versions}
 
 
-def _staleness(groups: list[Group], version: int) -> dict[str, float]:
-    ages = [version - int(rollout.versions.min()) for group in groups for rollout in group.rollouts]
+def rollouts_of(arranged: Arranged, others: list[tuple[int, int]]) -> dict[int, set[int]]:
+    """Return the rollouts in the rows of this process, and others: group -> rollouts."""
+    found: dict[int, set[int]] = {}
+    for microbatch in arranged.microbatches:
+        for row in local_rows(len(microbatch.rows)):
+            for g, rollouts in microbatch.rows[row]:
+                found.setdefault(g, set()).update(rollouts)
+    for g, n in others:
+        found.setdefault(g, set()).add(n)
+    return found
+
+
+def _staleness(headers: list[GroupHeader], version: int) -> dict[str, float]:
+    ages = [version - rollout.oldest for header in headers for rollout in header.rollouts]
     return {"staleness_mean": float(np.mean(ages)), "staleness_max": max(ages)}

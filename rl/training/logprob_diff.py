@@ -1,6 +1,6 @@
 """Difference of trainer and sampler log-probabilities under the same version of the weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,11 +10,13 @@ from flax import nnx
 
 from axlearn_like.layers.base import Params, bind
 from mesh import shard_batch
-from mesh.distributed import to_host
-from rl.roles.messages import Group
+from mesh.batches import local_rows, to_local
+from mesh.distributed import ProcessGroup
+from rl.roles.headers import GroupHeader
+from rl.roles.messages import Contents
 from rl.training.batching import Batch
-from rl.training.logprobs import pack_rows
-from rl.training.program import make_score_rows, policy_logprobs
+from rl.training.logprobs import fill_rows, row_length
+from rl.training.program import make_score_rows, padded, policy_logprobs
 
 
 class LogprobDiff:
@@ -29,40 +31,72 @@ class LogprobDiff:
         max_prompt: int,
         max_new: int,
         row_multiple: int,
+        group: ProcessGroup,
     ):
         def logprobs(params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
             return policy_logprobs(bind(graphdef, params), batch, temperature, chunks).logprobs
 
-        self.logprobs = jax.jit(logprobs)  # (params, arrays of the update) -> [g, n, t]
+        self.logprobs = jax.jit(logprobs)  # (params, arrays of the update) -> as the targets
         self._score_rows = make_score_rows(graphdef, chunks)
-        self._temperature = temperature
-        self._sizes = {"max_prompt": max_prompt, "max_new": max_new, "row_multiple": row_multiple}
+        self._temperature, self._group = temperature, group
+        self._length, self._row_multiple = row_length(max_prompt, max_new), row_multiple
 
     def metrics(
-        self, groups: list[Group], batch: Batch, arrays: dict[str, jax.Array], params: Params
+        self,
+        batches: Sequence[tuple[Batch, dict[str, jax.Array]]],
+        headers: Sequence[GroupHeader],
+        contents: Contents,
+        params: Params,
     ) -> dict[str, float]:
-        """Return mean and maximum of both over the sampled tokens; `params` are those that drew all of them."""
-        figures: dict[str, float] = {}
-        if batch["action_mask"].any():
-            difference = np.abs(to_host(self.logprobs(params, arrays)) - batch["logprobs_behaviour"])
-            difference = difference[batch["action_mask"]]
-            figures |= {"logprob_diff_mean": float(difference.mean()), "logprob_diff_max": float(difference.max())}
-        difference = np.abs(np.concatenate(self._scoring_differences(groups, params)))
-        return {**figures, "scoring_diff_mean": float(difference.mean()), "scoring_diff_max": float(difference.max())}
+        """Return mean and maximum of both over the sampled tokens; `params` are those that drew all of them.
 
-    def _scoring_differences(self, groups: list[Group], params: Params) -> list[np.ndarray]:
-        rows = pack_rows(groups, **self._sizes)
-        arrays = shard_batch({name: rows[name] for name in ("tokens", "targets")})
+        Args:
+            batches: the rows of this process and the arrays on the devices, of each microbatch.
+            headers: of the batch.
+            contents: the rollouts of `rows` of this process, at least.
+            params: of the policy.
+        """
+        differences = [np.zeros(0, np.float32)]
+        for batch, arrays in batches:
+            difference = np.abs(to_local(self.logprobs(params, arrays)) - batch["logprobs_behaviour"])
+            differences.append(difference[batch["action_mask"]])
+        found = self._gathered("logprob_diff", np.concatenate(differences))
+        scoring = np.abs(np.concatenate(self._scoring_differences(headers, contents, params)))
+        return {**found, **self._gathered("scoring_diff", scoring)}
+
+    def rows(self, headers: Sequence[GroupHeader]) -> list[tuple[int, int]]:
+        """Return group and rollout of each of the rows that this process scores."""
+        rollouts = [(g, n) for g, header in enumerate(headers) for n in range(len(header.rollouts))]
+        return [rollouts[row] for row in local_rows(self._count(headers)) if row < len(rollouts)]
+
+    def _gathered(self, name: str, differences: np.ndarray) -> dict[str, float]:
+        """Return mean and maximum over all processes; nothing if there are no tokens."""
+        own = (float(differences.mean()), float(differences.max()), differences.size) if differences.size else None
+        means, greatest, sizes = zip(*([one for one in self._group.gather(own) if one] or [(0.0, 0.0, 0)]), strict=True)
+        if not sum(sizes):
+            return {}
+        mean = means[0] if len(means) == 1 else float(np.average(means, weights=sizes))
+        return {f"{name}_mean": mean, f"{name}_max": max(greatest)}
+
+    def _count(self, headers: Sequence[GroupHeader]) -> int:
+        return padded(sum(len(header.rollouts) for header in headers), self._row_multiple)
+
+    def _scoring_differences(
+        self, headers: Sequence[GroupHeader], contents: Contents, params: Params
+    ) -> list[np.ndarray]:
+        total = self._count(headers)
+        own = [(contents[g][0], contents[g][1][n]) for g, n in self.rows(headers)]
+        rows = fill_rows([(prompt, r.tokens) for prompt, r in own], len(local_rows(total)), self._length)
         temperature = jnp.full(1, self._temperature, jnp.float32)
-        scored = jax.tree.map(to_host, self._score_rows(params, **arrays, temperature=temperature)).logprobs()
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        found = self._score_rows(params, **shard_batch(rows, rows=total), temperature=temperature)
+        scored = jax.tree.map(to_local, found).logprobs()
         return [
-            (scored[row, first : first + len(r.tokens)] - r.logprobs)[r.action_mask]
-            for row, (first, r) in enumerate(zip(rows["first"], rollouts, strict=True))
+            (scored[row, len(prompt) - 1 : len(prompt) - 1 + len(r.tokens)] - r.logprobs)[r.action_mask]
+            for row, (prompt, r) in enumerate(own)
         ]
 
 
-def only_version(groups: list[Group]) -> int | None:
+def only_version(headers: Sequence[GroupHeader]) -> int | None:
     """Return the version that drew all tokens; None if several did: no single forward pass compares."""
-    versions = {int(v) for group in groups for r in group.rollouts for v in r.versions}
+    versions = {v for header in headers for r in header.rollouts if r.length for v in (r.oldest, r.newest)}
     return versions.pop() if len(versions) == 1 else None

@@ -34,14 +34,19 @@ def pack_rows(groups: Sequence[Group], *, max_prompt: int, max_new: int, row_mul
         tokens, targets: int32 [rows, length], right-padded, targets[i] being the token after tokens[i].
         first: for each rollout, the index at which its completion's first token is a target.
     """
-    rows = [(group.prompt.tokens, rollout.tokens) for group in groups for rollout in group.rollouts]
-    length = row_length(max_prompt, max_new)
-    whole = np.zeros((-(-len(rows) // row_multiple) * row_multiple, length + 1), np.int32)
-    for index, (prompt, completion) in enumerate(rows):
+    sequences = [(group.prompt.tokens, rollout.tokens) for group in groups for rollout in group.rollouts]
+    rows = -(-len(sequences) // row_multiple) * row_multiple
+    first = [len(prompt) - 1 for prompt, _ in sequences]
+    return {**fill_rows(sequences, rows, row_length(max_prompt, max_new)), "first": first}
+
+
+def fill_rows(sequences: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, length: int) -> dict[str, np.ndarray]:
+    """Return tokens and targets of prompts with their completions, a row each, and of empty rows after them."""
+    whole = np.zeros((rows, length + 1), np.int32)
+    for index, (prompt, completion) in enumerate(sequences):
         whole[index, : len(prompt)] = prompt
         whole[index, len(prompt) : len(prompt) + len(completion)] = completion
-    first = [len(prompt) - 1 for prompt, _ in rows]
-    return {"tokens": whole[:, :-1], "targets": whole[:, 1:], "first": first}
+    return {"tokens": whole[:, :-1], "targets": whole[:, 1:]}
 
 
 def score_rows(model: Any, tokens: jax.Array, targets: jax.Array, temperature: jax.Array, *, chunks: int = 1) -> Chosen:

@@ -1,5 +1,6 @@
 """The programs of the policy trainer, described: ahead-of-time compilation compiles what it runs."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,18 +15,21 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.chunked_head import map_chunks, merge_length, per_device_head
-from axlearn_like.layers.contexts.packed import GroupContext
+from axlearn_like.layers.contexts.packed import GroupContext, PackedGroupContext
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
 from axlearn_like.training.program import Program, describe_state
-from axlearn_like.training.step import make_train_step
+from axlearn_like.training.step import AccumulatedStep, make_train_step
 from mesh import UserError
-from mesh.rules import constrain, partition
-from mesh.sharding import shard_like
+from mesh.rules import axis_sizes, constrain, partition
+from mesh.sharding import full_spec, shard_like, token_axes
 from rl.objective import Objective
+from rl.training.batching import TRUNK
 from rl.training.logprobs import row_length, score_rows
+from rl.training.packing import Packing
 
 Described = dict[str, jax.ShapeDtypeStruct]
+_PLACES = ("trunk_segments", "segments", "trunk_positions", "positions", "starts")  # fields of PackedGroupContext
 
 
 def policy_program(
@@ -37,14 +41,21 @@ def policy_program(
     temperature: float,
     microbatches: int = 1,
     chunks: int = 1,
+    max_new: int | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> Program:
-    """Return the update of a policy on a mesh, whose devices need not exist (UserError: it does not fit)."""
+    """Return the update of a policy on a mesh, whose devices need not exist (UserError: it does not fit).
+
+    `max_new`: the update is by microbatches of several shapes, of completions of at most so many tokens.
+    """
     with jax.set_mesh(mesh):
         graphdef, state, init = describe_state(model, learner, mesh, "policy")
-        loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks)
-        step = make_train_step(loss_fn, learner, microbatches, like=state, compiler_options=compiler_options)
-        return Program(step, state, graphdef, init)
+        options: dict[str, Any] = {"like": state, "compiler_options": compiler_options}
+        if max_new is None:
+            loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks)
+            return Program(make_train_step(loss_fn, learner, microbatches, **options), state, graphdef, init)
+        loss_fn = make_packed_loss(graphdef, objective, temperature, max_new, chunks)
+        return Program(AccumulatedStep(loss_fn, learner, **options), state, graphdef, init)
 
 
 def make_policy_loss(
@@ -63,13 +74,53 @@ def make_policy_loss(
     return loss_fn
 
 
+def make_packed_loss(
+    graphdef: nnx.GraphDef[Any], objective: Objective, temperature: float, max_new: int, chunks: int = 1
+) -> LossFn:
+    """Return `loss_fn(params, batch)` on the arrays of `fill_packed`; the objective gets a row for each completion.
+
+    The layers' own losses are means over a microbatch's tokens, and count by its share of the update's weight.
+    """
+    of_tokens = {name for name, rank, _ in _objective_arrays(objective, 2) if rank == 3}
+    of_tokens |= {"action_mask", "logprobs_behaviour"}
+
+    def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+        scored = policy_logprobs(bind(graphdef, params), batch, temperature, chunks)
+        rows = {name: batch[name] for name in of_tokens} | {"": scored.logprobs, "entropy": scored.entropy}
+        rows = unpack_rows(rows, batch["first"], batch["lengths"], max_new)
+        loss, metrics = objective.loss(rows[""], {**batch, **rows}, rows["entropy"])
+        return with_aux(loss, metrics, scored.aux, jnp.sum(batch["metric_weights"]))
+
+    return loss_fn
+
+
+def unpack_rows(rows: dict[str, jax.Array], first: jax.Array, lengths: jax.Array, size: int) -> dict[str, jax.Array]:
+    """[b, t] -> [b, c, size]: the completions of each row, which begin at `first` and have `lengths`; both [b, c]."""
+
+    def own(rows: dict[str, jax.Array], first: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:
+        live = jnp.arange(size) < lengths[..., None]
+
+        def unpack(x: jax.Array) -> jax.Array:
+            long = jnp.pad(x, ((0, 0), (0, size)))
+            cut = jax.vmap(jax.vmap(lambda row, at: jax.lax.dynamic_slice(row, (at,), (size,)), (None, 0)))
+            return jnp.where(live, cut(long, first), jnp.zeros((), x.dtype))
+
+        return jax.tree.map(unpack, rows)
+
+    spec = full_spec(first)
+    if spec is None or not (axes := token_axes(first)):
+        return own(rows, first, lengths)
+    spec = jax.P(spec[0])
+    return jax.shard_map(own, in_specs=spec, out_specs=spec, axis_names=set(axes))(rows, first, lengths)
+
+
 def make_score_rows(graphdef: nnx.GraphDef[Any], chunks: int = 1) -> Callable[..., Chosen]:
     """Return the jitted `score(params, tokens=, targets=, temperature=)`."""
     return jax.jit(lambda params, **rows: score_rows(bind(graphdef, params), **rows, chunks=chunks))
 
 
 class Scored(NamedTuple):
-    """log pi of the targets and the entropy at each, float32 [g, n, t], and the layers' auxiliary outputs."""
+    """log pi of the targets and the entropy at each, float32, shaped like them, and the layers' auxiliary outputs."""
 
     logprobs: jax.Array
     entropy: jax.Array
@@ -78,9 +129,11 @@ class Scored(NamedTuple):
 
 def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: float, chunks: int = 1) -> Scored:
     """Return the objective's input from a model, at the behaviour temperature; logits of one chunk exist at a time."""
-    groups, samples, length = batch["inputs"].shape
-    trunk = batch["trunk"]
-    context = GroupContext(batch["trunk_lengths"], trunk.shape[1], samples, length)
+    groups, trunk = batch["inputs"].shape[0], batch["trunk"]
+    if batch["inputs"].ndim == 2:
+        context = PackedGroupContext(*(batch[name] for name in _PLACES))
+    else:
+        context = GroupContext(batch["trunk_lengths"], trunk.shape[1], *batch["inputs"].shape[1:])
     tokens = jnp.concatenate([trunk, batch["inputs"].reshape(groups, -1)], axis=1)
     hidden = model.hidden(tokens, context)
     x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
@@ -113,7 +166,31 @@ def batch_shapes(objective: Objective, *, groups: int, samples: int, max_prompt:
         "action_mask": jax.ShapeDtypeStruct(each, jnp.bool_),
         "logprobs_behaviour": jax.ShapeDtypeStruct(each, jnp.float32),
     }
-    # The arrays that the objective adds are known from an example of its smallest size.
+    for name, rank, dtype in _objective_arrays(objective, samples):
+        shapes[name] = jax.ShapeDtypeStruct(each[:rank], dtype)
+    return shapes
+
+
+def packed_shapes(objective: Objective, packing: Packing, *, rows: int, length: int, samples: int) -> Described:
+    """Return the arrays of `fill_packed`; `samples` are those of a group."""
+
+    def ints(width: int, *names: str) -> Described:
+        return {name: jax.ShapeDtypeStruct((rows, width), jnp.int32) for name in names}
+
+    shapes = {
+        **ints(packing.prompts, *TRUNK),
+        **ints(length, "inputs", "targets", "segments", "positions", "starts"),
+        **ints(packing.completions, "first", "lengths"),
+        "action_mask": jax.ShapeDtypeStruct((rows, length), jnp.bool_),
+        "logprobs_behaviour": jax.ShapeDtypeStruct((rows, length), jnp.float32),
+    }
+    for name, rank, dtype in _objective_arrays(objective, samples):
+        shapes[name] = jax.ShapeDtypeStruct((rows, length if rank == 3 else packing.completions), dtype)
+    return shapes
+
+
+def _objective_arrays(objective: Objective, samples: int) -> list[tuple[str, int, Any]]:
+    """Return name, rank and dtype of the arrays that the objective adds, known from an example of its smallest size."""
     one = (1, samples)
     rewards = np.arange(samples, dtype=np.float64)[None]
     prepared = objective.prepare(
@@ -122,8 +199,7 @@ def batch_shapes(objective: Objective, *, groups: int, samples: int, max_prompt:
     for name, array in prepared.arrays.items():
         if array.shape != (*one, 1)[: array.ndim]:
             raise UserError(f"objective: array {name!r} has shape {array.shape}; expected groups x samples x tokens")
-        shapes[name] = jax.ShapeDtypeStruct(each[: array.ndim], array.dtype)
-    return shapes
+    return [(name, array.ndim, array.dtype) for name, array in prepared.arrays.items()]
 
 
 def describe_batch(
@@ -142,6 +218,12 @@ def describe_batch(
     rows = padded(groups * samples // each_row, row_multiple)
     arrays = batch_shapes(objective, groups=rows, samples=each_row, max_prompt=max_prompt, max_new=max_new)
     return _sharded(arrays, mesh)
+
+
+def describe_packed(objective: Objective, packing: Packing, mesh: Mesh, length: int, *, samples: int) -> Described:
+    """Return the arrays of a microbatch of rows of this length, sharded as `shard_batch` does; the mesh is set."""
+    rows = packing.rows * math.prod(axis_sizes("batch").values())
+    return _sharded(packed_shapes(objective, packing, rows=rows, length=length, samples=samples), mesh)
 
 
 def describe_rows(mesh: Mesh, *, rollouts: int, max_prompt: int, max_new: int, row_multiple: int = 1) -> Described:

@@ -27,13 +27,25 @@ class Publication:
         events: EventLog,
         *,
         staleness: int,
+        evaluate_every: int | None = None,
     ):
-        """`events` receive the pushes of this process; `staleness` versions before the current one are kept."""
+        """Connect the parameter server.
+
+        Args:
+            weights: access to it.
+            controller: learns what can be pulled.
+            group: the trainer's processes.
+            events: receive the pushes of this process.
+            staleness: versions before the current one that are kept.
+            evaluate_every: of versions that are its multiples, the newest is kept too; None: there are none.
+        """
         pusher = group.broadcast(secrets.token_hex(8))  # of this start
         self._publisher = weights.publisher(pusher=pusher, process=group.index, processes=group.count)
         self._versions, self._controller = weights.directory, controller
         self._group, self._events, self._staleness = group, events, staleness
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
+        self._every = evaluate_every
+        self._evaluated: Snapshot | None = None  # the newest version to evaluate, if this process made it
         self._push: CoordinatedPush | None = None  # of the current version
 
     def start(self, version: int, params: Params) -> None:
@@ -42,12 +54,13 @@ class Publication:
         if self._group.leader:
             self._versions.rewind(version)
         self._group.barrier()
-        for snapshot in self._recent:
+        for snapshot in self._to_publish_again():
             CoordinatedPush(self._publisher.republish(snapshot), self._publisher, self._group).settle()
         self._begin(version, params)
         self.settle()
         if self._group.leader:
-            self._controller.begin(version, self._recent[0].version if self._recent else version)
+            first = self._recent[0].version if self._recent else version
+            self._controller.begin(version, first, held=self._held(version))
 
     def copied(self) -> Snapshot:
         """Return the current version on the host: after that the next update may overwrite it."""
@@ -105,13 +118,32 @@ class Publication:
                 "checksum": snapshot.checksum,
             }
             self._events.append(self._group.name, "push", seconds=round(time.monotonic() - began, 4), **what)
+            if self._every and version and version % self._every == 0:
+                self._evaluated = snapshot
+                if self._group.leader:
+                    self._versions.pin(version)
             if self._group.leader:
                 self._controller.published(version)
 
         push = self._publisher.publish_async(params, version, published)
         self._push = CoordinatedPush(push, self._publisher, self._group)
 
+    def _to_publish_again(self) -> list[Snapshot]:
+        """Return the versions before the current one that must be there, oldest first."""
+        evaluated = [self._evaluated] if self._evaluated is not None else []
+        known = {snapshot.version for snapshot in self._recent}
+        return [*(one for one in evaluated if one.version not in known), *self._recent]
+
+    def _held(self, version: int) -> int | None:
+        """Return the newest version to evaluate, if it is older than the current one and can still be pulled."""
+        newest = version - version % self._every if self._every else 0
+        if not newest or newest == version or newest not in self._versions.versions():
+            return None
+        self._versions.pin(newest)
+        return newest
+
     def _forgotten(self, version: int) -> bool:
         """Return True if the parameter server or the controller lacks what it has had from this trainer."""
-        lacking = {*(snapshot.version for snapshot in self._recent), version}.difference(self._versions.versions())
+        needed = {*(snapshot.version for snapshot in self._to_publish_again()), version}
+        lacking = needed.difference(self._versions.versions())
         return bool(lacking) or self._controller.status()["version"] < version

@@ -8,11 +8,11 @@ speaks for all with the controller and in the log. Each pushes its own part of t
 """
 
 import math
-import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, override
 
 import jax
 from flax import nnx
@@ -28,7 +28,7 @@ from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program, check_length
 from axlearn_like.training.session import Session, TrainingConfig
 from axlearn_like.training.step import State
-from mesh import UserError, make_mesh
+from mesh import make_mesh
 from mesh.distributed import ProcessGroup
 from mesh.mesh import PlaceholderDevice
 from mesh.rules import mesh_axes, use_mesh, use_rules
@@ -37,8 +37,11 @@ from rl.parameter_server.client import ParameterServerClient
 from rl.roles.protocols import BatchSource
 from rl.training.feed import PolicyFeed
 from rl.training.logprob_diff import LogprobDiff
-from rl.training.program import Described, describe_batch, describe_rows, policy_program
+from rl.training.packing import Packing
+from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
 from rl.training.publication import Publication
+
+_EVALUATION_POLL = 0.2  # seconds between two questions for the end of the last evaluation
 
 
 class PolicyTrainer(Configurable):
@@ -48,11 +51,13 @@ class PolicyTrainer(Configurable):
         objective: Objective.Config = REQUIRED
         processes: int = 1  # that share the mesh: an actor each, on a host each if there are several
         staleness: int = REQUIRED  # versions behind the current one that workers may still ask for
+        evaluate_every: int | None = REQUIRED  # versions that are its multiples are evaluated; None: none in between
         max_prompt: int = REQUIRED
         max_new: int = REQUIRED
         temperature: float = REQUIRED  # of the behaviour policy; the trainer scores under the same
         row_multiple: int = 1  # batches are padded to a multiple of this many rows
         samples_per_row: int | None = None  # of a prompt, which is computed again for every row; None: all in one row
+        packing: Packing.Config | None = None  # of rollouts into rows by length; None: rows are padded to max_new
         chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
         logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
         log_every: int = 1
@@ -66,6 +71,7 @@ class PolicyTrainer(Configurable):
                 "temperature": self.temperature,
                 "microbatches": self.microbatches,
                 "chunks": self.chunks,
+                "max_new": None if self.packing is None else self.max_new,
                 "compiler_options": self.compiler_options,
             }
             with use_rules(self.axis_rules):
@@ -77,70 +83,79 @@ class PolicyTrainer(Configurable):
             with use_mesh(mesh, self.axis_rules):
                 return describe_batch(self.objective.build(), mesh, groups=groups, samples=samples, **sizes)
 
+        def packed(self, mesh: Mesh, *, samples: int) -> dict[int, Described]:
+            """Return the arrays of a microbatch for each length of rows; `samples` are those of a group."""
+            packing = self.build_packing()
+            if packing is None:
+                return {}
+            with use_mesh(mesh, self.axis_rules):
+                describe = partial(describe_packed, self.objective.build(), packing, mesh, samples=samples)
+                return {length: describe(length) for length in packing.lengths}
+
+        def build_packing(self) -> Packing | None:
+            """Return the packing of rollouts into rows, if there is one (UserError: it does not fit)."""
+            if self.packing is None:
+                return None
+            instead = "packing.rows and packing.lengths say what a microbatch has"
+            self.require("microbatches", self.microbatches == 1, f"1 with packing: {instead}")
+            self.require("samples_per_row", self.samples_per_row is None, f"None with packing: {instead}")
+            return self.packing.build(max_prompt=self.max_prompt, max_new=self.max_new, chunks=self.chunks)
+
         def rows(self, mesh: Mesh, *, groups: int, samples: int) -> Described:
             """Return the arguments of scoring as many rollouts."""
             with use_mesh(mesh, self.axis_rules):
                 return describe_rows(mesh, rollouts=groups * samples, **self.sizes())
 
         def sizes(self) -> dict[str, int]:
+            """Return the sizes of a batch that are fields of this config."""
             return {"max_prompt": self.max_prompt, "max_new": self.max_new, "row_multiple": self.row_multiple}
 
-        def check(self) -> None:
-            """Refuse a mesh, batches or a model that do not fit each other, as far as it can be known here.
+        def check(self, devices: Sequence[Any] | None = None) -> None:
+            """Refuse, too, batches or a model that do not fit the mesh, as far as its devices are known here.
 
-            Raises:
-                UserError: names the field that does not fit.
+            `devices`: of the trainer, described; None: those of this process; empty: not known.
             """
-            if self.processes != 1:
-                self.check_processes()
-            elif not os.environ.get("RAY_ADDRESS"):  # else the devices are those of other machines
-                self.check_sizes()
+            super().check()
+            if self.processes > 1:
+                devices = devices or self.described_devices()
+            if devices is None or devices:
+                self.check_sizes(devices)
 
-        def check_sizes(self) -> Mesh:
-            """The mesh, if it fits the devices, and batches and model fit it.
+        @override
+        def check_fields(self) -> None:
+            super().check_fields()
+            self.require_least(1, "processes", "row_multiple", "chunks", "samples_per_row")
+            devices = math.prod(self.mesh.values())
+            if self.processes > 1:
+                expected = (
+                    f"axes, such as {{'fsdp': {self.processes}}}, whose devices divide over {self.processes} processes"
+                )
+                self.require("mesh", bool(self.mesh) and (devices < 0 or devices % self.processes == 0), expected)
+            self.objective.require(
+                "old_policy",
+                self.objective.old_policy != "recompute",
+                "'current' (the same, exactly) or 'behaviour': one update a batch needs no second scoring pass",
+            )
 
-            Raises:
-                UserError: naming the field that does not fit.
-            """
-            mesh = make_mesh(self.mesh, slices=self.slices)
+        def check_sizes(self, devices: Sequence[Any] | None = None) -> Mesh:
+            """Return the mesh, if it fits the devices, and batches and model fit it (else UserError)."""
+            mesh = make_mesh(self.mesh, devices, slices=self.slices)
             self.check_rows(mesh)
             self.check_model(mesh)
             return mesh
 
-        def check_processes(self) -> None:
-            """The same as far as it can be known where the devices of several processes are not seen.
-
-            Raises:
-                UserError: naming the field that does not fit.
-            """
-            if self.processes < 1:
-                raise UserError(f"trainer.processes={self.processes}; expected 1 or more")
-            if not self.mesh:
-                raise UserError(
-                    f"trainer.processes={self.processes} share a mesh, but trainer.mesh is empty; "
-                    f"expected e.g. {{'fsdp': {self.processes}}}"
-                )
-            if -1 in self.mesh.values():
-                return  # of how many devices is known in the trainer only
-            total = math.prod(self.mesh.values())
-            if total % self.processes:
-                raise UserError(
-                    f"trainer.mesh={self.mesh} has {total} devices, which do not divide over "
-                    f"trainer.processes={self.processes}"
-                )
-            mesh = make_mesh(self.mesh, [PlaceholderDevice()] * total, slices=self.slices)
-            self.check_rows(mesh)
-            self.check_model(mesh)
+        def described_devices(self) -> list[PlaceholderDevice]:
+            """Return as many devices as the mesh has; none if that is known in the trainer only."""
+            count = 0 if -1 in self.mesh.values() else math.prod(self.mesh.values())
+            return [PlaceholderDevice() for _ in range(count)]
 
         def check_rows(self, mesh: Mesh) -> None:
             """Refuse batches that do not divide over the mesh and into microbatches (UserError)."""
+            self.build_packing()
             axes = mesh_axes("batch", self.axis_rules)
             rows = math.prod(mesh.shape[axis] for axis in axes) * self.microbatches
-            if self.row_multiple % rows:
-                raise UserError(
-                    f"trainer.row_multiple={self.row_multiple} is not a multiple of "
-                    f"{' x '.join(axes)} x microbatches = {rows}"
-                )
+            fits = self.row_multiple % rows == 0
+            self.require("row_multiple", fits, f"a multiple of {' x '.join(axes)} x microbatches = {rows}")
 
         def check_model(self, mesh: Mesh) -> None:
             """Refuse layers that do not divide over the mesh, by their paths (UserError)."""
@@ -170,14 +185,10 @@ class PolicyTrainer(Configurable):
             seed: of that initialisation.
             processes: of this trainer; None: this one alone.
         """
-        cfg.check_counts()
         self.cfg, self._group = cfg, processes or ProcessGroup("trainer")
+        self._controller = controller
+        self.finished = False  # the last version is made and, if asked for, evaluated
         self._mesh, objective = cfg.check_sizes(), cfg.objective.build()
-        if not objective.single_update and objective.needs_old:
-            raise UserError(
-                "trainer.objective.old_policy='recompute' needs a second scoring pass, which one update a batch "
-                "makes superfluous; use 'current' (the same, exactly) or 'behaviour'"
-            )
         learner, group = cfg.learner.build(), self._group
         where: dict[str, Any] = {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
         config_text = run.config_path.read_text() if run.config_path.exists() else ""
@@ -185,17 +196,20 @@ class PolicyTrainer(Configurable):
             self._session = Session(cfg, run, self._mesh, group, **where, config_text=config_text)
             program = cfg.program(self._mesh, learner)
             pushes = EventLog(run.events_path)
-            self._publication = Publication(weights, controller, group, pushes, staleness=cfg.staleness)
+            kept = {"staleness": cfg.staleness, "evaluate_every": cfg.evaluate_every}
+            self._publication = Publication(weights, controller, group, pushes, **kept)
             also = {"recent": self._publication.describe(program.state["params"])}
             state, step, extras = self._session.restore_or_start(program, learner, seed=seed, params=initial, also=also)
             if extras is not None:
                 self._publication.restore(state.pop("recent"), extras["versions"])
-            sizes = cfg.sizes()
-            self.diff = LogprobDiff(program.graphdef, temperature=cfg.temperature, chunks=cfg.chunks, **sizes)
+            sizes: dict[str, Any] = {**cfg.sizes()}
+            scoring: dict[str, Any] = {"temperature": cfg.temperature, "chunks": cfg.chunks, "group": group}
+            self.diff = LogprobDiff(program.graphdef, **scoring, **sizes)
             feed = PolicyFeed(
                 *(controller, self._publication, objective, self.diff, group, self._session.events),
                 diff_every=cfg.logprob_diff_every,
                 sizes={**sizes, "samples_per_row": cfg.samples_per_row},
+                packing=cfg.build_packing(),
                 flops=partial(row_flops, cfg.model) if self._session.peak else lambda *sizes: None,
             )
             loss = SupervisedLoss.Config(chunks=cfg.chunks).build()  # of evaluators on supervised data
@@ -218,7 +232,7 @@ class PolicyTrainer(Configurable):
             self._session.clock.to("input")  # the first batch is awaited
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> int:
-        """Update until the last step or until `stop()` in any of the processes; save at the end.
+        """Update until the last step, then await the last evaluation; or until `stop()` in any process. Saves.
 
         Returns the steps completed.
         """
@@ -226,9 +240,26 @@ class PolicyTrainer(Configurable):
             self.start()
             with use_mesh(self._mesh, self.cfg.axis_rules):
                 self._loop.run(lambda: self._group.any(stop()))
+                self._await_evaluation(stop)
             self._end()
         self._group.barrier()  # a process that ends now takes nothing from the others
         return self.step
+
+    def _await_evaluation(self, stop: Callable[[], bool]) -> None:
+        """Keep the last version published until the controller has evaluated it; `finished` then says so."""
+        if self.step < self.cfg.num_steps:
+            return
+        self._publication.settle()
+        with self._session.clock.spending("evaluation"):
+            while not self.finished and not self._group.any(stop()):
+                self.finished = self._group.broadcast(self._group.leader and self._is_evaluated())
+                if not self.finished and not self._publication.restart_if_forgotten(self.step, self.state["params"]):
+                    time.sleep(_EVALUATION_POLL)
+                self._loop.beat(self.step)
+
+    def _is_evaluated(self) -> bool:
+        status = self._controller.status()
+        return status["version"] >= self.step and status["evaluating"] is None
 
     def run_once(self, timeout: float = 0.0) -> bool:
         """Make one update; False if its batch did not become complete within `timeout` seconds."""

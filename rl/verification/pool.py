@@ -8,6 +8,11 @@ A process that exceeds the deadline of an answer is killed: what it had finished
 status "timeout", the rest of its chunk is queued again. If a process dies by itself, the answer that it was scoring
 gets status "crash". If SIGKILL or SIGTERM came from outside (a preemption, the kernel
 short of memory), the answer is tried again, at most three times in all: it may not be its fault.
+
+Measured on 2026-11-22 (2,000 answers of a microsecond, two processes, CPU time per answer, three runs each): ours 30 to
+60 us; Pebble 5.2.3 330 to 385 us with a deadline for each answer, or 30 to 50 us in chunks of 100, of which one that
+hangs loses the whole chunk; loky 3.7.0 505 to 525 us, without deadlines. Here and in Pebble the rest continues 1.1 s
+after an answer that hangs (deadline 1 s). An idle process killed from outside breaks both pools; ours replaces it.
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 import abc
 import functools
 from collections.abc import Callable
+from typing import override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from rl.roles.messages import Problem
@@ -38,6 +39,7 @@ class ReasoningGymScorer(Scorer):
         # The samples of one problem arrive together, so its item is made once.
         self._problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(self._mixture.problem)
 
+    @override
     def score(self, problem_id: int, answer: str) -> float:
         score = self._mixture.score(self._problem(problem_id), answer)
         return score if self._pass_mark is None else float(score >= self._pass_mark)
@@ -52,5 +54,6 @@ class FunctionScorer(Scorer):
     def __init__(self, cfg: Config):
         self._function = cfg.function
 
+    @override
     def score(self, problem_id: int, answer: str) -> float:
         return self._function(problem_id, answer)

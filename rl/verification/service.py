@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from mesh.errors import UserError
 from rl.roles.messages import Score
 from rl.verification.pool import WorkerPool
 from rl.verification.scorers import Scorer
@@ -27,17 +26,14 @@ class Verifier(Configurable):
         """Address space of a process, as an answer may ask for 9**9**9; beyond it the scorer gets a
         MemoryError. 0: no limit."""
 
-        def check(self) -> None:
-            """Refuse settings that cannot be; the processes are started and ended."""
-            self.build().close()
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "processes")
+            self.require_least(0, "memory_mb")
+            for field in ("deadline_s", "start_deadline_s"):
+                self.require(field, getattr(self, field) > 0, "seconds, more than 0")
 
     def __init__(self, cfg: Config):
-        if cfg.processes < 1 or cfg.deadline_s <= 0 or cfg.start_deadline_s <= 0:
-            raise UserError(
-                "Verifier.Config needs processes >= 1 and deadlines > 0, got "
-                f"processes={cfg.processes}, deadline_s={cfg.deadline_s}, "
-                f"start_deadline_s={cfg.start_deadline_s}"
-            )
         self._pool = WorkerPool(
             cfg.scorer,
             processes=cfg.processes,

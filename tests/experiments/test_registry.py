@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from axlearn_like.config import ConfigError, set_path
+from axlearn_like.config import ConfigError, path_of, set_path
 from experiments import registry
 from mesh.errors import UserError
 from tests.axlearn_like.config.zoo import Model
@@ -36,7 +36,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_every_experiment_of_the_package_is_a_config_under_its_name():
     for name in registry.entries():
-        assert registry.get(name)._path == name
+        assert path_of(registry.get(name)) == name
 
 
 def test_names_are_read_without_importing_a_module_of_the_package(checkout: Path):
@@ -99,7 +99,7 @@ def test_what_cannot_be_found_or_called_is_refused():
 
 def test_a_file_out_of_the_tree(outside: str):
     assert registry.get(f"{outside}:my_run") == Model.Config(dim=3)
-    assert registry.get("outside_of_the_tree:my_run")._path == "my_run"
+    assert path_of(registry.get("outside_of_the_tree:my_run")) == "my_run"
     with pytest.raises(UserError, match="has no function 'my_rum'; did you mean 'my_run'"):
         registry.get(f"{outside}:my_rum")
     with pytest.raises(UserError, match="returned 3, not a config"):

@@ -1,5 +1,8 @@
 """Names of devices as mesh rules match them."""
 
+import os
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -45,3 +48,25 @@ def test_a_mesh_that_does_not_divide_over_processes_is_refused():
         configure_cpu_devices({"fsdp": 3}, 2)
     with pytest.raises(UserError, match="mesh={} has 1 devices"):
         configure_cpu_devices({}, 2)
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_force_host_platform_device_count=3"])
+def test_devices_are_described_as_a_process_sees_them_that_opens_them(flags: str):
+    code = (
+        "import jax; from mesh.devices import find_devices as f, one_device_per_core as g; found = f(); g();"
+        "print([(d.platform, d.device_kind) for d in found] == [(d.platform, d.device_kind) for d in jax.devices()])"
+    )
+    environment = {**os.environ, "XLA_FLAGS": flags}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "True\n"
+
+
+def test_a_process_that_must_not_open_devices_fails_when_it_does():
+    code = (
+        "import jax; from mesh.devices import find_devices, forbid_devices\n"
+        "with forbid_devices('the tester'):\n"
+        "    jax.eval_shape(lambda: jax.numpy.zeros(3)); print(len(find_devices())); jax.numpy.zeros(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and int(done.stdout) >= 1
+    assert "the tester must not open devices, which belong to the processes of the roles" in done.stderr

@@ -54,6 +54,7 @@ def test_an_unknown_axis_is_answered_with_the_right_one():
         ({"tensor": 2, "data": 8}, "there are 8 (cpu); data 4 x tensor 2 would fit"),
         ({"fsdp": -1, "tensor": 3}, "fsdp 2 x tensor 3 needs 6 devices but there are 8 (cpu); fsdp 8 would fit"),
         ({"fsdp": -1, "tensor": 16}, "needs 16 devices but there are 8 (cpu); fsdp 8 would fit"),
+        ({"tensor": 2}, "tensor 2 needs 2 devices but there are 8 (cpu); fsdp 4 x tensor 2 would fit"),
     ],
 )
 def test_a_product_that_does_not_fit_comes_with_one_that_does(shape, words):

@@ -19,6 +19,7 @@ def test_one_process_agrees_with_itself():
     value = object()  # nothing is sent, so it need not be JSON
     assert alone.broadcast(value) is value
     assert alone.any(True) and not alone.any(False)
+    assert alone.gather(value) == [value]
     alone.barrier()
     assert to_host(jax.numpy.arange(3)).tolist() == [0, 1, 2]
 
@@ -28,6 +29,7 @@ def test_two_processes_agree_and_share_one_mesh():
     assert [leader["name"], other["name"]] == ["trainer", "trainer-1"]
     assert leader["shared"] == other["shared"] == [["of", "the leader", 0], None, {"a": 1}]
     assert leader["any"] == other["any"] == [True, True, False]
+    assert leader["gathered"] == other["gathered"] == [{"index": 0}, {"index": 1}]
     assert leader["second"] == other["second"] == "of the second program"
     assert set(other["told"]) == {"trainer"}
     assert "trainer-1 has waited" in other["late"] and "for trainer" in other["late"]
@@ -57,6 +59,7 @@ def agree(address: str, index: int) -> dict[str, Any]:
     values = ["of", "the leader", index], None if index == 0 else 1, {"a": 1}
     found["shared"] = [ours.broadcast(value) for value in values]
     found["any"] = [ours.any(index == 0), ours.any(index == 1), ours.any(False)]
+    found["gathered"] = ours.gather({"index": index})
     for _ in range(20):
         ours.broadcast("again")
         ours.barrier()

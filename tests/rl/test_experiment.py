@@ -14,10 +14,12 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
 from rl.evaluation.evaluator import Evaluation
-from rl.experiment import RLExperiment, warm_start_directory
+from rl.experiment import RLExperiment
 from rl.parameter_server.client import connect_local
 from rl.rollout.sampling import Sampler
+from rl.serving.policy import load_params, newest_weights
 from rl.tasks.mixture import TaskFamily, TaskMixture, encode_prompt
+from rl.training.warm_start import warm_start_directory
 from tests.axlearn_like.tiny import tiny_trainer
 from tests.rl.parameter_server.small import pull
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
@@ -84,14 +86,14 @@ def test_leases_of_a_controllers_next_incarnation_are_others(tmp_path: Path):
 # ---- version 0
 
 
-def test_the_first_version_is_the_same_for_trainer_evaluation_and_workers(tmp_path: Path):
+def test_the_first_version_is_the_same_for_trainer_server_and_workers(tmp_path: Path):
     cfg = tiny_experiment()
     experiment = cfg.build()
     with tiny_run(tmp_path / "r", cfg) as run:
         weights = connect_local(experiment.make_parameter_server())
         trainer = experiment.make_trainer(run, experiment.make_controller(run), weights)
         trainer.start()
-        expected = host(experiment.initial_params(run, make_mesh()))
+        expected = host(load_params(experiment, None, make_mesh()))
         assert host(trainer.state["params"]) == expected
         assert host(pull(weights, trainer.state["params"], 0)) == expected
         assert any(np.any(np.frombuffer(x, np.float32) != 0) for x in expected.values())
@@ -111,7 +113,7 @@ def test_after_a_warm_start_the_first_version_is_its_result(tmp_path: Path):
         weights = connect_local(experiment.make_parameter_server())
         trainer = experiment.make_trainer(run, experiment.make_controller(run), weights)
         assert host(trainer.state["params"]) == host(learned)
-        assert host(experiment.initial_params(run, make_mesh())) == host(learned)
+        assert host(load_params(experiment, newest_weights(run), make_mesh())) == host(learned)
         assert (trainer.step, int(trainer.state["step"])) == (0, 0)
 
 
@@ -120,13 +122,13 @@ def test_after_a_warm_start_the_first_version_is_its_result(tmp_path: Path):
 
 @pytest.mark.parametrize("sampler", [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
 def test_a_truncating_sampler_is_refused_for_training(sampler: dict[str, Any]):
-    with pytest.raises(UserError, match="sampler: training needs the whole distribution"):
+    with pytest.raises(UserError, match="sampler: expected the whole distribution"):
         tiny_experiment(sampler=Sampler.Config(**sampler)).check()
 
 
 def test_too_few_kept_versions_are_refused_with_the_number_needed():
     cfg = tiny_experiment(staleness=3)
-    with pytest.raises(UserError, match="keep=4 is too few for staleness=3: .* expected 5 or more"):
+    with pytest.raises(UserError, match=r"^RLExperiment\.parameter_server\.keep: expected 5 or more .* got 4"):
         cfg.check()
     cfg.parameter_server.keep = 5
     cfg.check()
@@ -158,5 +160,5 @@ def test_check_refuses_a_held_out_prompt_that_is_too_long():
 
 
 def test_check_refuses_more_tries_than_samples():
-    with pytest.raises(UserError, match="pass@4 needs as many samples of a problem; samples=2"):
+    with pytest.raises(UserError, match=r"RLExperiment\.samples: expected 4 or more, for pass@4 .*, got 2"):
         tiny_experiment(samples=2).check()

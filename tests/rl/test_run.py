@@ -14,7 +14,7 @@ from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.run import RLRun
 from tests.rl.runtime.ray.command import Command
-from tests.rl.runtime.ray.experiments import assert_same_outcome, parameters, run_here, warmed
+from tests.rl.runtime.ray.experiments import assert_same_outcome, evaluated, parameters, run_here, warmed
 from tests.rl.tiny import tiny_experiment
 
 pytestmark = pytest.mark.timeout(900)  # processes that start processes: a busy machine takes long
@@ -120,6 +120,26 @@ def test_ctrl_c_in_the_warm_start_is_resumed_to_the_same_policy(tmp_path: Path) 
         assert RLRun(warmed().build(), say=said.append).run(folder, runtime="inprocess") is not None
     assert_same_outcome(path, expected)
     assert parameters(path)
+
+
+def test_roles_do_all_work_on_devices_and_the_driver_opens_none(tmp_path: Path) -> None:
+    """The command ends with an error if anything in its own process opens a device (see `forbid_devices`)."""
+    with Command(tmp_path / "run", "evaluated", "--set", "workers=1") as command:
+        assert command.wait() == 0, command.output()
+    run_here(tmp_path / "expected", evaluated())
+    assert_same_outcome(tmp_path / "run", tmp_path / "expected")
+    for name in ("eval_before.json", "eval_after.json", "rollouts/eval_before.jsonl", "rollouts/eval_after.jsonl"):
+        assert (tmp_path / "run" / name).read_text() == (tmp_path / "expected" / name).read_text()
+    supervised = [
+        [row["loss"] for row in read_rows(tmp_path / name / "warm_start" / "metrics.jsonl")]
+        for name in ("run", "expected")
+    ]
+    assert supervised[0] == supervised[1] and len(supervised[0]) == 4
+    assert {row["role"] for row in read_rows(tmp_path / "run" / "events.jsonl") if row["event"] == "evaluate"} == {
+        "worker-0"
+    }
+    phases = [row["phase"] for row in read_rows(tmp_path / "run" / "events.jsonl") if row["event"] == "phase"]
+    assert phases[0] == "sft" and phases[-1] == "eval_after"  # those between may be shorter than a look at them
 
 
 def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from experiments import registry
 from mesh import UserError, make_mesh
 from mesh.cost.program import Program, Programs
+from rl.training.packing import Packing
 from tools.aot.programs import find_program, tuning_of
 from tools.experiment import check_command
 
@@ -89,6 +90,20 @@ def test_an_update_and_a_scoring_of_an_rl_experiment():
     assert score.rows >= cfg.groups * cfg.samples and score.length >= cfg.max_prompt + cfg.max_new - 1
     assert train.flops > score.flops > 0
     assert cfg.tuning().edits({"fsdp": 2}, "nothing", 2)["trainer.mesh"] == {"fsdp": 2}
+
+
+def test_an_update_by_packed_rows_has_a_program_for_each_length():
+    cfg: Any = registry.get("demo")
+    cfg.trainer.set(packing=Packing.Config(lengths=(2 * cfg.max_new, cfg.max_new), rows=3))
+    known = cfg.programs(jax.devices()[:1])
+    assert set(known) == {"train", f"train_{cfg.max_new}", "update", "score", "prefill", "decode"}
+    train, short = known["train"](), known[f"train_{cfg.max_new}"]()
+    trunk = cfg.max_prompt - 1
+    assert (train.rows, train.length, short.length) == (3, trunk + 2 * cfg.max_new, trunk + cfg.max_new)
+    assert train.flops > short.flops > 0
+    for program in (train, short):
+        assert "dot_general" in str(program.trace().jaxpr)
+    assert known["update"]().trace().jaxpr
 
 
 def test_the_wrong_command_is_named():

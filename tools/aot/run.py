@@ -21,9 +21,9 @@ class Outcome(NamedTuple):
     report: Report
 
 
-def load_for(experiment: str, sets: Sequence[str], topology: Topology) -> ConfigBase[Any]:
-    """Return the experiment's config as it would be on these devices: mesh rules first, then the edits."""
-    return load_experiment(experiment, sets, device=lambda: device_name(topology_devices(topology)))
+def load_for(experiment: str, sets: Sequence[str], topology: Topology, applied: Sequence[str] = ()) -> ConfigBase[Any]:
+    """Return the experiment's config as it would be on these devices: mesh rules first, then modifiers and edits."""
+    return load_experiment(experiment, sets, device=lambda: device_name(topology_devices(topology)), applied=applied)
 
 
 def compile_experiment(

@@ -34,6 +34,9 @@ def print_report(report: Report, advice: Iterable[str] = (), console: Console | 
     if report["estimated_step_s"] is not None:
         bounds = ", ".join(f"{name} {seconds:.4g}" for name, seconds in report["roofline_s"].items())
         least, most = EXPECTED
+        if report["unknown_loops"]:
+            guessed = f"{report['unknown_loops']} loops of unknown length count once in all that follows"
+            console.print(Text(guessed, style="red"))
         console.print(Text(f"lower bounds in s: {bounds}"))
         console.print(
             Text(

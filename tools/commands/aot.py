@@ -10,16 +10,16 @@ import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError
+from tools.experiment import edit_options
 
-STEPS = ("train", "eval", "score", "prefill", "decode")
+STEP_HELP = "What to compile: train, eval, score, prefill or decode; of packed rows also train_LENGTH and update."
 
 
 @click.command("aot")
-@click.argument("experiment")
+@edit_options
 @click.option("--topology", "topology_text", required=True, help="Generation and chips, e.g. v5p:8x8x16, or v5p-2048.")
 @click.option("--slices", default=1, show_default=True, help="Slices of that topology, joined by the network.")
-@click.option("--step", type=click.Choice(STEPS), default="train", show_default=True, help="What to compile.")
-@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change one field first. May be repeated.")
+@click.option("--step", default="train", show_default=True, help=STEP_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 @click.option("--sweep", is_flag=True, help="Search mesh shapes, remat and microbatches for the best step that fits.")
 @click.option("--sweep-limit", default=12, show_default=True, type=click.IntRange(1), help="Compilations of a sweep.")
@@ -36,6 +36,7 @@ def command(
     topology_text: str,
     slices: int,
     step: str,
+    applied: tuple[str, ...],
     sets: tuple[str, ...],
     as_json: bool,
     sweep: bool,
@@ -68,7 +69,7 @@ def command(
     chosen = {name: value for name, _, value in (option.partition("=") for option in options)}
     from tools.aot.run import compile_experiment, load_for
 
-    cfg = load_for(experiment, sets, topology)
+    cfg = load_for(experiment, sets, topology, applied)
     if sweep:
         from tools.aot.candidates import Space
         from tools.aot.plot import draw_sweep
@@ -76,7 +77,7 @@ def command(
 
         space = Space(tuple(map(_mesh, meshes)), remats, microbatches)
         found = run_sweep(cfg, topology, limit=sweep_limit, cache=sweep_cache, options=chosen, space=space)
-        result = {"experiment": experiment, "set": sets, **found}
+        result = {"experiment": experiment, "apply": applied, "set": sets, **found}
         if plot:
             plot.write_text(draw_sweep(result))
         click.echo(json.dumps(result)) if as_json else print_sweep(result)

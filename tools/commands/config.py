@@ -11,7 +11,7 @@ from rich.text import Text
 from axlearn_like.config import ConfigBase, resolve, to_text, walk_configs
 from axlearn_like.config import diff as config_diff
 from experiments import registry
-from tools.experiment import load_experiment
+from tools.experiment import edit_options, load_experiment
 
 Build = Callable[[ConfigBase[Any]], Any]
 _UNWRAPPED = 1000  # columns
@@ -37,6 +37,7 @@ def show(
     resolved: bool = False,
     build: Build | None = None,
     console: Console | None = None,
+    applied: Sequence[str] = (),
 ) -> None:
     """Print an experiment's config as text.
 
@@ -46,10 +47,12 @@ def show(
         resolved: build it and show the values that parents have filled in.
         build: how to build it for `resolved`; plain `cfg.build()` by default.
         console: where to print.
+        applied: modifiers, before the edits.
     """
-    cfg = load_experiment(experiment, sets)
-    if resolved and build is None and hasattr(cfg._owner, "resolved"):
-        cfg = cfg.build().resolved()  # the experiment itself defines how its roles are built
+    cfg = load_experiment(experiment, sets, applied=applied)
+    own: Any = getattr(cfg, "resolved", None)
+    if resolved and build is None and own is not None:
+        cfg = own()  # the experiment itself defines how its roles are built
     elif resolved:
         cfg = resolve(cfg, build)
     _print_lines(to_text(cfg).splitlines(), console)
@@ -83,23 +86,23 @@ def _list() -> None:
 
 
 @command.command("show")
-@click.argument("experiment")
-@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change one field first.")
+@edit_options
 @click.option("--resolved", is_flag=True, help="Build it and show what parents filled in.")
-def _show(experiment: str, sets: tuple[str, ...], resolved: bool) -> None:
+def _show(experiment: str, applied: tuple[str, ...], sets: tuple[str, ...], resolved: bool) -> None:
     """Print the config of EXPERIMENT, one `path: value` to a line; the text parses back."""
-    show(experiment, sets, resolved)
+    show(experiment, sets, resolved, applied=applied)
 
 
 @command.command("kernels")
-@click.argument("experiment")
-@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change one field first.")
+@edit_options
 @click.option("--platform", type=click.Choice(["tpu", "gpu", "cpu"]), default="tpu", show_default=True)
 @click.option("--length", default=4096, show_default=True, type=click.IntRange(1), help="Tokens of a row.")
 @click.option("--sequence", default=1, show_default=True, type=click.IntRange(1), help="Devices that share a row.")
-def _kernels(experiment: str, sets: tuple[str, ...], platform: str, length: int, sequence: int) -> None:
+def _kernels(
+    experiment: str, applied: tuple[str, ...], sets: tuple[str, ...], platform: str, length: int, sequence: int
+) -> None:
     """Print which attention kernel each model of EXPERIMENT gets on a platform, and why not another."""
-    cfg = load_experiment(experiment, sets)
+    cfg = load_experiment(experiment, sets, applied=applied)
     lines = list(kernels(cfg, platform=platform, length=length, cp_size=sequence))
     _print_lines(lines or [f"{experiment} has no decoder"], None)
 

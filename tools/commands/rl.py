@@ -8,12 +8,8 @@ from typing import Literal
 import click
 
 from experiments.registry import check_name
-from tools.experiment import (
-    check_command,
-    default_run_dir,
-    experiment_options,
-    load_experiment,
-)
+from mesh.errors import UserError
+from tools.experiment import default_run_dir, experiment_options
 
 DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
 
@@ -27,6 +23,14 @@ DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
     show_default=True,
     help="Each role in a process of its own, or all in this one.",
 )
+@click.option(
+    "--fleet",
+    metavar="ROLE=DEVICES,...",
+    help="Devices of the roles, e.g. trainer=v5p:8x8x8,workers=64xv5p:2x2x1; `here` is this machine.  "
+    "[default: the experiment's]",
+)
+@click.option("--plan", "plan_only", is_flag=True, help="Print hosts, meshes and memory of each role; start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --plan: print one JSON object as the last line.")
 @click.option("--force", is_flag=True, help="Resume in the run directory of another config.")
 @click.option(
     "--kill-worker-after",
@@ -42,6 +46,9 @@ def command(
     seed: int | None,
     run_dir: Path | None,
     runtime: Literal["inprocess", "ray"],
+    fleet: str | None,
+    plan_only: bool,
+    as_json: bool,
     force: bool,
     kill_worker_after: float | None,
 ) -> None:
@@ -50,13 +57,19 @@ def command(
     Ctrl-C or SIGTERM saves and stops all roles; the same command resumes.
     """
     check_name(experiment)
-    # Another process queries the devices: while roles run in processes of their own, this one must not open them.
-    from mesh.devices import device_name_in_subprocess, one_device_per_core
+    if as_json and not plan_only:
+        raise UserError("--json belongs to --plan; a run writes report.json into its directory")
+    from mesh.devices import forbid_devices, one_device_per_core
 
-    cfg = load_experiment(experiment, sets, seed, device=device_name_in_subprocess, applied=applied)
+    if runtime == "ray":
+        click.get_current_context().with_resource(forbid_devices("the driver of an RL run"))
+    from tools.fleet import load_placed, print_plan
+
+    placed = load_placed(experiment, sets, seed, applied, fleet)
+    cfg = placed.cfg
+    if plan_only:
+        return print_plan(experiment, placed, as_json=as_json)
     from mesh.compilation import enable_compilation_cache
-
-    check_command(cfg, "rl", experiment)
     from rl.run import RLRun
 
     one_device_per_core()

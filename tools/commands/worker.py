@@ -19,7 +19,11 @@ def command(run_dir: Path, name: str | None) -> None:
     It runs on this machine, or on another of the run's Ray cluster where RUN_DIR is visible. The results do not depend
     on it. Ctrl-C or SIGTERM hands back its work; otherwise it ends with the run.
     """
+    from axlearn_like.run.directory import RunDirectory
     from mesh.compilation import enable_compilation_cache
+    from rl.runtime.cluster_file import read_cluster
+
+    read_cluster(RunDirectory.attach(run_dir))  # sets Ray's token, which Ray reads when it is imported
     from rl.runtime.ray.elastic_workers import run_elastic_worker
 
     enable_compilation_cache()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from axlearn_like.operations.goodput import CAUSES, Account, account, account_lines
+from tools.report.cards import bars
 from tools.report.load import Row, Run, mapping, number
 from tools.report.words import duration
 
@@ -15,10 +14,10 @@ def _account(run: Run) -> Account:
 
 def _sound(row: Row) -> bool:
     """Return whether a row is irrelevant to the time account, or has all fields of its kind."""
-    wanted = {"train_begin": ("began", "step"), "spent": ("since", "step")}.get(str(row.get("event")), ())
+    wanted = {"train_begin": ("began", "step"), "goodput": ("since", "step")}.get(str(row.get("event")), ())
     causes = mapping(row.get("causes")).values()
     return all(number(value) is not None for value in (*(row.get(name) for name in wanted), *causes)) and (
-        row.get("event") != "spent" or bool(causes)
+        row.get("event") != "goodput" or bool(causes)
     )
 
 
@@ -33,15 +32,7 @@ def section(run: Run) -> str:
     if not found.total:
         return ""
     shares = found.shares()
-    most = max(shares.values())
-    bars = "".join(
-        f'<span>{escape(CAUSES[cause])}</span><i style="width:{100 * share / most:.1f}%"></i>'
-        f"<b>{duration(found.seconds[cause])}, {share:.1%}</b>"
-        for cause, share in shares.items()
-    )
+    sizes = {CAUSES[cause]: (one, f"{duration(found.seconds[cause])}, {one:.1%}") for cause, one in shares.items()}
     plural = "es" if found.sessions != 1 else ""
-    whole = f'<span class="meta">{duration(found.total)} in {found.sessions} process{plural}</span>'
-    return (
-        f'<div class="card"><div class="head"><h3>Goodput {shares.get("step", 0.0):.1%}</h3>{whole}</div>'
-        f'<div class="bar">{bars}</div></div>'
-    )
+    note = f"{duration(found.total)} in {found.sessions} process{plural}"
+    return bars(f"Goodput {shares.get('step', 0.0):.1%}", note, sizes)

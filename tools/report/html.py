@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from tools.report import invariants, sections, timeline
+from tools.report.cards import table, table_card
 from tools.report.charts import dumbbells
 from tools.report.headline import headline
 from tools.report.load import Run, mapping, number
@@ -76,52 +77,32 @@ def _tasks(run: Run) -> str:
     keys = pass_keys(run)
     if not keys:
         return ""
-    figures = "".join(dumbbells(run, key) for key in keys)
-    heads = "".join(
-        f'<th class="num">{key} before</th><th class="num">after</th><th class="num">points</th>' for key in keys
-    )
     rows = []
-    for index, (name, _, _) in enumerate(scores(run, keys[0])):
-        cells = ""
+    for name, before, after in scores(run, keys[0]):
+        cells = [escape(name), plain((after or before).get("problems"))]
         for key in keys:
-            _, before, after = list(scores(run, key))[index]
             for part in (before, after):
                 ci = interval(part.get(f"{key}_ci"))
-                cells += f'<td class="num">{percent(part.get(key))}<br><span class="ci">{ci}</span></td>'
-            cells += f'<td class="num">{points(before.get(key), after.get(key))}</td>'
-        _, before, after = list(scores(run, keys[0]))[index]
-        count = plain((after or before).get("problems"))
-        mean = ' class="mean"' if index == 0 else ""
-        rows.append(f'<tr{mean}><td>{escape(name)}</td><td class="num">{count}</td>{cells}</tr>')
-    table = (
-        f'<table><thead><tr><th>Task family</th><th class="num">problems</th>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>"
-    )
+                cells.append(f'{percent(part.get(key))}<br><span class="ci">{ci}</span>')
+            cells.append(points(before.get(key), after.get(key)))
+        rows.append(cells)
+    heads = ["Task family", "problems", *(head for key in keys for head in (f"{key} before", "after", "points"))]
     return (
         '<p class="lead">Held-out problems that training never saw, answered before and after '
         "RL, in per cent with 95&nbsp;% confidence intervals.</p>"
-        f'<div class="grid2">{figures}</div><div class="card scroll">{table}</div>'
+        f'<div class="grid2">{"".join(dumbbells(run, key) for key in keys)}</div>'
+        f'<div class="card scroll">{table(heads, rows, range(1, len(heads)), first="mean")}</div>'
     )
 
 
 def _kills(run: Run) -> str:
-    if not run.kills:
-        return ""
-    rows = "".join(
-        f"<tr><td class=id>{escape(str(kill.get('target')))}</td>"
-        f"<td class=num>{plain(kill.get('step'))}</td>"
-        f"<td class=num>{duration(kill.get('detected_s'))}</td>"
-        f"<td class=num>{duration(kill.get('replaced_s'))}</td>"
-        f"<td class=num>{duration(kill.get('lost_s'))}</td></tr>"
+    rows = [
+        [f"<span class=id>{escape(str(kill.get('target')))}</span>", plain(kill.get("step"))]
+        + [duration(kill.get(key)) for key in ("detected_s", "replaced_s", "lost_s")]
         for kill in run.kills
-    )
-    heads = "".join(
-        f"<th class=num>{name}</th>" for name in ("at RL step", "noticed after", "replaced after", "run lost")
-    )
-    return (
-        f'<div class="card scroll"><h3>Kills</h3><table><thead><tr><th>role</th>{heads}</tr>'
-        f"</thead><tbody>{rows}</tbody></table></div>"
-    )
+    ]
+    heads = ("role", "at RL step", "noticed after", "replaced after", "run lost")
+    return table_card("Kills", table(heads, rows, range(1, 5)))
 
 
 def _config(run: Run) -> str:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl.audit.invariants import Finding, check_run
+from tools.report import cards
 from tools.report.load import Run
 
 _SHOWN = 5  # lines of details for each broken invariant
@@ -41,18 +42,11 @@ def verdict(finding: Finding) -> str:
 
 def section(run: Run) -> str:
     """Return the page's table."""
-    rows = "".join(
-        f"<tr><td>{escape(finding.invariant)}</td><td>{verdict(finding)}</td><td class=num>{finding.checked}</td>"
-        f"<td>{'<br>'.join(map(escape, words(finding)))}</td></tr>"
-        for finding in findings(run)
-    )
-    if not rows:
-        return ""
-    heads = "<th>what must hold</th><th></th><th class=num>facts</th><th></th>"
-    return (
-        f'<div class="card scroll"><h3>Invariants</h3><table><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
+    rows = [
+        [escape(one.invariant), verdict(one), str(one.checked), "<br>".join(map(escape, words(one)))]
+        for one in findings(run)
+    ]
+    return cards.table_card("Invariants", cards.table(("what must hold", "", "facts", ""), rows, numeric=(2,)))
 
 
 def table(found: list[Finding]) -> Table:

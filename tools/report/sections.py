@@ -5,10 +5,20 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from tools.report import goodput, svg, weights
+from tools.report import goodput, svg
+from tools.report.cards import bars, table, table_card
 from tools.report.charts import FULL, Curve, curves, small_multiples
 from tools.report.load import Points, Run, mapping, number
 from tools.report.words import duration, label
+
+_TRANSFER_KINDS = ("median", "max")
+_TRANSFERS = {
+    "push": "from an update's end until its version could be pulled",
+    "transfer": "of a version to a worker's devices, most of it beside drawing",
+    "wait": "of a worker for a version that was not there yet",
+    "pause": "in which a worker did not draw because of new weights",
+    "age": "of a version, since its publication, when a worker began to use it",
+}
 
 
 def reward(run: Run) -> str:
@@ -129,7 +139,7 @@ def speed(run: Run) -> str:
         ],
         y_label="seconds",
     )
-    return _grid(tokens, waits, *_supervised(run)) + weights.section(run) + _phases(run) + goodput.section(run)
+    return _grid(tokens, waits, *_supervised(run)) + weight_transfers(run) + _phases(run) + goodput.section(run)
 
 
 def _supervised(run: Run) -> tuple[str, str]:
@@ -157,20 +167,9 @@ def _phases(run: Run) -> str:
     known = {key: value for key, value in spent.items() if value is not None}
     order = [key for key in ("setup", "sft", "eval_before", "rl", "eval_after") if key in known]
     order += [key for key in known if key not in order]
-    if not order:
-        return ""
-    most = max(max(known.values()), 1e-9)
-    bars = "".join(
-        f'<span>{escape(label(key))}</span><i style="width:{100 * known[key] / most:.1f}%"></i>'
-        f"<b>{duration(known[key])}</b>"
-        for key in order
-    )
     total = number(run.report.get("seconds"))
-    whole = f'<span class="meta">{duration(total)} in all</span>' if total is not None else ""
-    return (
-        f'<div class="card"><div class="head"><h3>Wall time by phase</h3>{whole}</div>'
-        f'<div class="bar">{bars}</div></div>'
-    )
+    note = f"{duration(total)} in all" if total is not None else ""
+    return bars("Wall time by phase", note, {label(key): (known[key], duration(known[key])) for key in order})
 
 
 def health(run: Run) -> str:
@@ -225,3 +224,19 @@ def _one(
 def _grid(*figures: str) -> str:
     kept = "".join(figures)
     return f'<div class="grid2">{kept}</div>' if kept else ""
+
+
+def weight_transfers(run: Run) -> str:
+    """Return the seconds of each stage of a weight transfer, and bytes; nothing if the run has no report yet."""
+    figures = mapping(run.report.get("weights"))
+    rows = [
+        [name, escape(what), *(f"{number(mapping(figures[name]).get(kind)) or 0.0:.3f}" for kind in _TRANSFER_KINDS)]
+        for name, what in _TRANSFERS.items()
+        if name in figures
+    ]
+    pulled, travelled = (number(figures.get(name)) or 0.0 for name in ("pulled_bytes", "network_bytes"))
+    below = (
+        f"<p>{pulled / 1e6:,.1f} MB pulled, of which {travelled / 1e6:,.1f} MB "
+        "travelled over sockets; the rest was mapped or encoded away.</p>"
+    )
+    return table_card("Weights on their way", table(("seconds", "", *_TRANSFER_KINDS), rows, numeric=(2, 3)), below)

@@ -3,6 +3,9 @@
 Colours are classes (``c1`` ... ``c8``, ``muted``, ``accent``) that the page's style sheet
 resolves for light and dark, so a figure is drawn once for both. Values that come from a run are
 escaped here and nowhere else.
+
+Not matplotlib (3.11.2, the reward curve of 320 steps, 2026-11-22): 1.2 CPU seconds to import; 271 kB and 1.1 s for two
+widths and two themes, without tooltips, since its SVG has fixed colours. Here 30 kB and 0.02 s, with 107 tooltips.
 """
 
 from __future__ import annotations
@@ -143,46 +146,25 @@ class Plot:
         y_label: str = "",
         log: bool = False,
         y_format: Callable[[float], str] = number_label,
-        left: int = 46,
-        x_ticks: list[float] | None = None,
-        x_format: Callable[[float], str] = number_label,
-        y_ticks: list[float] | None = None,
     ) -> None:
         self.width, self.height, self.name = width, height, name
-        self.left, self.right, self.top, self.bottom = left, width - 12, 26, height - 34
+        self.left, self.right, self.top, self.bottom = 46, width - 12, 26, height - 34
         self.x = Scale(*_wide(x), self.left, self.right)
         self.y = Scale(*_wide(y), self.bottom, self.top, log)
         self.parts: list[str] = []
-        if x_ticks is None:
-            x_ticks = nice_ticks(self.x.lo, self.x.hi, max(3, width // 72))
-        if y_ticks is None:
-            y_ticks = (log_ticks if log else nice_ticks)(self.y.lo, self.y.hi, max(3, height // 52))
         y_format = power_label if log else y_format
-        for tick in y_ticks:
-            row = self.y(tick)
-            self.parts.append(
-                element(
-                    "path",
-                    d=f"M{self.left} {row:.1f}H{self.right}",
-                    class_="grid" if tick else "axis",
-                )
-            )
-            self.parts.append(text(self.left - 8, row + 4, y_format(tick), text_anchor="end", class_="tick"))
-        for tick in x_ticks:
-            self.parts.append(
-                text(
-                    self.x(tick),
-                    self.bottom + 17,
-                    x_format(tick),
-                    text_anchor="middle",
-                    class_="tick",
-                )
-            )
-        self.parts.append(element("path", d=f"M{self.left} {self.bottom}H{self.right}", class_="axis"))
+        for tick in (log_ticks if log else nice_ticks)(self.y.lo, self.y.hi, max(3, height // 52)):
+            row, style = self.y(tick), "grid" if tick else "axis"
+            self.add(element("path", d=f"M{self.left} {row:.1f}H{self.right}", class_=style))
+            self.add(text(self.left - 8, row + 4, y_format(tick), text_anchor="end", class_="tick"))
+        for tick in nice_ticks(self.x.lo, self.x.hi, max(3, width // 72)):
+            words = number_label(tick)
+            self.add(text(self.x(tick), self.bottom + 17, words, text_anchor="middle", class_="tick"))
+        self.add(element("path", d=f"M{self.left} {self.bottom}H{self.right}", class_="axis"))
         if y_label:
-            self.parts.append(text(2, 13, y_label, class_="unit"))
+            self.add(text(2, 13, y_label, class_="unit"))
         if x_label:
-            self.parts.append(text(self.right, self.height - 3, x_label, text_anchor="end", class_="unit"))
+            self.add(text(self.right, self.height - 3, x_label, text_anchor="end", class_="unit"))
 
     def add(self, *parts: str) -> None:
         """Add markup over everything drawn so far."""
@@ -194,20 +176,20 @@ class Plot:
             self.dots(points, style, radius=3)
         elif points:
             path = "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
-            self.parts.append(element("path", d=f"M{path}", class_=f"line {style}"))
+            self.add(element("path", d=f"M{path}", class_=f"line {style}"))
 
     def dots(self, points: Sequence[Point], style: str, radius: float = 1.8) -> None:
         """Draw one small disc per point, as a single path of round caps to keep the file small."""
         if points:
             path = "".join(f"M{self.x(x):.1f} {self.y(y):.1f}h0" for x, y in points)
-            self.parts.append(element("path", d=path, class_=f"dots {style}", stroke_width=2 * radius))
+            self.add(element("path", d=path, class_=f"dots {style}", stroke_width=2 * radius))
 
     def area(self, points: Sequence[tuple[float, float, float]], style: str) -> None:
         """Draw a band between lower and upper values, given as (x, lower, upper)."""
         if len(points) > 1:
             upper = "L".join(f"{self.x(x):.1f} {self.y(high):.1f}" for x, _, high in points)
             lower = "L".join(f"{self.x(x):.1f} {self.y(low):.1f}" for x, low, _ in reversed(points))
-            self.parts.append(element("path", d=f"M{upper}L{lower}Z", class_=f"band {style}"))
+            self.add(element("path", d=f"M{upper}L{lower}Z", class_=f"band {style}"))
 
     def rule(self, x: float, style: str, tip: str, words: str = "", before: bool = False) -> None:
         """Draw a vertical line with a tooltip and, if there are words, a label right of its top."""
@@ -218,7 +200,7 @@ class Plot:
             side = -5 if before else 5
             anchor = "end" if before else "start"
             drawn += text(column + side, self.top, words, text_anchor=anchor, class_=f"mark {style}")
-        self.parts.append(element("g", title(tip) + drawn + wide))
+        self.add(element("g", title(tip) + drawn + wide))
 
     def hover(self, tips: Sequence[tuple[float, str]]) -> None:
         """Add columns that show their values on hover: (x, text), ascending in x."""
@@ -228,18 +210,10 @@ class Plot:
         else:
             middles = [(a + b) / 2 for a, b in zip(columns, columns[1:], strict=False)]
             edges = [self.left, *middles, self.right]
+        height = self.bottom - self.top
         for (_, words), start, end in zip(tips, edges, edges[1:], strict=False):
-            self.parts.append(
-                element(
-                    "rect",
-                    title(words),
-                    x=float(start),
-                    y=self.top,
-                    width=max(float(end) - float(start), 0.1),
-                    height=self.bottom - self.top,
-                    class_="hit",
-                )
-            )
+            size = max(float(end) - float(start), 0.1)
+            self.add(element("rect", title(words), x=float(start), y=self.top, width=size, height=height, class_="hit"))
 
     def render(self) -> str:
         """Return the finished ``<svg>``."""
@@ -248,15 +222,8 @@ class Plot:
 
 def picture(width: int, height: float, name: str, body: str) -> str:
     """Return an ``<svg>`` that scales to its container's width."""
-    return element(
-        "svg",
-        body,
-        viewBox=f"0 0 {width} {height:g}",
-        role="img",
-        aria_label=name,
-        width=width,
-        height=height,
-    )
+    box = f"0 0 {width} {height:g}"
+    return element("svg", body, viewBox=box, role="img", aria_label=name, width=width, height=height)
 
 
 def _wide(span: tuple[float, float]) -> tuple[float, float]:

@@ -17,7 +17,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.moe.layer import MoE
@@ -44,9 +43,7 @@ class CompiledLayer(NamedTuple):
     seconds: float
 
 
-def compile_layer(
-    cfg: MoE.Config, topology: str, shape: dict[str, int], *, length: int, capacity_einsum: bool = False
-) -> CompiledLayer:
+def compile_layer(cfg: MoE.Config, topology: str, shape: dict[str, int], *, length: int) -> CompiledLayer:
     """Compile loss and gradients of a layer, bfloat16 activations, one row of `length` tokens per device.
 
     Args:
@@ -54,7 +51,6 @@ def compile_layer(
         topology: generation and chips, e.g. "v5p:2x2x1".
         shape: of the mesh.
         length: tokens per device.
-        capacity_einsum: instead of our dispatch, GShard's with one-hot matrices and a capacity of 1.25 times the mean.
 
     Raises:
         UserError: libtpu is missing, or the mesh does not fit the topology.
@@ -67,8 +63,7 @@ def compile_layer(
         x = jax.ShapeDtypeStruct((len(devices), length, cfg.dim), jnp.bfloat16, sharding=where)
 
         def loss(params: Any, x: jax.Array) -> jax.Array:
-            layer = bind(graphdef, params)
-            y, aux = _with_places(layer, x) if capacity_einsum else layer(x)
+            y, aux = bind(graphdef, params)(x)
             return jnp.mean(y.astype(jnp.float32) ** 2) + sum(aux.losses.values(), jnp.zeros(()))
 
         start = time.perf_counter()
@@ -79,33 +74,6 @@ def compile_layer(
     found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
     flops = (compiled.cost_analysis() or {})["flops"]
     return CompiledLayer(memory.temp_size_in_bytes, flops, {k: n for k, n in found.items() if n}, seconds)
-
-
-def _with_places(layer: Any, x: jax.Array, factor: float = 1.25) -> tuple[jax.Array, Aux]:
-    """GShard (arXiv 2006.16668): every expert has as many places in every row of the batch; to compare with."""
-    routed, experts = layer.router(x), layer.experts
-    rows, length, _ = x.shape
-    count, top_k = experts.gate_edf.shape[0], routed.experts.shape[-1]
-    places, spread = int(factor * length * top_k / count), ("data", "fsdp", "expert")
-    chosen = (routed.experts[..., None] == jnp.arange(count)).astype(jnp.int32)
-    flat = jnp.reshape(chosen, (rows, length * top_k, count), out_sharding=PartitionSpec(spread, None, None))
-    place = jnp.sum((jnp.cumsum(flat, axis=1) - 1) * flat, axis=-1)
-    place = jnp.reshape(place, (rows, length, top_k), out_sharding=PartitionSpec(spread, None, None))
-    taken = (place[..., None] == jnp.arange(places)).astype(x.dtype)
-    there = jnp.einsum("btke,btkc->btec", chosen.astype(x.dtype), taken)
-    back = jnp.einsum("btke,btkc->btec", (chosen * routed.weights[..., None]).astype(x.dtype), taken)
-    sent = jnp.einsum("btec,btd->becd", there, x)
-    sent = jax.sharding.reshard(sent, PartitionSpec(("data", "fsdp"), "expert", None, None))
-    stored = (experts.gate_edf, experts.up_edf, experts.down_efd)
-    gate, up, down = (jax.sharding.reshard(w[...].astype(x.dtype), PartitionSpec("expert", None, None)) for w in stored)
-    hidden = jax.nn.silu(jnp.einsum("becd,edf->becf", sent, gate)) * jnp.einsum("becd,edf->becf", sent, up)
-    made = jax.sharding.reshard(jnp.einsum("becf,efd->becd", hidden, down), PartitionSpec(spread, None, None, None))
-    return jnp.einsum("btec,becd->btd", back, made), Aux(routed.losses)
-
-
-def _variants(cfg: MoE.Config) -> dict[str, tuple[MoE.Config, bool]]:
-    narrow = cfg.clone(experts=cfg.experts.clone(capacity_factor=1.25))
-    return {"dropless": (cfg, False), "capacity 1.25": (narrow, False), "GShard's, 1.25": (cfg, True)}
 
 
 @click.command()
@@ -120,11 +88,12 @@ def main(topologies: tuple[str, ...], model: str, shape: str, length: int) -> No
     assert isinstance(decoder.block, Block.Config)
     cfg: ConfigBase[Any] = decoder.block.feed_forward.clone(dim=decoder.dim)
     assert isinstance(cfg, MoE.Config)
+    narrow = cfg.clone(experts=cfg.experts.clone(capacity_factor=1.25))
     axes = {name: int(size) for name, size in (part.split("=") for part in shape.split(","))}
     print("| topology | dispatch | temporary, MiB | GFLOP | collectives | compiled in, s |\n|---|---|---|---|---|---|")
     for topology in topologies:
-        for name, (variant, einsum) in _variants(cfg).items():
-            done = compile_layer(variant, topology, axes, length=length, capacity_einsum=einsum)
+        for name, variant in {"dropless": cfg, "capacity 1.25": narrow}.items():
+            done = compile_layer(variant, topology, axes, length=length)
             talk = ", ".join(f"{count} {kind}" for kind, count in done.collectives.items())
             print(
                 f"| {topology} | {name} | {done.temporary / 2**20:,.0f} | {done.flops / 1e9:,.0f} | {talk} | "

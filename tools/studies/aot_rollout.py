@@ -5,7 +5,6 @@
 Needs libtpu (the extra `aot`), no TPU, and about 4 GB of memory.
 """
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import click
 
 from mesh import UserError
+from mesh.topology import compiler_version
 
 
 @click.command()
@@ -28,11 +28,14 @@ def main(
 ) -> None:
     """Compile every kind of dispatch for each of TOPOLOGIES and print what it needs, as Markdown."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # else jax would look for the TPU
+    import flax
+    import jax
+
     from models.qwen import qwen
     from rl.rollout.engine import RolloutEngine
 
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "libtpu")]
-    print(f"{model}; {', '.join(versions)}, Python {platform.python_version()}\n")
+    versions = f"jax {jax.__version__}, flax {flax.__version__}, libtpu {compiler_version()}"
+    print(f"{model}; {versions}, Python {platform.python_version()}\n")
     cfg = RolloutEngine.Config(
         model=qwen(model),
         stop_tokens=(0,),
@@ -57,11 +60,12 @@ def _report(cfg: Any, topology: str) -> None:
     print(f"GiB per device: {_gib(memory)} to be had, weights {_gib(weights)}, cache {_gib(pool)}.")
     print(f"Tokens in the cache: {steps[0].tokens:,} beside two versions of the weights", end=" ")
     print(f"({alone * cfg.page_size:,} beside one).\n")
-    print("| program | arguments | outputs | of these in place | temporary | code, MiB | compiled in, s |")
-    print("|---|---|---|---|---|---|---|")
+    print("| program | arguments | outputs | of these in place | temporary | code, MiB | moved | compiled in, s |")
+    print("|---|---|---|---|---|---|---|---|")
     for step in steps:
         sizes = map(_gib, (step.arguments, step.outputs, step.aliased, step.temporary))
-        print(f"| {step.name} | {' | '.join(sizes)} | {step.code / (1 << 20):.1f} | {step.seconds:.1f} |")
+        code, moved = f"{step.code / (1 << 20):.1f}", f"{step.moved / (1 << 30):,.1f}"
+        print(f"| {step.name} | {' | '.join(sizes)} | {code} | {moved} | {step.seconds:.1f} |")
     print()
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
 import json
 import time
 import tokenize
@@ -154,14 +155,32 @@ def named_models() -> dict[str, Decoder.Config]:
     return {name: found[name] for name in reversed(distinct.values())}
 
 
-def over_experiments(features: tuple[Modifier, ...]) -> list[dict[str, Any]]:
-    """A row for each feature: what it takes to have it in every registered experiment."""
+def experiments() -> dict[str, Callable[[], ConfigBase[Any]]]:
+    """Return what makes the config of each registered experiment."""
+    return {name: functools.partial(registry.get, name) for name in registry.entries()}
+
+
+def variants() -> dict[str, Callable[[], ConfigBase[Any]]]:
+    """Return what makes an experiment of each of N models with each of M variants of attention."""
+
+    def make(model: Decoder.Config, change: Callable[[Attention.Config], ConfigBase[Any]]) -> ConfigBase[Any]:
+        cfg: Any = registry.get("demo_sft")
+        cfg.model = model.clone()
+        replace(cfg, Attention.Config, change)
+        return cfg
+
+    found = itertools.product(named_models().items(), VARIANTS.items())
+    return {f"{name}, {variant}": functools.partial(make, model, change) for (name, model), (variant, change) in found}
+
+
+def count(features: tuple[Modifier, ...], cases: Mapping[str, Callable[[], ConfigBase[Any]]]) -> list[dict[str, Any]]:
+    """A row for each feature: what it takes to have it in every case."""
     rows = []
     for feature in features:
-        worked, failed, texts = 0, {}, 0
-        for name in registry.entries():
-            cfg, plain = registry.get(name), registry.get(name)
+        began, worked, changed, failed = time.process_time(), 0, 0, {}
+        for name, make in cases.items():
             try:
+                cfg, plain = make(), make()
                 feature(cfg)
                 for model in models(cfg).values():
                     trace(to_text(model))
@@ -169,46 +188,16 @@ def over_experiments(features: tuple[Modifier, ...]) -> list[dict[str, Any]]:
                 failed[name] = f"{type(error).__name__}: {error}"
                 continue
             worked += 1
-            texts += len(diff(plain, cfg))
+            changed += len(diff(plain, cfg))
         rows.append(
             {
                 "feature": feature.__name__,
                 "modifier_lines": code_lines(feature),
-                "experiments": worked,
-                "failed": failed,
-                "existing_lines_changed": None if failed else 0,
-                "config_lines_it_changes": texts,
-            }
-        )
-    return rows
-
-
-def over_variants(features: tuple[Modifier, ...]) -> list[dict[str, Any]]:
-    """A row for each feature: the same over N models x M variants of attention."""
-    originals = named_models()
-    rows = []
-    for feature in features:
-        began, worked, failed = time.process_time(), 0, {}
-        for name, model in originals.items():
-            for variant, change in VARIANTS.items():
-                cfg: Any = registry.get("demo_sft")
-                cfg.model = model.clone()
-                try:
-                    replace(cfg, Attention.Config, change)
-                    feature(cfg)
-                    trace(to_text(cfg.model))
-                    worked += 1
-                except Exception as error:
-                    failed[f"{name}, {variant}"] = f"{type(error).__name__}: {error}"
-        rows.append(
-            {
-                "feature": feature.__name__,
-                "modifier_lines": code_lines(feature),
-                "models": len(originals),
-                "variants": len(VARIANTS),
+                "cases": len(cases),
                 "worked": worked,
                 "failed": failed,
                 "existing_lines_changed": None if failed else 0,
+                "config_lines_it_changes": changed,
                 "cpu_seconds": round(time.process_time() - began, 1),
             }
         )
@@ -220,14 +209,16 @@ def over_variants(features: tuple[Modifier, ...]) -> list[dict[str, Any]]:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-@click.option("--variants", is_flag=True, help="Also over the models of models/ times ten variants of attention.")
+@click.option(
+    "--variants", "over_variants", is_flag=True, help="Also over the models of models/ times ten variants of attention."
+)
 @click.option("--modifier", "more", multiple=True, metavar="FILE.py:FUNCTION", help="A feature of yours, too.")
-def main(as_json: bool, variants: bool, more: tuple[str, ...]) -> None:
+def main(as_json: bool, over_variants: bool, more: tuple[str, ...]) -> None:
     """Count the lines that features cost."""
     features = (*FEATURES, *(registry.find(name) for name in more))
-    result = {"experiments": over_experiments(features)}
-    if variants:
-        result["variants"] = over_variants(features)
+    result = {"experiments": count(features, experiments())}
+    if over_variants:
+        result["variants"] = count(features, variants())
     if as_json:
         click.echo(json.dumps(result))
         return

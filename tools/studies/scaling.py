@@ -23,15 +23,6 @@ SIZES = tuple(2**n for n in range(3, 14))
 _KEPT = ("topology", "slices", "devices", "mesh", "fits", "hbm", "rows", "length", "flops_analytic", "flops_executed",
          "flops_in_kernels", "collectives", "roofline_s", "exposed_s", "estimated_step_s", "mfu_estimate",
          "versions")  # fmt: skip
-# Steps of the same model, chips, rows and length that others have published: report, who, seconds. AXLearn's paper
-# (arXiv 2507.05411, table 3), where MaxText's are too.
-PUBLISHED = (
-    ("weak 70B 512", "AXLearn", 11.6),
-    ("weak 70B 512", "MaxText, by AXLearn's authors", 12.3),
-    ("7B 256", "AXLearn", 2.5),
-    ("7B 256", "MaxText, by AXLearn's authors", 2.7),
-)
-_RANGE = (0.9, 1.5)  # of a real step over the estimate (docs/reference/aot.md)
 
 
 class Facts(NamedTuple):
@@ -162,41 +153,6 @@ def table(known: Facts) -> str:
     return "\n".join(lines)
 
 
-def published(reports: Mapping[str, Mapping[str, Any]], generation: str = "v5p") -> str:
-    """Markdown: published steps beside the estimates; MFU by one count of FLOPs, the causal half of attention."""
-    lines = [
-        "| step | source | seconds | MFU |",
-        "|---|---|---|---|",
-    ]
-    chip = GENERATIONS[generation]
-
-    def mfu(report: Mapping[str, Any], seconds: float) -> float:
-        return 100 * report["flops_analytic"] / report["devices"] / chip.per_device(chip.flops) / seconds
-
-    def ways(name: str) -> list[tuple[str, Mapping[str, Any]]]:
-        """The step, and others of the same work: their names begin as its own and say what is different."""
-        begin = f"{name.removeprefix('weak ')}, "
-        named = [other for other in reports if other.startswith(begin)]
-        others = [(f"estimate, {other.removeprefix(begin)}", reports[other]) for other in named]
-        return [("estimate", reports[name]), *sorted(others, key=lambda pair: pair[0])]
-
-    for name in dict.fromkeys(name for name, _, _ in PUBLISHED):
-        if name not in reports:
-            continue
-        one = reports[name]
-        work = f"{one['devices']} chips, {one['rows']:,} rows of {one['length']:,}"
-        what = f"{name.removeprefix('weak ').split()[0]}, {work}"
-        for label, other in ways(name):
-            seconds = other["estimated_step_s"]
-            low, high = (seconds * factor for factor in _RANGE)
-            share = f"{mfu(other, seconds):.0f} % ({mfu(other, high):.0f} to {mfu(other, low):.0f})"
-            lines.append(f"| {what} | {label} | {seconds:.1f} ({low:.1f} to {high:.1f}) | {share} |")
-            what = ""
-        for whose, seconds in ((who, s) for other, who, s in PUBLISHED if other == name):
-            lines.append(f"| | {whose} | {seconds} | {mfu(one, seconds):.0f} % |")
-    return "\n".join(lines)
-
-
 @click.command()
 @click.argument("stored", type=click.Path(path_type=Path))
 @click.option("--add", "added", multiple=True, metavar="NAME=REPORT", help="Keep a report under this name.")
@@ -212,7 +168,6 @@ def main(stored: Path, added: tuple[str, ...], only: str) -> None:
         stored.write_text(json.dumps(reports, indent=1, sort_keys=True) + "\n")
         return
     click.echo(table(facts([report for name, report in reports.items() if name.startswith(only)])))
-    click.echo("\n" + published(reports))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.context_parallel import all_gather, ring, zigzag
 from axlearn_like.kernels.attention.cudnn import Cudnn
 from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, Layout, ScoreRules
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes
 from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.attention.xla import Xla
 from axlearn_like.remat import checkpoint_name
@@ -157,10 +157,11 @@ def attend_shared_prefix(
     v_btkh: jax.Array,
     attention: AttentionParams,
     *,
-    shared_prefix: SharedPrefix,
-    live_bt: jax.Array,
+    shared_prefix: SharedPrefix | SharedPrefixes,
+    segment_ids: jax.Array,
+    codes: jax.Array | None = None,
 ) -> jax.Array | None:
-    """Return `attend` of rows that hold a prompt and its completions; None where the chosen kernel cannot.
+    """Return `attend` of rows that hold prompts and their completions; None where the chosen kernel cannot.
 
     Args:
         q_btkqh: queries, t being `shared_prefix.length`.
@@ -168,7 +169,8 @@ def attend_shared_prefix(
         v_btkh: values.
         attention: rules, kernel and sinks.
         shared_prefix: sizes, which say what a token sees by its index.
-        live_bt: bool [b, t]; False is padding, seen by other padding only.
+        segment_ids: int32 [b, t]; equal ones see each other: 0 is padding.
+        codes: int32 [b, t], `SharedPrefixes.codes` of each row.
 
     Raises:
         UserError: no kernel supports it.
@@ -177,7 +179,7 @@ def attend_shared_prefix(
     kernel = _chosen(attention.kernel, signature)
     if not kernel.shared_prefixes:
         return None
-    return _run(kernel, signature, attention, q_btkqh, k_btkh, v_btkh, live_bt.astype(jnp.int32))
+    return _run(kernel, signature, attention, q_btkqh, k_btkh, v_btkh, segment_ids, codes)
 
 
 def _described(q_btkqh: jax.Array, v_btkh: jax.Array, attention: AttentionParams) -> AttentionSignature:
@@ -203,8 +205,9 @@ def _run(
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array,
+    codes: jax.Array | None = None,
 ) -> jax.Array:
-    places = zigzag.order(signature.length, signature.cp_size, signature.layout)
+    places: Any = zigzag.order(signature.length, signature.cp_size, signature.layout) if codes is None else codes
     if signature.cp_size == 1 and (kernel.explicit or jax.sharding.get_abstract_mesh().empty):
         mixed = kernel.attend(
             *(q, k, v, signature),
@@ -226,12 +229,12 @@ def _on_each_device(
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array,
-    places: np.ndarray,
+    places: Any,
 ) -> jax.Array:
     """Run the kernel on each device's rows, heads and part of the length."""
     body = functools.partial(ring.on_one_device if signature.ring else all_gather.on_one_device, kernel, signature)
     heads = ("batch", "length", "heads", None)
-    axes = ((*heads, None), heads, heads, ("batch", "length"), ("length",))
+    axes = ((*heads, None), heads, heads, ("batch", "length"), ("batch", "length")[-places.ndim :])
     args = [constrain(x, *names) for x, names in zip((q, k, v, segments, jnp.asarray(places)), axes, strict=True)]
     specs: list[Any] = [partition(*names) for names in axes]
     sinks = None if attention.sinks is None else constrain(attention.sinks, "heads", None)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes
 from mesh.errors import UserError
 
 MASKED = -1e30  # finite, so that a fully masked (padding) row gives a number instead of NaN
@@ -65,7 +65,7 @@ class AttentionSignature:
         cp_size: devices that shard the length of a row (context-parallel size).
         layout: order of a row's tokens over these devices (see zigzag.py).
         ring: keys go around these devices, instead of being gathered.
-        shared_prefix: of rows that hold a prompt and its completions; None: every token sees those before it.
+        shared_prefix: of rows that hold prompts and their completions; None: every token sees those before it.
     """
 
     platform: str
@@ -80,7 +80,7 @@ class AttentionSignature:
     cp_size: int = 1
     layout: Layout = "straight"
     ring: bool = False
-    shared_prefix: SharedPrefix | None = None
+    shared_prefix: SharedPrefix | SharedPrefixes | None = None
 
 
 class ContextParallelism(Configurable):
@@ -115,9 +115,7 @@ class Kernel(Configurable):
     # It names the residuals of its backward pass `context` (see axlearn_like/remat.py): only then is it not recomputed
     # where a remat policy saves that name.
     names_residuals = False
-    shared_prefixes = (
-        False  # whether `attend` does a signature with a shared_prefix; else `GroupContext` mixes by XLA's products
-    )
+    shared_prefixes = False  # `attend` does a signature with a shared_prefix; else the context mixes by XLA's products
 
     def __init__(self, cfg: Any):
         self.cfg = cfg
@@ -160,7 +158,7 @@ class Kernel(Configurable):
             v_bskh: values.
             signature: the one given to `supported`.
             segments: int32 [b, t] and [b, s]; only equal ones see each other.
-            places_t: int32, the index of each query in its row.
+            places_t: int32, the index of each query in its row; with `SharedPrefixes` their codes, [b, t].
             sinks_kq: scores of the sinks, or None.
             tables: this device's part of `tables`.
         """

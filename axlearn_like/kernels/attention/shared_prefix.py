@@ -8,6 +8,7 @@ one of them.
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 _PLACE_BITS = 20  # of a query's code; the index of the completion has the bits above
@@ -61,6 +62,57 @@ class SharedPrefix:
             return False
         every = (last <= prefix) | ((first >= start) & (last <= place))
         return True if every.all() else None
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedPrefixes:
+    """The sizes of a row that holds several prompts, then completions of any of them, of any lengths.
+
+    A token sees the keys of its own prompt and completions alone (by segment ids), and of these the prompt and its own
+    completion. Where completions begin differs from row to row.
+
+    Attributes:
+        prefix: tokens of all prompts, padding included.
+        completion_size: tokens of all completions, padding included.
+    """
+
+    prefix: int
+    completion_size: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+        return self.prefix + self.completion_size
+
+    @property
+    def alignment(self) -> int:
+        """Multiple of tokens, after the prompts, at which completions begin: 1 in rows of up to 32,768 tokens."""
+        starts = 1 << (31 - self._place_bits)
+        return 1 << max(0, (-(-self.completion_size // starts) - 1).bit_length())
+
+    @property
+    def _place_bits(self) -> int:
+        return self.length.bit_length()
+
+    def codes(self, starts: Any) -> Any:
+        """Return int32 [..., length], index and start of each query, from the index where its completion begins.
+
+        Args:
+            starts: int32 [..., completion_size], multiples of the alignment, counted from the first completion's.
+        """
+        prefix = [(0, 0)] * (starts.ndim - 1) + [(self.prefix, 0)]
+        begins = jnp.pad(starts // self.alignment, prefix)
+        return jnp.arange(self.length, dtype=jnp.int32) | begins << self._place_bits
+
+    def too_large(self) -> str | None:
+        """Return why int32 codes cannot tell queries apart, or None if they can."""
+        return f"{self.length} tokens are more than a row may have" if self._place_bits > _PLACE_BITS else None
+
+    def visible(self, codes: Any, keys: Any) -> Any:
+        """Return bool: queries of these codes see the keys at these indices, if these are of their own prompt."""
+        place = codes & ((1 << self._place_bits) - 1)
+        start = (codes >> self._place_bits) * self.alignment + self.prefix
+        return (keys <= place) & ((keys < self.prefix) | (keys >= start))
 
 
 def shared_prefix_mask(shared_prefix: SharedPrefix, length: int) -> Any:

@@ -5,7 +5,7 @@ tokens costs w / length of the whole. Keys and values are not repeated for the q
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,8 @@ import numpy as np
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.context_parallel import zigzag
 from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, shared_prefix_mask
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes, shared_prefix_mask
 from mesh.cost.expected import visits
-from mesh.errors import UserError
 
 LANES = 128  # the width of a TPU register; blocks are multiples of it
 UNFUSED_FROM = 16_384  # the fused backward pass keeps a part of dq for every block of keys: 8 GiB at 32k
@@ -33,17 +32,15 @@ class Splash(Kernel):
         fused_backward: bool | None = None  # dq with dk and dv in one pass; None: for rows shorter than 16,384
         interpret: bool = False  # simulate a TPU, which is slow: for tests
 
-    shared_prefixes = names_residuals = True
+        @override
+        def check_fields(self) -> None:
+            for field in ("block_q", "block_kv", "block_kv_compute"):
+                size = getattr(self, field)
+                self.require(field, size >= LANES and size % LANES == 0, f"a multiple of {LANES}")
+            each = self.block_kv_compute
+            self.require("block_kv", self.block_kv % each == 0, f"a multiple of block_kv_compute={each}")
 
-    def __init__(self, cfg: Config):
-        super().__init__(cfg)
-        for name in ("block_q", "block_kv", "block_kv_compute"):
-            if (size := getattr(cfg, name)) < LANES or size % LANES:
-                raise UserError(f"Splash.{name}={size}; expected a multiple of {LANES}")
-        if cfg.block_kv % cfg.block_kv_compute:
-            raise UserError(
-                f"Splash.block_kv={cfg.block_kv} is not a multiple of block_kv_compute={cfg.block_kv_compute}"
-            )
+    shared_prefixes = names_residuals = True
 
     def supported(self, signature: AttentionSignature) -> str | None:
         """Return why the kernel cannot compute this, or None if it can."""
@@ -64,7 +61,9 @@ class Splash(Kernel):
             else self._shared_prefix_supported(signature, signature.shared_prefix)
         )
 
-    def _shared_prefix_supported(self, signature: AttentionSignature, shared_prefix: SharedPrefix) -> str | None:
+    def _shared_prefix_supported(
+        self, signature: AttentionSignature, shared_prefix: SharedPrefix | SharedPrefixes
+    ) -> str | None:
         if shared_prefix.completion_size < LANES:
             return f"answers of {shared_prefix.completion_size} tokens do not fill a block of {LANES}"
         if signature.rules.window is not None or not signature.rules.causal:
@@ -106,16 +105,23 @@ class Splash(Kernel):
         tables: "Tables",
     ) -> jax.Array:
         """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
-        del places_t  # in the tables
         batch, length, _, _, width = q_btkqh.shape
         more = self.padded(signature) - signature.length if signature.cp_size == 1 else 0  # else it divides
         q = _filled(_queries_by_head(_scaled(q_btkqh, signature.rules.scale_of(width))), 2, more)
         k, v = (_filled(x.transpose(0, 2, 1, 3), 2, more) for x in (k_bskh, v_bskh))
-        kernel = self.bound(signature, tables, (q.shape[2], k.shape[2]), save_residuals=False)
+        shape = (q.shape[2], k.shape[2])
         sinks = None if sinks_kq is None else sinks_kq.reshape(-1).astype(jnp.float32)
         ids = tuple(_filled(x, 1, more, _NO_SEGMENT) for x in segments)
+        packed = isinstance(signature.shared_prefix, SharedPrefixes)
+        codes = (_filled(places_t, 1, more),) if packed else ()  # else they are in the tables
+
+        def one(q: Any, k: Any, v: Any, queries: Any, keys: Any, *codes: Any) -> Any:
+            own = tables.with_codes(*codes) if codes else tables
+            kernel = self.bound(signature, own, shape, save_residuals=False)
+            return kernel(q, k, v, _segment_ids(queries, keys), sinks)
+
         with visits(q.shape[0] * q.shape[1] * self._visited(signature)):
-            mixed = jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, _segment_ids(*ids), sinks))(q, k, v, *ids)
+            mixed = jax.vmap(one)(q, k, v, *ids, *codes)
         mixed = mixed[:, :, :length].transpose(0, 2, 1, 3)
         return mixed.reshape(batch, length, k_bskh.shape[2], -1, v_bskh.shape[-1])
 
@@ -194,6 +200,11 @@ class Tables:
     def __init__(self, arrays: tuple[Any, Any, Any], function: Any):
         self.arrays, self.function = arrays, function
 
+    def with_codes(self, codes: Any) -> "Tables":
+        """Return the tables with other codes of the queries: those of one row."""
+        forward, dq, dkv = (info and info._replace(q_sequence=codes) for info in self.arrays)
+        return Tables((forward, dq, dkv), self.function)
+
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
         """Return the arrays, and the mask function as static data."""
         return self.arrays, self.function
@@ -221,8 +232,18 @@ def _make_tables(
 
 
 @functools.lru_cache(maxsize=64)
-def _make_shared_prefix_tables(shared_prefix: SharedPrefix, length: int, sizes: Sizes) -> Tables:
-    return _tables_of_mask(shared_prefix_mask(shared_prefix, length), 1, sizes)
+def _make_shared_prefix_tables(rows: SharedPrefix | SharedPrefixes, length: int, sizes: Sizes) -> Tables:
+    if isinstance(rows, SharedPrefix):
+        return _tables_of_mask(shared_prefix_mask(rows, length), 1, sizes)
+    # Which blocks a row needs is known with its codes only, so all causal ones are visited, and masked.
+    places = np.arange(length, dtype=np.int32).tobytes()
+    forward, dq, dkv = _make_tables(("causal", None), (length, length), places, 1, sizes).arrays
+    return Tables((_masked(forward), dq and _masked(dq), _masked(dkv)), rows.visible)
+
+
+def _masked(info: Any) -> Any:
+    """Return a table in which no block is taken for complete."""
+    return info._replace(block_mask=np.minimum(info.block_mask, 1))
 
 
 def _tables_of_mask(one: Any, cp_size: int, sizes: Sizes) -> Tables:

@@ -7,7 +7,7 @@ Shape letters: b batch, t length, d model width, k key/value heads, q query head
 """
 
 import math
-from typing import Any
+from typing import Any, override
 
 import jax
 from flax import nnx
@@ -50,12 +50,15 @@ class Attention(Layer):
         kernel: ConfigBase = FirstSupported.Config()
         context_parallel: ConfigBase = AllGather.Config()  # or Ring: over the mesh axis `sequence`
 
+        @override
+        def check_fields(self) -> None:
+            each = self.num_kv_heads or self.num_heads
+            self.require("num_heads", self.num_heads % each == 0, f"a multiple of num_kv_heads={each}")
+            divides = self.head_dim is not None or self.dim % self.num_heads == 0
+            self.require("dim", divides, f"a multiple of num_heads={self.num_heads}")
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         kv_heads = cfg.num_kv_heads or cfg.num_heads
-        if cfg.num_heads % kv_heads:
-            raise UserError(f"Attention: num_heads={cfg.num_heads} is not a multiple of num_kv_heads={kv_heads}")
-        if cfg.head_dim is None and cfg.dim % cfg.num_heads:
-            raise UserError(f"Attention: dim={cfg.dim} is not a multiple of num_heads={cfg.num_heads}")
         check_heads_divide("Attention: num_kv_heads", kv_heads)
         head_dim = cfg.head_dim or cfg.dim // cfg.num_heads
         self.cache_shape = (kv_heads, head_dim)  # of one token's keys, and of its values

@@ -9,7 +9,7 @@ Shape letters: b batch, t length, d model width, k heads, q = 1, r rank of a lat
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.remat import checkpoint_name
-from mesh.errors import UserError
 from mesh.sharding import gather_length
 
 Rotation = Callable[[jax.Array], jax.Array]
@@ -50,15 +49,16 @@ class LatentAttention(Layer):
         kernel: ConfigBase = FirstSupported.Config()
         context_parallel: ConfigBase = AllGather.Config()
 
+        @override
+        def check_fields(self) -> None:
+            self.require("rope_dim", self.rope_dim % 2 == 0, "an even number, for pairs are rotated")
+            width = self.nope_dim + self.rope_dim
+            self.require(
+                "value_dim", self.value_dim <= width, f"nope_dim + rope_dim={width} or less: a cache has one width"
+            )
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         heads, width = cfg.num_heads, cfg.nope_dim + cfg.rope_dim
-        if cfg.rope_dim % 2:
-            raise UserError(f"LatentAttention: rope_dim={cfg.rope_dim} is odd; expected pairs to rotate")
-        if cfg.value_dim > width:
-            raise UserError(
-                f"LatentAttention: value_dim={cfg.value_dim} is more than nope_dim + rope_dim={width}; a cache has one "
-                "width for both"
-            )
         check_heads_divide("LatentAttention: num_heads", heads)
         self.cache_shape = (heads, width)  # values are padded
         self.query_shape, self.value_dim = (heads, 1, width), cfg.value_dim

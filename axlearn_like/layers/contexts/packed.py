@@ -4,6 +4,7 @@ One attention layer serves training, scoring, prefill and decoding; these small 
 
 * `PackedContext`: rows of packed documents (supervised training).
 * `GroupContext`: a prompt computed once, and the n completions that continue it (RL training).
+* `PackedGroupContext`: several prompts, and completions of them of any lengths (RL training without padding).
 * in paged.py and window.py: `PagedContext` and `WindowContext`, with a cache (prefill, decoding), and `RowContext`
   (scoring).
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, attend_shared_prefix
 from axlearn_like.kernels.attention.interface import MASKED, Layout, ScoreRules
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes
 from axlearn_like.kernels.attention.xla import batched_dot, capped, mix, position_mask, softmax_with_sinks
 from axlearn_like.remat import checkpoint_name
 from mesh.errors import UserError
@@ -100,7 +101,9 @@ class GroupContext:
         require_complete_rows(self)
         shared_prefix = SharedPrefix(self.prefix_size, self.completions, self.completion_size)
         mixed = attend_shared_prefix(
-            q_btkqh, k_btkh, v_btkh, attention, shared_prefix=shared_prefix, live_bt=self._live(shared_prefix.length)
+            *(q_btkqh, k_btkh, v_btkh, attention),
+            shared_prefix=shared_prefix,
+            segment_ids=self._live(shared_prefix.length).astype(jnp.int32),
         )
         if mixed is not None:
             return mixed, cache
@@ -142,6 +145,71 @@ class GroupContext:
         return prefix, jnp.reshape(rest, shape, out_sharding=sharding)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedGroupContext:
+    """Rows that hold the prefixes of some groups, then completions of these groups: [batch, p + t].
+
+    Attributes:
+        prefix_segments: int32 [batch, p], the group of each token, from 1 in each row; 0 marks padding.
+        segments: int32 [batch, t], the same of the completions.
+        prefix_positions: int32 [batch, p], restarting at 0 in each group.
+        completion_positions: int32 [batch, t], continuing after the prefix.
+        starts: int32 [batch, t], the index, from 0, at which the token's completion begins.
+    """
+
+    prefix_segments: jax.Array
+    segments: jax.Array
+    prefix_positions: jax.Array
+    completion_positions: jax.Array
+    starts: jax.Array
+
+    @property
+    def positions(self) -> jax.Array:
+        """int32 [batch, p + t]."""
+        return jnp.concatenate([self.prefix_positions, self.completion_positions], axis=1)
+
+    def attend(
+        self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None, attention: AttentionParams
+    ) -> tuple[jax.Array, None]:
+        """Return attention over the group's prefix and the own completion; there is no cache."""
+        require_complete_rows(self)
+        size, length = self.prefix_segments.shape[1], self.segments.shape[1]
+        rows, segments = SharedPrefixes(size, length), jnp.concatenate([self.prefix_segments, self.segments], axis=1)
+        mixed = attend_shared_prefix(
+            *(q_btkqh, k_btkh, v_btkh, attention),
+            shared_prefix=rows,
+            segment_ids=segments,
+            codes=rows.codes(self.starts),
+        )
+        if mixed is not None:
+            return mixed, cache
+        rules = attention.rules
+        same = self.prefix_segments[:, :, None] == self.prefix_segments[:, None, :]
+        places, steps = jnp.arange(size), jnp.arange(length)
+        prefix_mask = same & _visible(rules, places, places)
+        prefix = mix(q_btkqh[:, :size], k_btkh[:, :size], v_btkh[:, :size], prefix_mask, rules, attention.sinks)
+        to_prefix = self.segments[:, :, None] == self.prefix_segments[:, None, :]
+        if rules.window is not None:
+            behind = self.completion_positions[:, :, None] - self.prefix_positions[:, None, :]
+            to_prefix = to_prefix & (behind < rules.window)
+        own = (self.starts[:, :, None] == self.starts[:, None, :]) & _visible(rules, steps, steps)
+        completion = _attend_completions(
+            q_btkqh[:, None, size:],
+            {
+                "prefix_k": _heads_first(k_btkh[:, :size]),
+                "prefix_v": _heads_first(v_btkh[:, :size]),
+                "k": _completion_heads_first(k_btkh[:, None, size:]),
+                "v": _completion_heads_first(v_btkh[:, None, size:]),
+            },
+            to_prefix,
+            own[:, None, None, None],
+            attention,
+        )
+        mixed = jnp.concatenate([prefix, completion[:, 0]], axis=1)
+        return checkpoint_name(mixed, "context"), cache
+
+
 def require_complete_rows(context: Any) -> None:
     """Refuse a mesh that shards the length of rows.
 
@@ -171,12 +239,12 @@ def _attend_completions(
     q: jax.Array,
     cache: dict[str, jax.Array],
     prefix_mask_gtp: jax.Array,
-    own_mask_ts: jax.Array,
+    own_mask: jax.Array,
     attention: AttentionParams,
 ) -> jax.Array:
     """Attention over the prefix, then the own completion, with one softmax; [g, n, t, k, q, h].
 
-    The prefix's mask may be the same for all t.
+    The prefix's mask may be the same for all t. The own mask is [t, s], or [g, 1, 1, 1, t, s].
     """
     groups, completions, length, heads, per_head, width = q.shape
     q = q.transpose(0, 3, 1, 4, 2, 5)  # g k n q t h
@@ -188,7 +256,7 @@ def _attend_completions(
     rules, sinks = attention.rules, attention.sinks
     scale = rules.scale_of(width)
     to_prefix = jnp.where(prefix_mask_gtp[:, None, None, None], capped(to_prefix * scale, rules), MASKED)
-    to_own = jnp.where(own_mask_ts, capped(to_own * scale, rules), MASKED)
+    to_own = jnp.where(own_mask, capped(to_own * scale, rules), MASKED)
     scores = jnp.concatenate([to_prefix, to_own], axis=-1)
     weights = softmax_with_sinks(scores, None if sinks is None else sinks[None, :, None, :, None, None])
     weights = weights.astype(cache["v"].dtype)

@@ -5,7 +5,7 @@ mesh, experts are sharded by the axis `expert`, their width by `tensor`, and the
 their experts' devices and back (`axlearn_like.layers.moe.all_to_all`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +46,12 @@ class Experts(Layer):
         # no limit: nothing is dropped, and memory is reserved for the worst case.
         capacity_factor: float | None = None
 
+        @override
+        def check_fields(self) -> None:
+            factor = self.capacity_factor
+            self.require("capacity_factor", factor is None or factor > 0, "above 0, or None")
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        if cfg.capacity_factor is not None and cfg.capacity_factor <= 0:
-            raise UserError(f"Experts.Config.capacity_factor: expected above 0 or None, got {cfg.capacity_factor}")
         devices = _expert_axis_size()
         if cfg.num_experts % devices:
             raise UserError(

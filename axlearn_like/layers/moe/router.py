@@ -1,7 +1,7 @@
 """Routers: the experts of each token, and their weights. All in float32."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.deterministic import exponentials, no_fuse, row_sum
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.moe import load_balance
-from mesh.errors import UserError
 
 
 class Routed(NamedTuple):
@@ -42,8 +41,11 @@ class SoftmaxRouter(Layer):
         load_balance: float = 0.001  # weight of that loss (load_balance.py)
         z_loss: float = 0.0
 
+        @override
+        def check_fields(self) -> None:
+            self.require("top_k", 1 <= self.top_k <= self.num_experts, f"1 to num_experts={self.num_experts}")
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        _check(cfg)
         self.weight_de = param(rngs, (cfg.dim, cfg.num_experts), ("embed", None), fan_in_init(cfg.dim))
         self.top_k, self.renormalise = cfg.top_k, cfg.renormalise
         self.weights = {"load_balance": cfg.load_balance, "router_z": cfg.z_loss}
@@ -83,18 +85,17 @@ class SigmoidRouter(Layer):
         sequence_balance: float = 0.0001  # weight of that loss (load_balance.py)
         z_loss: float = 0.0
 
+        @override
+        def check_fields(self) -> None:
+            divides = self.groups >= 1 and self.num_experts % self.groups == 0
+            self.require("groups", divides, f"a divisor of num_experts={self.num_experts}")
+            self.require("groups_kept", 1 <= self.groups_kept <= self.groups, f"1 to groups={self.groups}")
+            size = self.num_experts // self.groups
+            self.require("groups", self.groups == 1 or size >= 2, "groups of 2 experts or more")
+            most = self.groups_kept * size
+            self.require("top_k", 1 <= self.top_k <= most, f"1 to the {most} experts of groups_kept groups")
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        _check(cfg)
-        size = cfg.num_experts // max(cfg.groups, 1)
-        if cfg.groups < 1 or cfg.num_experts % cfg.groups or not 1 <= cfg.groups_kept <= cfg.groups:
-            raise UserError(
-                f"SigmoidRouter.Config: expected groups that divide num_experts {cfg.num_experts} and groups_kept from "
-                f"1 to groups, got groups {cfg.groups}, groups_kept {cfg.groups_kept}"
-            )
-        if cfg.groups_kept * size < cfg.top_k or (cfg.groups > 1 and size < 2):
-            raise UserError(
-                f"SigmoidRouter.Config: {cfg.groups_kept} groups of {size} experts are too few for top_k {cfg.top_k}"
-            )
         self.weight_de = param(rngs, (cfg.dim, cfg.num_experts), ("embed", None), fan_in_init(cfg.dim))
         self.balance_bias_e = param(rngs, (cfg.num_experts,), (None,), jax.nn.initializers.zeros)
         self.top_k, self.renormalise, self.scale = cfg.top_k, cfg.renormalise, cfg.scale
@@ -128,11 +129,6 @@ class SigmoidRouter(Layer):
         seen = [jnp.any(kept == index, axis=-1, keepdims=True) for index in range(self.groups)]
         parts = zip(split, seen, strict=True)
         return jnp.concatenate([jnp.where(keep, group, -jnp.inf) for group, keep in parts], axis=-1)
-
-
-def _check(cfg: Any) -> None:
-    if not 1 <= cfg.top_k <= cfg.num_experts:
-        raise UserError(f"{type(cfg).__qualname__}.top_k: expected 1 to num_experts {cfg.num_experts}, got {cfg.top_k}")
 
 
 def _logits(x_btd: jax.Array, weight_de: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 from flax import nnx
 
-from axlearn_like.config import REQUIRED, ConfigBase, replace, walk_configs
+from axlearn_like.config import REQUIRED, ConfigBase, path_of, replace, walk_configs
 from axlearn_like.layers.base import Layer, Params, bind, split
 from axlearn_like.layers.parameter_names import kind_of, path_name
 from mesh.errors import UserError, did_you_mean
@@ -50,7 +50,7 @@ class Wrapper(Layer):
         fitting = [name for name in matrices if fnmatch.fnmatchcase(name, cfg.match)]
         self.names = tuple(name for name in fitting if not fnmatch.fnmatchcase(name, cfg.skip))
         if not self.names:
-            where = cfg._path or type(cfg).__qualname__
+            where = path_of(cfg)
             raise UserError(
                 f"{where}: no matrix of {type(self.inner).__name__} fits match={cfg.match!r} and not skip={cfg.skip!r}"
                 f"{did_you_mean(cfg.match, list(matrices), limit=len(matrices))}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 from axlearn_like.layers.base import Initializer, Params, fan_in_init, split
 from axlearn_like.layers.parameter_names import matrix_axes, shape_suffix
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, replaced
-from mesh.errors import UserError
 
 
 class LoRA(Wrapper):
@@ -33,10 +32,12 @@ class LoRA(Wrapper):
         rank: int = 8
         alpha: float = 16.0
 
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "rank")
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
-        if cfg.rank < 1:
-            raise UserError(f"{cfg._path or 'LoRA.Config'}.rank: expected 1 or more, got {cfg.rank}")
         self.scale = cfg.alpha / cfg.rank
         params, factors = split(self.inner)[1], {}
         for name in self.names:

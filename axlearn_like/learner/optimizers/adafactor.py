@@ -1,14 +1,13 @@
 """Adafactor: second moments as the product of a row's and a column's (Shazeer & Stern 2018, arXiv 1804.04235)."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.learner.errors import check
 from axlearn_like.learner.optimizers.elementwise import check_betas, decay_mask
 from axlearn_like.learner.param_labels import Matrices, path_name
 
@@ -52,14 +51,16 @@ class Adafactor(Configurable):
         weight_decay: float = 0.0
         matrices: Matrices.Config = Matrices.Config()
 
+        @override
+        def check_fields(self) -> None:
+            self.require("decay_rate", 0 < self.decay_rate <= 1, "above 0, at most 1")
+            self.require_least(0, "eps", "min_param_rms")
+            self.require("clip_rms", self.clip_rms is None or self.clip_rms > 0, "above 0, or None")
+            self.require_least(1, "min_size")
+            if self.momentum is not None:
+                check_betas(self, "momentum")
+
     def __init__(self, cfg: Config):
-        check(cfg, "decay_rate", 0 < cfg.decay_rate <= 1, "above 0, at most 1")
-        check(cfg, "eps", cfg.eps >= 0, "0 or more")
-        check(cfg, "clip_rms", cfg.clip_rms is None or cfg.clip_rms > 0, "above 0, or None")
-        check(cfg, "min_param_rms", cfg.min_param_rms is None or cfg.min_param_rms >= 0, "0 or more, or None")
-        check(cfg, "min_size", cfg.min_size >= 1, "1 or more")
-        if cfg.momentum is not None:
-            check_betas(cfg, "momentum")
         self._cfg = cfg
         self._matrices: Matrices = cfg.matrices.build()
 

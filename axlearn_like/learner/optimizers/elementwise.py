@@ -5,11 +5,13 @@ So decoupled weight decay is multiplied by the learning rate too. State has the 
 state_storage.py reduces it.
 """
 
+from typing import override
+
 import jax
 import optax
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.learner.errors import LearnerError, check, where
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, path_of
+from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.param_labels import kind_of, path_name
 
 # Kinds of parameters without weight decay.
@@ -25,9 +27,12 @@ class AdamW(Configurable):
         eps: float = 1e-8
         weight_decay: float = 0.0
 
+        @override
+        def check_fields(self) -> None:
+            check_betas(self, "b1", "b2")
+            self.require("eps", self.eps >= 0, "0 or more")
+
     def __init__(self, cfg: Config):
-        check_betas(cfg, "b1", "b2")
-        check(cfg, "eps", cfg.eps >= 0, "0 or more")
         self._cfg = cfg
 
     def transformation(self) -> optax.GradientTransformation:
@@ -49,8 +54,11 @@ class Lion(Configurable):
         b2: float = 0.99
         weight_decay: float = 0.0
 
+        @override
+        def check_fields(self) -> None:
+            check_betas(self, "b1", "b2")
+
     def __init__(self, cfg: Config):
-        check_betas(cfg, "b1", "b2")
         self._cfg = cfg
 
     def transformation(self) -> optax.GradientTransformation:
@@ -69,10 +77,12 @@ class SGD(Configurable):
         nesterov: bool = False
         weight_decay: float = 0.0
 
+        @override
+        def check_fields(self) -> None:
+            check_betas(self, "momentum")
+            self.require("momentum", self.momentum > 0 or not self.nesterov, "above 0 with nesterov")
+
     def __init__(self, cfg: Config):
-        check_betas(cfg, "momentum")
-        if cfg.nesterov and not cfg.momentum:
-            raise LearnerError(f"{where(cfg)}.nesterov: expected a momentum above 0 with it, got momentum=0")
         self._cfg = cfg
 
     def transformation(self) -> optax.GradientTransformation:
@@ -114,14 +124,14 @@ def built_direction(cfg: ConfigBase, direction: ConfigBase) -> optax.GradientTra
     """
     made = direction.build()
     if not (callable(getattr(made, "init", None)) and callable(getattr(made, "update", None))):
-        raise LearnerError(f"{where(cfg)}.direction: expected an optax transformation, got {made!r}")
+        raise LearnerError(f"{path_of(cfg)}.direction: expected an optax transformation, got {made!r}")
     return made
 
 
 def check_betas(cfg: ConfigBase, *fields: str) -> None:
     """Refuse decay rates of moments that are not in [0, 1)."""
     for field in fields:
-        check(cfg, field, 0 <= getattr(cfg, field) < 1, "0 or more and below 1")
+        cfg.require(field, 0 <= getattr(cfg, field) < 1, "0 or more and below 1")
 
 
 def decay_mask(params: optax.Params) -> optax.Params:

@@ -5,14 +5,13 @@ transposed copy. For single matrices on one device the updates are equal (tests 
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.learner.errors import check
 from axlearn_like.learner.optimizers.distributed_matrices import on_matrices
 from axlearn_like.learner.optimizers.elementwise import AdamW, check_betas, decay_mask
 from axlearn_like.learner.param_labels import Matrices, MatrixAxes, matrix_labels, path_name
@@ -50,10 +49,13 @@ class Muon(Configurable):
         matrices: Matrices.Config = Matrices.Config()
         others: ConfigBase = AdamW.Config()
 
+        @override
+        def check_fields(self) -> None:
+            check_betas(self, "beta")
+            self.require("steps", self.steps >= 1, "1 or more")
+            self.require("update_rms", self.update_rms is None or self.update_rms > 0, "above 0, or None")
+
     def __init__(self, cfg: Config):
-        check_betas(cfg, "beta")
-        check(cfg, "steps", cfg.steps >= 1, "1 or more")
-        check(cfg, "update_rms", cfg.update_rms is None or cfg.update_rms > 0, "above 0, or None")
         self._cfg = cfg
         self._matrices: Matrices = cfg.matrices.build()
         self._others = cfg.others.build()

@@ -20,7 +20,10 @@ class TensorCodec(Protocol):
     """Encoding of one array. Codecs are stateless and thread-safe."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name by which `get_codec` finds it."""
+        ...
+
     @property
     def lossless(self) -> bool:
         """Return True if every array of every dtype comes back bit-exact."""

@@ -31,6 +31,7 @@ class Bf16Codec:
     needs_base = False
 
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
+        """Return a checksum and the array, floats as bfloat16."""
         del base
         array = contiguous(array)
         dtype = np.dtype(ml_dtypes.bfloat16) if is_float(array.dtype) else array.dtype
@@ -45,6 +46,7 @@ class Bf16Codec:
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
+        """Return the array (see `TensorCodec.decode`)."""
         del base
         body, dtype = strip_checksum(self.name, blob), np.dtype(dtype)
         if dtype == ml_dtypes.bfloat16 or not is_float(dtype):

@@ -67,6 +67,7 @@ class Int8Codec:
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
+        """Return the array (see `TensorCodec.decode`)."""
         del base
         body, dtype = strip_checksum(self.name, blob), np.dtype(dtype)
         if not is_float(dtype):

@@ -19,11 +19,13 @@ class RawCodec:
     needs_base = False
 
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
+        """Return the bytes in C order; a view where the array is contiguous."""
         del base
         return flat_bytes(contiguous(array)).data
 
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
+        """Return the array (see `TensorCodec.decode`)."""
         del base
         return from_bytes(self.name, blob, shape, dtype)

@@ -30,6 +30,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the part, decoded."""
         return int(np.prod(shape_of(self.index_range), dtype=np.int64)) * self.dtype.itemsize
 
 

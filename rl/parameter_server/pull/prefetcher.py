@@ -70,9 +70,11 @@ class Prefetcher:
 
     @property
     def approximations(self) -> tuple[str, ...]:
+        """Tags for rollouts that are drawn with these weights."""
         return self._receiver.approximations
 
     def close(self) -> None:
+        """Stop prefetching."""
         self._closed.set()
 
     def _still_there(self, ready: tuple[int, Any, PullStats]) -> bool:

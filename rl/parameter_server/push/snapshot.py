@@ -172,7 +172,7 @@ def _segment(nbytes: int) -> Segment | None:
     try:
         return Segment.create(nbytes)
     except UserError:
-        return None  # /dev/shm is small in many containers; the data goes over the socket then
+        return None  # the data goes over the socket then
 
 
 def _assemble(

@@ -27,7 +27,8 @@ from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.handshake import server_handshake
 from rl.parameter_server.transport.tls import Tls
 
-_HANDSHAKE_S = 10.0  # for an unauthenticated client, per read
+HANDSHAKE_TIMEOUT = 10.0  # seconds in which a client must have authenticated, however its bytes trickle in
+MAX_UNAUTHENTICATED = 64  # for one more, the oldest is closed: a client takes milliseconds, a stranger stays
 
 Fields = dict[str, Any]
 Handle = Callable[[str, Fields, "Body"], tuple[Fields, Sequence[Buffer]] | Fields]
@@ -80,7 +81,7 @@ class RpcServer:
         advertise: host of `endpoint` where it differs from `host`, e.g. when listening on 0.0.0.0.
         max_nbytes: requests that announce more are refused.
         stall: seconds that a client may make no progress in the middle of a request or a reply.
-        max_connections: further connections are closed at once.
+        max_connections: of authenticated clients; further ones are closed.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class RpcServer:
         self._context = tls.server_context if tls else None
         self._max_nbytes, self._stall, self._max_connections = max_nbytes, stall, max_connections
         self._lock = threading.Lock()
-        self._serving: dict[threading.Thread, Connection | None] = {}
+        self._serving: dict[threading.Thread, Connection] = {}  # authenticated
+        self._arriving: dict[threading.Thread, tuple[float, socket.socket]] = {}  # not yet; deadline; oldest first
         self._closed = False
         self._listener = _listen(host, port)
         token = token or secrets.token_hex(16)
@@ -113,15 +115,16 @@ class RpcServer:
         """Close all connections and end the threads; one that is in `handle` ends when that returns."""
         with self._lock:
             self._closed = True
-            serving = dict(self._serving)
+            serving, arriving = dict(self._serving), dict(self._arriving)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         self._listener.close()
         for connection in serving.values():
-            if connection:
-                connection.abort()
+            connection.abort()
+        for _, sock in arriving.values():
+            _shut(sock)
         give_up = time.monotonic() + 2.0
-        for thread in (self._acceptor, *serving):
+        for thread in (self._acceptor, *serving, *arriving):
             if thread is not threading.current_thread():
                 thread.join(max(give_up - time.monotonic(), 0.0))
 
@@ -129,18 +132,28 @@ class RpcServer:
         while not self._closed:
             try:
                 sock, _ = self._listener.accept()
+            except TimeoutError:
+                self._shut_overdue()
+                continue
             except OSError:  # closed; or no file descriptors for now
                 time.sleep(0.0 if self._closed else 0.1)
                 continue
+            self._shut_overdue()
             thread = threading.Thread(target=self._serve, args=(sock,), name="weights connection", daemon=True)
             with self._lock:
-                welcome = not self._closed and len(self._serving) < self._max_connections
-                if welcome:
-                    self._serving[thread] = None
-            if welcome:
-                thread.start()
-            else:
-                sock.close()
+                if self._closed:
+                    return sock.close()
+                self._arriving[thread] = (time.monotonic() + HANDSHAKE_TIMEOUT, sock)
+            thread.start()
+
+    def _shut_overdue(self) -> None:
+        """Shut connections whose clients have not authenticated in time, and the oldest if there are too many."""
+        now = time.monotonic()
+        with self._lock:
+            surplus = len(self._arriving) - MAX_UNAUTHENTICATED + 1
+            for number, (deadline, sock) in enumerate(self._arriving.values()):
+                if now > deadline or number < surplus:
+                    _shut(sock)
 
     def _serve(self, sock: socket.socket) -> None:
         connection: Connection | None = None
@@ -152,6 +165,7 @@ class RpcServer:
             pass  # the client is gone or unauthenticated: nobody to report to
         finally:
             with self._lock:
+                self._arriving.pop(threading.current_thread(), None)
                 self._serving.pop(threading.current_thread(), None)
             if connection:
                 connection.close()
@@ -159,16 +173,20 @@ class RpcServer:
 
     def _authenticate(self, sock: socket.socket) -> Connection:
         """Return the connection of an authenticated client."""
-        sock.settimeout(_HANDSHAKE_S)
+        thread = threading.current_thread()
+        sock.settimeout(HANDSHAKE_TIMEOUT)  # for each read; the acceptor enforces the whole
         if self._context:
-            sock = self._context.wrap_socket(sock, server_side=True)
-        connection = Connection(sock, _HANDSHAKE_S)
-        with self._lock:
-            self._serving[threading.current_thread()] = connection
-            closed = self._closed
-        if closed:  # `close` has not seen this connection
-            raise TransportError("closed")
+            sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            with self._lock:  # the wrapped socket has taken over the file descriptor
+                self._arriving[thread] = (self._arriving[thread][0], sock)
+            sock.do_handshake()
+        connection = Connection(sock, HANDSHAKE_TIMEOUT)
         server_handshake(connection, self.endpoint.token)
+        with self._lock:
+            del self._arriving[thread]
+            if self._closed or len(self._serving) >= self._max_connections:
+                raise TransportError("closed, or too many connections")
+            self._serving[thread] = connection
         connection.stall = self._stall
         return connection
 
@@ -201,6 +219,12 @@ class RpcServer:
         return True
 
 
+def _shut(sock: socket.socket) -> None:
+    """Unblock the thread that reads from a socket."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket.shutdown is not thread-safe
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -210,6 +234,7 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(128)
+            listener.settimeout(1.0)  # how often overdue strangers are looked for
         except BaseException:
             listener.close()
             raise

@@ -1,37 +1,36 @@
 """Memory shared by the processes of one user on one host: written by one, read in place by the others.
 
-A segment is a file of mode 0600 in /dev/shm (the directory of temporary files where there is none). Every process that
-maps it holds a lock on it, which the kernel releases when the process ends, by any cause: so the last process to
-release it removes the file, and `sweep` removes the files of killed processes. (Process ids would not do: they are
-reused, and containers that share /dev/shm each count from 1.)
+A segment is an anonymous file in memory (`memfd_create`) without a name in any directory. Other processes open it by
+process id and descriptor of a process that holds it (/proc/<pid>/fd/<descriptor>). The kernel frees the memory when no
+process holds it any more, however they ended: kill -9 of all processes of a run leaves nothing behind. The size of
+/dev/shm, 64 MB in many containers, does not matter. Linux only: elsewhere no segment can be created.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import mmap
 import os
 import platform
 import re
-import secrets
 import stat
-import tempfile
 import weakref
 from collections.abc import Buffer
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import psutil
 
 from mesh import UserError
 from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.transport.buffers import view_of
 
-_NAME = re.compile(r"axl-[0-9]{1,10}-[0-9a-f]{16}")
-_SHARED_MEMORY = Path("/dev/shm")
+_LABEL = "axl-weights"  # shown in /proc/<pid>/maps as /memfd:axl-weights
+_NAME = re.compile(r"axl-([0-9]{1,10})-([0-9]{1,10})-([0-9]{1,20})")  # process, its descriptor, inode
+_SPARE = 1 << 26  # bytes of free memory that no segment may take
 
 
 class SegmentGone(VersionGone, FileNotFoundError):
@@ -42,70 +41,69 @@ class Segment:
     """Shared memory. `create` it or `attach` to it; the memory lives while any process maps it.
 
     Attributes:
-        name: by which other processes find it.
+        name: by which other processes can attach, while this object lives and `unlink` was not called.
         nbytes: its size.
-        buffer: uint8 [nbytes], page-aligned; zeros when new. Read-only where attached.
+        buffer: uint8 [nbytes], page-aligned; zeros when new. Read-only where attached. Keeps the memory alive.
     """
 
-    def __init__(self, path: Path, descriptor: int, nbytes: int, *, made_here: bool):
-        """Use `create` or `attach` instead. `descriptor` is locked, and owned by the segment."""
-        self.name, self.nbytes = path.name, nbytes
-        self._path, self._descriptor, self._made_here = path, descriptor, made_here
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if made_here else 0)
-        memory = mmap.mmap(descriptor, nbytes or 1, prot=protection)  # keeps the file open, and so the lock
-        self.buffer = np.frombuffer(memory, np.uint8, nbytes)
-        weakref.finalize(self, _let_go, path, descriptor, os.getpid())
+    def __init__(self, descriptor: int, nbytes: int, *, writable: bool):
+        """Use `create` or `attach` instead. The segment owns `descriptor`."""
+        self.name = f"axl-{os.getpid()}-{descriptor}-{os.fstat(descriptor).st_ino}"
+        self.nbytes, self._writable = nbytes, writable
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.buffer = np.frombuffer(mmap.mmap(descriptor, nbytes or 1, prot=protection), np.uint8, nbytes)
+        self._file = os.fdopen(descriptor, "r+b" if writable else "rb", buffering=0)  # nothing fails from here on
+        weakref.finalize(self, self._file.close)
 
     @classmethod
     def create(cls, nbytes: int) -> Self:
-        """Create a segment. Its pages are reserved now, and zeroed when first touched.
-
-        Its file is removed by `unlink`, or when the last process has released it: no `Segment` of it is left, or the
-        process exited normally. After kill -9 `sweep` removes it.
+        """Create a segment. All its pages are reserved now.
 
         Raises:
-            UserError: there is too little shared memory. (If pages were only promised, a process that writes to a
-                missing one would be killed.)
+            UserError: there is too little free memory, or the system is not Linux. (If pages were only promised, a
+                process that writes to a missing one would be killed.)
         """
-        folder = _folder()
-        path, descriptor = _new_file(folder, nbytes)
+        if not hasattr(os, "memfd_create"):
+            raise UserError(f"shared memory needs Linux; this is {platform.system()}")
+        if nbytes > (free := free_memory() - _SPARE):
+            raise UserError(f"cannot reserve {nbytes:,} bytes of shared memory: {max(free, 0):,} bytes are free")
+        descriptor = os.memfd_create(_LABEL, os.MFD_CLOEXEC)
         try:
-            _set_aside(descriptor, nbytes or 1)
-            return cls(path, descriptor, nbytes, made_here=True)
+            os.fchmod(descriptor, 0o600)
+            os.posix_fallocate(descriptor, 0, nbytes or 1)
+            return cls(descriptor, nbytes, writable=True)
         except OSError as error:
-            path.unlink(missing_ok=True)
             os.close(descriptor)
-            raise UserError(_too_small(folder, nbytes, error.strerror)) from error
+            raise UserError(f"cannot reserve {nbytes:,} bytes of shared memory: {error.strerror}") from error
 
     @classmethod
     def attach(cls, name: str, nbytes: int | None = None) -> Self:
-        """Map a segment of another process of the same user on this host, read-only.
+        """Map a segment that a process of the same user on this host holds, read-only. The result has another name.
 
         Raises:
-            SegmentGone: there is none of this name.
+            SegmentGone: that process does not hold it (any more), or may not be asked by this one.
             WeightsError: it is another user's, accessible to others, or not of `nbytes` bytes where that is given.
         """
-        if not _NAME.fullmatch(name):
+        if (found := _NAME.fullmatch(name)) is None:
             raise WeightsError(f"{name!r} is no name of a shared memory segment")
-        path = _folder() / name
+        pid, number, inode = map(int, found.groups())
+        path = f"/proc/{pid}/fd/{number}"
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise SegmentGone(f"shared memory {path} is gone: its maker dropped it or ended") from error
+            # Looked at before it is opened: to open something else, such as a pipe, may have effects.
+            if not os.readlink(path).startswith(f"/memfd:{_LABEL}"):
+                raise SegmentGone(f"shared memory {name} is gone: process {pid} holds something else there")
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise WeightsError(f"shared memory {path} cannot be read: {error.strerror}") from error
+            raise SegmentGone(f"shared memory {name} is gone: {error.strerror or error}") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
             facts = os.fstat(descriptor)
-            if not facts.st_nlink:
-                raise SegmentGone(f"shared memory {path} is gone: its maker dropped it or ended")
-            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-                raise WeightsError(f"shared memory {path} is not a file of mode 0600 of user {os.geteuid()}")
+            if facts.st_ino != inode:
+                raise SegmentGone(f"shared memory {name} is gone: process {pid} holds another one there")
+            if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+                raise WeightsError(f"shared memory {name} is not of mode 0600 of user {os.geteuid()}")
             if nbytes is not None and facts.st_size != max(nbytes, 1):
-                raise WeightsError(f"shared memory {path} has {facts.st_size:,} bytes, expected {nbytes:,}")
-            if not facts.st_size:
-                raise WeightsError(f"shared memory {path} is empty")
-            return cls(path, descriptor, facts.st_size if nbytes is None else nbytes, made_here=False)
+                raise WeightsError(f"shared memory {name} has {facts.st_size:,} bytes, expected {nbytes:,}")
+            return cls(descriptor, facts.st_size if nbytes is None else nbytes, writable=False)
         except BaseException:
             os.close(descriptor)
             raise
@@ -113,110 +111,45 @@ class Segment:
     def write(self, data: Buffer, offset: int = 0) -> None:
         """Copy data into a segment that this process created.
 
-        On untouched pages this takes two thirds of the time of writing to `buffer`: they are not zeroed first, nor
-        mapped one by one.
+        On untouched pages this takes two thirds of the time of writing to `buffer`: they are not mapped one by one.
 
         Raises:
-            ValueError: it does not fit, or is not C-contiguous.
+            ValueError: it does not fit, is not C-contiguous, or the segment was attached or its name released.
         """
         view = view_of(data)
-        if not self._made_here or offset < 0 or offset + view.nbytes > self.nbytes:
+        if not self._writable or offset < 0 or offset + view.nbytes > self.nbytes:
             raise ValueError(f"{view.nbytes:,} bytes at {offset:,} do not fit into {self.name} of {self.nbytes:,}")
         while view.nbytes:
-            count = os.pwrite(self._descriptor, view, offset)
+            count = os.pwrite(self._file.fileno(), view, offset)
             view, offset = view[count:], offset + count
 
     def unlink(self) -> None:
-        """Remove the name: nobody can attach any more; existing mappings stay valid. No effect in other processes."""
-        if self._made_here:
-            self._path.unlink(missing_ok=True)
-
-
-def sweep() -> list[str]:
-    """Remove this user's segments that no living process maps; return their names."""
-    removed: list[str] = []
-    with contextlib.suppress(OSError):
-        for path in _folder().iterdir():
-            if _NAME.fullmatch(path.name) and _remove_if_left(path):
-                removed.append(path.name)
-    return removed
+        """Release the name: nobody can attach by it any more; existing mappings stay valid."""
+        self._file.close()
 
 
 @functools.cache
 def host_identity() -> str:
     """Return an identity that is equal for processes that can share segments.
 
-    It covers boot of the kernel, user and /dev/shm. Copies of one running virtual machine share it, too, so a segment
-    may still not be found.
+    It covers boot of the kernel, user, and the namespaces (of containers) that decide which processes are visible.
+    Copies of one running virtual machine share it, too, so a segment may still not be found.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user", "mnt")]
     except OSError:
-        boot = platform.node()
-    facts = _folder().stat()
-    return hashlib.sha256(f"{boot} {os.geteuid()} {facts.st_dev} {facts.st_ino}".encode()).hexdigest()[:32]
+        boot, namespaces = platform.node(), []
+    return hashlib.sha256(f"{boot} {os.geteuid()} {namespaces}".encode()).hexdigest()[:32]
 
 
-def _folder() -> Path:
-    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-def _new_file(folder: Path, nbytes: int) -> tuple[Path, int]:
-    """Create an empty file under our lock, open to read and write."""
-    while True:
-        path = folder / f"axl-{os.getpid()}-{secrets.token_hex(8)}"
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise UserError(_too_small(folder, nbytes, error.strerror)) from error
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if os.fstat(descriptor).st_nlink:
-            return path, descriptor
-        os.close(descriptor)  # swept away before it was locked
-
-
-def _remove_if_left(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False  # another user's, or just gone
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-        return True
-    except OSError:
-        return False  # its maker lives
-    finally:
-        os.close(descriptor)
-
-
-def _let_go(path: Path, descriptor: int, pid: int) -> None:
-    """Remove the name if no other process has the segment."""
-    try:
-        if os.getpid() == pid:  # not in a fork, which shares our lock
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-    except OSError:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # for views that outlive the object: a lock that is refused is lost
-    finally:
-        os.close(descriptor)
-
-
-def _set_aside(descriptor: int, nbytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, nbytes)
-    else:  # macOS
-        os.ftruncate(descriptor, nbytes)
-
-
-def _too_small(folder: Path, nbytes: int, reason: str | None) -> str:
-    free = ""
-    with contextlib.suppress(OSError):
-        facts = os.statvfs(folder)
-        free = f", of which {facts.f_bavail * facts.f_frsize:,} of {facts.f_blocks * facts.f_frsize:,} are free"
-    return (
-        f"cannot set aside {nbytes:,} bytes of shared memory in {folder}{free}: {reason}; "
-        "a container is given more with --shm-size (docker) or an emptyDir of medium BufferPool (Kubernetes)"
-    )
+def free_memory() -> int:
+    """Return the bytes that this process could still allocate: of the machine, and of its container if it has one."""
+    free = psutil.virtual_memory().available
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            free = min(free, int(Path(limit).read_text()) - int(Path(usage).read_text()))
+    return free

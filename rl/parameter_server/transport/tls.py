@@ -8,6 +8,7 @@ docs/concepts/weight-transport.md shows the command).
 import functools
 import ssl
 from pathlib import Path
+from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
 from mesh import UserError
@@ -23,15 +24,15 @@ class Tls(Configurable):
         verify_clients: bool = False  # a server lets in only clients with such a certificate (and the token)
         check_host: bool = True  # a client asks that the certificate be for the host it connects to
 
+        @override
+        def check_fields(self) -> None:
+            self.require("cert", bool(self.cert or self.ca), "a file, or ca (of a client without a certificate)")
+            for field in ("cert", "key", "ca"):
+                path = getattr(self, field)
+                self.require(field, not path or Path(path).is_file(), "a file that exists")
+
     def __init__(self, cfg: Config):
-        """Check the files. Raises UserError naming the config path of one that is missing."""
         self.cfg = cfg
-        if not (cfg.cert or cfg.ca):
-            raise UserError("tls: set tls.cert and tls.key (a server) or tls.ca (a client that shows no certificate)")
-        for field in ("cert", "key", "ca"):
-            path = getattr(cfg, field)
-            if path and not Path(path).is_file():
-                raise UserError(f"tls.{field}={path}: there is no such file")
 
     @property
     def authority(self) -> str:

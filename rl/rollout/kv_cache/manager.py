@@ -39,9 +39,9 @@ class PagedSequence(Protocol):
 class KVCacheManager:
     """Pages of sequences. Full pages can be shared by sequences; a page being written has one holder."""
 
-    def __init__(self, pages: int, page_size: int, keep_prefixes: bool):
+    def __init__(self, pages: int, page_size: int, enable_prefix_caching: bool):
         self.pool, self.page_size = PagePool(pages), page_size
-        self._prefixes = PrefixCache(self.pool, page_size) if keep_prefixes else None
+        self._prefixes = PrefixCache(self.pool, page_size) if enable_prefix_caching else None
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that hold so many tokens."""

@@ -11,6 +11,7 @@ from axlearn_like.layers.contexts.paged import PagedContext, Pool, write_tokens
 from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
+from mesh.cost.expected import turns
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.sampling import distribution, draw, row_keys
 
@@ -80,23 +81,23 @@ def decode(
             "chosen": jax.tree.map(lambda all_, now: write(all_, now, step, 0), state["chosen"], chosen),
         }
 
-    final = jax.lax.while_loop(
-        lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum),
-        body,
-        {
-            "step": jnp.int32(0),
-            "cache": cache,
-            "feed": batch.feed,
-            "lengths": batch.lengths,
-            "counts": jnp.zeros(size, jnp.int32),
-            "alive": batch.remaining > 0,
-            "stopped": jnp.zeros(size, bool),
-            "broken": jnp.zeros(size, bool),
-            "seen": batch.seen,
-            "tokens": jnp.zeros((steps, size), jnp.int32),
-            "chosen": Chosen(*[jnp.ones((steps, size), jnp.float32)] * 3),
-        },
-    )
+    begin = {
+        "step": jnp.int32(0),
+        "cache": cache,
+        "feed": batch.feed,
+        "lengths": batch.lengths,
+        "counts": jnp.zeros(size, jnp.int32),
+        "alive": batch.remaining > 0,
+        "stopped": jnp.zeros(size, bool),
+        "broken": jnp.zeros(size, bool),
+        "seen": batch.seen,
+        "tokens": jnp.zeros((steps, size), jnp.int32),
+        "chosen": Chosen(*[jnp.ones((steps, size), jnp.float32)] * 3),
+    }
+    with turns(steps):  # where no row stops
+        final = jax.lax.while_loop(
+            lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum), body, begin
+        )
     if kernel:
         pool = final["cache"]
     else:

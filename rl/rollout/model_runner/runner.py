@@ -15,7 +15,7 @@ import numpy as np
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.contexts.paged import NULL_PAGE, make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
-from mesh import UserError, make_mesh, to_named_sharding
+from mesh import make_mesh, to_named_sharding
 from rl.rollout.config import EngineConfig
 from rl.rollout.kv_cache.manager import PageCopy
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
@@ -63,10 +63,6 @@ class ModelRunner:
         """`described`: devices to compile for that are not there (see aot.py); nothing is allocated on them."""
         self._cfg, self._pages = cfg, cfg.pool_pages
         self.mesh = make_mesh(cfg.mesh, described)
-        if extra := {name: n for name, n in self.mesh.shape.items() if n > 1 and name != "tensor"}:
-            raise UserError(
-                f"RolloutEngine.mesh has {extra}; an engine is one tensor-parallel group: for more, run more workers"
-            )
         platform = self.mesh.devices.flat[0].platform
         self._kernel = platform == "tpu"
         self.params: Params | None = None

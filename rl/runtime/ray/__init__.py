@@ -4,6 +4,8 @@ Ray reads its environment when it is imported. It is set here, because a package
 """
 
 import os
+import secrets
+import sys
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -23,3 +25,8 @@ if "RAY_ADDRESS" not in os.environ:
     # Otherwise Ray replaces 127.0.0.1 by a network address and listens there; the switch is named after the systems
     # on which "0" is the default.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # A token for the sessions of this process. By default Ray writes one into the home directory, readable by all who
+    # can read that. Where Ray was imported before, it has read the mode, and its default stays.
+    ours = "ray" not in sys.modules and "RAY_AUTH_TOKEN_PATH" not in os.environ
+    if ours and os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 import threading
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from axlearn_like.config import from_text
+from axlearn_like.operations.profiler import ProfileSignal
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from mesh import enable_compilation_cache, make_mesh
@@ -26,6 +28,7 @@ from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.runtime.ray.proxies import CALL_MARGIN, connect_services, result, server_names, trainer_names
 from rl.runtime.ray.shutdown import GracefulShutdown
+from rl.training.warm_start import run_warm_start
 
 _SHARD_TIMEOUT = 5.0  # seconds
 
@@ -35,7 +38,7 @@ class RoleHost:
 
     After a restart the role is built again, by the first call at the latest: the caller gets the error if that fails.
     On SIGTERM the actor hands back or saves its work and exits with status 0 (see shutdown.py); Ray restarts it on any
-    node with room.
+    node with room. SIGUSR1 asks the trainer for a profile.
     """
 
     def __init__(self, kind: str, name: str, run_path: str, token: str, grace: float, namespace: str):
@@ -43,13 +46,14 @@ class RoleHost:
         self._run = RunDirectory.attach(run_path)
         self._events = EventLog(self._run.events_path)
         self._services: dict[str, Any] = {}
-        self._meeting = ""  # the address where several trainer processes join
+        self._processes: ProcessGroup | None = None  # of a trainer that has joined
         self._building = threading.Lock()
         self._role: Any = None
         self._stopping = False
         self._incarnation = secrets.token_hex(8)  # of this process
         self._shutdown = GracefulShutdown(name, self._events, grace)
         self._shutdown.has_loop = False
+        ProfileSignal(self._run.path)
         if kind in ("parameter_server", "controller", "verifier"):  # they call no other role: build at once
             threading.Thread(target=self._prepare, daemon=True).start()
 
@@ -75,11 +79,21 @@ class RoleHost:
         return free_address(ray.util.get_node_ip_address())
 
     def run_trainer(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
-        """Run the trainer's loop, which ends by saving. `meeting`: the address where several processes join."""
-        self._services, self._meeting, self._shutdown.has_loop = services, meeting, True
+        """Run the warm start, if it is due, and the trainer's loop, which ends by saving.
+
+        `meeting`: the address where several processes join.
+        """
+        self._services, self._shutdown.has_loop = services, True
+        stop = lambda: self._stopping or self._shutdown.requested  # noqa: E731
+        if self._processes is None:
+            cfg = self._experiment.cfg
+            self._processes = self._joined(cfg, meeting)
+            if not run_warm_start(cfg.warm_start, self._run, stop):
+                self._processes.barrier()  # a process that ends now takes nothing from the others
+                return self._end_of_loop(step=0, finished=False)
         trainer = self._built()
-        trainer.run(stop=lambda: self._stopping or self._shutdown.requested)
-        return self._end_of_loop(step=trainer.step)
+        trainer.run(stop=stop)
+        return self._end_of_loop(step=trainer.step, finished=trainer.finished)
 
     def stop(self) -> None:
         """Request that the loop ends after the current update."""
@@ -104,10 +118,14 @@ class RoleHost:
     def _built(self) -> Any:
         with self._building:
             if self._role is None:
-                enable_compilation_cache()
-                self._role = self._build(from_text(self._run.config_path.read_text()).build())
+                self._role = self._build(self._experiment)
                 self._events.append(self._name, "start", pid=os.getpid(), host=socket.gethostname())
             return self._role
+
+    @cached_property
+    def _experiment(self) -> RLExperiment:
+        enable_compilation_cache()
+        return from_text(self._run.config_path.read_text()).build()
 
     def _build(self, experiment: RLExperiment) -> Any:
         if self._kind == "parameter_server":
@@ -118,19 +136,18 @@ class RoleHost:
             return experiment.make_controller(self._run)
         controller, weights, verifier = connect_services(self._name, self._services, experiment.cfg, self._events)
         if self._kind == "trainer":
-            processes = self._joined(experiment.cfg)
-            return experiment.make_trainer(self._run, controller, weights, processes)
+            return experiment.make_trainer(self._run, controller, weights, self._processes)
         began = psutil.Process().create_time()
         return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began)
 
-    def _joined(self, cfg: RLExperiment.Config) -> ProcessGroup:
+    def _joined(self, cfg: RLExperiment.Config, meeting: str) -> ProcessGroup:
         """Join the trainer's other processes, if there are several, and configure the devices of this one."""
         names, timeouts = trainer_names(cfg), cfg.timeouts
-        if cfg.trainer.mesh:
-            configure_cpu_devices(cfg.trainer.mesh, len(names))  # as the command did when it checked the mesh
+        if cfg.trainer.mesh or cfg.warm_start is not None:
+            configure_cpu_devices(cfg.trainer.mesh, len(names))  # as the command described them to check the mesh
         if len(names) > 1:
             beyond = timeouts.unresponsive + CALL_MARGIN  # by then the driver has killed a process that does not answer
-            join(self._meeting, names.index(self._name), len(names), role="trainer", timeout=beyond, heartbeat=beyond)
+            join(meeting, names.index(self._name), len(names), role="trainer", timeout=beyond, heartbeat=beyond)
 
         def on_wait(who: str, seconds: float) -> None:
             what = f"{who} to reach the same step"

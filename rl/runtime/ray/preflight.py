@@ -14,18 +14,40 @@ from mesh import UserError
 from rl.experiment import RLExperiment
 
 MEMORY_VARIABLE = "AXL_RAY_MEMORY_GIB"
+_CLUSTER_TIMEOUT = 5.0  # seconds
 
 
 def check_machine(cfg: RLExperiment.Config) -> None:
-    """Check memory and the parameter server's port, unless the roles will run on the machines of a cluster.
+    """Check memory and the parameter server's port or, if the roles will run on a cluster, that the cluster is there.
 
     Raises:
         UserError: naming what is missing.
     """
-    if not os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        check_cluster(address)
+    else:
         check_memory(cfg.workers, psutil.virtual_memory().available, cfg.trainer.processes)
         for shard in range(cfg.parameter_server.shard_servers):
             check_port(cfg.parameter_server.host, cfg.parameter_server.port and cfg.parameter_server.port + shard)
+
+
+def check_cluster(address: str) -> None:
+    """Check that something listens at the address of a Ray cluster: Ray itself would try for many minutes.
+
+    Raises:
+        UserError: nothing does.
+    """
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator or not port.isdigit():
+        return  # a name that Ray resolves, such as `auto`
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CLUSTER_TIMEOUT).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"no Ray cluster answers at RAY_ADDRESS={address}: {reason}; start one there (`ray start --head`), or "
+            "unset RAY_ADDRESS to run on this machine alone"
+        ) from error
 
 
 def check_memory(workers: int, available: int, trainers: int = 1) -> None:

@@ -1,20 +1,23 @@
 """All roles as Ray actors, each in a process of its own. Ray is started by the command unless a cluster is named."""
 
+import contextlib
 import os
 from collections.abc import Callable
 
 import ray
 
+from axlearn_like.operations.profiler import ProfileSignal
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.runtime.ray.elastic_workers import withdraw
+from rl.runtime.cluster_file import withdraw
 from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.orphans import end_orphans
 from rl.runtime.ray.preflight import check_reachable
-from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session
+from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session, session_folder
 from rl.runtime.ray.supervisor import MAX_DEATHS, Supervisor
+from rl.training.warm_start import open_warm_start
 
 
 def run_ray(
@@ -50,7 +53,8 @@ def run_ray(
             end_orphans(run)
             log.append("driver", "session", pid=os.getpid(), group=os.getpgid(0))
         try:
-            with ray_session() as own:
+            warm = open_warm_start(experiment.cfg.warm_start, run)
+            with warm, ray_session() as own, contextlib.closing(ProfileSignal(run.path)):
                 return _run_in_session(own, experiment, run, stop, on_step, say, preempted, kill_after_update)
         except SessionLost as error:
             lost, step = error, error.step
@@ -59,7 +63,7 @@ def run_ray(
         if deaths >= MAX_DEATHS:
             raise UserError(
                 f"{lost}, for the {deaths}th time without an update in between, at update {step}; is memory short? "
-                "(`dmesg` lists kills.) Its output is in /tmp/ray/session_latest/logs"
+                f"(`dmesg` lists kills.) Its output is in {session_folder()}/session_latest/logs"
             ) from lost
         if stop():
             return step  # a resumed run starts from the last checkpoint

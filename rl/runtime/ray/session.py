@@ -2,11 +2,14 @@
 
 import logging
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +17,8 @@ import ray
 
 from mesh import UserError
 
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+_KEPT_SESSIONS = 4  # of runs that ended in an error, for their logs
 _PURPOSE = {"raylet": "which starts the roles", "gcs_server": "which knows where the roles are"}
 
 
@@ -25,6 +30,7 @@ def ray_session(address: str | None = None) -> Iterator[bool]:
 
     Raises:
         UserError: there is no cluster at that address, or it refuses the connection.
+        SessionLost: Ray could not be started here.
     """
     if ray.is_initialized():
         yield False
@@ -33,29 +39,67 @@ def ray_session(address: str | None = None) -> Iterator[bool]:
     with _signals_kept(), warnings.catch_warnings():
         # Ray starts its processes by fork and exec, and JAX warns of every fork; nothing runs between the two.
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if not own:
-            _join(address or os.environ["RAY_ADDRESS"], quiet)
-        else:
-            ray.init(
-                "local",  # not the Ray cluster that was started last on this machine
-                num_cpus=64,  # roles are processes, not cores: Ray must not limit them on one machine
-                include_dashboard=False,
-                object_store_memory=256 << 20,
-                _node_ip_address="127.0.0.1",
-                **quiet,
-            )
+        session = _start() if own else _join(address or os.environ["RAY_ADDRESS"])
     try:
         yield own
-    finally:
+    except BaseException:
         ray.shutdown()
+        raise
+    ray.shutdown()
+    if session is not None:
+        shutil.rmtree(session, ignore_errors=True)  # what Ray logged is of interest after errors only
 
 
-def _join(address: str, quiet: dict[str, Any]) -> None:
-    if address.startswith("127."):
-        quiet = {**quiet, "_node_ip_address": "127.0.0.1"}
+def session_folder() -> Path:
+    """Return the folder of the sessions that this user's runs start, with Ray's logs of those that ended in an error.
+
+    Not the directory of temporary files if that has another path than /tmp: sockets need short paths.
+    """
+    return Path("/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()) / f"axl-ray-{os.getuid()}" / "ray"
+
+
+def _start() -> str:
+    """Start Ray; return the directory of its session.
+
+    Raises:
+        SessionLost: one of its processes died on the way, or did not answer.
+    """
+    folder = session_folder()
+    private = folder.parent  # Ray opens its own folder to everyone
+    private.mkdir(mode=0o700, exist_ok=True)
+    if private.stat().st_uid != os.getuid() or private.is_symlink():
+        raise UserError(f"{private} belongs to another user; Ray's files would be there")
+    private.chmod(0o700)
+    folder.mkdir(exist_ok=True)
+    _remove_old_sessions(folder)
     try:
-        ray.init(address, **quiet)
+        context: Any = ray.init(
+            "local",  # not the Ray cluster that was started last on this machine
+            num_cpus=64,  # roles are processes, not cores: Ray must not limit them on one machine
+            include_dashboard=False,
+            object_store_memory=256 << 20,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+            **_QUIET,
+        )
+    except Exception as error:
+        ray.shutdown()
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SessionLost(f"Ray did not start: {reason}") from error
+    return context.address_info["session_dir"]
+
+
+def _remove_old_sessions(folder: Path) -> None:
+    """Remove all but the newest sessions of processes that have ended."""
+    ended = [path for path in folder.glob("session_*_*") if not psutil.pid_exists(int(path.name.rsplit("_", 1)[1]))]
+    for path in sorted(ended)[:-_KEPT_SESSIONS]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _join(address: str) -> None:
+    here = {"_node_ip_address": "127.0.0.1"} if address.startswith("127.") else {}
+    try:
+        ray.init(address, **here, **_QUIET)
     except (ConnectionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(

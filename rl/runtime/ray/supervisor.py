@@ -17,12 +17,13 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.runtime.ray.elastic_workers import advertise, withdraw
+from rl.runtime.cluster_file import advertise, withdraw
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.health import HealthMonitor
 from rl.runtime.ray.placement import start_actor
 from rl.runtime.ray.proxies import RemoteRole, result, server_names, trainer_names
 from rl.runtime.ray.trainer_group import Awaited, TrainerGroup
+from rl.training.warm_start import is_warm_start_due
 
 MAX_DEATHS = 5  # of one role without an update in between; more are a fault of the run
 _LEAVE_TIMEOUT = 5.0  # seconds for elastic workers to leave
@@ -52,6 +53,7 @@ class Supervisor:
         self._group = TrainerGroup(dict(self._loops))
         for name in (f"worker-{i}" for i in range(cfg.workers)):
             self._loops[name] = self._start("worker", name)
+        self._idle_workers = [name for name in self._loops if name not in self._group.names]
         self._health = HealthMonitor({**self._services, **self._loops}, cfg.timeouts, self._log, say)
         self._waiting: dict[Any, tuple[str, Awaited]] = {}
 
@@ -71,9 +73,11 @@ class Supervisor:
 
         `check()` raises if Ray itself has died, which is the cause of all other errors then.
         """
-        for name in self._loops:
+        for name in self._group.names:
             self._begin(name)
-        advertise(self._run, self._namespace)
+        if not is_warm_start_due(self._cfg.warm_start, self._run):
+            self._begin_workers()
+        advertise(self._run, ray.get_runtime_context().gcs_address, self._namespace)
         asked: float | None = None
         while True:
             if asked is None and stop():
@@ -87,7 +91,7 @@ class Supervisor:
             for reference in done:
                 name, what = self._waiting.pop(reference)
                 value = self._outcome(name, what, reference)
-                if name == "trainer" and value is not None and (asked or value["step"] >= self._cfg.num_steps):
+                if name == "trainer" and value is not None and (asked or value["finished"]):
                     return value["step"]
                 if name in self._group.names and value is None and asked:
                     return self._step  # it died before it could save: a resumed run starts from the last checkpoint
@@ -128,6 +132,12 @@ class Supervisor:
             self._await_restart(name)
         elif self._group.started(name, incarnation):
             self._waiting[self._loops[self._group.leader].meeting_place.remote()] = (self._group.leader, "meeting")
+
+    def _begin_workers(self) -> None:
+        """Start the loops of all workers, once; they would only wait while the trainer makes its warm start."""
+        for name in self._idle_workers:
+            self._begin(name)
+        self._idle_workers = []
 
     def _outcome(self, name: str, what: Awaited, reference: Any) -> dict[str, Any] | None:
         """Return what a loop returned; None if its process ended, whose restart is then awaited.
@@ -272,11 +282,13 @@ class Supervisor:
             case "start" if "pid" in row:
                 self._pids[row["role"]] = row["pid"]
                 self._left.discard(row["role"])
+                if row["role"] == self._group.leader:
+                    self._begin_workers()
             case "shutdown":
                 self._left.add(row["role"])
             case "waiting" if row["role"] != "driver" and row["what"] not in self._reported:
                 self._reported.add(row["what"])
                 self._say(f"waiting {row['seconds']:.0f} s for {row['what']} ({row['who']})")
-            case "productive" if row["role"] not in self._loops:
+            case "joined" if row["role"] not in self._loops:
                 self._say(f"{row['role']} joined: its first rollouts came after {row['join_s']:.1f} s")
         self._fault.read_event(row, self._say)

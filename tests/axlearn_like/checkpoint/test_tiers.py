@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.checkpoint.best import KeepBest
-from axlearn_like.checkpoint.checkpointer import Checkpointer, CheckpointError, restore_params
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.manifest import CheckpointError
+from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.checkpoint.tiers import CheckpointTiers
 from axlearn_like.run.events import EventLog
@@ -133,5 +135,5 @@ def test_the_highest_may_be_the_best_and_an_unknown_metric_is_refused(tmp_path):
 
 
 def test_a_place_that_cannot_be_is_refused(tmp_path):
-    with pytest.raises(UserError, match="remote.url='gcs://b/x': unknown scheme 'gcs'; did you mean 'gs'"):
+    with pytest.raises(UserError, match="RemoteTier.url: .*'gcs://b/x': unknown scheme 'gcs'; did you mean 'gs'"):
         tiers(tmp_path / "run", remote="gcs://b/x", copy_every=1)

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from axlearn_like.config import config_for
+from axlearn_like.config import ConfigError, config_for
 from axlearn_like.input import InputError, OneARow, SupervisedInput
 from tests.axlearn_like.input.data import Numbered, grain_examples
 from tests.axlearn_like.tiny import Counting
@@ -115,9 +115,9 @@ def test_the_packing_of_each_batch_is_told():
 
 
 def test_settings_and_sources_that_make_no_sense_are_refused():
-    with pytest.raises(InputError, match="seq_len=0"):
+    with pytest.raises(ConfigError, match="seq_len: expected 1 or more, got 0"):
         make(seq_len=0)
-    with pytest.raises(InputError, match="prefetch=-1"):
+    with pytest.raises(ConfigError, match="prefetch: expected 0 or more, got -1"):
         make(prefetch=-1)
     with pytest.raises(InputError, match="source Counting has no examples"):
         make(source=Counting.Config(examples=0))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_like.config import ConfigError
 from axlearn_like.learner import (
     EMA,
     SGD,
@@ -91,5 +92,5 @@ def test_the_state_of_a_plain_learner_has_the_paths_that_checkpoints_have():
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any], message: str):
-    with pytest.raises(LearnerError, match=message):
+    with pytest.raises(ConfigError, match=message):
         learner(AdamW.Config(), **fields).build()

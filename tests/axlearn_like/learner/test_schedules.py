@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_like.config import ConfigError
 from axlearn_like.learner import (
     Constant,
     InverseSqrt,
     Join,
-    LearnerError,
     Linear,
     WarmupCosine,
     WarmupLinear,
@@ -72,7 +72,7 @@ def test_joined_parts_count_from_their_own_beginning():
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        (WarmupCosine.Config(peak_lr=1.0, warmup_steps=5, total_steps=5), "warmup_steps < total_steps"),
+        (WarmupCosine.Config(peak_lr=1.0, warmup_steps=5, total_steps=5), "warmup_steps: expected 0 to 4, got 5"),
         (Constant.Config(lr=-1.0), r"Constant.lr: expected a finite learning rate, 0 or more, got -1.0"),
         (Constant.Config(lr=float("nan")), "Constant.lr"),
         (Linear.Config(start_lr=1.0, steps=0), "Linear.steps: expected 1 or more"),
@@ -83,5 +83,5 @@ def test_joined_parts_count_from_their_own_beginning():
     ],
 )
 def test_settings_that_make_no_sense_are_refused(cfg: Any, message: str):
-    with pytest.raises(LearnerError, match=message):
+    with pytest.raises(ConfigError, match=message):
         cfg.build()

@@ -13,7 +13,7 @@ def row(time, event, **fields):
 
 
 def spent(time, since, to, /, **causes):
-    return row(time, "spent", since=since, step=to, seconds=sum(causes.values()), causes=causes)
+    return row(time, "goodput", since=since, step=to, seconds=sum(causes.values()), causes=causes)
 
 
 FIRST = [
@@ -101,7 +101,7 @@ def test_what_a_failing_process_spent_is_told(tmp_path):
         clock.start(0)
         clock.to("step")
         raise OSError("gone")
-    assert [line["event"] for line in read_rows(path)] == ["spent", "spent"]
+    assert [line["event"] for line in read_rows(path)] == ["goodput", "goodput"]
 
 
 def test_this_process_began_before_now_and_after_its_parents_birth():

@@ -17,5 +17,5 @@ def test_one_wrong_bit_is_found_with_its_array_and_device():
 
 
 def test_never_is_refused():
-    with pytest.raises(UserError, match="every >= 1"):
+    with pytest.raises(UserError, match="SDCCheck.every: expected 1 or more, got 0"):
         SDCCheck.Config(every=0).build(mesh=None)

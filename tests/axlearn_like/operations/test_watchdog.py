@@ -35,5 +35,5 @@ def test_one_that_goes_on_after_all_is_left_alone(tmp_path):
 
 
 def test_limits_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(UserError, match="expected positive seconds, got dump_after=0"):
+    with pytest.raises(UserError, match="Watchdog.dump_after: expected seconds, more than 0, got 0"):
         Watchdog.Config(dump_after=0.0).build(run_dir=tmp_path, events=None, doing=None)

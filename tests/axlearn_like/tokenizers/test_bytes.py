@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from axlearn_like.config import ConfigError
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 
 TOKENIZER = ByteTokenizer.Config().build()
@@ -34,5 +35,5 @@ def test_ids_outside_the_vocabulary_are_refused(token: int):
 
 
 def test_a_vocabulary_without_room_for_special_ids_is_refused():
-    with pytest.raises(ValueError, match=r"ByteTokenizer\.Config\.vocab_size=256: expected at least 259"):
+    with pytest.raises(ConfigError, match=r"ByteTokenizer\.vocab_size: expected 259 or more: .*, got 256"):
         ByteTokenizer.Config(vocab_size=256).build()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from axlearn_like.config import ConfigError
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.phrases import PhraseTokenizer, learn_phrases
 from axlearn_like.tokenizers.protocol import Tokenizer
@@ -32,13 +33,13 @@ def test_without_phrases_it_is_the_byte_tokenizer():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"phrases": ("a", "a")}, "distinct"),
-        ({"phrases": ("",)}, "not empty"),
-        ({"phrases": ("abc", "def"), "vocab_size": 260}, "vocab_size of at least 261"),
+        ({"phrases": ("a", "a")}, "different phrases"),
+        ({"phrases": ("",)}, "none of them empty"),
+        ({"phrases": ("abc", "def"), "vocab_size": 260}, "vocab_size: expected 261 or more with 2 phrases, got 260"),
     ],
 )
 def test_bad_phrases_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         PhraseTokenizer.Config(**changes).build()
 
 

@@ -6,8 +6,8 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from axlearn_like.config import from_text, get_path, to_text, with_mesh_rules
-from mesh import UserError, make_mesh
+from axlearn_like.config import ConfigError, from_text, get_path, to_text, with_mesh_rules
+from mesh import make_mesh
 from tests.axlearn_like.tiny import tiny_trainer
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -37,6 +37,6 @@ def test_mesh_rules_change_axis_rules():
 
 def test_an_unknown_axis_is_refused_with_the_nearest():
     with pytest.raises(
-        UserError, match=r"Trainer.Config.axis_rules.embed: the mesh has no axis 'dat'; did you mean 'data'"
+        ConfigError, match=r"^Trainer.axis_rules: axis_rules.embed: the mesh has no axis 'dat'; did you mean 'data'"
     ):
         tiny_trainer(1, axis_rules={"embed": "dat"}).build()

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from axlearn_like.checkpoint.best import KeepBest
-from axlearn_like.checkpoint.checkpointer import Checkpointer, CheckpointError
+from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.remote import RemoteTier
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable, config_items
+from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, Configurable, config_items, set_path
 from axlearn_like.input import FirstFit, InputError, SupervisedInput
 from axlearn_like.operations.goodput import account
 from axlearn_like.operations.profiler import Profiler
@@ -229,8 +230,19 @@ def test_rows_between_logged_steps_are_not_written(tmp_path):
 
 def test_a_batch_that_does_not_divide_is_refused_before_anything_is_made(tmp_path):
     cfg = tiny_trainer(5, microbatches=3)
-    with pytest.raises(InputError, match="batch_size is 8; expected a multiple of 3: 3 microbatches"):
+    with pytest.raises(ConfigError, match=r"Trainer\.input\.batch_size: expected a multiple of 3: .* got 8"):
         cfg.build().run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "path", ["checkpoint.keep", "profile.steps", "watchdog.dump_after", "loss.chunks", "num_steps"]
+)
+def test_a_field_of_a_part_is_refused_before_anything_is_made(tmp_path, path):
+    cfg = set_path(tiny_trainer(5), path, 0)
+    with pytest.raises(ConfigError, match=rf"^Trainer\.{path}: expected .*, got 0") as error:
+        cfg.build().run(tmp_path / "run")
+    assert error.value.path == f"Trainer.{path}"
     assert not (tmp_path / "run").exists()
 
 

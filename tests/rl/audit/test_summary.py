@@ -53,7 +53,7 @@ EVENTS = [
     event(14.2, "worker-1", "start", pid=78),
     event(14.4, "worker-0", "score", seconds=0.1),
     event(15.5, "worker-1", "score", seconds=0.1),
-    event(15.6, "worker-1", "productive", join_s=1.75),
+    event(15.6, "worker-1", "joined", join_s=1.75),
     event(16.0, "worker-0", "generate", seconds=3.0, tokens=400),
     event(16.5, "trainer", "update", seconds=1.5),
     event(18.0, "driver", "phase", phase="rl", seconds=6.0),  # and its resumption
@@ -125,7 +125,7 @@ def test_evaluations_are_those_on_disk_and_absent_ones_stay_absent(tmp_path: Pat
     assert json.loads(json.dumps(report)) == report
 
 
-def test_how_long_workers_took_to_become_productive(tmp_path: Path):
+def test_how_long_workers_took_to_join(tmp_path: Path):
     report = summarise_run(write(tmp_path, ROWS, EVENTS), name="run", seed=0)
     assert report["joins"] == [{"worker": "worker-1", "time": 15.6, "join_s": 1.75}]
 

@@ -1,6 +1,7 @@
 """The controller: its plan of prompts and versions and the arithmetic of staleness, with a scripted trainer."""
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,16 @@ from mesh import UserError
 from rl.controller.controller import Controller
 from rl.roles.messages import Group, Lease, Rollout
 from rl.roles.timeouts import Timeouts
-from rl.tasks.mixture import encode_prompt
+from rl.tasks.mixture import TaskMixture, encode_prompt
 from tests.rl.tiny import make_group, make_rollout, tiny_tasks
 
 STEPS = 7
-MIXTURE = tiny_tasks().build()
+
+
+@functools.cache
+def mixture() -> TaskMixture:
+    """Return the problems; not when this file is imported, since their library takes seconds to import."""
+    return tiny_tasks().build()
 
 
 class Clock:
@@ -147,7 +153,7 @@ def test_no_consumed_rollout_is_older_than_the_bound(bound: int, weights: str, m
             assert step - min(versions) <= bound and max(versions) <= step
             if weights == "pinned":  # what makes asynchronous runs repeatable, resumed or not
                 assert set(versions) == {max(0, step - bound)}
-            assert [g.prompt.id for g in batch] == [MIXTURE.train(step * 4 + i).id for i in range(4)]
+            assert [g.prompt.id for g in batch] == [mixture().train(step * 4 + i).id for i in range(4)]
             controller.consumed(step)
             consumed.append(step)
             step += 1
@@ -178,7 +184,7 @@ def test_the_plan_is_the_mixture_in_order_and_nothing_else():
     controller = make(staleness=STEPS)
     controller.begin(0, 0)
     leases = drain(controller)
-    problems = [MIXTURE.train(i) for i in range(4 * STEPS)]
+    problems = [mixture().train(i) for i in range(4 * STEPS)]
     prompts = [prompt for lease in leases for prompt in lease.prompts]
     assert [(p.id, p.family) for p in prompts] == [(p.id, p.family) for p in problems]
     tokenizer = ByteTokenizer.Config().build()
@@ -449,7 +455,7 @@ def test_a_waiting_worker_gets_a_lease_when_the_version_it_needs_is_published():
 
 
 def test_bad_sizes_are_refused_by_name():
-    with pytest.raises(UserError, match="controller.groups=4 does not divide into leases of groups_per_lease=3"):
+    with pytest.raises(UserError, match="Controller.groups_per_lease: expected a divisor of groups=4, got 3"):
         config(groups_per_lease=3).build()
-    with pytest.raises(UserError, match="controller.staleness=-1"):
+    with pytest.raises(UserError, match="Controller.staleness: expected 0 or more, got -1"):
         config(staleness=-1).build()

@@ -7,7 +7,7 @@ import pytest
 
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
-from rl.roles.messages import Problem, Prompt, Score
+from rl.roles.messages import Group, Problem, Prompt, Score
 from rl.rollout.engine import Request, RolloutEngine
 from rl.tasks.mixture import encode_prompt
 from rl.verification.inline import InlineVerifier
@@ -37,9 +37,18 @@ def engine() -> RolloutEngine:
     return made
 
 
-def run(engine: RolloutEngine, **options: Any) -> Any:
+def run(engine: RolloutEngine) -> Any:
+    """Evaluate all problems in one batch of the engine."""
     evaluation = Evaluation.Config(ks=(1, 4), shown_per_family=2).build()
-    return evaluation.run(engine, PROBLEMS, EXPERIMENT.tokenizer, VERIFIER, SEED, CFG.samples, **options)
+    prompts = [Prompt(p.id, p.family, encode_prompt(p.question, EXPERIMENT.tokenizer)) for p in PROBLEMS]
+    rollouts = engine.generate([Request(prompt, CFG.samples, SEED) for prompt in prompts])
+    answers = [EXPERIMENT.tokenizer.decode(rollout.tokens) for rollout in rollouts]
+    scores = VERIFIER.score([rollout.prompt_id for rollout in rollouts], answers)
+    parts = [slice(i * CFG.samples, (i + 1) * CFG.samples) for i in range(len(prompts))]
+    groups = [
+        Group(prompt, tuple(rollouts[part]), tuple(scores[part])) for prompt, part in zip(prompts, parts, strict=True)
+    ]
+    return evaluation.summarise(PROBLEMS, groups, EXPERIMENT.tokenizer, SEED)
 
 
 def answers_of(engine: RolloutEngine, problem: Problem) -> tuple[list[str], list[Score]]:
@@ -80,8 +89,3 @@ def test_the_shown_samples_are_the_first_of_the_first_problems_of_each_family(en
 
 def test_the_same_weights_give_the_same_figures_to_the_last_digit(engine: RolloutEngine):
     assert run(engine) == run(engine)
-
-
-def test_it_stops_between_batches_when_asked(engine: RolloutEngine):
-    answers = iter([False, True])
-    assert run(engine, stop=lambda: next(answers)) is None

@@ -148,5 +148,5 @@ def test_which_need_groups():
 
 @pytest.mark.parametrize("cls", [GroupAdvantage, BatchAdvantage])
 def test_ddof_is_checked(cls):
-    with pytest.raises(UserError, match=rf"{cls.__name__}.Config.ddof must be 0 or 1, got 2"):
+    with pytest.raises(UserError, match=rf"{cls.__name__}.ddof: expected 0 or 1, got 2"):
         cls.Config(ddof=2).build()

@@ -87,7 +87,7 @@ def test_where_the_aggregations_differ():
 
 
 def test_max_length_is_checked():
-    with pytest.raises(UserError, match="max_length must be >= 1, got 0"):
+    with pytest.raises(UserError, match="MaxLengthMean.max_length: expected 1 or more, got 0"):
         MaxLengthMean.Config(max_length=0).build()
     with pytest.raises(UserError, match=r"4 sampled tokens exceeds .*max_length=3"):
         MaxLengthMean.Config(max_length=3).build()(np.ones((2, 4), bool), np.zeros(2, int))

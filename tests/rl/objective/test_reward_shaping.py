@@ -16,5 +16,5 @@ def test_equals_equation_13():
 
 @pytest.mark.parametrize("buffer", [0, 21])
 def test_buffer_is_checked(buffer):
-    with pytest.raises(UserError, match=f"0 < buffer <= max_length, got buffer={buffer}"):
+    with pytest.raises(UserError, match=f"buffer: expected 1 to max_length=20, got {buffer}"):
         SoftOverlongPenalty.Config(max_length=20, buffer=buffer).build()

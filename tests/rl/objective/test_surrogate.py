@@ -156,7 +156,7 @@ def test_absurd_ratios_stay_finite():
 
 
 def test_limits_are_checked():
-    with pytest.raises(UserError, match="low >= 0 and high >= 0, got -0.1"):
+    with pytest.raises(UserError, match="low: expected 0 or more, got -0.1"):
         ClippedSurrogate.Config(low=-0.1).build()
-    with pytest.raises(UserError, match=r"dual must be 0 or > 1 \+ high, got 1.1"):
+    with pytest.raises(UserError, match=r"dual: expected 0, or above 1 \+ high=1.2, got 1.1"):
         ClippedSurrogate.Config(dual=1.1).build()

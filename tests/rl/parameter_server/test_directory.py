@@ -184,3 +184,17 @@ def test_newer_returns_as_soon_as_there_is_one_and_else_what_there_is(bed: Bed):
     bed.publish(0)
     assert bed.directory.newer(-1, timeout=60) == 0
     assert bed.directory.newer(0, timeout=0.01) == 0
+
+
+def test_a_pinned_version_is_held_until_another_one_is_pinned(bed: Bed):
+    for version in range(1, 6):
+        bed.publish(version)
+        if version == 1:
+            bed.directory.pin(1)
+    assert bed.directory.versions() == [1, 4, 5] and len(bed.keys()) == 3
+    bed.directory.pin(5)
+    bed.publish(6)
+    assert bed.directory.versions() == [5, 6] and len(bed.keys()) == 2
+    for version in (7, 8):
+        bed.publish(version)
+    assert bed.directory.versions() == [5, 7, 8]

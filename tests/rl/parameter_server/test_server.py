@@ -271,9 +271,10 @@ def test_a_port_in_use_is_a_clear_error():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"keep": 0}, "parameter_server.keep=0; expected 1 or more"),
-        ({"shard_servers": 0}, "parameter_server.shard_servers=0; expected 1 or more"),
-        ({"codec": "detla"}, "no tensor codec 'detla'; .*delta"),
+        ({"keep": 0}, "ParameterServer.keep: expected 1 or more, got 0"),
+        ({"shard_servers": 0}, "ParameterServer.shard_servers: expected 1 or more, got 0"),
+        ({"codec": "detla"}, "ParameterServer.codec: no tensor codec 'detla'; .*delta"),
+        ({"offload": "gcs://b/x"}, "ParameterServer.offload: .*unknown scheme 'gcs'; did you mean 'gs'"),
     ],
 )
 def test_bad_sizes_and_names_are_refused(changes: dict[str, Any], message: str):

@@ -43,5 +43,5 @@ def test_waits_are_independent():
 
 @pytest.mark.parametrize("name", ["grace", "warn_after", "unresponsive", "restart", "batch"])
 def test_a_timeout_that_is_not_positive_is_refused_by_name(name: str):
-    with pytest.raises(UserError, match=f"timeouts.{name}=0.0; expected seconds, more than 0"):
+    with pytest.raises(UserError, match=rf"Timeouts\.{name}: expected seconds, more than 0, got 0\.0"):
         Timeouts.Config(**{name: 0.0}).build()

@@ -91,8 +91,8 @@ def assert_same(found: Sequence[Rollout], expected: Sequence[Rollout], *, versio
 def assert_no_page_is_held(engine: RolloutEngine) -> None:
     """Assert that no page is held except by the prefix cache."""
     stats = engine.stats()
-    assert stats["pages_used"] == stats["pages_kept"]
-    assert stats["running"] == stats["waiting"] == stats["parked"] == 0
+    assert stats["pages_used"] == stats["prefix_cache_pages"]
+    assert stats["running"] == stats["waiting"] == stats["suspended"] == 0
 
 
 def _model(weights: Params) -> Any:

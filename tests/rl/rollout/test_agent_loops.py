@@ -152,7 +152,7 @@ def test_a_future_gives_its_result_however_late(engine: RolloutEngine):
     number = engine.submit(request(3, samples=1, stop=WHOLE, agent_loop=agent_loop))
     other = engine.submit(request(4, samples=1))
     finished: dict[int, RequestOutput] = {}
-    while other not in finished or engine.stats()["parked"] == 0:
+    while other not in finished or engine.stats()["suspended"] == 0:
         finished |= {f.number: f for f in engine.step()}
     assert number not in finished and engine.stats()["running"] == 0
     future.set_result(GIVEN)
@@ -169,10 +169,10 @@ def test_who_waits_gives_up_its_pages_when_others_need_them():
         yield Generate()
 
     number = engine.submit(request(3, samples=2, stop=WHOLE, agent_loop=agent_loop))
-    while engine.stats()["parked"] < 2:
+    while engine.stats()["suspended"] < 2:
         engine.step()
     engine.generate([request(n, samples=2, stop=WHOLE) for n in (5, 11, 17)])
-    assert engine.stats()["preemptions"] > 0 and engine.stats()["parked"] == 2
+    assert engine.stats()["preemptions"] > 0 and engine.stats()["suspended"] == 2
     future.set_result(GIVEN)
     found = drain(engine)[number].rollouts
     assert_same(found, run(engine, around, samples=2).rollouts)

@@ -59,13 +59,17 @@ def test_all_programs_compile_and_none_copies_the_cache(topology):
         assert step["tokens"] == 65_536
     decoding = found["steps"][1]  # the programs have the weights that we count, and no others
     assert decoding["arguments"] == pytest.approx(decoding["weights"] + decoding["pool"], rel=0.01)
+    # Each of 32 steps reads all weights but the embedding, and keys and values of 16 sequences of 1,024 tokens.
+    read = decoding["weights"] - 1024 * 256 * 2 // devices + 2 * 16 * 1024 * 8 * head // devices
+    assert 1.0 < decoding["moved"] / 32 / read < 1.05
 
 
 @needs_compiler
 def test_what_cannot_be_compiled_is_refused():
     found = elsewhere(refusals)
     assert "v5p" in found["topology"] and "v9:2x2" in found["topology"]
-    assert "mesh tensor 2 needs 2 devices but there are 4 (tpu)" in found["mesh"]
+    assert "RolloutEngine.mesh tensor 2 needs 2 devices but there are 4: an engine has all devices" in found["mesh"]
+    assert "would fit" not in found["mesh"]
     assert "an engine is one tensor-parallel group" in found["axis"]
     assert "copy pages does not fit v6e:2x2: weights of 0.00 GiB and pages of 305.18 GiB per device" in found["pool"]
     assert "31.24" in found["pool"]  # in the compiler's own words
@@ -98,7 +102,7 @@ def test_weights_are_sharded_before_their_heads_are_merged():
 
 
 def compile_small(topology: str) -> dict[str, Any]:
-    return {"steps": described(compile_engine(small_engine(), topology))}
+    return {"steps": described(compile_engine(small_engine(max_new=768), topology))}
 
 
 def refusals() -> dict[str, str]:

@@ -35,7 +35,7 @@ REQUESTS = mixed(16)
 ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
     "few pages": {"pages": 12},
-    "few pages, none kept": {"pages": 12, "keep_prefixes": False},
+    "few pages, none kept": {"pages": 12, "enable_prefix_caching": False},
     "one slot, one step": {"max_num_seqs": 1, "steps_per_dispatch": 1, "page_size": 1},
     "other sizes": {"max_num_seqs": 9, "page_size": 32, "steps_per_dispatch": 7, "prefill_tokens": 128},
 }
@@ -126,15 +126,15 @@ def test_after_an_abort_partial_rollouts_go_on_with_the_same_bits(
 @pytest.mark.parametrize("name", ["usual", "few pages"])
 def test_turns_of_a_dialogue_reuse_pages_and_change_no_bit(name: str):
     engine, cold = engine_of(name), engine_of("few pages, none kept")
-    before = engine.stats()["reused_tokens"]
+    before = engine.stats()["prefix_cache_hit_tokens"]
     tokens = make_prompt(5, 9).tokens
     for turn in range(3):
         q = Request(Prompt(50 + turn, "chat", tokens), seed=3, stop=StopConditions(max_new=10))
         (found,), (fresh,) = engine.generate([q]), cold.generate([q])
         assert_same([found], [fresh])
         tokens = np.concatenate([tokens, found.tokens, np.array([7, 8], np.int32)])[:MAX_PROMPT]
-    assert engine.stats()["reused_tokens"] - before >= 8 + 16
-    assert cold.stats()["reused_tokens"] == 0
+    assert engine.stats()["prefix_cache_hit_tokens"] - before >= 8 + 16
+    assert cold.stats()["prefix_cache_hit_tokens"] == 0
 
 
 def test_the_samples_of_a_request_prefill_its_prompt_once_and_share_its_pages():

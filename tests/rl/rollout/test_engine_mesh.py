@@ -40,5 +40,5 @@ def refusal(mesh: dict[str, int]) -> str:
 
 def test_other_axes_are_refused():
     found = elsewhere(refusal, {"data": 2}, environ=TWO_DEVICES)
-    assert found.startswith("RolloutEngine.mesh has {'data': 2}; an engine is one tensor-parallel group")
+    assert found.startswith("RolloutEngine.mesh: expected tensor alone, as an engine is one tensor-parallel group")
     assert "needs 2 devices" in refusal({"tensor": 2})  # of which this process has one

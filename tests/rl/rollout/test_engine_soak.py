@@ -164,7 +164,7 @@ def soak(count: int, seed: int, **sizes: Any) -> Soak:
     reasons = Counter(r.finish_reason for one in world.finished.values() for r in one.rollouts)
     assert set(reasons) == {"stop", "length", "abort", "deadline", "error"}
     stats = world.engine.stats()
-    assert min(stats[name] for name in ("preemptions", "reused_tokens", "aborted", "failed")) > 0
+    assert min(stats[name] for name in ("preemptions", "prefix_cache_hit_tokens", "aborted", "failed")) > 0
     return world
 
 

@@ -136,19 +136,19 @@ def test_drain_comes_to_an_end_behind_a_long_queue_and_with_few_pages():
 
 def test_a_prefix_is_not_used_under_other_weights(engine: RolloutEngine, fresh: dict[int, list[Rollout]]):
     engine.generate(ASKED)
-    before = engine.stats()["reused_tokens"]
-    assert engine.stats()["pages_kept"] > 0
+    before = engine.stats()["prefix_cache_hit_tokens"]
+    assert engine.stats()["prefix_cache_pages"] > 0
     engine.set_weights(NEW, 2)
-    assert engine.stats()["pages_kept"] == 0
+    assert engine.stats()["prefix_cache_pages"] == 0
     assert_same(engine.generate(ASKED[:1]), fresh[2][:2])
-    assert engine.stats()["reused_tokens"] == before
+    assert engine.stats()["prefix_cache_hit_tokens"] == before
     assert_same(engine.generate(ASKED[:1]), fresh[2][:2])
-    assert engine.stats()["reused_tokens"] > before
+    assert engine.stats()["prefix_cache_hit_tokens"] > before
 
 
 def test_what_was_drawn_on_a_mixed_cache_is_not_kept(engine: RolloutEngine):
     swapped(engine, "keep_cache")
-    assert engine.stats()["pages_kept"] == 0
+    assert engine.stats()["prefix_cache_pages"] == 0
     swapped_again = engine.generate(ASKED)
     engine.set_weights(NEW, 2)
     assert_same(engine.generate(ASKED), swapped_again)
@@ -248,7 +248,7 @@ def test_nothing_of_what_is_not_a_number_stays_in_any_page(
     """Neither if the requests failed, nor if they were cut before they drew a token, nor if good weights came."""
     engine.set_weights(_nan(OLD), 1)
     for q in mixed(12):
-        engine.submit(dataclasses.replace(q, agent_loop=_parked) if leave != "fail" else q)
+        engine.submit(dataclasses.replace(q, agent_loop=_suspended) if leave != "fail" else q)
     if leave == "fail":
         drain(engine)
     else:
@@ -264,7 +264,7 @@ def test_nothing_of_what_is_not_a_number_stays_in_any_page(
     assert_same(engine.generate(ASKED), fresh[2])
 
 
-def _parked(completion: Completion) -> Any:
+def _suspended(completion: Completion) -> Any:
     yield Wait(Future())
 
 
@@ -301,7 +301,10 @@ def test_a_pause_changes_nothing_but_the_time(engine: RolloutEngine, fresh: dict
     numbers.append(engine.submit(ASKED[1]))
     before = engine.stats()
     assert [engine.step() for _ in range(3)] == [[], [], []]
-    assert engine.stats()["tokens"] == before["tokens"] and engine.stats()["dispatches"] == before["dispatches"]
+    assert (
+        engine.stats()["generation_tokens"] == before["generation_tokens"]
+        and engine.stats()["dispatches"] == before["dispatches"]
+    )
     engine.resume()
     finished = drain(engine)
     assert_same([r for number in numbers for r in finished[number].rollouts], fresh[1])
@@ -311,7 +314,7 @@ STATES: dict[str, tuple[int, dict[str, Any]]] = {
     "queued": (0, {}),
     "waiting for a row": (3, {"samples": 9}),
     "running": (2, {}),
-    "parked": (2, {"agent_loop": _parked}),
+    "suspended": (2, {"agent_loop": _suspended}),
 }
 
 
@@ -355,6 +358,6 @@ def test_generation_steps_are_counted(engine: RolloutEngine):
         yield Generate(max_new=1)
         yield Generate(max_new=1)
 
-    before = engine.stats()["tokens"]
+    before = engine.stats()["generation_tokens"]
     engine.generate([request(3, samples=2, agent_loop=two, stop=WHOLE)])
-    assert engine.stats()["tokens"] - before == 4
+    assert engine.stats()["generation_tokens"] - before == 4

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
-from scipy import stats
+from scipy.special import chdtrc
 
 from axlearn_like.training.losses import Chosen
 from mesh import UserError
@@ -123,6 +123,11 @@ def draws(options: dict[str, Any], keys: jax.Array) -> tuple[np.ndarray, np.ndar
     return by_rules(configs, keys, np.broadcast_to(LOGITS, rows), np.broadcast_to(SEEN, rows))[1:]
 
 
+def chisquare(counts: np.ndarray, expected_counts: np.ndarray) -> float:
+    """Return the p-value of Pearson's test. (`scipy.stats` takes seconds to import.)"""
+    return float(chdtrc(counts.size - 1, np.sum((counts - expected_counts) ** 2 / expected_counts)))
+
+
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_frequencies_and_logprobs_are_those_of_the_distribution(options: dict[str, Any], keys: jax.Array):
     tokens, logprobs = draws(options, keys.reshape(-1))
@@ -131,7 +136,7 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(options: dict[st
     assert counts[p < 1e-12].sum() == 0  # cut, or banned by a bias
     live = p >= 1e-12
     if live.sum() > 1:
-        assert stats.chisquare(counts[live], tokens.size * p[live] / p[live].sum()).pvalue > 0.01
+        assert chisquare(counts[live], tokens.size * p[live] / p[live].sum()) > 0.01
     else:
         assert counts[live].sum() == tokens.size
     with np.errstate(divide="ignore"):
@@ -146,7 +151,7 @@ def test_the_test_can_tell_neighbouring_distributions_apart(keys: jax.Array):
     others = {"temperature": 0.9}, {"repetition_penalty": 1.25}, {"logit_bias": ((2, 0.25),)}
     for other in others:
         p, _ = expected(Sampler.Config(**other), LOGITS, SEEN)
-        assert stats.chisquare(counts, counts.sum() * p).pvalue < 1e-6
+        assert chisquare(counts, counts.sum() * p) < 1e-6
     nears: list[tuple[str, Any, Any]] = [("top_p", 0.8, 0.7), ("min_p", 0.1, 0.3), ("top_k", 4, 5)]
     for name, *values in nears:
         one, two = (expected(Sampler.Config(**{name: value}), LOGITS, SEEN)[0] for value in values)
@@ -161,7 +166,7 @@ def test_draws_of_other_samples_prompts_and_positions_are_independent(keys: jax.
         table, *_ = np.histogram2d(*pairs, bins=VOCAB)
         independent = np.outer(table.sum(axis=1), table.sum(axis=0)) / table.sum()
         distance = np.sum((table - independent) ** 2 / independent)
-        assert stats.chi2.sf(distance, (VOCAB - 1) ** 2) > 0.01
+        assert chdtrc((VOCAB - 1) ** 2, distance) > 0.01
 
 
 def test_bfloat16_logits_are_scored_in_float32():
@@ -342,20 +347,20 @@ def test_rules_are_packed_a_row_a_config():
 
 
 NONSENSE = [
-    ({"temperature": -1.0}, "temperature is -1.0; expected 0 (greedy), or 0.0001 or more"),
-    ({"temperature": 1e-6}, "temperature is 1e-06; expected 0 (greedy)"),
-    ({"temperature": float("nan")}, "temperature is nan"),
-    ({"top_k": 0}, "top_k is 0; expected 1 or more, or None for all tokens"),
-    ({"top_k": -1}, "top_k is -1; expected 1 or more, or None"),  # elsewhere a source of silent greedy sampling
-    ({"top_p": 0.0}, "top_p is 0.0"),
-    ({"top_p": 1.1}, "top_p is 1.1"),
-    ({"min_p": -0.1}, "min_p is -0.1; expected a ratio in [0, 1]"),
-    ({"min_p": 1.1}, "min_p is 1.1"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; expected a factor of 0.001 to 1000, 1 for no penalty"),
-    ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
-    ({"logit_bias": ((-1, 1.0),)}, "logit_bias names token -1"),
-    ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit_bias names token 3 twice"),
-    ({"logit_bias": ((3, float("-inf")),)}, "logit_bias of token 3 is -inf; expected -100 to 100"),
+    ({"temperature": -1.0}, "temperature: expected 0 (greedy), or 0.0001 or more, got -1.0"),
+    ({"temperature": 1e-6}, "temperature: expected 0 (greedy)"),
+    ({"temperature": float("nan")}, "temperature: expected 0 (greedy)"),
+    ({"top_k": 0}, "top_k: expected 1 or more, got 0"),
+    ({"top_k": -1}, "top_k: expected 1 or more, got -1"),  # elsewhere a source of silent greedy sampling
+    ({"top_p": 0.0}, "top_p: expected a share"),
+    ({"top_p": 1.1}, "top_p: expected a share"),
+    ({"min_p": -0.1}, "min_p: expected a ratio in [0, 1]"),
+    ({"min_p": 1.1}, "min_p: expected a ratio"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty: expected a factor of 0.001 to 1000, 1 for no penalty, got 0.0"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty: expected a factor"),
+    ({"logit_bias": ((-1, 1.0),)}, "logit_bias: expected one bias for each token, 0 or more"),
+    ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit_bias: expected one bias for each token"),
+    ({"logit_bias": ((3, float("-inf")),)}, "logit_bias: expected biases of -100 to 100"),
 ]
 
 

@@ -153,8 +153,8 @@ class World(RuleBasedStateMachine):
     def park_or_return(self, data: Any, given: int) -> None:
         """Let an agent loop wait, or go on with tokens that it was given."""
         sequence = data.draw(st.sampled_from([one for one in self.live() if not one.is_prefix]))
-        if sequence.state is not State.PARKED:
-            return self.scheduler.park(sequence, Wait(Future()))
+        if sequence.state is not State.SUSPENDED:
+            return self.scheduler.suspend(sequence, Wait(Future()))
         self.scheduler.withdraw(sequence)
         sequence.observe([given] * given, 0)
         self.enqueue(sequence) if len(sequence.tokens) < sequence.most else self.scheduler.end(sequence)
@@ -188,7 +188,7 @@ class World(RuleBasedStateMachine):
         assert len(scheduler.running) <= self.max_num_seqs
         for queue, state in (
             (scheduler.running, State.RUNNING),
-            (scheduler.parked, State.PARKED),
+            (scheduler.suspended, State.SUSPENDED),
             (scheduler._waiting, State.WAITING),
         ):
             assert [one for one in self.sequences if one.state is state] == sorted(queue, key=self.sequences.index)
@@ -215,7 +215,7 @@ class World(RuleBasedStateMachine):
         """Everything comes to an end: in each turn, who goes first makes progress. Then all pages are free."""
         if not hasattr(self, "memory"):
             return
-        for sequence in list(self.scheduler.parked):
+        for sequence in list(self.scheduler.suspended):
             self.scheduler.withdraw(sequence)
             self.enqueue(sequence) if len(sequence.tokens) < sequence.most else self.scheduler.end(sequence)
         while live := self.live():

@@ -67,7 +67,7 @@ class Place:
         return Prefetcher(receiver, self._engine.place, newest=False, background=False)
 
     def worker(self, name: str, weights: Any = None, verifier: Any = None) -> RolloutWorker:
-        self._engine.version = -1  # as that of a new process
+        self._engine.invalidate_weights()  # as in a new process
         return RolloutWorker(
             name=name,
             engine=self._engine,
@@ -268,7 +268,7 @@ def test_the_first_rollouts_accepted_are_told_with_the_seconds_since_the_start(p
     worker = place.worker("w")
     while worker.run_once():
         pass
-    (row,) = place.events("productive")
+    (row,) = place.events("joined")
     assert row["role"] == "w" and 0 < row["join_s"] < 300
 
 
@@ -369,7 +369,7 @@ def test_in_flight_newer_weights_are_taken_up_between_dispatches(
 ):
     """The trainer publishes version 1 while the worker draws."""
     engine = RolloutEngine.Config(max_num_seqs=8, steps_per_dispatch=2)
-    experiment = tiny_experiment(engine=engine, stop_at_eos=False, swap=swap).build()
+    experiment = tiny_experiment(engine=engine, stop_at_eos=False, swap=swap, evaluation=None).build()
     experiment.controller_cfg.weights = "in_flight"
     run = RunDirectory.attach(tmp_path)
     controller = experiment.make_controller(run)

@@ -410,7 +410,7 @@ def test_a_client_that_goes_in_the_midst_of_a_stream_ends_its_generation(patient
     assert eventually(lambda: metric(patient, "axl_requests_total", endpoint="completions", status="499") == 1)
     assert eventually(lambda: not patient.engine.busy)
     assert patient.engine.stats()["aborted"] == 1
-    assert patient.engine.stats()["tokens"] < 4 * LONG
+    assert patient.engine.stats()["generation_tokens"] < 4 * LONG
 
 
 def test_an_error_in_the_midst_of_a_stream_reaches_the_client(patient: Running) -> None:

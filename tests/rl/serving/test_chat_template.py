@@ -29,7 +29,7 @@ def test_an_unknown_role_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("roles", "message"),
-    [({}, "ChatTemplate.roles is empty"), ({"user": "no place"}, "roles['user'] is 'no place'; expected {content}")],
+    [({}, "ChatTemplate.roles: expected a form for each role"), ({"user": "no place"}, "with {content} in it once")],
 )
 def test_a_template_that_loses_what_is_said_is_refused(roles: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from axlearn_like.checkpoint.checkpointer import Checkpointer, CheckpointError
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.layers.base import Params
 from axlearn_like.run.directory import RunDirectory
 from mesh import UserError, make_mesh

@@ -84,5 +84,5 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
 
 @pytest.mark.parametrize("field", ["max_queue", "max_samples", "max_body", "deadline", "grace"])
 def test_a_size_that_allows_nothing_is_refused(field: str) -> None:
-    with pytest.raises(UserError, match=f"Server.{field} is -1"):
+    with pytest.raises(UserError, match=rf"Server\.{field}: expected .*, got -1"):
         Server.Config().set(**{field: -1}).build(engine=make_engine(), tokenizer=TOKENIZER, model=MODEL)

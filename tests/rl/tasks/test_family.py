@@ -48,7 +48,7 @@ def test_a_family_that_prepares_its_items_has_no_last_one():
         ({"name": "gcd", "params": {"max_value": "many"}}, "'gcd': reasoning-gym refuses params"),
         ({"name": "ransom_note"}, "'ransom_note': reasoning-gym's items of this dataset differ"),
         ({"name": "composite"}, "'composite' is itself a mixture"),
-        ({"name": "gcd", "weight": -1.0}, "'gcd': weight=-1.0 is negative"),
+        ({"name": "gcd", "weight": -1.0}, "TaskFamily.weight: expected 0 or more, got -1.0"),
     ],
 )
 def test_what_cannot_work_is_refused_when_it_is_built(config: dict, message: str):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.checkpoint.best import KeepBest
-from axlearn_like.checkpoint.checkpointer import restore_params
+from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.config import ConfigBase, Configurable, to_text
 from axlearn_like.input import SupervisedInput
@@ -56,7 +56,7 @@ class Copies(Configurable):
 
 def operated(away: Path) -> RLExperiment.Config:
     """The tiny experiment with all operations at once."""
-    cfg = tiny_experiment(num_steps=STEPS)
+    cfg = tiny_experiment(num_steps=STEPS, evaluation=None)
     held_out = SupervisedInput.Config(source=Counting.Config(), seq_len=16, batch_size=2)
     cfg.trainer.set(
         evaluators=(LossEvaluator.Config(input=held_out, batches=1, every=2),),
@@ -97,7 +97,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_operation_changes_a_bit(whole: Path, tmp_path: Path):
-    plain = tiny_experiment(num_steps=STEPS)
+    plain = tiny_experiment(num_steps=STEPS, evaluation=None)
     plain.trainer.set(watchdog=None)
     assert run_in(tmp_path / "plain", plain) == STEPS
     measured = [{k: v for k, v in row.items() if not k.startswith("eval_")} for row in rows_of(whole / "run")]
@@ -174,7 +174,7 @@ def test_a_machine_without_checkpoints_resumes_from_the_remote_ones(whole: Path,
 
 def test_a_wrong_bit_is_found_and_nothing_is_saved(tmp_path: Path):
     """The step of the loop is replaced by one whose second result of a check has another bit."""
-    cfg = tiny_experiment()
+    cfg = tiny_experiment(evaluation=None)
     cfg.trainer.set(sdc_check=SDCCheck.Config(every=1))
     roles = Roles.make(tmp_path / "r", cfg)
     sound, calls = roles.trainer._loop.step_fn, [0]
@@ -205,7 +205,7 @@ def submit_live(roles: Roles, live: int) -> None:
 
 
 def test_the_step_is_compiled_for_the_rows_that_batches_can_have_and_no_more(tmp_path: Path):
-    cfg = tiny_experiment()
+    cfg = tiny_experiment(evaluation=None)
     cfg.trainer.set(row_multiple=2)
     roles = Roles.make(tmp_path / "r", cfg)
     for live in (4, 1, 3):
@@ -224,7 +224,7 @@ def test_the_step_is_compiled_for_the_rows_that_batches_can_have_and_no_more(tmp
 
 
 def test_the_watchdog_notices_a_batch_that_does_not_come(tmp_path: Path):
-    cfg = tiny_experiment()
+    cfg = tiny_experiment(evaluation=None)
     cfg.trainer.set(watchdog=Watchdog.Config(dump_after=0.5))
     roles = Roles.make(tmp_path / "r", cfg)
     deadline = time.monotonic() + 60

@@ -3,13 +3,15 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.elsewhere import elsewhere
 
 
-def test_in_chunks_over_a_mesh_as_on_one_device():
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_chunks_over_a_mesh_as_on_one_device(packed: bool):
     four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    found: dict[str, dict[str, Any]] = elsewhere(gradients, environ=four, timeout=300)
+    found: dict[str, dict[str, Any]] = elsewhere(gradients, packed, environ=four, timeout=300)
     expected = found.pop("one")
     for name, result in found.items():
         assert result.keys() == expected.keys()
@@ -18,7 +20,7 @@ def test_in_chunks_over_a_mesh_as_on_one_device():
             np.testing.assert_allclose(value, expected[path], rtol=1e-4, atol=1e-4 * scale, err_msg=f"{name} {path}")
 
 
-def gradients() -> dict[str, dict[str, Any]]:
+def gradients(packed: bool) -> dict[str, dict[str, Any]]:
     """Return loss, log-probabilities, entropies and a few gradients, by mesh."""
     import jax
     from flax import nnx
@@ -26,8 +28,11 @@ def gradients() -> dict[str, dict[str, Any]]:
     from axlearn_like.layers.base import bind, split
     from axlearn_like.layers.decoder import Decoder
     from mesh import make_mesh, shard_batch, to_named_sharding
-    from rl.training.batching import pack_groups
-    from rl.training.program import make_policy_loss, policy_logprobs
+    from rl.roles.headers import header_of
+    from rl.roles.messages import contents_of
+    from rl.training.batching import arrange, fill_packed, pack_groups
+    from rl.training.packing import Packing
+    from rl.training.program import make_packed_loss, make_policy_loss, policy_logprobs
     from tests.rl.tiny import tiny_experiment, tiny_params
     from tests.rl.training.test_program import MAX_NEW, MAX_PROMPT, groups
 
@@ -35,9 +40,16 @@ def gradients() -> dict[str, dict[str, Any]]:
     model = trainer.model
     assert isinstance(model, Decoder.Config)
     objective = trainer.objective.build()
-    batch, _ = pack_groups(
-        groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=4, samples_per_row=2
-    )
+    if packed:
+        packing = Packing.Config(lengths=(3 * MAX_NEW,), rows=4).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+        headers = [header_of(group) for group in groups()]
+        arranged = arrange(headers, objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, packing=packing)
+        (one,) = arranged.microbatches
+        batch = fill_packed(one.rows, one.length, arranged.prepared, contents_of(groups()), packing)
+    else:
+        batch, _ = pack_groups(
+            groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=4, samples_per_row=2
+        )
     found = {}
     for name, shape in {"one": {}, "fsdp": {"fsdp": 4}, "tensor": {"fsdp": 2, "tensor": 2}}.items():
         mesh = make_mesh(shape, jax.devices()[: 4 if shape else 1])
@@ -47,6 +59,8 @@ def gradients() -> dict[str, dict[str, Any]]:
             params = jax.device_put(tiny_params(model), places)
             chunks = 3 if shape else 1
             loss = make_policy_loss(graphdef, objective, trainer.temperature, chunks=chunks)
+            if packed:
+                loss = make_packed_loss(graphdef, objective, trainer.temperature, MAX_NEW, chunks)
 
             def both(params: Any, batch: Any, graphdef: Any = graphdef, loss: Any = loss, chunks: int = chunks) -> Any:
                 scored = policy_logprobs(bind(graphdef, params), batch, trainer.temperature, chunks)

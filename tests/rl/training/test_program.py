@@ -60,7 +60,7 @@ def test_the_described_step_takes_a_real_batch():
 
 def test_a_batch_that_does_not_divide_is_refused():
     trainer = tiny_experiment().build().trainer_cfg.clone(row_multiple=3, microbatches=2)
-    expected = r"trainer\.row_multiple=3 is not a multiple of data x fsdp x expert x microbatches = 2"
+    expected = r"trainer\.row_multiple: expected a multiple of data x fsdp x expert x microbatches = 2, got 3"
     with pytest.raises(UserError, match=expected):
         trainer.program(make_mesh({}))
 
@@ -126,8 +126,8 @@ def test_scoring_in_chunks_gives_the_same_parts():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"samples_per_row": 3}, r"trainer\.samples_per_row=3 does not divide samples=4"),
-        ({"chunks": 5}, r"trainer\.chunks=5 does not divide the 4 x 6 tokens of a row"),
+        ({"samples_per_row": 3}, r"trainer\.samples_per_row: expected a divisor of samples=4, got 3"),
+        ({"chunks": 5}, r"trainer\.chunks: expected a divisor of the 4 x 6 tokens of a row, got 5"),
     ],
 )
 def test_rows_and_chunks_that_do_not_divide_are_refused(changes, message):

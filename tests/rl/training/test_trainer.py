@@ -14,6 +14,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError, make_mesh, shard_batch
 from rl.controller.controller import Controller
+from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.objective.presets import grpo
 from rl.parameter_server.client import ParameterServerClient, connect_local
@@ -32,7 +33,7 @@ SAVE_EVERY = 2  # of the tiny experiment
 
 def config(**changes: Any) -> RLExperiment.Config:
     """Return a config with a temperature other than 1, so that code that ignores it fails."""
-    return tiny_experiment(num_steps=STEPS, sampler=Sampler.Config(temperature=0.7)).set(**changes)
+    return tiny_experiment(num_steps=STEPS, sampler=Sampler.Config(temperature=0.7), evaluation=None).set(**changes)
 
 
 class Address:
@@ -289,6 +290,18 @@ def test_a_parameter_server_that_restarted_is_filled_again(tmp_path: Path, left:
     assert [directory.manifest(version).checksum for version in directory.versions()] == checksums
 
 
+def test_the_version_under_evaluation_is_published_again_too(tmp_path: Path):
+    evaluation = Evaluation.Config(problems_per_family=2, ks=(1,))
+    roles = Roles.make(tmp_path / "r", config(evaluation=evaluation, evaluate_every=2))
+    roles.advance(3)
+    directory = roles.weights.directory
+    checksum = directory.manifest(2).checksum
+    directory.rewind(-1)
+    assert not roles.trainer.run_once()
+    roles.trainer.settle()
+    assert directory.versions() == [2, 3] and directory.manifest(2).checksum == checksum
+
+
 def test_a_controller_that_restarted_is_told_where_the_run_is(fresh: Roles):
     fresh.submit(rewards=[1.0, 0.0, 0.0, 0.0], lengths=[2, 2, 2, 2])
     assert fresh.trainer.run_once()
@@ -305,10 +318,10 @@ def test_a_controller_that_restarted_is_told_where_the_run_is(fresh: Roles):
 def test_rows_that_do_not_divide_are_refused(tmp_path: Path):
     cfg = config()
     cfg.trainer.set(row_multiple=3, microbatches=2)
-    with pytest.raises(UserError, match="trainer.row_multiple=3 is not a multiple of .* = 2"):
+    with pytest.raises(UserError, match=r"RLExperiment\.trainer\.row_multiple: expected a multiple of .* = 2, got 3"):
         Roles.make(tmp_path / "r", cfg)
 
 
 def test_an_objective_that_needs_a_second_scoring_pass_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="old_policy='recompute'"):
+    with pytest.raises(UserError, match="objective.old_policy: expected 'current'.*, got 'recompute'"):
         Roles.make(tmp_path / "r", config(objective=grpo().set(old_policy="recompute")))

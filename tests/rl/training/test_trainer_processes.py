@@ -1,6 +1,7 @@
 """The policy trainer as two real processes over one mesh: one decision, one checkpoint, one version."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.checkpoint.checkpointer import Checkpointer, restore_params
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
-from mesh import UserError, enable_compilation_cache
+from mesh import UserError, enable_compilation_cache, make_mesh, shard_batch
+from mesh.batches import local_rows
 from mesh.devices import configure_cpu_devices
-from mesh.distributed import ProcessGroup, join
+from mesh.distributed import ProcessGroup, join, to_host
 from rl.experiment import RLExperiment
+from rl.objective.presets import grpo
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
-from rl.roles.messages import Group
+from rl.roles.headers import GroupHeader, digest_of_headers, header_of
+from rl.roles.messages import Contents, Group, contents_of
 from rl.run import RLRun
-from rl.training.batching import digest_of_groups
+from rl.training.agreement import AgreedBatch, agreed_batch, fetched
+from rl.training.batching import arrange, fill_packed, fill_padded
+from rl.training.feed import rollouts_of
+from rl.training.packing import Packing
 from rl.training.trainer import PolicyTrainer
 from tests.elsewhere import elsewhere, in_two_processes
 from tests.rl.parameter_server.test_any_mesh_to_any_mesh import endpoints, reach
@@ -34,9 +42,11 @@ STEPS = 5
 SAVE_EVERY = 2  # of the tiny experiment
 
 
-def config(processes: int = 2, **changes: Any) -> RLExperiment.Config:
+def config(processes: int = 2, packed: bool = False, **changes: Any) -> RLExperiment.Config:
     cfg = tiny_experiment(num_steps=STEPS, evaluation=None, staleness=1).set(**changes)
     cfg.trainer.set(mesh={"data": 2, "fsdp": 2}, processes=processes)
+    if packed:
+        cfg.trainer.set(packing=Packing.Config(lengths=(12, 6)))
     return cfg
 
 
@@ -47,20 +57,31 @@ class Scripted:
         """`forget`: the step of which it has no batch when it is first asked."""
         self._forget = forget
         self.told: list[list[Any]] = []
+        self.given: list[int] = []  # bytes, each time that contents were asked for
         self._version = -1
 
-    def begin(self, step: int, first_version: int) -> None:
+    def begin(self, step: int, first_version: int, held: int | None = None) -> None:
         self.told.append(["begin", step, first_version])
         self._version = step
 
     def status(self) -> dict[str, Any]:
-        return {"version": self._version}
+        return {"version": self._version, "evaluating": None}
 
     def next_batch(self, step: int, timeout: float = 0.0) -> list[Group] | None:
         if step == self._forget:
             self._forget = None
             return None
         return [made_up(4 * step + i, version=step) for i in range(4)]
+
+    def headers(self, step: int, timeout: float = 0.0) -> list[GroupHeader] | None:
+        groups = self.next_batch(step, timeout)
+        return None if groups is None else [header_of(group) for group in groups]
+
+    def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> Contents | None:
+        groups = self.next_batch(step)
+        found = None if groups is None else contents_of(groups, wanted)
+        self.given += [] if found is None else [nbytes_of(found)]
+        return found
 
     def consumed(self, step: int) -> None:
         self.told.append(["consumed", step])
@@ -77,6 +98,12 @@ def made_up(number: int, version: int) -> Group:
     """A group of random completions with random rewards, the same for the same number."""
     rng = np.random.default_rng(number)
     return make_group(make_prompt(number), rng.integers(0, 256, (4, 6)), rng.uniform(size=4), version=version)
+
+
+def nbytes_of(contents: Contents) -> int:
+    """Bytes of the arrays of rollouts, which are nearly all there is."""
+    rollouts = [r for _, found in contents.values() for r in found.values()]
+    return sum(x.nbytes for r in rollouts for x in (r.tokens, r.logprobs, r.versions, r.action_mask))
 
 
 class Forgetful:
@@ -103,7 +130,13 @@ class Forgetful:
 
 
 def as_one_of_two(
-    address: str, index: int, places: list[dict[str, Any]], run: str, leave_after: int | None, forget: int | None
+    address: str,
+    index: int,
+    places: list[dict[str, Any]],
+    run: str,
+    packed: bool,
+    leave_after: int | None,
+    forget: int | None,
 ) -> dict[str, Any]:
     """Run the loop of one of the trainer's processes.
 
@@ -111,7 +144,7 @@ def as_one_of_two(
     before it has confirmed the publication of a version.
     """
     enable_compilation_cache()  # as the runtime does
-    cfg, second = config(), index == 1
+    cfg, second = config(packed=packed), index == 1
     configure_cpu_devices(cfg.trainer.mesh, 2)
     join(address, index, 2, role="trainer")
     controller = Scripted(forget if second else None)
@@ -120,7 +153,8 @@ def as_one_of_two(
         publisher: Any = trainer._publication._publisher
         publisher._directory = Forgetful(publisher._directory, forget + 1)
     trainer.run(stop=lambda: second and trainer.step == leave_after)
-    return {"step": trainer.step, "told": controller.told, "local": jax.local_device_count()}
+    told = {"told": controller.told, "given": controller.given}
+    return {"step": trainer.step, "local": jax.local_device_count(), **told}
 
 
 def make_trainer(
@@ -144,11 +178,11 @@ def warm(folder: Path) -> None:
     checkpointer.close()
 
 
-def alone(places: list[dict[str, Any]], run: str) -> list[list[Any]]:
+def alone(places: list[dict[str, Any]], run: str, packed: bool) -> list[list[Any]]:
     """The same run, or the rest of it, in one process with as many devices."""
     enable_compilation_cache()
     jax.config.update("jax_num_cpu_devices", 4)
-    cfg = config(processes=1)
+    cfg = config(processes=1, packed=packed)
     controller = Scripted()
     assert make_trainer(Path(run), cfg, controller, reach(places)).run() == STEPS
     return controller.told
@@ -162,12 +196,15 @@ def deployment() -> Any:
 
 
 @pytest.mark.full
-def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(tmp_path: Path, deployment: Deployment):
+@pytest.mark.parametrize("packed", [False, True])
+def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(
+    tmp_path: Path, deployment: Deployment, packed: bool
+):
     places = endpoints(deployment)
     warm(tmp_path)
     for name in ("two", "one"):
-        tiny_run(tmp_path / name, config()).close()
-    leader, other = in_two_processes(as_one_of_two, places, str(tmp_path / "two"), 3, 1)
+        tiny_run(tmp_path / name, config(packed=packed)).close()
+    leader, other = in_two_processes(as_one_of_two, places, str(tmp_path / "two"), packed, 3, 1)
     assert [leader["step"], other["step"]] == [3, 3], "who was asked to leave spoke for both"
     assert leader["local"] == 2
     assert other["told"] == [], "only the leader speaks with the controller"
@@ -180,8 +217,11 @@ def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(tmp_pa
     assert sum(row["nbytes"] for row in pushes if row["version"] == 3) == nbytes(), "each byte is pushed once"
     assert {row["role"] for row in rows(tmp_path / "two", "update")} == {"trainer"}
 
-    assert elsewhere(alone, places, str(tmp_path / "two"), timeout=600)[:2] == [["published", 3], ["begin", 3, 2]]
-    elsewhere(alone, places, str(tmp_path / "one"), timeout=600)
+    assert elsewhere(alone, places, str(tmp_path / "two"), packed, timeout=600)[:2] == [
+        ["published", 3],
+        ["begin", 3, 2],
+    ]
+    elsewhere(alone, places, str(tmp_path / "one"), packed, timeout=600)
     ours, theirs = metrics(tmp_path / "two"), metrics(tmp_path / "one")
     assert [row["step"] for row in ours] == [row["step"] for row in theirs] == list(range(1, STEPS + 1))
     for row, expected in zip(ours, theirs, strict=True):
@@ -193,11 +233,87 @@ def test_a_run_is_the_same_to_the_bit_whether_two_processes_were_stopped_or_not(
     places = endpoints(deployment)
     warm(tmp_path)
     for name, leave_after in (("whole", None), ("stopped", 3)):
-        tiny_run(tmp_path / name, config()).close()
-        in_two_processes(as_one_of_two, places, str(tmp_path / name), leave_after, None)
-    in_two_processes(as_one_of_two, places, str(tmp_path / "stopped"), None, None)
+        tiny_run(tmp_path / name, config(packed=True)).close()
+        in_two_processes(as_one_of_two, places, str(tmp_path / name), True, leave_after, None)
+    in_two_processes(as_one_of_two, places, str(tmp_path / "stopped"), True, None, None)
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
     assert manifest(tmp_path / "stopped") == manifest(tmp_path / "whole")
+
+
+def test_each_process_fetches_its_own_rows_and_together_they_have_all():
+    found = in_two_processes(fill_in_two)
+    groups = uneven()
+    whole = nbytes_of(contents_of(groups))
+    for layout in ("packed", "padded"):
+        given = [one[layout]["bytes"] for one in found]
+        assert sum(given) == whole, "no rollout is fetched twice"
+        assert max(given) < 0.7 * whole
+        expected = {name: np.asarray(x) for name, x in arrays_of(groups, packed=layout == "packed").items()}
+        for one in found:
+            assert one[layout]["arrays"].keys() == expected.keys()
+            for name, array in one[layout]["arrays"].items():
+                np.testing.assert_array_equal(np.asarray(array), expected[name], err_msg=name)
+    assert [one["changed"] for one in found] == [None, None], "what differs from its header is fetched again"
+
+
+def uneven() -> list[Group]:
+    """Eight groups of four completions of 1 to 8 tokens."""
+    rng = np.random.default_rng(0)
+    completions = [[rng.integers(0, 256, rng.integers(1, 9)) for _ in range(4)] for _ in range(8)]
+    return [make_group(make_prompt(g), made, rng.uniform(size=4)) for g, made in enumerate(completions)]
+
+
+def arrays_of(groups: list[Group], source: Any = None, group: Any = None, *, packed: bool) -> dict[str, np.ndarray]:
+    """Arrays of an update, microbatches one after another, that lie where the mesh in force says."""
+    sizes, objective = {"max_prompt": 5, "max_new": 8}, grpo().set(old_policy="current").build()
+    packing = Packing.Config(lengths=(16,), rows=2).build(**sizes) if packed else None
+    headers = [header_of(one) for one in groups]
+    arranged = arrange(headers, objective, **sizes, row_multiple=4, packing=packing, shards=4)
+    agreed = AgreedBatch(0, headers, contents_of(groups) if source is None else None)
+    where: Any = source
+    contents = agreed.contents or fetched(agreed, where, group, rollouts_of(arranged, []))
+    assert contents is not None
+    found: dict[str, list[np.ndarray]] = {}
+    for one in arranged.microbatches:
+        own = [one.rows[row] for row in local_rows(len(one.rows))]
+        if packing is None:
+            batch = fill_padded(own, arranged.prepared, contents, 5, 8, 4)
+        else:
+            batch = fill_packed(own, one.length, arranged.prepared, contents, packing)
+        for name, array in shard_batch(batch, rows=len(one.rows)).items():
+            found.setdefault(name, []).append(to_host(array))
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+class Held(Scripted):
+    """A controller that holds these groups, whatever the step."""
+
+    def __init__(self, groups: list[Group]):
+        super().__init__()
+        self.groups = groups
+
+    def next_batch(self, step: int, timeout: float = 0.0) -> list[Group] | None:
+        return self.groups
+
+
+def fill_in_two(address: str, index: int) -> dict[str, Any]:
+    """Bytes fetched by one of two processes, and the arrays that both have filled together."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    join(address, index, 2, role="trainer")
+    group, groups, found = ProcessGroup("trainer"), uneven(), dict[str, Any]()
+    with jax.set_mesh(make_mesh({"data": 2, "fsdp": 2})):
+        for layout in ("packed", "padded"):
+            source = Held(groups)
+            arrays = arrays_of(groups, source, group, packed=layout == "packed")
+            found[layout] = {
+                "bytes": sum(source.given),
+                "arrays": {name: array.tolist() for name, array in arrays.items()},
+            }
+    agreed = agreed_batch(Held(groups), group, 0, 0.0)
+    assert agreed is not None and agreed.contents is None
+    other = Held(groups if index == 0 else groups[::-1])  # one process is given other tokens
+    changed = fetched(agreed, other, group, {0: {0}})
+    return {**found, "changed": changed and "fetched"}
 
 
 def rows(path: Path, event: str) -> list[dict[str, Any]]:
@@ -223,11 +339,11 @@ def nbytes() -> int:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"processes": 0}, "trainer.processes=0; expected 1 or more"),
-        ({"processes": 2, "mesh": {}}, "trainer.mesh is empty; expected e.g. {'fsdp': 2}"),
-        ({"processes": 3, "mesh": {"fsdp": 4}}, "has 4 devices, which do not divide over trainer.processes=3"),
+        ({"processes": 0}, "trainer.processes: expected 1 or more, got 0"),
+        ({"processes": 2, "mesh": {}}, "trainer.mesh: expected axes, such as {'fsdp': 2}"),
+        ({"processes": 3, "mesh": {"fsdp": 4}}, "trainer.mesh: .* divide over 3 processes"),
         ({"processes": 2, "mesh": {"fdsp": 4}}, "mesh has no axis 'fdsp'; did you mean 'fsdp'"),
-        ({"processes": 2, "mesh": {"fsdp": 8}}, "trainer.row_multiple=4 is not a multiple of .* = 8"),
+        ({"processes": 2, "mesh": {"fsdp": 8}}, "trainer.row_multiple: expected a multiple of .* = 8, got 4"),
         ({"processes": 2, "mesh": {"tensor": 4}}, r"policy\.block\.attention: .*num_kv_heads=2 do not .*tensor 4"),
         ({"processes": 2, "mesh": {"data": 4}, "slices": {"data": 3}}, "slices data 3 is for 3 slices but there is 1"),
     ],
@@ -240,7 +356,7 @@ def test_processes_that_do_not_fit_are_refused(changes: dict[str, Any], message:
 
 
 def test_in_one_process_there_are_not_two():
-    with pytest.raises(UserError, match="trainer.processes=2, .* expected --runtime ray, or --set trainer.processes=1"):
+    with pytest.raises(UserError, match="trainer.processes: expected 1 with --runtime inprocess; .* got 2"):
         RLRun(config().build()).check("inprocess")
 
 
@@ -249,8 +365,11 @@ def test_batches_are_the_same_if_their_digests_are():
         first, second = make_prompt(1), make_prompt(2)
         return [make_group(first, [[1, 2], [3]], [0.5, 1.0]), make_group(second, [[4], [5, 6]], [0.0, 1.0])]
 
+    def digest(groups: list[Group]) -> str:
+        return digest_of_headers([header_of(group) for group in groups])
+
     groups = make()
-    assert digest_of_groups(groups) == digest_of_groups(make())
+    assert digest(groups) == digest(make())
     others = [
         groups[::-1],
         groups[:1],
@@ -259,4 +378,4 @@ def test_batches_are_the_same_if_their_digests_are():
         [groups[0], make_group(make_prompt(2), [[4], [5, 6]], [0.0, 0.5])],
         [groups[0], make_group(make_prompt(2), [[4], [5, 6]], [0.0, 1.0], version=1)],
     ]
-    assert len({digest_of_groups(other) for other in (groups, *others)}) == 1 + len(others)
+    assert len({digest(other) for other in (groups, *others)}) == 1 + len(others)

@@ -262,5 +262,5 @@ def test_no_process_outlives_its_parent(how: str):
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(UserError, match="got processes=0"):
+    with pytest.raises(UserError, match=r"Verifier\.processes: expected 1 or more, got 0"):
         config(processes=0).build()

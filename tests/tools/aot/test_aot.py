@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input import SupervisedInput
@@ -15,6 +16,7 @@ from mesh.topology import find_compiler, parse_topology
 from models.dense import dense
 from tests.elsewhere import elsewhere
 from tools import cli
+from tools.aot.table import print_report
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="the TPU compiler (libtpu) is not installed")
 LAYERS = 3
@@ -127,7 +129,7 @@ def test_a_sweep_ranks_what_fits_and_goes_on_where_it_stopped(tmp_path):
 REFUSED = {
     "--topology v6e:3x3": ["no TPU topology 'v6e:3x3'", "v6e:4x4"],
     "--topology v6e:2x2 --set model.remat=everythin": ["remat", "no preset 'everythin'", "did you mean 'everything'"],
-    "--topology v6e:2x2 --set input.batch_size=6": ["input.batch_size is 6", "multiple of 4"],
+    "--topology v6e:2x2 --set input.batch_size=6": ["input.batch_size: expected a multiple of 4", "got 6"],
     "--topology v6e:2x2 --set input.seq_len=8192": [
         "input.seq_len is 8192", "model.block.attention.rope.max_length is 4096",
     ],
@@ -142,6 +144,7 @@ REFUSED = {
     "--topology v6e:2x2 --set model.block.attention.num_kv_heads=2 --set mesh={'tensor':4}": [
         "num_kv_heads=2", "tensor 4",
     ],
+    "--topology v6e:2x2 --apply low_rnk": ["no modifier 'low_rnk'", "did you mean 'low_rank'"],
     "--topology v6e:2x2 --step decode": ["--step decode", "known: eval, train"],
     "--topology v6e:2x2 --set model.num_layer=2": ["num_layer", "num_layers"],
     "--topology v6e:2x2 --set compiler_options={'xla_no_such':'1'}": ["No such compile option: 'xla_no_such'"],
@@ -184,3 +187,16 @@ def test_the_topology_is_checked_without_jax(capsys):
     assert cli.main(["aot", "demo_sft", "--topology", "v5p:9x9x9"]) == 2
     assert "the nearest: v5p:" in capsys.readouterr().err
     assert parse_topology("v5p:8x8x8").devices == 512
+
+
+def test_the_table_says_which_loops_were_guessed():
+    report: dict[str, Any] = dict.fromkeys(("step", "topology", "sold_as", "flops_of"), "-")
+    report |= dict.fromkeys(("slices", "devices", "compile_s", "compile_cpu_s", "host_rss", "exposed_s"), 1)
+    report |= dict.fromkeys(("flops_analytic", "flops_executed", "estimated_step_s", "mfu_estimate"), 1.0)
+    report |= {"mesh": {}, "hbm": None, "oom": {"message": "-"}}
+    report |= {"roofline_s": {}, "collectives": {}, "largest_buffers": []}
+    for count, said in ((0, False), (2, True)):
+        console = Console(file=io.StringIO(), width=200)
+        print_report({**report, "unknown_loops": count}, console=console)
+        assert isinstance(console.file, io.StringIO)
+        assert ("2 loops of unknown length count once" in console.file.getvalue()) is said

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from axlearn_like.config import from_text
 from experiments import registry
+from mesh.errors import UserError
 from tests.axlearn_like.config.zoo import Model
 from tools.commands import config
 
@@ -20,6 +21,10 @@ def plain() -> Model.Config:
 
 def exact() -> Model.Config:
     return plain().set(mode="exact", extra="[bold]not markup[/bold]")
+
+
+def exactly(cfg: Model.Config) -> None:
+    cfg.set(mode="exact", note="a")
 
 
 def printed(console: Console) -> str:
@@ -42,6 +47,13 @@ def test_show_applies_edits_in_order(console: Console):
     expected = plain().set(dim=6)
     expected.blocks[0].norm.eps = 1e-3
     assert from_text(printed(console)) == expected
+
+
+def test_show_applies_modifiers_before_edits(console: Console):
+    config.show(f"{HERE}:plain", ["note=b"], console=console, applied=[f"{HERE}:exactly"])
+    assert from_text(printed(console)) == plain().set(mode="exact", note="b")
+    with pytest.raises(UserError, match="no modifier 'low_rnk'; did you mean 'low_rank'"):
+        config.show(f"{HERE}:plain", applied=["low_rnk"])
 
 
 def test_show_resolved_holds_no_required(console: Console):

@@ -136,8 +136,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--set", "max_nwe=3"], "'max_nwe'.* did you mean 'max_new'"),
         (["--set", "server.max_qeue=3"], "'max_qeue'.* did you mean 'max_queue'"),
         (["--set", "server.max_queue"], "--set 'server.max_queue': expected path=value"),
-        (["--max-queue", "0"], "Server.max_queue is 0; expected more than 0"),
-        (["--set", "server.template.roles={}"], "ChatTemplate.roles is empty"),
+        (["--max-queue", "0"], "Server.max_queue: expected 1 or more, got 0"),
+        (["--set", "server.template.roles={}"], "Server.template.roles: expected a form for each role"),
         (["--api-key", " "], "the API key is empty"),
     ],
 )

@@ -45,7 +45,7 @@ REFUSED = {
     "mesh={'data':4} slices={'data':3}": ["mesh data 4 needs 4 devices"],
     "mesh={'data':4,'fsdp':2} slices={'data':4,'fsdp':4}": ["slices data 4 x fsdp 4 is for 16 slices but there is 1"],
     "mesh={'data':4,'fsdp':2} slices={'data':1,'fsdp':4}": ["'fsdp' has size 2, no multiple of slices.fsdp=4"],
-    "mesh={'fsdp':8} input.batch_size=12": ["Trainer.Config.input.batch_size is 12; expected a multiple of 8"],
+    "mesh={'fsdp':8} input.batch_size=12": ["input.batch_size: expected a multiple of 8"],
     "mesh={'data':2,'tensor':4}": ["model.block.attention: ", "num_kv_heads=2 do not divide", "(tensor 4)"],
     "mesh={'fsdp':8} model.dim=20": ["model.embedding: dimension 1 (embed)", "(32, 20) is 20", "(fsdp 8)"],
     "mesh={'data':4,'tensor':2} model.block.feed_forward.hidden=25": [
@@ -55,7 +55,7 @@ REFUSED = {
     "mesh={'data':4,'sequence':2} input.seq_len=18": ["rows of 18 tokens", "sequence 2: expected a multiple of 4"],
     "mesh={'sequence':8} input.seq_len=12": ["tokens has 12 tokens in a row, which do not divide", "(sequence 8)"],
     "model.block.attention.rope.max_length=8": [
-        "Trainer.Config.input.seq_len is 16, but model.block.attention.rope.max_length is 8",
+        "input.seq_len is 16, but ", "rope.max_length is 8",
     ],
     "model.remat=everythin": ["model: remat: no preset 'everythin'; did you mean 'everything'"],
 }  # fmt: skip

@@ -13,7 +13,7 @@ def written(run: Path) -> Path:
     (run / "metrics.jsonl").write_text("".join(f"{row}\n".replace("'", '"') for row in rows))
     events = EventLog(run / "events.jsonl")
     events.append("trainer", "train_begin", step=0, began=1.0)
-    events.append("trainer", "spent", since=0, step=4, seconds=8.0, causes={"step": 6.0, "compile": 2.0})
+    events.append("trainer", "goodput", since=0, step=4, seconds=8.0, causes={"step": 6.0, "compile": 2.0})
     return run
 
 
@@ -29,8 +29,8 @@ def test_rows_that_say_nothing_are_passed_over(tmp_path: Path) -> None:
     path = written(tmp_path / "run")
     events = EventLog(path / "events.jsonl")
     events.append("trainer", "train_begin", step="x", began=None)
-    events.append("trainer", "spent", since=4, step=5, seconds=1.0, causes="?")
-    events.append("trainer", "spent", since=4, step=5, seconds=1.0, causes={"step": None})
+    events.append("trainer", "goodput", since=4, step=5, seconds=1.0, causes="?")
+    events.append("trainer", "goodput", since=4, step=5, seconds=1.0, causes={"step": None})
     assert goodput.told(load_run(path)).startswith("goodput 75.0% of 8.0 s")
 
 

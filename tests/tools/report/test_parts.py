@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.report import charts, svg, timeline
+from tools.report import charts, spans, svg
 
 
 def test_ticks_and_scales() -> None:
@@ -24,11 +24,11 @@ def test_smoothing_keeps_a_constant_and_has_no_lag() -> None:
 
 
 def test_busy_counts_overlap_once_and_waiting_not() -> None:
-    spans = [
-        timeline.Span("update", 0, 4, ""),
-        timeline.Span("push", 3, 5, ""),
-        timeline.Span("wait", 5, 10, ""),
+    found = [
+        spans.Span("update", 0, 4, ""),
+        spans.Span("push", 3, 5, ""),
+        spans.Span("wait", 5, 10, ""),
     ]
-    assert timeline.busy(spans, 0.0, 10.0) == pytest.approx(0.5)
-    joined = timeline.merged([timeline.Span("score", 0, 2, "a"), timeline.Span("score", 1, 3, "b")], 0.0)
+    assert spans.busy(found, 0.0, 10.0) == pytest.approx(0.5)
+    joined = spans.merged([spans.Span("score", 0, 2, "a"), spans.Span("score", 1, 3, "b")], 0.0)
     assert [(span.start, span.end, span.count) for span in joined] == [(0, 3, 2)]

@@ -17,7 +17,7 @@ from rich.console import Console
 from mesh.errors import UserError
 from tools.cli import main
 from tools.commands.report import command
-from tools.report import charts, load_run, timeline, write_report
+from tools.report import charts, load_run, spans, timeline, write_report
 from tools.report.html import render
 from tools.report.table import print_tables
 
@@ -340,7 +340,7 @@ def test_a_role_without_spans_has_a_lane_that_shows_when_it_was_down(tmp_path: P
     with (path / "events.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
     run = load_run(path)
-    assert timeline.lanes(run)["controller"] == []
+    assert spans.lanes(run)["controller"] == []
     down = [(o.target, round(o.killed - first, 1), o.back and round(o.back - first, 1)) for o in run.outages]
     assert down == [("controller", 0.0, 1.0), ("controller", 2.0, 3.0), ("driver", 4.0, 5.0)]
     lanes = section(render(run), "timeline")
@@ -355,7 +355,7 @@ def test_versions_stand_below_the_times_where_they_were_published(tmp_path: Path
     with (path / "events.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
     run = load_run(path)
-    near = timeline.versions(run, at - 1, at + 1)
+    near = spans.versions(run, at - 1, at + 1)
     assert (at, 7) in near and (at + 9, 5) not in near
     drawn = timeline.overview(run)
     assert re.search(r"version \d+ published .* after the start", drawn) and re.search(r">v\d+<", drawn)

@@ -3,9 +3,10 @@
 import pytest
 from click.testing import CliRunner
 
-from tools.studies import weights_at_scale
+from tools.studies import weights_at_scale, weights_model
 from tools.studies.broadcast_simulation import simulate
-from tools.studies.weights_at_scale import CASES, DOC, GB, binding, pipelined, pull_bounds, push_bounds, readers_within
+from tools.studies.weights_at_scale import DOC, binding
+from tools.studies.weights_model import CASES, GB, pipelined, pull_bounds, push_bounds, readers_within
 
 V5P_32B, V5P_671B = CASES[0], CASES[3]
 
@@ -24,7 +25,7 @@ def test_command_prints_the_tables_and_says_that_nothing_was_measured() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_no_byte_is_lost_and_two_versions_fit(case: weights_at_scale.Case) -> None:
+def test_no_byte_is_lost_and_two_versions_fit(case: weights_model.Case) -> None:
     assert case.pushed * case.trainer_hosts == pytest.approx(case.total)
     assert case.share * case.worker_hosts == pytest.approx(case.total)
     assert 2 * case.share / case.host.chips < case.host.hbm
@@ -47,8 +48,8 @@ def test_a_delta_moves_fewer_bytes_over_nics_and_the_same_over_pcie() -> None:
     for part in ("worker NIC", "server NIC"):
         assert delta[part] == pytest.approx(dense[part] / 10)
     assert delta["PCIe"] == dense["PCIe"]
-    assert delta["decode"] == pytest.approx(weights_at_scale.DECODE * 65.6 / 104)
-    assert delta["encode"] == pytest.approx(weights_at_scale.ENCODE * 65.6 / 8 / 88)
+    assert delta["decode"] == pytest.approx(weights_model.DECODE * 65.6 / 104)
+    assert delta["encode"] == pytest.approx(weights_model.ENCODE * 65.6 / 8 / 88)
     assert dense["decode"] == dense["encode"] == 0.0
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools.bench.grpo.job import GrpoJob
 from tools.bench.harness.circumstances import machine
 from tools.bench.harness.environments import Peer
-from tools.bench.harness.interleave import OURS, Measured, Say, measure_with_peers, median_over_rounds
+from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure_with_peers, ratio_over_rounds
 from tools.bench.harness.protocol import STEP_FIELDS
 
 BENCHMARK = "grpo_step"
@@ -24,9 +23,7 @@ def summarise(results: Mapping[str, Measured], steps: int) -> dict[str, Any]:
     ours = done.get(OURS)
     peers = {name: result for name, result in done.items() if name != OURS}
     best = min(peers, key=lambda name: peers[name].median("cpu_s"), default=None)
-    ratio = None
-    if ours is not None and best is not None:
-        ratio = median_over_rounds(ours, peers[best], lambda our, their: our["cpu_s"] / their["cpu_s"])
+    ratio = ratio_over_rounds(ours, peers.get(best or ""), lambda step: step["cpu_s"])
     return {
         "bench": BENCHMARK,
         "ours_cpu_s_per_step": ours and ours.median("cpu_s"),
@@ -41,7 +38,7 @@ def summarise(results: Mapping[str, Measured], steps: int) -> dict[str, Any]:
         "parameters": {name: result.ready["parameters"] for name, result in done.items()},
         "cpu_s_by_round": {name: [s["cpu_s"] for s in r.steps] for name, r in done.items()},
         "reward_last": {name: result.steps[-1]["reward"] for name, result in done.items()},
-        "errors": {name: r.error for name, r in results.items() if r.error is not None},
+        "errors": errors_of(results),
         "machine": machine(),
     }
 
@@ -52,50 +49,10 @@ def run(peers: Sequence[Peer], steps: int, say: Say) -> dict[str, Any]:
     return summarise(results, steps)
 
 
-def succeeded(result: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
-    """Return whether the result has what was requested: our figures, and those of at least one peer if any."""
-    ours = result["ours_cpu_s_per_step"] is not None
-    return ours and (not peers or result["ratio_to_best_peer"] is not None)
-
-
-def rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """Return the rows of the console table: system, CPU s, wall s, tokens/CPU s, first step s, version."""
-    ours = {
-        "cpu_s_per_step": result["ours_cpu_s_per_step"],
-        "wall_s_per_step": result["ours_wall_s_per_step"],
-        "gen_tok_per_cpu_s": result["ours_gen_tok_per_cpu_s"],
-        "first_step_s": result["ours_first_step_s"],
-        "version": result["ours_version"],
-    }
-    systems = {} if ours["cpu_s_per_step"] is None else {OURS: ours}
-    return [
-        [
-            name,
-            f"{figures['cpu_s_per_step']:.3f}",
-            f"{figures['wall_s_per_step']:.3f}",
-            f"{figures['gen_tok_per_cpu_s']:,.0f}",
-            f"{figures['first_step_s']:.1f}",
-            figures["version"],
-        ]
-        for name, figures in (systems | result["peers"]).items()
-    ]
-
-
-def describe_job(job: GrpoJob | None = None) -> str:
-    """Describe the job in one line."""
-    job = job or GrpoJob()
-    return (
-        f"{job.layers} layers x {job.dim}, {job.prompts} prompts x {job.group}, "
-        f"{job.prompt_tokens} + {job.new_tokens} tokens, float32, CPU"
-    )
-
-
 def _figures(result: Measured) -> dict[str, Any]:
     return {
         "cpu_s_per_step": result.median("cpu_s"),
         "wall_s_per_step": result.median("wall_s"),
         "gen_tok_per_cpu_s": result.median_ratio("new_tokens", "gen_cpu_s"),
-        "first_step_s": result.ready["first_step_s"],
-        "start_s": result.ready["start_s"],
-        "version": result.ready["version"],
+        **{name: result.ready[name] for name in ("first_step_s", "start_s", "version")},
     }

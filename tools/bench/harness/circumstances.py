@@ -29,14 +29,21 @@ def machine() -> dict[str, Any]:
 
 def circumstances(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Return the date, the versions of Python and of these packages, and the command."""
-    versions = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "source tree"
     return {
         "date": datetime.date.today().isoformat(),
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in packages}},
         "command": " ".join(["axl", *sys.argv[1:]]),
     }
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package; a source tree has none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "source tree"
+
+
+def system_version() -> str:
+    """Return the name and version of our own system."""
+    return f"axlearn-like {version_of('axlearn-like')}"

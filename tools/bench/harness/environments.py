@@ -24,10 +24,6 @@ WORKERS = Path(__file__).parents[1] / "peers"
 _COMPLETE = "complete.json"  # written last: an environment without it is incomplete, and is made again
 
 
-class UnknownPeer(UserError, ValueError):
-    """A name that no peer has; the message suggests the nearest one."""
-
-
 class EnvironmentFailed(RuntimeError):
     """A failure to make a peer's environment; the message says why and what to do."""
 
@@ -68,42 +64,28 @@ class Peer:
 
 
 _TUNIX = Environment(
-    name="tunix",
-    pythons=("3.12", "3.13"),
+    "tunix",
+    ("3.12", "3.13"),
     # pip resolves to this jax today, and our stack runs on it; figures with jax 0.10.2 are the same.
-    requirements=(
-        "google-tunix==0.1.7",
-        "jax==0.12.0.1",
-        "jaxlib==0.12.0.1",
-        "flax==0.12.12",
-    ),
+    ("google-tunix==0.1.7", "jax==0.12.0.1", "jaxlib==0.12.0.1", "flax==0.12.12"),
 )
 _TRL = Environment(
-    name="trl",
-    pythons=("3.11",),
-    requirements=(
-        "trl==1.16.0",
-        "torch==2.13.0",
-        "transformers==5.23.0",
-        "datasets==5.2.0",
-        "accelerate==1.15.0",
-    ),
+    "trl",
+    ("3.11",),
+    ("trl==1.16.0", "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0"),
 )
 # The extra has lower bounds alone, and those are the versions its authors test: their install command resolves to them.
-_MAXTEXT = Environment(
-    name="maxtext",
-    pythons=("3.12",),
-    requirements=("maxtext[tpu]==0.2.5",),
-    lowest=True,
-)
+_MAXTEXT = Environment("maxtext", ("3.12",), ("maxtext[tpu]==0.2.5",), lowest=True)
+_FLIGHT = Environment("pyarrow", ("3.12", "3.13"), ("pyarrow==26.0.1",))
+# Threads that spin while they wait inflate a step six to nine times where cores are shared, in CPU and in wall seconds.
 _TORCH_ENVIRON = {
-    # Threads that spin while they wait inflate a step six to nine times where cores are shared, in
-    # CPU seconds and in wall seconds.
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "0",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# Without the first it waits for a cloud's metadata server; without the second, for a cloud's storage.
+_MAXTEXT_ENVIRON = {"TPU_SKIP_MDS_QUERY": "1", "DECOUPLE_GCLOUD": "TRUE"}
 
 PEERS = {
     peer.name: peer
@@ -111,13 +93,8 @@ PEERS = {
         Peer("tunix", _TUNIX, {"grpo_step": "tunix_grpo.py", "rollout": "tunix_rollout.py"}),
         Peer("trl", _TRL, {"grpo_step": "trl_grpo.py"}, _TORCH_ENVIRON),
         Peer("transformers", _TRL, {"rollout": "transformers_rollout.py"}, _TORCH_ENVIRON),
-        # Without the first it waits for a cloud's metadata server; without the second, for a cloud's storage.
-        Peer(
-            "maxtext",
-            _MAXTEXT,
-            {"train_step": "maxtext_train.py"},
-            {"TPU_SKIP_MDS_QUERY": "1", "DECOUPLE_GCLOUD": "TRUE"},
-        ),
+        Peer("maxtext", _MAXTEXT, {"train_step": "maxtext_train.py"}, _MAXTEXT_ENVIRON),
+        Peer("arrow_flight", _FLIGHT, {"weights": "arrow_flight.py"}),
     )
 }
 
@@ -131,15 +108,14 @@ def find_peers(names: Iterable[str], benchmark: str) -> list[Peer]:
     """Return the peers of these names, in order, each once.
 
     Raises:
-        UnknownPeer: a name is not that of a peer of this benchmark.
-        UserError: this is an installed wheel, which has no peers.
+        UserError: a name is not that of a peer of this benchmark, or this is an installed wheel, which has no peers.
     """
     known = peers_of(benchmark)
     found: dict[str, Peer] = {}
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise UnknownPeer(f"benchmark {benchmark} has no peer {name!r}{hint}")
+            raise UserError(f"benchmark {benchmark} has no peer {name!r}{hint}")
         found[name] = known[name]
     if found and not WORKERS.is_dir():
         raise UserError("--peers: the workers of other projects are not part of the wheel; run it in a checkout")
@@ -197,21 +173,20 @@ def ensure_environment(environment: Environment, say: Callable[[str], None], cac
     Raises:
         EnvironmentFailed: no interpreter, or pip failed.
     """
-    root = cache_folder() if cache is None else cache
-    name = environment.name
-    folder = root / name
+    root = cache or cache_folder()
+    folder = root / environment.name
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = (root / f"{name}.lock").open("w")
+        lock = folder.with_suffix(".lock").open("w")
     except OSError as error:
-        raise EnvironmentFailed(f"{name}: cannot write to {root}: {error}") from error
+        raise EnvironmentFailed(f"{environment.name}: cannot write to {root}: {error}") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # concurrent benchmarks make it only once
         if not _is_complete(environment, folder):
             try:
-                _make(environment, folder, root / f"{name}-install.log", say)
+                _make(environment, folder, say)
             except EnvironmentFailed as error:
-                raise EnvironmentFailed(f"{name}: {error}") from error
+                raise EnvironmentFailed(f"{environment.name}: {error}") from error
     return folder / "bin" / "python"
 
 
@@ -232,33 +207,26 @@ def _is_complete(environment: Environment, folder: Path) -> bool:
     return runs and made.get("requirements") == list(environment.requirements)
 
 
-def _make(environment: Environment, folder: Path, log: Path, say: Callable[[str], None]) -> None:
+def _make(environment: Environment, folder: Path, say: Callable[[str], None]) -> None:
     interpreter, version = find_interpreter(environment.pythons)
-    if folder.exists():
-        shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     say(f"{environment.name}: installing {', '.join(environment.requirements)} for Python {version} in {folder}")
-    python = folder / "bin" / "python"
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--no-input"]
     commands = [[str(interpreter), "-m", "venv", str(folder)]]
-    pip = [str(python), "-m", "pip", "install", "--no-input"]
     if environment.lowest:
-        uv = [str(python), "-m", "uv", "pip", "install", "--python", str(python), "--resolution=lowest"]
+        uv = [python, "-m", "uv", "pip", "install", "--python", python, "--resolution=lowest"]
         commands += [[*pip, _UV], [*uv, *environment.requirements]]
     elif environment.requirements:
         commands.append([*pip, *environment.requirements])
     # The caller's own environment must not leak into the new one.
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    log = folder.with_suffix(".log")
     with log.open("w") as output:
         for command in commands:
-            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environ, check=False)
-            if done.returncode:
-                output.flush()
-                raise EnvironmentFailed(_failure(command, log))
+            if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environ, check=False).returncode:
+                lines = log.read_text(errors="replace").splitlines()
+                reason = "\n".join([line for line in lines if line.startswith("ERROR")][-3:] or lines[-3:])
+                raise EnvironmentFailed(f"`{' '.join(command[1:4])}` failed:\n{reason}\n(log: {log})")
     facts = {"requirements": list(environment.requirements), "python": version}
     (folder / _COMPLETE).write_text(json.dumps(facts) + "\n")
-
-
-def _failure(command: list[str], log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    errors = [line for line in lines if line.startswith("ERROR")] or lines
-    reason = "\n".join(errors[-3:])
-    return f"`{' '.join(command[1:4])}` failed:\n{reason}\n(log: {log})"

@@ -7,10 +7,8 @@ idle, so that whatever else happens on the machine falls on all alike.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.harness.environments import WORKERS, EnvironmentFailed, Peer, ensure_environment
+from tools.bench.harness.processes import Command, our_command, worker_environ
 from tools.bench.harness.protocol import STEP_FIELDS
 from tools.bench.harness.worker import StepWorker, WorkerError
 
@@ -25,7 +24,6 @@ OURS = "ours"
 WARM_UP_ROUNDS = 3
 READY_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 300.0
-_HERE = Path(__file__).resolve().parents[1]  # tools/bench
 Say = Callable[[str], None]
 Step = Mapping[str, float]
 
@@ -50,57 +48,31 @@ class Measured:
         return statistics.median(step[above] / step[below] for step in self.steps)
 
 
-def median_over_rounds(ours: Measured, theirs: Measured, figure: Callable[[Step, Step], float]) -> float:
-    """Return the median over rounds of a figure of our step and theirs in the same round."""
-    pairs = zip(ours.steps, theirs.steps, strict=True)
-    return statistics.median(figure(our, their) for our, their in pairs)
+def ratio_over_rounds(ours: Measured | None, theirs: Measured | None, figure: Callable[[Step], float]) -> float | None:
+    """Return the median over rounds of a figure of our step divided by theirs of the same round; None without both."""
+    if ours is None or theirs is None:
+        return None
+    return statistics.median(figure(our) / figure(their) for our, their in zip(ours.steps, theirs.steps, strict=True))
 
 
-@dataclass(frozen=True)
-class Command:
-    """A worker's program, arguments and environment."""
-
-    argv: tuple[str, ...]
-    environ: Mapping[str, str]
-
-
-def worker_environ(**extra: str) -> dict[str, str]:
-    """Return the environment that all workers share: CPU only, without the caller's settings that change figures.
-
-    JAX's compilation cache on disk is off, so that the first step is cold.
-    """
-    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "XLA_FLAGS")
-    environ = {key: value for key, value in os.environ.items() if key not in dropped}
-    return environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"} | extra
-
-
-def our_command(module: str) -> Command:
-    """Return the command of a worker of our own, with the current interpreter.
-
-    Args:
-        module: its dotted name.
-    """
-    root = str(_HERE.parents[1])  # holds the package `tools`, in a checkout and where installed
-    return Command((sys.executable, "-m", module), worker_environ(PYTHONPATH=root))
-
-
-def peer_command(peer: Peer, benchmark: str, say: Say) -> Command:
-    """Return the command of a peer's worker for a benchmark; makes the peer's environment if necessary.
-
-    Raises:
-        EnvironmentFailed: the environment cannot be made.
-    """
-    python = ensure_environment(peer.environment, say)
-    # Only this folder: the project's own packages must not shadow the peer's.
-    environ = worker_environ(PYTHONPATH=str(_HERE), **peer.environ)
-    return Command((str(python), str(WORKERS / peer.scripts[benchmark])), environ)
+def peer_commands(benchmark: str, peers: Sequence[Peer], say: Say) -> tuple[dict[str, Command], dict[str, str]]:
+    """Return the commands of the peers' workers, and why some have none; makes environments that are not there."""
+    commands, errors = {}, {}
+    for peer in peers:
+        try:
+            python = ensure_environment(peer.environment, say)
+        except EnvironmentFailed as error:
+            say(f"left out: {error}")
+            errors[peer.name] = str(error)
+            continue
+        # Only this folder: the project's own packages must not shadow the peer's.
+        environ = worker_environ(PYTHONPATH=str(WORKERS.parent), **peer.environ)
+        commands[peer.name] = Command((str(python), str(WORKERS / peer.scripts[benchmark])), environ)
+    return commands, errors
 
 
 def measure(
-    commands: Mapping[str, Command],
-    steps: int,
-    say: Say,
-    fields: Sequence[str] = STEP_FIELDS,
+    commands: Mapping[str, Command], steps: int, say: Say, fields: Sequence[str] = STEP_FIELDS
 ) -> dict[str, Measured]:
     """Run `steps` measured rounds of one step each, after the warm-up rounds.
 
@@ -118,8 +90,7 @@ def measure(
         workers: dict[str, StepWorker] = {}
         for name, command in commands.items():  # one by one, so that each first step has the machine to itself
             say(f"{name}: starting, first step")
-            worker = StepWorker(name, command.argv, command.environ, logs / f"{name}.log", logs)
-            stack.enter_context(worker)
+            worker = stack.enter_context(StepWorker(name, command, logs / f"{name}.log", logs))
             try:
                 results[name].ready = worker.wait_ready(READY_TIMEOUT_S)
                 workers[name] = worker
@@ -143,26 +114,20 @@ def measure(
 
 
 def measure_with_peers(
-    benchmark: str,
-    our_module: str,
-    peers: Sequence[Peer],
-    steps: int,
-    say: Say,
-    fields: Sequence[str],
+    benchmark: str, our_module: str, peers: Sequence[Peer], steps: int, say: Say, fields: Sequence[str]
 ) -> dict[str, Measured]:
     """Measure our worker and those of `peers` in turns; ours is under `OURS`.
 
     A peer whose environment cannot be made is in the result with its error.
     """
-    commands = {OURS: our_command(our_module)}
-    unmade: dict[str, Measured] = {}
-    for peer in peers:
-        try:
-            commands[peer.name] = peer_command(peer, benchmark, say)
-        except EnvironmentFailed as error:
-            say(f"left out: {error}")
-            unmade[peer.name] = Measured(error=str(error))
-    return measure(commands, steps, say, fields) | unmade
+    commands, errors = peer_commands(benchmark, peers, say)
+    unmade = {name: Measured(error=error) for name, error in errors.items()}
+    return measure({OURS: our_command(our_module), **commands}, steps, say, fields) | unmade
+
+
+def errors_of(results: Mapping[str, Measured]) -> dict[str, str]:
+    """Return the systems that could not be measured, and why."""
+    return {name: result.error for name, result in results.items() if result.error is not None}
 
 
 def _leave_out(result: Measured, worker: StepWorker, error: WorkerError, say: Say) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.bench.harness.processes import Command
 from tools.bench.harness.protocol import STEP_FIELDS
 
 
@@ -24,31 +26,23 @@ class StepWorker:
 
     Args:
         name: used in error messages.
-        command: the program and its arguments.
-        environ: its whole environment.
+        command: the program, its arguments and its whole environment.
         log: file for its standard error and everything that libraries print.
         cwd: its working directory.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        log: Path,
-        cwd: Path,
-    ):
+    def __init__(self, name: str, command: Command, log: Path, cwd: Path):
         self.name = name
         self.log = log
         self._buffer = b""
         self._started = time.perf_counter()
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
-                command,
+                command.argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=dict(environ),
+                env=dict(command.environ),
                 cwd=cwd,
                 start_new_session=True,  # so that `close` reaches its children too
             )
@@ -92,15 +86,11 @@ class StepWorker:
     def close(self, grace_s: float = 5.0) -> None:
         """End the worker: request it to quit, then kill its whole process group."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.stdin.close()  # a closed input means quit
             self._process.wait(grace_s)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            pass  # killed below in any case
-        try:
+        with contextlib.suppress(ProcessLookupError):  # the group is gone
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # the group is gone
         self._process.wait()
         self._process.stdout.close()
 

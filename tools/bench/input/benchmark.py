@@ -30,7 +30,13 @@ def run(documents: int = 5000, seq_len: int = 4096, batch_size: int = 64, batche
         `cpu_ms_per_batch` and `packing` (live tokens / places). CPU seconds of all threads, one process.
     """
     lengths = np.random.default_rng(0).lognormal(6, 1, documents).astype(int).clip(1, 20_000)
-    result: dict[str, Any] = {"documents": documents, "seq_len": seq_len, "batch_size": batch_size, "errors": {}}
+    result: dict[str, Any] = {
+        "bench": "input",
+        "documents": documents,
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+        "errors": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "documents.jsonl"
         path.write_text("".join(json.dumps({"text": "x" * int(length)}) + "\n" for length in lengths))

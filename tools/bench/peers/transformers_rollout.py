@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 import transformers
 from grpo.job import GrpoJob
-from harness.protocol import StepServer
-from rollout.job import Completions, serve, use_one_core
+from harness.protocol import StepServer, use_one_core
+from rollout.job import Completions, serve
 from transformers import DynamicCache, GenerationConfig, Qwen3ForCausalLM
 from transformers_policy import PAD, build_model, parameter_count
 

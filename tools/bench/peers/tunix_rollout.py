@@ -13,8 +13,8 @@ Run by the benchmark with the interpreter of the peer's environment (see `enviro
 from __future__ import annotations
 
 from grpo.job import GrpoJob
-from harness.protocol import StepServer
-from rollout.job import Completions, serve, use_one_core
+from harness.protocol import StepServer, use_one_core
+from rollout.job import Completions, serve
 from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix_policy import (

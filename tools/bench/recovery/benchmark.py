@@ -6,17 +6,19 @@ same updates are made in one process without kills, and the files that both wrot
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
 from tools.bench.harness.circumstances import circumstances, machine
+from tools.bench.harness.interleave import Say
 from tools.bench.recovery.compare import compare, make_undisturbed
 from tools.bench.recovery.figures import Recovery, recoveries, role_of, seconds_by_role
 from tools.bench.recovery.job import recovery_job, undisturbed
@@ -32,8 +34,6 @@ _SECONDS = {
     "longest_gap_seconds": "gap_s",
     "back_cpu_seconds": "back_cpu_s",
 }
-
-Say = Callable[[str], None]
 
 
 def find_roles(names: Iterable[str]) -> list[str]:
@@ -123,9 +123,7 @@ def disturb(run: WatchedRun, targets: list[str], say: Say, rng: random.Random, e
 def summarise(found: Sequence[Recovery], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the keys of the result that come from the kills and the event log."""
     updates = [row["step"] for row in events if row["event"] == "update" and row["role"] == "trainer"]
-    counts: dict[str, int] = {}
-    for recovery in found:
-        counts[role_of(recovery.target)] = counts.get(role_of(recovery.target), 0) + 1
+    counts = collections.Counter(role_of(recovery.target) for recovery in found)
     return {
         "kills": dict(sorted(counts.items())),
         **{name: seconds_by_role(found, field) for name, field in _SECONDS.items()},
@@ -155,16 +153,3 @@ def succeeded(result: Mapping[str, Any]) -> bool:
     """Return whether the run recovered from every kill and nothing was lost, duplicated or changed."""
     whole = all(each["update_s"] is not None and each["back_s"] is not None for each in result["each"])
     return whole and result["bit_identical"] and not result["lost_steps"] and not result["double_consumed"]
-
-
-def rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the rows of the table: role, kills, and median and worst of each recovery time."""
-    table = []
-    for role, count in result["kills"].items():
-        cells = [
-            f"{result[name][role][which]:.1f}" if role in result[name] else "-"
-            for name in _SECONDS
-            for which in ("median", "worst")
-        ]
-        table.append((role, str(count), *cells))
-    return table

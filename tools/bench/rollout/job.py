@@ -10,7 +10,6 @@ as `rollout_job`, so it imports its neighbours for the type checker alone.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,18 +30,6 @@ class Completions:
 
     tokens: Sequence[Sequence[int]]
     logprobs: Sequence[Sequence[float]]
-
-
-def use_one_core() -> None:
-    """Restrict this process to one core; call it before anything counts the cores to start threads.
-
-    The figure is tokens per CPU second, and at this size threads that synchronise after each small
-    operation cost some of it: on two busy cores torch gave 1.5 times and tunix 1.05 times as many
-    tokens with one. So each system shows its best, and all run under the same conditions. Without
-    effect where the system cannot do it.
-    """
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def check(job: GrpoJob, completions: Completions) -> None:
@@ -76,12 +63,10 @@ def serve(job: GrpoJob, server: StepServer, generate: Callable[[int], Completion
         server: the worker's end of the step protocol.
         generate: makes all completions of step `index`, done when it returns.
     """
-    server.begin()
-    index = 0
-    while True:
+
+    def step(index: int) -> None:
         completions = generate(index)
         check(job, completions)  # well under a thousandth of a step
         server.record(sum(len(row) for row in completions.tokens))
-        if not server.step_done():
-            return
-        index += 1
+
+    server.serve(step)

@@ -8,41 +8,16 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from flax import nnx
 
-from axlearn_like.layers.base import Params, split
 from mesh import make_mesh
 from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from tools.bench.grpo.job import GrpoJob
-from tools.bench.grpo.ours import experiment_config, system_version
-from tools.bench.harness.protocol import StepServer
-from tools.bench.rollout.job import Completions, serve, use_one_core
-
-
-def build_engine(job: GrpoJob) -> tuple[RolloutEngine, int]:
-    """Build an engine with a slot for every completion, holding the random policy.
-
-    Returns:
-        The engine and the number of parameters.
-    """
-    policy = experiment_config(job).policy
-
-    def create(key: jax.Array) -> Params:
-        return split(policy.build(rngs=nnx.Rngs(key)))[1]
-
-    params = jax.jit(create)(jax.random.key(job.seed))
-    engine = RolloutEngine.Config(
-        model=policy,
-        stop_tokens=(),
-        max_prompt=job.prompt_tokens,
-        max_new=job.new_tokens,
-        max_num_seqs=job.rollouts,
-        keep_completions=False,  # no rollout continues another
-    ).build()
-    engine.set_weights(params, 0)
-    return engine, sum(leaf.size for leaf in jax.tree.leaves(params))
+from tools.bench.harness.circumstances import system_version
+from tools.bench.harness.protocol import StepServer, use_one_core
+from tools.bench.rollout.job import Completions, serve
+from tools.bench.rollout.sections.bed import Bed
 
 
 def generate(job: GrpoJob, engine: RolloutEngine, index: int) -> Completions:
@@ -62,10 +37,12 @@ def generate(job: GrpoJob, engine: RolloutEngine, index: int) -> Completions:
 def main() -> None:
     """Generate once per request until the runner ends the worker."""
     use_one_core()
-    job = GrpoJob()
+    bed = Bed()
+    job = bed.job
     with jax.set_mesh(make_mesh()):
-        engine, parameters = build_engine(job)
-        server = StepServer(system_version(), parameters)
+        limits = {"max_num_seqs": job.rollouts, "max_prompt": job.prompt_tokens, "max_new": job.new_tokens}
+        engine = bed.engine(**limits, keep_completions=False)  # no rollout continues another
+        server = StepServer(system_version(), sum(leaf.size for leaf in jax.tree.leaves(bed.params())))
         serve(job, server, lambda index: generate(job, engine, index))
 
 

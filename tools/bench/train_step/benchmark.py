@@ -5,31 +5,28 @@ Steps are interleaved in one run; the host's part of a step and the start of the
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.bench.harness.circumstances import circumstances, machine
-from tools.bench.harness.environments import EnvironmentFailed, Peer
+from tools.bench.harness.environments import Peer
 from tools.bench.harness.interleave import (
     OURS,
     READY_TIMEOUT_S,
-    Command,
     Measured,
     Say,
+    errors_of,
     measure,
-    median_over_rounds,
-    our_command,
-    peer_command,
-    worker_environ,
+    peer_commands,
+    ratio_over_rounds,
 )
+from tools.bench.harness.processes import Command, MeasurementFailed, our_command, run_command
 from tools.bench.harness.protocol import TRAIN_FIELDS
 from tools.bench.harness.worker import StepWorker, WorkerError
-from tools.bench.train_step.job import DTYPES, QUICK, TrainJob
+from tools.bench.train_step.job import DTYPES
 
 BENCHMARK = "train_step"
 EXPERIMENTS = "tools.bench.train_step.ours"
@@ -37,7 +34,6 @@ PLAIN, FLAT = "plain_jax", "plain_jax_flat"
 LAYERS = (8, 64)  # at which dispatch is measured
 STARTS = 3  # with a warm cache; one before fills it
 PACKAGES = ("axlearn-like", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
-_DISPATCH_TIMEOUT_S = 600.0
 
 type Systems = Mapping[str, Command]
 
@@ -49,15 +45,17 @@ def run(peers: Sequence[Peer], rounds: int, say: Say, *, quick: bool = False) ->
     # A step with float32 and one with bfloat16 of each system make one round.
     steps = measure({f"{name} {dtype}": with_dtype(systems[name], dtype) for dtype in DTYPES for name in systems},
                     rounds, say, TRAIN_FIELDS)  # fmt: skip
-    errors |= {name: result.error for name, result in steps.items() if result.error is not None}
+    errors |= errors_of(steps)
     started = {name: command for name, command in systems.items() if name != FLAT}
     with tempfile.TemporaryDirectory(prefix="axl-bench-") as folder:
         starts, unstarted = cold_starts(started, Path(folder), 1 if quick else STARTS, say)
     dispatch = {}
     for layers in LAYERS:
+        say(f"dispatch at {layers} layers")
         try:
-            dispatch[str(layers)] = dispatch_us(layers, say, quick=quick)
-        except subprocess.SubprocessError as error:
+            command = our_command("tools.bench.train_step.dispatch", str(layers), *(["--calls=3"] if quick else []))
+            dispatch[str(layers)] = run_command(command, AXL_COMPILATION_CACHE="off")
+        except MeasurementFailed as error:
             errors[f"dispatch at {layers} layers"] = str(error)
     errors |= {f"start of {name}": why for name, why in unstarted.items()}
     result = summarise(steps, starts, dispatch, rounds)
@@ -67,21 +65,15 @@ def run(peers: Sequence[Peer], rounds: int, say: Say, *, quick: bool = False) ->
 def commands(peers: Sequence[Peer], say: Say, *, quick: bool) -> tuple[dict[str, Command], dict[str, str]]:
     """Return each system's command, in the order of turns, and why some peers have none; `{}` is for the dtype."""
     more = ["--quick"] if quick else []
-    cli, plain = our_command("tools.cli"), our_command("tools.bench.train_step.plain")
-    found = {
-        OURS: Command((*cli.argv, "train", "--quiet", EXPERIMENTS + (":{}_quick" if quick else ":{}")), cli.environ),
-        PLAIN: Command((*plain.argv, *more, "--dtype", "{}"), plain.environ),
-        FLAT: Command((*plain.argv, "--flat", *more, "--dtype", "{}"), plain.environ),
+    found, errors = peer_commands(BENCHMARK, peers, say)
+    found = {name: Command((*one.argv, *more, "--dtype", "{}"), one.environ) for name, one in found.items()}
+    experiment, plain = EXPERIMENTS + (":{}_quick" if quick else ":{}"), "tools.bench.train_step.plain"
+    ours = {
+        OURS: our_command("tools.cli", "train", "--quiet", experiment),
+        PLAIN: our_command(plain, *more, "--dtype", "{}"),
+        FLAT: our_command(plain, "--flat", *more, "--dtype", "{}"),
     }
-    errors = {}
-    for peer in peers:
-        try:
-            command = peer_command(peer, BENCHMARK, say)
-            found[peer.name] = Command((*command.argv, *more, "--dtype", "{}"), command.environ)
-        except EnvironmentFailed as error:
-            say(f"left out: {error}")
-            errors[peer.name] = str(error)
-    return found, errors
+    return {**ours, **found}, errors
 
 
 def with_dtype(command: Command, dtype: str) -> Command:
@@ -105,7 +97,7 @@ def cold_starts(
             command, cwd = with_dtype(systems[name], DTYPES[0]), folder / f"{name}-{index}"
             cwd.mkdir()
             log = folder / f"{name}-{index}.log"
-            with StepWorker(name, command.argv, _cached(command, folder / name), log, cwd) as worker:
+            with StepWorker(name, _cached(command, folder / name), log, cwd) as worker:
                 try:
                     line = worker.wait_ready(READY_TIMEOUT_S)
                 except WorkerError as error:
@@ -117,7 +109,7 @@ def cold_starts(
     return ready, errors
 
 
-def _cached(command: Command, cache: Path) -> dict[str, str]:
+def _cached(command: Command, cache: Path) -> Command:
     on = {
         "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -125,30 +117,7 @@ def _cached(command: Command, cache: Path) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "AXL_COMPILATION_CACHE": str(cache),
     }
-    return {**command.environ, **on}
-
-
-def dispatch_us(layers: int, say: Say, *, quick: bool) -> dict[str, float]:
-    """Return the result of `tools.bench.train_step.dispatch.measure`, run in a process of its own.
-
-    Raises:
-        subprocess.SubprocessError: it failed, or took too long.
-    """
-    say(f"dispatch at {layers} layers")
-    command = our_command("tools.bench.train_step.dispatch")
-    argv = [*command.argv, str(layers), *(["--calls", "3"] if quick else [])]
-    done = subprocess.run(
-        argv,
-        env=worker_environ(**command.environ, AXL_COMPILATION_CACHE="off"),
-        capture_output=True,
-        text=True,
-        timeout=_DISPATCH_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        reason = "\n".join(done.stderr.splitlines()[-8:])
-        raise subprocess.SubprocessError(f"ended with status {done.returncode}\n{reason}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return Command(command.argv, {**command.environ, **on})
 
 
 def summarise(
@@ -196,43 +165,6 @@ def _of_dtype(done: Mapping[str, Measured], dtype: str) -> dict[str, Any]:
         figures[f"{name}_cpu_s"] = of[name].median("cpu_s") if name in of else None
         figures[f"{name}_wall_s"] = of[name].median("wall_s") if name in of else None
         if name != OURS:
-            both = OURS in of and name in of
-            ratio = median_over_rounds(of[OURS], of[name], _by_cpu) if both else None
+            ratio = ratio_over_rounds(of.get(OURS), of.get(name), lambda step: step["cpu_s"])
             figures["ratio" if name == PLAIN else f"ratio_to_{name}"] = ratio
     return figures
-
-
-def _by_cpu(our: Mapping[str, float], their: Mapping[str, float]) -> float:
-    return our["cpu_s"] / their["cpu_s"]
-
-
-def succeeded(result: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
-    """Return whether everything that was requested has been measured."""
-    wanted = [result["ratio"], result["cold_start_cpu_s"], *(result.get(f"ratio_to_{peer.name}") for peer in peers)]
-    return None not in wanted and set(result["dispatch_us"]) == {str(layers) for layers in LAYERS}
-
-
-def rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """Return the rows of the console table: system, CPU s, wall s and ours / theirs by dtype, and CPU s to start."""
-    systems = [key.removesuffix("_wall_s") for key in result if key.endswith("_wall_s")]
-    table = []
-    for name in systems:
-        row = [name]
-        for part in (result, *(result[dtype] for dtype in DTYPES[1:])):
-            ratio = part.get("ratio" if name == PLAIN else f"ratio_to_{name}")
-            row += [_text(part.get(f"{name}_cpu_s")), _text(part.get(f"{name}_wall_s")), _text(ratio)]
-        table.append([*row, _text(result["cold_start_cpu_s_of"].get(name), 1)])
-    return table
-
-
-def _text(value: float | None, digits: int = 3) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def describe_job(*, quick: bool = False) -> str:
-    """Describe the job in one line."""
-    job = QUICK if quick else TrainJob()
-    return (
-        f"{job.layers} layers x {job.dim}, {job.batch} rows of {job.length} tokens, "
-        f"{job.parameters:,} parameters, AdamW, CPU"
-    )

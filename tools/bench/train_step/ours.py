@@ -8,7 +8,6 @@ runs it as users run theirs: command line, config, input, the Trainer's own loop
 from __future__ import annotations
 
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +28,7 @@ from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.trainer import Trainer
+from tools.bench.harness.circumstances import system_version
 from tools.bench.harness.protocol import StepServer
 from tools.bench.train_step.job import QUICK, TrainJob
 
@@ -175,14 +175,6 @@ def float32_quick() -> Trainer.Config:
 def bfloat16_quick() -> Trainer.Config:
     """Return the tiny version with activations in bfloat16."""
     return trainer_config(QUICK, "bfloat16_quick", "bfloat16")
-
-
-def system_version() -> str:
-    """Return the name and version of the measured system."""
-    try:
-        return f"axlearn-like {version('axlearn-like')}"
-    except PackageNotFoundError:
-        return "axlearn-like (source tree)"
 
 
 phases = Phases()  # last in here: what is above has been imported

@@ -154,14 +154,15 @@ def main() -> None:
     step, params, opt_state = make_step(job, arguments.dtype, FLAT if arguments.flat else PLAIN)
     server = StepServer(f"jax {jax.__version__}", sum(leaf.size for leaf in jax.tree.leaves(params)))
     rows = np.random.default_rng(job.seed)
-    server.begin()
-    while True:
+
+    def run(index: int) -> None:
+        nonlocal params, opt_state
         tokens = rows.integers(0, job.vocab, (job.batch, job.length + 1), dtype=np.int32)
         params, opt_state, loss = step(params, opt_state, tokens[:, :-1], tokens[:, 1:])
         jax.block_until_ready(params)
         server.note(loss=float(loss))
-        if not server.step_done():
-            return
+
+    server.serve(run)
 
 
 if __name__ == "__main__":

@@ -100,9 +100,9 @@ def test_the_first_kernel_that_can_is_chosen_and_the_others_say_why_not():
 def test_blocks_are_clipped_to_the_length():
     assert [fitting(1024, n) for n in (4096, 1024, 640, 128, 1152)] == [1024, 1024, 640, 128, 384]
     for bad in ("block_q", "block_kv", "block_kv_compute"):
-        with pytest.raises(UserError, match=f"Splash.{bad}=100; expected a multiple of 128"):
+        with pytest.raises(UserError, match=f"Splash.{bad}: expected a multiple of 128, got 100"):
             Splash.Config().set(**{bad: 100}).build()
-    with pytest.raises(UserError, match="block_kv=256 is not a multiple of block_kv_compute=384"):
+    with pytest.raises(UserError, match="block_kv: expected a multiple of block_kv_compute=384, got 256"):
         Splash.Config(block_kv=256, block_kv_compute=384).build()
 
 

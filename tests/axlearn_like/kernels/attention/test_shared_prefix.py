@@ -10,10 +10,10 @@ import pytest
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported, choose
 from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, ScoreRules
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, shared_prefix_mask
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes, shared_prefix_mask
 from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.attention.xla import Xla
-from axlearn_like.layers.contexts.packed import GroupContext
+from axlearn_like.layers.contexts.packed import Context, GroupContext, PackedGroupContext
 from mesh import UserError
 from mesh.cost.arithmetic import products
 
@@ -35,6 +35,22 @@ def test_visible_is_the_definition(rows):
     mask = np.asarray(rows.visible(rows.codes(length)[:, None], np.arange(length)[None]))[: rows.length]
     expected = [[sees(rows, q, k) for k in range(length)] for q in range(rows.length)]
     np.testing.assert_array_equal(mask, expected)
+
+
+@pytest.mark.parametrize("rows", [SharedPrefixes(5, 11), SharedPrefixes(3, 20), SharedPrefixes(4000, 300_000)])
+def test_codes_tell_where_a_completion_begins(rows):
+    """A query sees all before it of the prompts and of its own completion, wherever that begins."""
+    assert rows.alignment == (128 if rows.length > 300_000 else 1)  # 19 bits for the place leave 12 for the start
+    rng = np.random.default_rng(0)
+    starts = rng.integers(0, rows.completion_size // rows.alignment, (2, rows.completion_size)) * rows.alignment
+    starts = np.minimum(starts, np.arange(rows.completion_size) // rows.alignment * rows.alignment)
+    codes = np.asarray(rows.codes(jnp.asarray(starts, jnp.int32)))
+    for place in rng.integers(0, rows.length, 20):
+        seen = np.asarray(rows.visible(codes[:, place, None], np.arange(rows.length)[None]))
+        for row in range(2):
+            start = 0 if place < rows.prefix else rows.prefix + starts[row, place - rows.prefix]
+            keys = np.arange(rows.length)
+            np.testing.assert_array_equal(seen[row], (keys <= place) & ((keys < rows.prefix) | (keys >= start)))
 
 
 @pytest.mark.parametrize("rows", [SharedPrefix(8, 3, 8), SharedPrefix(7, 3, 9), SharedPrefix(16, 4, 4)])
@@ -87,11 +103,33 @@ def arrays() -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def mixed(kernel: Kernel, x: dict[str, np.ndarray], rules: ScoreRules) -> Any:
-    """Mixed values of live tokens, and their gradients. A prefix of 130 tokens, in one row 7 of them live."""
-    context = GroupContext(jnp.asarray([130, 7], jnp.int32), 130, 2, 150)
-    live = np.ones(x["q"].shape[:2], bool)
+def one_group() -> tuple[Context, np.ndarray]:
+    """A prefix of 130 tokens, in one row 7 of them live, and two completions of 150."""
+    live = np.ones((2, 430), bool)
     live[1, 7:130] = False
+    return GroupContext(jnp.asarray([130, 7], jnp.int32), 130, 2, 150), live
+
+
+def two_groups() -> tuple[Context, np.ndarray]:
+    """Prefixes of 60 and 50 tokens, and completions of 40, 110 and 90 tokens in other orders; the rest is padding."""
+    prefix, segments = np.zeros((2, 130), np.int32), np.zeros((2, 300), np.int32)
+    positions, starts = np.zeros((2, 300), np.int32), np.full((2, 300), 240, np.int32)
+    prefix[:, :60], prefix[:, 60:110] = 1, 2
+    for row, pieces in enumerate([((1, 40), (1, 110), (2, 90)), ((2, 110), (1, 90), (2, 40))]):
+        at = 0
+        for group, length in pieces:
+            part = slice(at, at + length)
+            segments[row, part], starts[row, part] = group, at
+            positions[row, part] = (60 if group == 1 else 50) + np.arange(length)
+            at += length
+    places = np.broadcast_to(np.r_[:60, :50, :20], prefix.shape)
+    context = PackedGroupContext(*map(jnp.asarray, (prefix, segments, places, positions, starts)))
+    return context, np.concatenate([prefix, segments], axis=1) > 0
+
+
+def mixed(kernel: Kernel, x: dict[str, np.ndarray], rules: ScoreRules, case: Any = one_group) -> Any:
+    """Mixed values of live tokens, and their gradients."""
+    context, live = case()
 
     def loss(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
         out, _ = context.attend(q, k, v, None, AttentionParams(rules, kernel, AllGather.Config().build()))
@@ -101,24 +139,27 @@ def mixed(kernel: Kernel, x: dict[str, np.ndarray], rules: ScoreRules) -> Any:
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(x["q"], x["k"], x["v"])
 
 
+@pytest.mark.parametrize("case", [one_group, two_groups])
 @pytest.mark.parametrize("fused, cap", [(False, None), (True, 2.0)])
-def test_the_kernel_is_what_xla_makes_of_a_group(arrays, fused, cap):
+def test_the_kernel_is_what_xla_makes_of_a_group(arrays, fused, cap, case):
     blocks = Splash.Config(block_q=256, block_kv=128, block_kv_compute=128, fused_backward=fused, interpret=True)
     rules = ScoreRules(soft_cap=cap)
-    (_, expected), slopes = mixed(Xla.Config().build(), arrays, rules)
-    (_, out), grads = mixed(blocks.build(), arrays, rules)
+    (_, expected), slopes = mixed(Xla.Config().build(), arrays, rules, case)
+    (_, out), grads = mixed(blocks.build(), arrays, rules, case)
     np.testing.assert_allclose(out, expected, atol=2e-5)
     for grad, slope in zip(grads, slopes, strict=True):
         np.testing.assert_allclose(grad, slope, atol=2e-4)
 
 
 def test_what_the_kernel_cannot_do_falls_to_the_next():
-    def signature(rows: SharedPrefix, rules: ScoreRules = ScoreRules()) -> AttentionSignature:  # noqa: B008
+    def signature(rows: SharedPrefix | SharedPrefixes, rules: ScoreRules = ScoreRules()) -> AttentionSignature:  # noqa: B008
         return AttentionSignature("tpu", np.dtype(jnp.bfloat16), rows.length, 8, 4, 128, 128, rules, shared_prefix=rows)
 
     first = FirstSupported.Config().build()
     assert isinstance(choose(first, signature(SharedPrefix(4096, 4, 16384))).kernel, Splash)
     assert isinstance(choose(first, signature(SharedPrefix(33, 16, 14))).kernel, Xla)
     assert isinstance(choose(first, signature(SharedPrefix(4096, 4, 4096), ScoreRules(window=512))).kernel, Xla)
+    assert isinstance(choose(first, signature(SharedPrefixes(4096, 16384))).kernel, Splash)
+    assert isinstance(choose(first, signature(SharedPrefixes(1 << 19, 1 << 19))).kernel, Xla)  # no codes for so many
     with pytest.raises(UserError, match="answers of 14 tokens do not fill a block"):
         choose(Splash.Config().build(), signature(SharedPrefix(33, 16, 14)))

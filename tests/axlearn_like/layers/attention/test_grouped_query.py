@@ -65,9 +65,9 @@ def test_optional_parameters_are_there_only_when_asked_for():
 
 
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(UserError, match="num_heads=6 is not a multiple of num_kv_heads=4"):
+    with pytest.raises(UserError, match="Attention.num_heads: expected a multiple of num_kv_heads=4, got 6"):
         build(Attention.Config(num_heads=6, num_kv_heads=4))
-    with pytest.raises(UserError, match="dim=24 is not a multiple of num_heads=5"):
+    with pytest.raises(UserError, match="Attention.dim: expected a multiple of num_heads=5, got 24"):
         build(Attention.Config(num_heads=5))
 
 

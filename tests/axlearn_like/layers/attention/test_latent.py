@@ -81,9 +81,9 @@ def test_scoring_and_a_paged_cache_give_the_same():
 
 
 def test_what_cannot_be_is_refused_by_name():
-    with pytest.raises(UserError, match="value_dim=11 is more than nope_dim \\+ rope_dim=10"):
+    with pytest.raises(UserError, match="value_dim: expected nope_dim \\+ rope_dim=10 or less.* got 11"):
         initialise(config(value_dim=11))
-    with pytest.raises(UserError, match="rope_dim=3 is odd"):
+    with pytest.raises(UserError, match="rope_dim: expected an even number, .* got 3"):
         initialise(config(rope_dim=3))
     mesh = make_mesh({"tensor": 2}, jax.devices()[:1] * 2).abstract_mesh
     with (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.base import bind
-from axlearn_like.layers.contexts.packed import GroupContext, PackedContext
+from axlearn_like.layers.contexts.packed import GroupContext, PackedContext, PackedGroupContext
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
 PROMPTS = [[3, 5, 7, 11, 2], [4, 1], [9, 9, 8, 7, 6, 5]]
@@ -81,3 +81,31 @@ def test_padding_of_the_prefix_changes_nothing(completions):
     other = jnp.where(jnp.arange(PREFIX) < lengths[:, None], prefix, 39)
     outs = [group_logits(t, lengths, last, completions) for t in (prefix, other)]
     np.testing.assert_array_equal(outs[0], outs[1])
+
+
+def test_packed_groups_equal_unshared_forward(completions, expected):
+    """All three prompts in one row, then completions of different lengths in any order, and padding."""
+    size, order = 20, [(1, 0, 4), (0, 2, 3), (2, 1, 1), (0, 0, 4), (1, 2, 2), (2, 0, 3)]
+    _, lengths, last = prefixes()
+    prefix = np.zeros((3, 1, size), np.int32)  # tokens, segments, positions
+    at = 0
+    for group, prompt in enumerate(PROMPTS):
+        part = slice(at, at + len(prompt) - 1)
+        prefix[:, 0, part] = prompt[:-1], [group + 1] * (len(prompt) - 1), range(len(prompt) - 1)
+        at = part.stop
+    body = np.zeros((4, 1, 18), np.int32)  # tokens, segments, positions, starts
+    body[3, 0, 17:] = 17
+    at, inputs, places = 0, completion_inputs(last, completions), {}
+    for group, sample, length in order:
+        places[group, sample] = part = slice(at, at + length)
+        body[:3, 0, part] = (
+            inputs[group, sample, :length],
+            [group + 1] * length,
+            int(lengths[group]) + np.arange(length),
+        )
+        body[3, 0, part] = at
+        at += length
+    context = PackedGroupContext(*map(jnp.asarray, (prefix[1], body[1], prefix[2], body[2], body[3])))
+    logits = np.asarray(logits_of(np.concatenate([prefix[0], body[0]], axis=1), context))[0, size:]
+    for group, sample, length in order:
+        np.testing.assert_allclose(logits[places[group, sample]], expected[group, sample, :length], atol=2e-5)

@@ -13,7 +13,7 @@ from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.xla import Xla
-from axlearn_like.layers.contexts.packed import GroupContext, PackedContext
+from axlearn_like.layers.contexts.packed import GroupContext, PackedContext, PackedGroupContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
 from axlearn_like.layers.contexts.window import Cache, WindowContext, cells_needed, fill, make_window
 from mesh import UserError, make_mesh
@@ -96,6 +96,30 @@ def test_groups_of_completions():
             expected = reference.attention(one, RULES, sinks=True)[0]
             np.testing.assert_allclose(found[group, own], expected[length:], atol=2e-5)
             np.testing.assert_allclose(found[group, :length], expected[:length], atol=2e-5)
+
+
+def test_packed_groups_of_completions():
+    """Two prefixes of 5 and 9 tokens and completions of 7, 3 and 6 of them, each as in a row of its own."""
+    lengths, pieces, prefix, size = [5, 9], [(1, 7), (0, 3), (1, 6)], 16, 20
+    x = reference.inputs(batch=1, length=prefix + size, heads=HEADS, width=WIDTH)
+    segments, places = np.r_[[1] * 5, [2] * 9, [0] * 2], np.r_[:5, :9, :2]
+    body = np.zeros((3, size), np.int32)  # segments, positions, starts
+    body[2, 16:], at, parts = 16, 0, []
+    for group, length in pieces:
+        part = slice(at, at + length)
+        body[:, part] = np.stack([np.full(length, group + 1), lengths[group] + np.arange(length), np.full(length, at)])
+        parts.append((group, prefix + np.arange(at, at + length)))
+        at += length
+    context = PackedGroupContext(
+        *(jnp.asarray(a, jnp.int32)[None] for a in (segments, body[0], places, body[1], body[2]))
+    )
+    found, _ = mixed(context, x)
+    for group, own in parts:
+        where = np.r_[np.flatnonzero(segments == group + 1), own]
+        q, k, v = (np.asarray(a)[:, where] for a in x[:3])
+        one = reference.Inputs(q, k, v, np.ones((1, len(where)), np.int32), WHOLE.sinks)
+        expected = reference.attention(one, RULES, sinks=True)[0]
+        np.testing.assert_allclose(found[0, where], expected, atol=2e-5)
 
 
 def test_a_cache_is_causal():

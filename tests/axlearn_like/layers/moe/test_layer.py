@@ -173,5 +173,5 @@ def test_a_decoder_adds_up_losses_and_returns_routing_by_layer():
 
 
 def test_a_factor_of_nothing_is_refused():
-    with pytest.raises(UserError, match=r"capacity_factor: expected above 0 or None, got 0\.0"):
+    with pytest.raises(UserError, match=r"capacity_factor: expected above 0, or None, got 0\.0"):
         SOFTMAX.clone(experts=Experts.Config(hidden=4, capacity_factor=0.0)).build(rngs=nnx.Rngs(0))

@@ -160,9 +160,9 @@ def test_bfloat16_activations_are_routed_in_float32():
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        (SoftmaxRouter.Config(top_k=9), "top_k: expected 1 to num_experts 8, got 9"),
-        (SigmoidRouter.Config(top_k=2, groups=3), "groups 3, groups_kept 1"),
-        (SigmoidRouter.Config(top_k=3, groups=4), "1 groups of 2 experts are too few for top_k 3"),
+        (SoftmaxRouter.Config(top_k=9), "top_k: expected 1 to num_experts=8, got 9"),
+        (SigmoidRouter.Config(top_k=2, groups=3), "groups: expected a divisor of num_experts=8, got 3"),
+        (SigmoidRouter.Config(top_k=3, groups=4), "top_k: expected 1 to the 2 experts of groups_kept groups, got 3"),
     ],
 )
 def test_what_cannot_be_is_refused(cfg, message):

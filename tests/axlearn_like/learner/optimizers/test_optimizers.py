@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from axlearn_like.config import config_for
+from axlearn_like.config import ConfigError, config_for
 from axlearn_like.learner import SGD, Adafactor, Learner, LearnerError, Lion, Matrices, Matrixwise, Muon, Optax
 from axlearn_like.learner.optimizers.muon import orthogonalize
 from tests.axlearn_like.learner.parameters import arrays, close, learner, train
@@ -182,5 +182,5 @@ def test_whatever_optax_has_is_an_optimizer():
     ],
 )
 def test_settings_that_make_no_sense_are_refused(cfg: Any, message: str):
-    with pytest.raises(LearnerError, match=message):
+    with pytest.raises(ConfigError, match=message):
         Learner.Config(optimizer=cfg, schedule=learner(cfg).schedule).build()

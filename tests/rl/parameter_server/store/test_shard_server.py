@@ -42,7 +42,9 @@ def test_damaged_shared_memory_is_refused(shard_server: LocalShardServer):
     segment.buffer[17] ^= 1
     shard_server.adopt(3, segment.name, [("w", BOX, "float32", 0, digest_of(BASE))])
     (answer,) = shard_server.read(3, [("w", BOX)], ReadOptions(host=host_identity()))
-    assert answer.location == (segment.name, 0) and not answer.data
+    assert answer.location is not None and not answer.data
+    mapped, offset = answer.location
+    assert np.array_equal(Segment.attach(mapped).buffer[offset:], segment.buffer)
 
 
 def test_the_digest_that_was_verified_is_the_one_that_is_given_out(shard_server: LocalShardServer):

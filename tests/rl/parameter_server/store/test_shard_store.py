@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.index_ranges import IndexRange, slices, volume, whole
 from rl.parameter_server.store.shard_store import ShardStore
-from rl.parameter_server.transport.shared_memory import Segment
+from rl.parameter_server.transport.shared_memory import Segment, SegmentGone
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
@@ -173,6 +173,14 @@ def _placed(segment: Segment, arrays: list[np.ndarray]) -> list[np.ndarray]:
     return placed
 
 
+def _exists(name: str) -> bool:
+    try:
+        Segment.attach(name)
+    except SegmentGone:
+        return False
+    return True
+
+
 def _until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -284,7 +292,7 @@ def test_memory_goes_when_the_last_reader_is_done() -> None:
 
 def test_a_segment_is_unlinked_with_the_last_version_that_lies_in_it() -> None:
     store, segment = ShardStore(), Segment.create(4096)
-    file = Path("/dev/shm") / segment.name
+    name = segment.name
     first, second = _placed(segment, [np.arange(100, dtype=np.float32), np.arange(50, dtype=np.int32)])
     store.add(1, [("a", ((0, 100),), first)], keep_alive=segment)
     store.add(2, [("b", ((0, 50),), second)], keep_alive=segment)
@@ -295,9 +303,9 @@ def test_a_segment_is_unlinked_with_the_last_version_that_lies_in_it() -> None:
     view = store.read(1, "a", ((0, 100),))
     del first, second, segment
     store.drop(1)
-    assert file.exists()
+    assert _exists(name)
     store.drop(2)
-    assert not file.exists()
+    assert not _exists(name)
     gc.collect()
     assert attached.tolist() == list(range(10, 50)) and view.tolist() == list(range(100))
 
@@ -309,7 +317,7 @@ def test_what_does_not_lie_in_the_segment_is_not_said_to() -> None:
     store.add(1, [("t", ((0, 10), (0, 10)), transposed), ("e", ((0, 3),), elsewhere)], keep_alive=segment)
     assert store.where(1, "t", ((0, 10), (0, 10))) is None and store.where(1, "e", ((0, 3),)) is None
     assert store.read(1, "t", ((0, 10), (0, 10))).tolist() == array.T.tolist()
-    assert not (Path("/dev/shm") / segment.name).exists()
+    assert not _exists(segment.name)
 
 
 def test_a_segment_that_brings_nothing_new_is_unlinked_at_once() -> None:
@@ -317,24 +325,25 @@ def test_a_segment_that_brings_nothing_new_is_unlinked_at_once() -> None:
     (array,) = _placed(segment, [np.arange(100, dtype=np.float32)])
     store.add(1, [("a", ((0, 100),), array.copy())])
     store.add(1, [("a", ((0, 100),), array)], keep_alive=segment)
-    assert not (Path("/dev/shm") / segment.name).exists()
+    assert not _exists(segment.name)
     assert store.where(1, "a", ((0, 100),)) is None
 
 
 def test_a_segment_of_another_process_goes_when_the_store_lets_it_go() -> None:
     store, made = ShardStore(), Segment.create(4096)
-    file, (array,) = Path("/dev/shm") / made.name, _placed(made, [np.arange(100, dtype=np.float32)])
+    (array,) = _placed(made, [np.arange(100, dtype=np.float32)])
     attached = Segment.attach(made.name)
+    name = attached.name
     view = attached.buffer[:400].view(np.float32)
     store.add(1, [("a", ((0, 100),), view)], keep_alive=attached)
     del made, array, view, attached
     gc.collect()
-    assert store.where(1, "a", ((0, 100),)) == (file.name, 0) and file.exists()
+    assert store.where(1, "a", ((0, 100),)) == (name, 0) and _exists(name)
     reading = store.read(1, "a", ((0, 50),))
     store.drop(1)
     assert reading.tolist() == list(range(50))
     del reading
-    _until(lambda: not file.exists(), "segment removed")
+    _until(lambda: not _exists(name), "segment released")
 
 
 def test_conversions_of_what_lies_in_shared_memory_lie_there_too() -> None:
@@ -356,14 +365,14 @@ def test_conversions_of_what_lies_in_shared_memory_lie_there_too() -> None:
     assert store.nbytes() == full.nbytes * 3 // 2
     assert store.where(1, "w", ((2, 4), (0, 30)), "bfloat16") is None
     store.drop(1)
-    assert not (Path("/dev/shm") / name).exists()
+    assert not _exists(name)
 
 
 def test_converts_where_there_is_no_shared_memory_left(checkout: Path) -> None:
     script = """
 import resource, numpy as np
 from rl.parameter_server.store.shard_store import ShardStore
-from rl.parameter_server.transport.shared_memory import Segment
+from rl.parameter_server.transport.shared_memory import Segment, SegmentGone
 store, segment = ShardStore(), Segment.create(1 << 16)
 array = segment.buffer.view(np.float32)
 array[:] = np.arange(1 << 14)

@@ -5,10 +5,12 @@ import json
 import socket
 import struct
 import threading
+import time
 
 import pytest
 
 from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.transport import server as server_module
 from rl.parameter_server.transport.client import RpcClient, Unreachable
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.server import RpcServer
@@ -61,6 +63,37 @@ def test_strangers_are_sent_away(server: RpcServer, client: RpcClient, garbage: 
     assert len(answer) <= 40 + 33 and not answer[40:].strip(b"\0")
     client.call("echo")
     until(lambda: len(connections()) == 1, "the stranger's thread ends")
+
+
+def test_a_stranger_cannot_hold_a_connection_by_sending_slowly(store: Store, monkeypatch: pytest.MonkeyPatch):
+    """Each byte comes in time; the proof as a whole does not."""
+    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT", 1.0)
+    server = RpcServer(store)
+    with socket.create_connection((server.endpoint.host, server.endpoint.port), timeout=20) as stranger:
+        stranger.settimeout(0.2)
+        began, ended = time.monotonic(), False
+        while not ended and time.monotonic() < began + 30:
+            try:
+                stranger.send(b"x")
+                ended = stranger.recv(100) == b""
+            except TimeoutError:
+                pass
+            except OSError:
+                ended = True
+    until(lambda: not connections(), "the stranger's thread ends")
+    server.close()
+    assert ended
+
+
+def test_strangers_that_stay_keep_no_client_out(server: RpcServer, client: RpcClient):
+    """Many more silent connections than are let in, all open when the client comes."""
+    address = (server.endpoint.host, server.endpoint.port)
+    strangers = [socket.create_connection(address, timeout=20) for _ in range(3 * server_module.MAX_UNAUTHENTICATED)]
+    client.call("echo")
+    until(lambda: len(connections()) <= server_module.MAX_UNAUTHENTICATED + 1, "the oldest are closed")
+    for stranger in strangers:
+        stranger.close()
+    client.call("echo")
 
 
 @pytest.mark.parametrize(

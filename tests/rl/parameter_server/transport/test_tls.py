@@ -165,9 +165,9 @@ def test_clients_may_have_to_show_a_certificate(made: Certificates):
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({}, "set tls.cert and tls.key"),
-        ({"cert": "/nowhere.pem"}, "tls.cert=/nowhere.pem: there is no such file"),
-        ({"ca": "/nowhere.pem"}, "tls.ca=/nowhere.pem: there is no such file"),
+        ({}, "Tls.cert: expected a file, or ca"),
+        ({"cert": "/nowhere.pem"}, "Tls.cert: expected a file that exists, got '/nowhere.pem'"),
+        ({"ca": "/nowhere.pem"}, "Tls.ca: expected a file that exists, got '/nowhere.pem'"),
         ({"ca": __file__}, "tls.ca=.*test_tls.py: no certificates in PEM form"),
     ],
 )

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from axlearn_like.checkpoint.checkpointer import Checkpointer, restore_params
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import AdamW, Constant, Learner
@@ -80,6 +81,14 @@ def warmed() -> RLExperiment.Config:
         num_steps=200,
         log_every=1,
     )
+    return cfg
+
+
+def evaluated() -> RLExperiment.Config:
+    """Return `warmed` with a short supervised phase, and evaluations."""
+    cfg = warmed().set(evaluation=tiny_experiment().evaluation)
+    assert cfg.warm_start is not None
+    cfg.warm_start.set(num_steps=20, log_every=5)
     return cfg
 
 

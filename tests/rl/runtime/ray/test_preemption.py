@@ -183,4 +183,4 @@ def test_three_workers_give_the_same_as_one(tmp_path: Path, baseline) -> None:
         assert_same_outcome(scenario.path, baseline(6))
         worked = {row["role"] for row in scenario.seen("score")}
         assert worked == {f"worker-{i}" for i in range(workers)}
-        assert {row["role"] for row in scenario.seen("productive")} == worked
+        assert {row["role"] for row in scenario.seen("joined")} == worked

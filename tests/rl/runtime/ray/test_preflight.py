@@ -1,9 +1,12 @@
 """Preflight checks refuse a run before anything is started."""
 
+import socket
+
 import pytest
 
 from mesh import UserError
-from rl.runtime.ray.preflight import check_reachable
+from rl.runtime.ray.preflight import check_cluster, check_machine, check_reachable
+from tests.rl.tiny import tiny_experiment
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
@@ -24,3 +27,16 @@ def test_a_parameter_server_on_loopback_is_out_of_reach_of_other_hosts(host: str
 )
 def test_a_reachable_parameter_server_is_accepted(host: str, nodes: list[str]) -> None:
     check_reachable(host, nodes)
+
+
+def test_a_cluster_that_is_not_there_is_known_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # not listening
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(UserError, match=rf"no Ray cluster answers at RAY_ADDRESS={address}: .*refused"):
+            check_machine(tiny_experiment())
+        closed.listen()
+        check_cluster(address)
+        check_cluster(f"ray://{address}")
+    check_cluster("auto")

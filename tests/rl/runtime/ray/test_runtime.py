@@ -76,15 +76,22 @@ def is_loopback(host: str) -> bool:
 
 @pytest.mark.usefixtures("session")
 def test_two_workers_give_the_same_as_one_process_and_listen_on_loopback_only(tmp_path, baseline) -> None:
+    """SIGUSR1 to a worker, which would end it by default, makes the trainer record a profile."""
     addresses: set[tuple[str, int]] = set()
+    signalled: list[int] = []
 
     def look(step: int) -> None:
+        workers = [row["pid"] for row in events(tmp_path, "start") if row["role"].startswith("worker-")]
+        if workers and not signalled:
+            signalled.append(workers[0])
+            os.kill(workers[0], signal.SIGUSR1)
         if step >= 1 and not addresses:
             addresses.update(listening(psutil.Process().children(recursive=True)))
 
     path, said = run_with_ray(tmp_path, slow(num_steps=4), look)
     assert_same_outcome(path, baseline(4))
     assert said == []
+    assert len(events(tmp_path, "profile", "trainer")) == 1
     assert len(addresses) > 5  # Ray's own, a port for every actor, and the parameter server
     assert [address for address in addresses if not is_loopback(address[0])] == []
 
@@ -144,7 +151,7 @@ def test_server_controller_verifier_and_trainer_are_killed_one_after_the_other(
     assert list(assassin.killed) == roles
     assert [assassin.starts(role) for role in roles] == [2, 2, 2, 2]
     assert_same_outcome(path, baseline(16, staleness))
-    assert events(path, "heal")
+    assert events(path, "republish")
     [line] = said
     assert line.startswith(f"trainer (pid {assassin.killed['trainer']}) died at update ")
 

@@ -114,7 +114,7 @@ def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
         scenario.when(calm, lambda role=role, signum=signum: strike(role, signum))
     timeouts = Timeouts.Config(unresponsive=20.0, warn_after=5.0)
     said = run_with(scenario, num_steps=13, workers=1, trainer=two(), timeouts=timeouts)
-    assert events(tmp_path, "heal")
+    assert events(tmp_path, "republish")
     assert "trainer-1" in {row["target"] for row in events(tmp_path, "unresponsive")}
     assert any(line.startswith("trainer-1 has not answered for ") for line in said)
     assert all(scenario.starts(name) >= 2 for name in BOTH)

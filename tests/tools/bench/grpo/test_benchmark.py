@@ -6,7 +6,6 @@ import pytest
 
 from tools.bench.grpo import benchmark as bench
 from tools.bench.grpo.job import GrpoJob, digit_share
-from tools.bench.harness.environments import PEERS
 from tools.bench.harness.interleave import Measured
 from tools.cli import EXIT_USER_ERROR, main
 
@@ -31,18 +30,14 @@ def test_ratio_is_the_median_over_rounds_against_the_best_peer() -> None:
     assert best["version"] == "x 1" and best["first_step_s"] == 5.0
     assert set(result["machine"]) == {"cores", "cpu", "load"} and result["machine"]["cores"] >= 1
     assert json.loads(json.dumps(result)) == result
-    assert [row[0] for row in bench.rows(result)] == ["ours", "slow", "best"]
 
 
-def test_without_peers_there_is_no_ratio_and_without_ours_no_success() -> None:
+def test_without_a_peer_or_without_ours_there_is_no_ratio() -> None:
     alone = bench.summarise({"ours": _measured([1.0])}, 1)
     assert alone["peers"] == {} and alone["ratio_to_best_peer"] is None
-    assert bench.succeeded(alone, []) and not bench.succeeded(alone, [PEERS["trl"]])
-    failed = Measured(error="ours: ended")
-    peers_only = bench.summarise({"ours": failed, "trl": _measured([2.0])}, 1)
+    peers_only = bench.summarise({"ours": Measured(error="ours: ended"), "trl": _measured([2.0])}, 1)
     assert peers_only["ours_cpu_s_per_step"] is None and peers_only["ratio_to_best_peer"] is None
-    assert not bench.succeeded(peers_only, [PEERS["trl"]])
-    assert [row[0] for row in bench.rows(peers_only)] == ["trl"]
+    assert peers_only["errors"] == {"ours": "ours: ended"}
 
 
 def test_unknown_names_are_refused_with_the_nearest_before_anything_runs(

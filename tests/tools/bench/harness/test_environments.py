@@ -11,7 +11,6 @@ from tools.bench.harness.environments import (
     PEERS,
     Environment,
     EnvironmentFailed,
-    UnknownPeer,
     ensure_environment,
     find_interpreter,
     find_peers,
@@ -28,9 +27,9 @@ def test_peers_are_found_for_the_benchmark_they_take_part_in() -> None:
     ]
     assert set(peers_of("grpo_step")) == {"tunix", "trl"}
     assert set(peers_of("train_step")) == {"maxtext"}
-    with pytest.raises(UnknownPeer, match="grpo_step has no peer 'tunics'; did you mean 'tunix'"):
+    with pytest.raises(UserError, match="grpo_step has no peer 'tunics'; did you mean 'tunix'"):
         find_peers(["trl", "tunics"], "grpo_step")
-    with pytest.raises(UnknownPeer, match="rollout has no peer 'trl'; known: transformers, tunix"):
+    with pytest.raises(UserError, match="rollout has no peer 'trl'; known: transformers, tunix"):
         find_peers(["trl"], "rollout")
 
 
@@ -50,17 +49,12 @@ def test_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
         ensure_environment(no_python, lambda _: None, blocked / "peers")
 
 
-def test_environment_is_made_once_and_again_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_made_once_and_again_after_a_failure(tmp_path: Path) -> None:
     wheel = str(tmp_path / "absent-1.0-py3-none-any.whl")
     broken = Environment("peer", (HERE,), requirements=(wheel,))
     with pytest.raises(EnvironmentFailed, match="(?s)peer: .*pip install.* failed.*absent"):
         ensure_environment(broken, lambda _: None, tmp_path)
     said: list[str] = []
-    no_uv = Environment("peer", (HERE,), requirements=(wheel,), lowest=True)
-    with monkeypatch.context() as patch:  # what brings uv is itself absent
-        patch.setattr(environments, "_UV", wheel)
-        with pytest.raises(EnvironmentFailed, match="(?s)peer: .*pip install.* failed.*absent"):
-            ensure_environment(no_uv, lambda _: None, tmp_path)
     peer = Environment("peer", (HERE,), requirements=())
     python = ensure_environment(peer, said.append, tmp_path)
     assert python.exists() and len(said) == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench.harness import interleave as bench
+from tools.bench.harness.processes import Command, worker_environ
 from tools.bench.harness.protocol import GENERATION_FIELDS
 from tools.bench.harness.worker import StepWorker, WorkerError
 
@@ -38,19 +39,19 @@ class Tiny:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def command(self, name: str = "tiny", work: int = 200_000, before_reply: str = "pass") -> bench.Command:
+    def command(self, name: str = "tiny", work: int = 200_000, before_reply: str = "pass") -> Command:
         script = self.folder / f"{name}.py"
         script.write_text(
             WORKER.format(work=work, before_reply=before_reply, end_marker=str(self.folder / f"{name}.end"))
         )
-        environ = bench.worker_environ(PYTHONPATH=str(Path(bench.__file__).parents[1]))
-        return bench.Command((sys.executable, str(script)), environ)
+        environ = worker_environ(PYTHONPATH=str(Path(bench.__file__).parents[1]))
+        return Command((sys.executable, str(script)), environ)
 
     def start(self, before_reply: str = "pass") -> StepWorker:
         return self.start_command(self.command(before_reply=before_reply))
 
-    def start_command(self, made: bench.Command) -> StepWorker:
-        return StepWorker("tiny", made.argv, made.environ, self.folder / "tiny.log", self.folder)
+    def start_command(self, made: Command) -> StepWorker:
+        return StepWorker("tiny", made, self.folder / "tiny.log", self.folder)
 
 
 @pytest.fixture
@@ -130,8 +131,8 @@ def test_measure_takes_turns_and_goes_on_without_a_failed_worker(tiny: Tiny) -> 
     assert results["ours"].error is None and results["good"].error is None
     assert "gave up" in str(results["bad"].error) and "no such device" in str(results["never"].error)
     ours, good = results["ours"], results["good"]
-    ratio = bench.median_over_rounds(ours, good, lambda our, their: our["cpu_s"] / their["cpu_s"])
-    assert 0 < ratio < 1  # the other does fifteen times the work
+    ratio = bench.ratio_over_rounds(ours, good, lambda step: step["cpu_s"])
+    assert ratio is not None and 0 < ratio < 1  # the other does fifteen times the work
     assert any("left out: never" in line for line in said)
 
 

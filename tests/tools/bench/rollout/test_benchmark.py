@@ -4,19 +4,15 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mesh import UserError
 from tools.bench.grpo.job import GrpoJob
-from tools.bench.harness.environments import PEERS
-from tools.bench.harness.interleave import Command, Measured, measure, worker_environ
+from tools.bench.harness.interleave import Measured, measure
+from tools.bench.harness.processes import Command, worker_environ
 from tools.bench.harness.protocol import GENERATION_FIELDS
 from tools.bench.rollout import benchmark as bench
 from tools.bench.rollout.job import Completions, check
-from tools.bench.rollout.sections import SECTIONS
-from tools.bench.rollout.tables import tables
 from tools.cli import EXIT_USER_ERROR, main
 
 JOB = GrpoJob(prompts=2, group=2, new_tokens=3, vocab=10)
@@ -28,8 +24,8 @@ GOOD = Completions(
 WORKER = """
 import os
 from grpo.job import GrpoJob
-from rollout.job import Completions, serve, use_one_core
-from harness.protocol import StepServer
+from rollout.job import Completions, serve
+from harness.protocol import StepServer, use_one_core
 
 use_one_core()
 job = GrpoJob(prompts=2, group=2, new_tokens=3)
@@ -107,57 +103,6 @@ def test_ratio_is_the_median_over_rounds_of_tokens_by_cpu_second() -> None:
     assert result["errors"] == {"transformers": "transformers: ended"}
     assert result["systems"]["tunix"]["wall_s"] == 4.0
     assert json.loads(json.dumps(result)) == result
-    (table,) = tables(result)
-    assert [row[:3] for row in table.rows] == [["ours", "83", ""], ["tunix", "50", "1.67"]]
-
-
-def test_success_is_every_section_and_ours_and_one_of_the_peers_asked_for() -> None:
-    tunix, other = PEERS["tunix"], PEERS["transformers"]
-
-    def summary(systems: dict[str, Measured], sections: list[str]) -> dict[str, Any]:
-        return bench.summarise(systems, 1) | {"sections": sections}
-
-    alone = summary({"ours": _measured([1.0])}, ["peers"])
-    assert bench.succeeded(alone, []) and not bench.succeeded(alone, [tunix])
-    both = summary({"ours": _measured([1.0]), "tunix": _measured([1.0])}, ["peers"])
-    assert bench.succeeded(both, [tunix, other]) and not bench.succeeded(both, [other])
-    failed = summary({"ours": Measured(error="x"), "tunix": _measured([1.0])}, ["peers"])
-    assert not bench.succeeded(failed, []) and not bench.succeeded(failed, [tunix])
-    assert bench.succeeded({"sections": ["fill"], "errors": {}}, [])
-    assert not bench.succeeded({"sections": ["fill", "host"], "errors": {"host": "ended"}}, [])
-
-
-def test_sections_stand_side_by_side_and_their_compilations_add_up() -> None:
-    parts = {
-        "prefix": {"prefix_share_prefill_ratio": 0.25, "warm_compiles": 1},
-        "host": {"error": "host: ended with status 1"},
-        "fill": {"fill": {"kept": 1.0}, "warm_compiles": 2},
-    }
-    assert bench.merge(parts, {"tunix": "gone"}) == {
-        "prefix_share_prefill_ratio": 0.25,
-        "fill": {"kept": 1.0},
-        "warm_compiles": 3,
-        "warm_compiles_by_section": {"prefix": 1, "fill": 2},
-        "errors": {"tunix": "gone", "host": "host: ended with status 1"},
-    }
-
-
-def test_sections_are_all_of_ours_unless_named_and_peers_only_when_asked_for() -> None:
-    assert bench.find_sections([], peers=False) == list(SECTIONS)
-    assert bench.find_sections([], peers=True) == ["peers", *SECTIONS]
-    assert bench.find_sections(["fill", "prefix"], peers=False) == ["prefix", "fill"]
-    assert bench.find_sections(["peers"], peers=True) == ["peers"]
-    with pytest.raises(UserError, match="no section 'prefixes'.*prefix"):
-        bench.find_sections(["prefixes"], peers=False)
-
-
-def test_section_that_fails_is_an_error_with_its_reason() -> None:
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SECTIONS, "nowhere", "a section without a module")
-        result = bench.run_section("nowhere", said.append, quick=True)
-    assert "ended with status 1" in result["error"] and "nowhere" in result["error"].splitlines()[-1]
-    assert len(said) == 2
 
 
 def test_command_measures_the_sections_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +112,6 @@ def test_command_measures_the_sections_asked_for(capfd: pytest.CaptureFixture[st
     assert result["prefix_share_prefill_ratio"] == pytest.approx(1 / result["prefix"]["group"])
     assert result["warm_compiles"] == 0
     assert result["versions"]["jax"] and result["date"] and result["machine"]["cores"] >= 1
-    assert [table.title for table in tables(result)] == ["single figures"]
 
 
 def test_peer_of_another_benchmark_is_refused_before_anything_runs(

@@ -28,22 +28,20 @@ def test_lengths_have_the_tail_that_is_stated_and_are_the_same_every_time() -> N
 
 
 def test_bounds_are_full_steps_for_all_needed_tokens_and_each_token_at_its_own_context() -> None:
-    tail = long_tail.Tail(max_num_seqs=2)
-    one = long_tail.Round(
-        ways={"plain_static": Spent(12.0, 13.0, 6), "steady": Spent(2.0, 2.5, 2)},
-        row_steps={"plain_static": 1.5},
-        step_cpu_s=2.0,
-        by_position=[0.5, 0.25, 0.125],
-    )
-    figures = long_tail._figures([one], "plain_static", [1, 2, 3], tail)
-    assert figures["over_bound"] == pytest.approx(12 / (6 / 2 * 2.0))
-    assert figures["over_uniform_bound"] == pytest.approx(12 / (0.5 + 0.75 + 0.875))
-    steady = long_tail._figures([one], "steady", [1, 2, 3], tail)
-    assert steady["over_bound"] == pytest.approx(1.0) and steady["row_steps_per_token"] is None
+    ways = {"plain_static": Spent(12.0, 13.0, 6), **{way: Spent(2.0, 2.5, 2) for way in long_tail.CONTINUOUS}}
+    ways["compacting_static"] = Spent(9.0, 9.0, 6)
+    by_position = [0.5, 0.25, 0.15]  # 0.3 on average, so 0.6 for a step of two rows
+    found = long_tail.figures(ways, {"plain_static": 1.5}, by_position, [1, 2, 3], max_num_seqs=2)
+    plain, steady = found["ways"]["plain_static"], found["ways"]["steady"]
+    assert plain["over_bound"] == pytest.approx(12 / (6 / 2 * 0.6)) and plain["row_steps_per_token"] == 1.5
+    assert plain["over_uniform_bound"] == pytest.approx(12 / (0.5 + 0.75 + 0.9))
+    assert steady["over_bound"] == pytest.approx(6 / 1.8) and steady["row_steps_per_token"] is None
+    assert found["plain_static"]["fifo"] == pytest.approx(2.0)
+    assert found["compacting_static"]["steady"] == pytest.approx(1.5)
 
 
 def test_long_tail_draws_what_is_needed_in_every_way() -> None:
-    result = long_tail.measure(BED)
+    result = long_tail.measure(quick=True)
     tail = result["long_tail"]
     for what in ("static", "compacting_static"):
         assert set(result[f"continuous_over_{what}"]) == {"fifo", "longest_first", "steady"}
@@ -80,20 +78,20 @@ def test_closed_loop_counts_its_window_and_leaves_others_alone() -> None:
 
     engine = BED.engine(max_num_seqs=4, max_prompt=8, max_new=8, steps_per_dispatch=4)
     held = engine.submit(BED.request(2, prompt_tokens=8, agent_loop=wait))
-    while not engine.stats()["parked"]:
+    while not engine.stats()["suspended"]:
         engine.step()
     requests = (BED.request(length, prompt_tokens=8) for length in itertools.cycle([2, 7]))
     loop = closed_loop(engine, requests, concurrent=6, warm=4, count=10)
     assert len(loop.latency_s) == len(loop.first_token_s) >= 10
     assert all(0 < first <= whole for first, whole in zip(loop.first_token_s, loop.latency_s, strict=True))
-    assert 0 < loop.spent.tokens < engine.stats()["tokens"]  # the start is not in it
+    assert 0 < loop.spent.tokens < engine.stats()["generation_tokens"]  # the start is not in it
     stats = engine.stats()
-    assert (stats["running"], stats["waiting"], stats["parked"]) == (0, 0, 1)
+    assert (stats["running"], stats["waiting"], stats["suspended"]) == (0, 0, 1)
     assert [one.number for one in engine.abort_all()] == [held]
 
 
 def test_group_prefills_its_prompt_once_and_shares_its_full_pages() -> None:
-    result = prefix.measure(BED)
+    result = prefix.measure(quick=True)
     group = result["prefix"]["group"]
     assert result["prefix_share_prefill_ratio"] == pytest.approx(1 / group)
     assert result["prefix"]["full_pages_ratio"] == pytest.approx(1 / group)
@@ -103,7 +101,7 @@ def test_group_prefills_its_prompt_once_and_shares_its_full_pages() -> None:
 
 
 def test_pause_is_placing_and_little_else() -> None:
-    result = inflight_pause.measure(BED)
+    result = inflight_pause.measure(quick=True)
     pause = result["inflight_pause_ms"]
     assert pause["swaps"] == 2 and pause["p99"] >= pause["p50"] >= pause["placing_p50"] > 0
     assert pause["rest_p50"] > 0 and math.isfinite(pause["turn_after_over_turn"])
@@ -111,7 +109,7 @@ def test_pause_is_placing_and_little_else() -> None:
 
 
 def test_cache_is_filled_to_a_tenth_and_to_nine_tenths() -> None:
-    result = fill.measure(BED)
+    result = fill.measure(quick=True)
     held, kept = result["fill"]["held"], result["fill"]["kept"]
     assert held["tenth"]["pages_used"] <= 0.1 and 0.8 <= held["nine_tenths"]["pages_used"] <= 0.9
     assert kept["tenth"]["pages_used"] < 0.5 < 0.8 < kept["nine_tenths"]["pages_used"]
@@ -119,12 +117,12 @@ def test_cache_is_filled_to_a_tenth_and_to_nine_tenths() -> None:
 
 
 def test_sweep_and_host_time_count_their_work() -> None:
-    sweep = concurrency_sweep.measure(BED)
+    sweep = concurrency_sweep.measure(quick=True)
     assert [point["max_num_seqs"] for point in sweep["concurrency_sweep"]] == [1, 4]
     for point in sweep["concurrency_sweep"]:
         assert point["requests"] >= 2 * point["max_num_seqs"] and point["tokens"] > 0
         assert point["latency_ms"]["p99"] >= point["latency_ms"]["p50"] >= point["first_token_ms"]["p50"] > 0
-    figures = host.measure(BED)
+    figures = host.measure(quick=True)
     assert figures["host"]["tokens"] == BED.job.new_tokens_per_step
     assert figures["host"]["decodes"] == figures["host"]["prefills"] == 1
     assert figures["host_ms_per_dispatch"] > 0

@@ -11,7 +11,6 @@ from flax import nnx
 
 from axlearn_like.layers.base import split
 from axlearn_like.training.losses import make_supervised_loss
-from tools.bench.harness.environments import PEERS
 from tools.bench.harness.interleave import Measured, measure
 from tools.bench.harness.protocol import TRAIN_FIELDS
 from tools.bench.train_step import benchmark as bench
@@ -92,11 +91,7 @@ def test_ratios_are_medians_over_rounds_and_dtypes_stand_apart() -> None:
     assert result["bfloat16"]["ratio"] == 0.25 and result["bfloat16"]["plain_jax_flat_cpu_s"] is None
     assert result["dispatch_us"] == {"8": 50.0, "64": 60.0}
     assert result["cold_start_cpu_s"] == 4.0 and result["cold_start_parts"] == {"import": 2.0}
-    assert bench.succeeded(result, []) and not bench.succeeded(result, [PEERS["maxtext"]])
     assert json.loads(json.dumps(result)) == result
-    table = bench.rows(result)
-    assert [row[0] for row in table] == ["ours", "plain_jax", "plain_jax_flat"]
-    assert table[1] == ["plain_jax", "2.000", "4.000", "0.600", "4.000", "8.000", "0.250", ""]
 
 
 def test_unknown_peer_is_refused_before_anything_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

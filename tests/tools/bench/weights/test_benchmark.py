@@ -2,11 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from mesh import UserError
-from tools.bench.weights import benchmark as bench
-from tools.bench.weights.sections import SECTIONS, delta, fan_out, model, moving, pause, reshard
+from tools.bench.weights import yardsticks
+from tools.bench.weights.sections import delta, fan_out, model, moving, pause, reshard, transports
 from tools.cli import EXIT_USER_ERROR, main
 
 
@@ -86,20 +86,20 @@ def test_command_measures_the_sections_asked_for(capfd: pytest.CaptureFixture[st
     result = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert result["sections"] == ["delta"] and result["quick"] and not result["errors"]
     assert result["versions"]["jax"] and result["date"] and result["machine"]["cores"] >= 1
-    assert [row[0] for row in bench.rows(result)] == ["bfloat16 bytes by delta bytes", "delta, encode and decode"]
-
-
-def test_section_that_fails_is_an_error_with_its_reason() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SECTIONS, "nowhere", "a section without a module")
-        result = bench.run([], 0, lambda line: None, sections=["nowhere"], quick=True)
-    assert "ended with status 1" in result["errors"]["nowhere"] and not bench.succeeded(result, [])
-
-
-def test_sections_are_all_unless_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench.find_sections([]) == list(SECTIONS)
-    assert bench.find_sections(["delta", "moving"]) == ["moving", "delta"]
-    with pytest.raises(UserError, match="no section 'movin'.*moving"):
-        bench.find_sections(["movin"])
     assert main(["bench", "weights", "--sections", "deltas"]) == EXIT_USER_ERROR
     assert "did you mean 'delta'" in capfd.readouterr().err
+
+
+def test_the_payload_has_no_two_equal_megabytes_and_reading_once_sees_every_word() -> None:
+    whole = yardsticks.payload(40 << 20)
+    assert not np.array_equal(whole[: 1 << 20], whole[1 << 20 : 2 << 20])
+    memory = yardsticks.payload(1 << 16)
+    before = transports.read_once(memory)
+    memory[12_345] ^= 4
+    assert transports.read_once(memory) == before ^ (4 << (8 * (12_345 % 8)))
+
+
+@pytest.mark.parametrize("way", ["wire_4", "shared_memory"])
+def test_a_way_moves_the_bytes(way: str) -> None:
+    step = transports.transfer(way, 3_000_001, {})
+    assert step["wall_s"] > 0 and step["cpu_s"] == step["sender_cpu_s"] + step["receiver_cpu_s"] > 0

@@ -1,7 +1,6 @@
-"""Measurements of our engine alone: one module for each section of `axl bench rollout`.
+"""Measurements of our engine alone: one module for each section of `axl bench rollout` (`harness.sections`).
 
-Each has `measure(bed) -> dict`, whose keys become keys of the benchmark's result, among them `warm_compiles`: programs
-that anything in the process compiled after the section's warm-up. Each runs alone in a process on one core.
+Each result has `warm_compiles`: programs that anything in the process compiled after the section's warm-up.
 """
 
 SECTIONS = {

@@ -17,8 +17,9 @@ from tools.bench.rollout.sections.drive import Loop, closed_loop
 _LEAST_REQUESTS = 100  # so that a 99th percentile means something
 
 
-def measure(bed: Bed) -> dict[str, Any]:
+def measure(*, quick: bool) -> dict[str, Any]:
     """Measure the key `concurrency_sweep`, one entry for each value of max_num_seqs."""
+    bed = Bed(quick=quick)
     sweep = (1, 4) if bed.quick else (1, 2, 4, 8, 16, 32, 64, 128)
     points = [_point(bed, max_num_seqs) for max_num_seqs in sweep]
     return {

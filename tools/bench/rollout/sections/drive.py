@@ -32,12 +32,12 @@ class Meter:
     """A meter of an engine's time and tokens since the meter was made."""
 
     def __init__(self, engine: RolloutEngine):
-        self._engine, self._tokens, self._start = engine, engine.stats()["tokens"], now()
+        self._engine, self._tokens, self._start = engine, engine.stats()["generation_tokens"], now()
 
     def read(self) -> Spent:
         """Return the time and tokens spent so far."""
         spent = now().since(self._start)
-        return Spent(spent.cpu, spent.wall, self._engine.stats()["tokens"] - self._tokens)
+        return Spent(spent.cpu, spent.wall, self._engine.stats()["generation_tokens"] - self._tokens)
 
 
 def run_queue(engine: RolloutEngine, *batches: Sequence[Request]) -> Spent:

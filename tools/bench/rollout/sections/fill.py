@@ -19,8 +19,9 @@ from tools.bench.rollout.sections.drive import closed_loop
 _EMPTY, _FULL = 0.1, 0.9
 
 
-def measure(bed: Bed) -> dict[str, Any]:
+def measure(*, quick: bool) -> dict[str, Any]:
     """Measure the key `fill`: for each way tokens per CPU second at both fills, and their ratio, full by empty."""
+    bed = Bed(quick=quick)
     fill: dict[str, Any] = {}
     compiled = 0
     for way in ("held", "kept"):
@@ -39,7 +40,7 @@ def _way(bed: Bed, way: str) -> tuple[dict[str, Any], int]:
         max_new=new,
         page_size=16,
         pages=1 + round(drawing / _EMPTY),
-        keep_prefixes=way == "kept",
+        enable_prefix_caching=way == "kept",
     )
     params, versions = bed.params(), itertools.count(1)
     agent_loop = _waiting if way == "held" else single_turn

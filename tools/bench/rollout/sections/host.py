@@ -13,8 +13,9 @@ from tools.bench.rollout.sections.bed import Bed, after_warm_up
 from tools.bench.rollout.sections.drive import Watch, run_queue
 
 
-def measure(bed: Bed) -> dict[str, Any]:
+def measure(*, quick: bool) -> dict[str, Any]:
     """Measure the keys `host_ms_per_dispatch` and `host`."""
+    bed = Bed(quick=quick)
     job = bed.job
     engine = bed.engine(max_num_seqs=job.rollouts, max_prompt=job.prompt_tokens, max_new=job.new_tokens)
     generations = 1 if bed.quick else 20

@@ -21,8 +21,9 @@ from tools.bench.rollout.sections.bed import Bed, after_warm_up
 Times = dict[str, list[float]]  # seconds of pauses, of placement in them, of turns without a change and after one
 
 
-def measure(bed: Bed) -> dict[str, Any]:
+def measure(*, quick: bool) -> dict[str, Any]:
     """Measure the key `inflight_pause_ms`: the pause, its part for placing arrays, and the rest."""
+    bed = Bed(quick=quick)
     max_num_seqs, new, swaps = (4, 160, 2) if bed.quick else (64, 512, 20)
     engine = bed.engine(max_num_seqs=max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=new)
     policies = [bed.params(seed) for seed in (1, 2)]

@@ -26,9 +26,10 @@ Two bounds, both without prefill, host or idle rows: every token is drawn in a f
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from rl.rollout.engine import RolloutEngine
@@ -57,65 +58,62 @@ class Tail:
         return np.clip(np.rint(drawn), self.shortest, self.longest).astype(int).tolist()
 
 
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """Measurements of one round.
+def measure(*, quick: bool) -> dict[str, Any]:
+    """Measure the keys `continuous_over_*static` and `long_tail`; medians over rounds."""
+    bed = Bed(quick=quick)
+    tail = Tail(median=12, shortest=4, longest=40, requests=24, max_num_seqs=8) if quick else Tail()
+    lengths = tail.lengths()
+    engine = bed.engine(max_num_seqs=tail.max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=tail.longest)
 
-    Attributes:
+    def run() -> dict[str, Any]:
+        ways, row_steps = _ways(bed, engine, tail, lengths)
+        return figures(ways, row_steps, _by_position(bed, engine, tail), lengths, tail.max_num_seqs)
+
+    rounds, compiled = after_warm_up(1 if quick else 3, run)
+    middle = jax.tree.map(lambda *values: statistics.median(values), *rounds)
+    about = {**dataclasses.asdict(tail), "needed_tokens": sum(lengths), "mean": statistics.mean(lengths)}
+    ratios = {f"continuous_over_{static.removeprefix('plain_')}": middle.pop(static) for static in STATIC}
+    return {**ratios, "long_tail": {**about, **middle}, "warm_compiles": compiled}
+
+
+def figures(
+    ways: Mapping[str, Spent],
+    row_steps: Mapping[str, float],
+    by_position: Sequence[float],
+    lengths: Sequence[int],
+    max_num_seqs: int,
+) -> dict[str, Any]:
+    """Return the figures of one round. Ratios are per token: a steady-state window draws more or fewer than needed.
+
+    Args:
         ways: time and tokens of each way.
         row_steps: row-steps of each way per token needed.
-        step_cpu_s: CPU seconds of a full-batch step, mean over all positions.
         by_position: CPU seconds of the token at each position, in a full batch of equal contexts.
+        lengths: needed tokens of each request.
+        max_num_seqs: rows of a full batch.
     """
-
-    ways: dict[str, Spent]
-    row_steps: dict[str, float]
-    step_cpu_s: float
-    by_position: list[float]
-
-
-def measure(bed: Bed) -> dict[str, Any]:
-    """Measure the keys `continuous_over_*static` and `long_tail`; medians over rounds."""
-    tail = Tail(median=12, shortest=4, longest=40, requests=24, max_num_seqs=8) if bed.quick else Tail()
-    engine = bed.engine(max_num_seqs=tail.max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=tail.longest)
-    rounds, compiled = after_warm_up(1 if bed.quick else 3, lambda: _round(bed, engine, tail))
-    lengths = tail.lengths()
-    plain, compacting = (_times(rounds, way) for way in STATIC)
-    return {
-        "continuous_over_static": plain,
-        "continuous_over_compacting_static": compacting,
-        "long_tail": {
-            **dataclasses.asdict(tail),
-            "needed_tokens": sum(lengths),
-            "mean": statistics.mean(lengths),
-            "step_cpu_ms": 1e3 * statistics.median(one.step_cpu_s for one in rounds),
-            "bound_cpu_s": statistics.median(_bound(one, lengths, tail) for one in rounds),
-            "uniform_bound_cpu_s": statistics.median(_uniform_bound(one, lengths) for one in rounds),
-            "ways": {way: _figures(rounds, way, lengths, tail) for way in rounds[0].ways},
-        },
-        "warm_compiles": compiled,
+    step = statistics.mean(by_position) * max_num_seqs
+    bound = sum(lengths) / max_num_seqs * step
+    uniform = sum(sum(by_position[:length]) for length in lengths)
+    cost = {way: spent.cpu_s / spent.tokens for way, spent in ways.items()}
+    each = {
+        way: {
+            **dataclasses.asdict(spent),
+            "over_bound": cost[way] * sum(lengths) / bound,
+            "over_uniform_bound": cost[way] * sum(lengths) / uniform,
+            "row_steps_per_token": row_steps.get(way),
+        }
+        for way, spent in ways.items()
     }
+    over = {static: {way: cost[static] / cost[way] for way in CONTINUOUS} for static in STATIC}
+    return {"step_cpu_ms": 1e3 * step, "bound_cpu_s": bound, "uniform_bound_cpu_s": uniform, "ways": each, **over}
 
 
-def _times(rounds: Sequence[Round], static: str) -> dict[str, float]:
-    """Return the CPU seconds per token of a static way divided by those of each continuous one."""
-
-    def ratio(one: Round, way: str) -> float:
-        return _cpu_s_per_token(one.ways[static]) / _cpu_s_per_token(one.ways[way])
-
-    return {way: statistics.median(ratio(one, way) for one in rounds) for way in CONTINUOUS}
-
-
-def _round(bed: Bed, engine: RolloutEngine, tail: Tail) -> Round:
-    lengths, prompt = tail.lengths(), bed.job.prompt_tokens
-    by_length = sorted(lengths, reverse=True)
+def _ways(
+    bed: Bed, engine: RolloutEngine, tail: Tail, lengths: Sequence[int]
+) -> tuple[dict[str, Spent], dict[str, float]]:
+    prompt, by_length = bed.job.prompt_tokens, sorted(lengths, reverse=True)
     ways, row_steps = {}, {}
-
-    def batches(ordered: Sequence[int], size: int, *, plain: bool) -> list[list[Any]]:
-        parts = list(itertools.batched(ordered, size))
-        limits = [[max(part)] * len(part) if plain else part for part in parts]
-        return [bed.requests(part, prompt_tokens=prompt) for part in limits]
-
     for way, ordered, size in (
         ("plain_static", lengths, tail.max_num_seqs),
         ("compacting_static", lengths, tail.max_num_seqs),
@@ -123,17 +121,15 @@ def _round(bed: Bed, engine: RolloutEngine, tail: Tail) -> Round:
         ("fifo", lengths, len(lengths)),
         ("longest_first", by_length, len(lengths)),
     ):
+        parts = itertools.batched(ordered, size)
+        limits = [[max(part)] * len(part) if way == "plain_static" else part for part in parts]
         with Watch(engine) as watch:
-            spent = run_queue(engine, *batches(ordered, size, plain=way == "plain_static"))
+            spent = run_queue(engine, *(bed.requests(part, prompt_tokens=prompt) for part in limits))
         ways[way] = dataclasses.replace(spent, tokens=sum(lengths)) if way == "plain_static" else spent
         row_steps[way] = sum(one.rows * one.steps for one in watch.decodes) / ways[way].tokens
-
     endless = (bed.request(length, prompt_tokens=prompt) for length in itertools.cycle(lengths))
     loop = closed_loop(engine, endless, concurrent=2 * tail.max_num_seqs, warm=tail.max_num_seqs, count=tail.requests)
-    ways["steady"] = loop.spent
-
-    by_position = _by_position(bed, engine, tail)
-    return Round(ways, row_steps, statistics.mean(by_position) * tail.max_num_seqs, by_position)
+    return {**ways, "steady": loop.spent}, row_steps
 
 
 def _by_position(bed: Bed, engine: RolloutEngine, tail: Tail) -> list[float]:
@@ -145,33 +141,3 @@ def _by_position(bed: Bed, engine: RolloutEngine, tail: Tail) -> list[float]:
         assert one.took is not None
         costs += [one.took.cpu / one.steps / one.sequences] * one.steps
     return costs
-
-
-def _bound(one: Round, lengths: Sequence[int], tail: Tail) -> float:
-    return sum(lengths) / tail.max_num_seqs * one.step_cpu_s
-
-
-def _uniform_bound(one: Round, lengths: Sequence[int]) -> float:
-    return sum(sum(one.by_position[:length]) for length in lengths)
-
-
-def _cpu_s_per_token(spent: Spent) -> float:
-    return spent.cpu_s / spent.tokens
-
-
-def _figures(rounds: Sequence[Round], way: str, lengths: Sequence[int], tail: Tail) -> dict[str, Any]:
-    """Return the figures of one way. Ratios are per token: a steady-state window draws more or fewer than needed."""
-    each = [(one.ways[way], one) for one in rounds]
-    needed = sum(lengths)
-
-    def over(bound: float, spent: Spent) -> float:
-        return _cpu_s_per_token(spent) * needed / bound
-
-    return {
-        "cpu_s": statistics.median(spent.cpu_s for spent, _ in each),
-        "wall_s": statistics.median(spent.wall_s for spent, _ in each),
-        "tokens": statistics.median(spent.tokens for spent, _ in each),
-        "over_bound": statistics.median(over(_bound(one, lengths, tail), spent) for spent, one in each),
-        "over_uniform_bound": statistics.median(over(_uniform_bound(one, lengths), spent) for spent, one in each),
-        "row_steps_per_token": rounds[-1].row_steps.get(way),  # counted, the same in all rounds
-    }

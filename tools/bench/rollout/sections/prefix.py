@@ -9,8 +9,9 @@ from typing import Any
 from tools.bench.rollout.sections.bed import Bed, after_warm_up
 
 
-def measure(bed: Bed) -> dict[str, Any]:
+def measure(*, quick: bool) -> dict[str, Any]:
     """Measure the keys `prefix_share_prefill_ratio` and `prefix`; 1 / group would be sharing without any loss."""
+    bed = Bed(quick=quick)
     prompt, group, new = (64, 4, 32) if bed.quick else (512, 16, 64)
     engine = bed.engine(max_num_seqs=group, max_prompt=prompt, max_new=new, steps_per_dispatch=new // 2)
     page = engine.cfg.page_size
@@ -19,13 +20,13 @@ def measure(bed: Bed) -> dict[str, Any]:
     def one_group() -> dict[str, float]:
         before = engine.stats()
         number = engine.submit(bed.request(new, prompt_tokens=prompt, samples=group))
-        while engine.stats()["tokens"] == before["tokens"]:
+        while engine.stats()["generation_tokens"] == before["generation_tokens"]:
             engine.step()
         after = engine.stats()
-        drawn = (after["tokens"] - before["tokens"]) // group
+        drawn = (after["generation_tokens"] - before["generation_tokens"]) // group
         # Each sample holds pages for all tokens but the last, which is not fed yet.
         behind = group * (-(-int(prompt - 1 + drawn) // page) - prompt_pages)
-        others = before["pages_kept"]  # of earlier groups
+        others = before["prefix_cache_pages"]  # of earlier groups
         engine.abort(number)
         while engine.busy:
             engine.step()

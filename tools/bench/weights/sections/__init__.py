@@ -1,8 +1,4 @@
-"""Measurements of the parameter server: one module for each section of `axl bench weights`.
-
-Each has `measure(quick) -> dict`, whose keys become keys of the benchmark's result. Each runs in a process of its own,
-which starts the processes of the roles (`role.py`).
-"""
+"""Measurements of the parameter server: one module for each section of `axl bench weights` (`harness.sections`)."""
 
 SECTIONS = {
     "moving": "push and pull of a gigabyte, by turns with a raw stream and a copy in memory",
@@ -10,4 +6,5 @@ SECTIONS = {
     "fan_out": "eight workers, who serve each other, against eight that ask the server",
     "pause": "how long a change of weights keeps the engine from drawing, while versions come in beside it",
     "delta": "bytes and CPU seconds of lossless deltas on the steps of an RL run",
+    "transports": "our RPCs and shared memory against Arrow Flight and Ray's object store",
 }

@@ -6,12 +6,13 @@ first rounds warm up and do not count.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools.bench.transports.yardsticks import Spent, memcpy_gbps, raw_stream_gbps
+from tools.bench.harness.processes import in_process
 from tools.bench.weights.sections import model
-from tools.bench.weights.sections.roles import Process
+from tools.bench.weights.sections.roles import Server, Trainer, Worker
+from tools.bench.weights.yardsticks import memcpy, raw_stream
 
 ROUNDS = 7
 WARM_UP = 2  # the memory of the first version is used again from the third on
@@ -23,42 +24,42 @@ type Round = dict[str, dict[str, float]]  # operation -> figures
 
 def measure(*, quick: bool) -> dict[str, Any]:
     """Measure the section's keys (see `summarise`)."""
-    with Process("server") as server:
-        reach = {"place": server.ready, "cut": model.TINY if quick else 1}
-        with Process("trainer", **reach) as trainer, Process("worker", **reach) as worker:
-            rounds = [dict(_round(at, server, trainer, worker)) for at in range(WARM_UP + (1 if quick else ROUNDS))]
-    return summarise(rounds[WARM_UP:])
+    warm_up, counted = (0, 1) if quick else (WARM_UP, ROUNDS)
+    with in_process(Server) as server:
+        reach = {"endpoint": server.endpoint(), "cut": model.TINY if quick else 1}
+        with in_process(Trainer, **reach) as trainer, in_process(Worker, **reach) as worker:
+            rounds = [_round(at, server, trainer, worker) for at in range(warm_up + counted)]
+    return summarise(rounds[warm_up:])
 
 
-def _round(at: int, server: Process, trainer: Process, worker: Process) -> Iterator[tuple[str, dict[str, float]]]:
+def _round(at: int, server: Any, trainer: Any, worker: Any) -> Round:
+    done: Round = {}
+
+    def with_server(name: str, request: Any, **options: Any) -> None:
+        before = server.cpu_s()
+        done[name] = request(**options)
+        done[name]["server_cpu_s"] = server.cpu_s() - before
+
     for way, shared in WAYS.items():
         version = 2 * at + shared
-        pushed = _with_server(server, trainer, "publish", version=version, shared=shared)
-        yield f"{way}.push", pushed
-        nbytes = int(pushed["nbytes"])
+        with_server(f"{way}.push", trainer.publish, version=version, shared=shared)
         for name, verify in PULLS.items():
-            yield f"{way}.{name}", _with_server(server, worker, "pull", version=version, shared=shared, verify=verify)
+            with_server(f"{way}.{name}", worker.pull, version=version, shared=shared, verify=verify)
         if not shared:
-            yield "raw_stream", _yardstick(raw_stream_gbps(nbytes, rounds=1))
-            yield "memcpy", _yardstick(memcpy_gbps(nbytes, rounds=1))
-
-
-def _with_server(server: Process, role: Process, what: str, **fields: Any) -> dict[str, float]:
-    """Return the role's figures, with the CPU seconds of the server in the same time."""
-    before = server.cpu_s()
-    done = role.ask(what, **fields)
-    return {**done, "server_cpu_s": server.cpu_s() - before}
-
-
-def _yardstick(spent: Spent) -> dict[str, float]:
-    return {"nbytes": spent.nbytes, "wall_s": spent.wall_s, "cpu_s": spent.cpu_s}
+            nbytes = int(done[f"{way}.push"]["nbytes"])
+            done |= {"raw_stream": raw_stream(nbytes), "memcpy": memcpy(nbytes)}
+    return done
 
 
 def summarise(rounds: Sequence[Round]) -> dict[str, Any]:
     """Return the section's keys: medians over rounds; ratios are of figures of the same round."""
     nbytes = int(rounds[0]["sockets.push"]["nbytes"])
-    ways = {way: _way(way, rounds, nbytes) for way in WAYS}
     raw, copy = (_figures(rounds, name, nbytes) for name in ("raw_stream", "memcpy"))
+    ways: dict[str, Any] = {}
+    for way in WAYS:
+        ways[way] = {name: _figures(rounds, f"{way}.{name}", nbytes) for name in ("push", *PULLS)}
+        for key, clock in (("ratio_to_raw", "wall_s"), ("cpu_ratio_to_raw", "cpu_s")):
+            ways[way][key] = statistics.median(_ratio(one, way, clock) for one in rounds)
     sockets = ways["sockets"]
     return {
         "push_gbps": sockets["push"]["gbps"],
@@ -68,13 +69,6 @@ def summarise(rounds: Sequence[Round]) -> dict[str, Any]:
         "memcpy_gbps": copy["gbps"],
         "moving": {"nbytes": nbytes, "rounds": len(rounds), "raw_stream": raw, "memcpy": copy, **ways},
     }
-
-
-def _way(way: str, rounds: Sequence[Round], nbytes: int) -> dict[str, Any]:
-    steps = {name: _figures(rounds, f"{way}.{name}", nbytes) for name in ("push", *PULLS)}
-    slower = statistics.median(_ratio(one, way, "wall_s") for one in rounds)
-    dearer = statistics.median(_ratio(one, way, "cpu_s") for one in rounds)
-    return {**steps, "ratio_to_raw": slower, "cpu_ratio_to_raw": dearer}
 
 
 def _ratio(one: Round, way: str, clock: str) -> float:
@@ -88,12 +82,8 @@ def _total(figures: Mapping[str, float], clock: str) -> float:
 
 def _figures(rounds: Sequence[Round], name: str, nbytes: int) -> dict[str, Any]:
     steps = [one[name] for one in rounds]
-    middle = lambda key: statistics.median(step[key] for step in steps)  # noqa: E731
-    found = {
-        "gbps": nbytes / middle("wall_s") / 1e9,
-        "wall_s": middle("wall_s"),
-        "cpu_s": statistics.median(_total(step, "cpu_s") for step in steps),
-        "wall_s_by_round": [step["wall_s"] for step in steps],
-    }
-    extra = [key for key in ("server_cpu_s", "copy_s") if key in steps[0]]
-    return found | {key: middle(key) for key in extra}
+    middle = {key: statistics.median(step[key] for step in steps) for key in ("wall_s", "server_cpu_s", "copy_s")
+              if key in steps[0]}  # fmt: skip
+    cpu_s = statistics.median(_total(step, "cpu_s") for step in steps)
+    walls = [step["wall_s"] for step in steps]
+    return {"gbps": nbytes / middle["wall_s"] / 1e9, **middle, "cpu_s": cpu_s, "wall_s_by_round": walls}

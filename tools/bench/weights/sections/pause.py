@@ -9,16 +9,21 @@ arrays in the engine's form, during decoding), `age_s` (since the next version w
 
 import bisect
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
+from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.pull.prefetcher import Prefetcher
+from rl.parameter_server.transport.endpoint import Endpoint
+from tools.bench.harness.processes import in_process
 from tools.bench.rollout.sections.bed import Bed
-from tools.bench.weights.sections.role import reach
-from tools.bench.weights.sections.roles import Process
+from tools.bench.weights.sections.roles import Server, reach
 
 EVERY_S = 0.3
 SWAPS = 100
@@ -28,23 +33,64 @@ WAYS = {"shared_memory": True, "sockets": False}
 def measure(*, quick: bool) -> dict[str, Any]:
     """Measure the keys `pause_ms_p50` and `pause_ms_p99`, the worst of the ways, and `pause`."""
     bed, ways = Bed(quick=quick), {}
-    with Process("server", keep=4) as server, Process("policy_trainer", place=server.ready, quick=quick) as trainer:
-        first = 0
-        for way, shared in WAYS.items():
-            ways[way] = draw_and_follow(bed, server, trainer, first=first, shared=shared, swaps=3 if quick else SWAPS)
-            first = 1_000_000  # above all earlier versions
+    with in_process(Server, keep=4) as server:
+        endpoint, first = server.endpoint(), 0
+        with in_process(PolicyTrainer, endpoint=endpoint, quick=quick) as trainer:
+            for way, shared in WAYS.items():
+                access = reach(endpoint, shared_memory=shared)
+                begin = partial(trainer.begin, first=first, every=EVERY_S, shared=shared)
+                swaps = 3 if quick else SWAPS
+                ways[way] = draw_and_follow(bed, access, begin, trainer.end, first=first, swaps=swaps)
+                first = 1_000_000  # above all earlier versions
     worst = {f"pause_ms_p{percent}": max(one[f"pause_ms_p{percent}"] for one in ways.values()) for percent in (50, 99)}
     return {**worst, "pause": {"published_every_s": EVERY_S, **ways}}
 
 
+class PolicyTrainer:
+    """A trainer that publishes the policy of the engine's benchmark periodically."""
+
+    def __init__(self, endpoint: Endpoint, quick: bool):
+        self._params = Bed(quick=quick).params()
+        self._publishers = {shared: reach(endpoint, shared_memory=shared).publisher() for shared in (False, True)}
+
+    def begin(self, first: int, every: float, shared: bool) -> None:
+        """Publish version `first`, and from then on, in the background, the next one every `every` seconds."""
+        self._published: list[tuple[int, float]] = []
+        self._stop = threading.Event()
+        self._publish(first, shared)
+        self._thread = threading.Thread(target=self._continue, args=(first + 1, every, shared))
+        self._thread.start()
+
+    def end(self) -> list[tuple[int, float]]:
+        """Stop publishing; return the versions, with the time at which each was published."""
+        self._stop.set()
+        self._thread.join()
+        return self._published
+
+    def _continue(self, version: int, every: float, shared: bool) -> None:
+        while not self._stop.wait(every):
+            self._publish(version, shared)
+            version += 1
+
+    def _publish(self, version: int, shared: bool) -> None:
+        params = jax.block_until_ready(jax.tree.map(lambda leaf: leaf * 1.0001, self._params))
+        self._publishers[shared].publish_async(params, version).wait()
+        self._published.append((version, time.monotonic()))
+
+
 def draw_and_follow(
-    bed: Bed, server: Process, trainer: Process, *, first: int, shared: bool, swaps: int
+    bed: Bed,
+    access: ParameterServerClient,
+    begin: Callable[[], object],
+    end: Callable[[], Sequence[tuple[int, float]]],
+    *,
+    first: int,
+    swaps: int,
 ) -> dict[str, Any]:
     """Decode without a break until there have been so many swaps."""
     max_num_seqs, new = (4, 32) if bed.quick else (32, 256)
     engine = bed.engine(max_num_seqs=max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=new)
-    trainer.ask("begin", first=first, every=EVERY_S, shared=shared)
-    access = reach(server.ready, shared_memory=shared)
+    begin()
     prefetcher = Prefetcher(access.receiver(engine.weights_like), engine.place, newest=True)
     engine.set_weights(prefetcher.take(first, 60.0)[0], first)
     for request in bed.requests([new] * max_num_seqs, prompt_tokens=bed.job.prompt_tokens):
@@ -67,7 +113,7 @@ def draw_and_follow(
             engine.submit(bed.request(new, prompt_tokens=bed.job.prompt_tokens))
         turns.append(time.monotonic() - began)
     prefetcher.close()
-    published = trainer.ask("end")["published"]
+    published = end()
     engine.abort_all()
     age, behind = _ages(uses, published)
     return {

@@ -11,11 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.layers.base import Params
 from mesh import make_mesh
+from rl.parameter_server.client import connect
+from rl.parameter_server.server import ParameterServer
+from tools.bench.harness.processes import in_process
 from tools.bench.weights.sections import model
-from tools.bench.weights.sections.roles import Process
 
 TRAINER = {"fsdp": 4, "tensor": 2}
-WORKERS = ({"tensor": 2}, {"tensor": 4}, {"fsdp": 8}, {})
+WORKERS = {"tensor 2": {"tensor": 2}, "tensor 4": {"tensor": 4}, "fsdp 8": {"fsdp": 8}, "one device": {}}
 _CUT_OUTPUTS = PartitionSpec("fsdp", "tensor")  # matrices whose outputs are sharded over `tensor`
 _CUT_INPUTS = PartitionSpec("tensor", "fsdp")
 _SPECS = dict.fromkeys(("query", "key", "value", "gate", "up"), _CUT_OUTPUTS) | dict.fromkeys(
@@ -25,19 +27,36 @@ _SPECS = dict.fromkeys(("query", "key", "value", "gate", "up"), _CUT_OUTPUTS) | 
 
 def measure(*, quick: bool) -> dict[str, Any]:
     """Measure the keys `reshard_overread`, the worst of all, and `reshard`."""
-    cut = model.TINY if quick else 4
-    moved = {}
-    with Process("resharding", devices=8) as process:
-        for worker in WORKERS[: 2 if quick else None]:
-            moved[_name(worker)] = process.ask("overread", trainer=TRAINER, worker=worker, cut=cut)
+    cut, names = (model.TINY, list(WORKERS)[:2]) if quick else (4, list(WORKERS))
+    with in_process(Resharding, devices=8) as process:
+        moved = {name: process.overread(trainer=TRAINER, worker=WORKERS[name], cut=cut) for name in names}
     overread = {name: max(one["read"], one["network"]) / one["needed"] for name, one in moved.items()}
-    return {
-        "reshard_overread": max(overread.values()),
-        "reshard": {"trainer": _name(TRAINER), "overread": overread, "bytes": moved},
-    }
+    reshard = {"trainer": "fsdp 4 x tensor 2", "overread": overread, "bytes": moved}
+    return {"reshard_overread": max(overread.values()), "reshard": reshard}
 
 
-def spread(mesh_shape: dict[str, int], cut: int) -> Params:
+class Resharding:
+    """A process that publishes from one mesh of virtual devices and pulls to another."""
+
+    def __init__(self, devices: int):
+        jax.config.update("jax_num_cpu_devices", devices)
+
+    def overread(self, trainer: dict[str, int], worker: dict[str, int], cut: int) -> dict[str, int]:
+        """Return the bytes needed and requested, and those that travelled."""
+        server = ParameterServer.Config(shared_memory=False).build()
+        access = connect(server.cfg, [server.listen])
+        access.publisher().publish_async(_sharded(trainer, cut), 0).wait()
+        like = _sharded(worker, cut)
+        receiver = access.receiver(like)
+        pulled = receiver.pull(0)
+        if not all(map(jax.numpy.array_equal, jax.tree.leaves(pulled), jax.tree.leaves(like))):
+            raise AssertionError(f"{trainer} -> {worker}: other weights came")
+        server.close()
+        stats = receiver.stats
+        return {"needed": stats.needed, "read": stats.read, "network": stats.network}
+
+
+def _sharded(mesh_shape: dict[str, int], cut: int) -> Params:
     """Return the weights on a mesh of these axes, sharded as a transformer's would be."""
     mesh = make_mesh(mesh_shape, jax.devices()[: math.prod(mesh_shape.values())])
 
@@ -45,7 +64,3 @@ def spread(mesh_shape: dict[str, int], cut: int) -> Params:
         return jax.device_put(leaf, NamedSharding(mesh, _SPECS.get(path[-1].key, PartitionSpec())))
 
     return jax.tree_util.tree_map_with_path(put, model.random_weights(cut))
-
-
-def _name(mesh_shape: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in mesh_shape.items()) or "one device"

@@ -1,69 +1,106 @@
-"""Processes of the parameter server, a trainer and workers, driven by requests."""
+"""Roles of several sections: objects that live in processes of their own (`harness.processes.in_process`)."""
 
-import contextlib
-import json
-import subprocess
-from types import TracebackType
-from typing import Any, Self
+import threading
+import time
+from typing import Any
 
-from tools.bench.harness.interleave import our_command
-from tools.bench.transports.yardsticks import ROOT
+import jax
+
+from rl.parameter_server.client import ParameterServerClient, connect
+from rl.parameter_server.pull.receiver import Receiver
+from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.transport.endpoint import Endpoint
+from tools.bench.weights.sections import model
+
+Figures = dict[str, Any]
 
 
-class Process:
-    """A process that serves one request at a time: a line of JSON each way.
+def reach(endpoint: Endpoint, **settings: Any) -> ParameterServerClient:
+    """Return a client of the parameter server at an endpoint."""
+    return connect(ParameterServer.Config().set(**settings), [lambda: endpoint])
 
-    Args:
-        kind: a class of `role.py`.
-        options: of that class.
-    """
 
-    def __init__(self, kind: str, **options: Any):
-        command = our_command("tools.bench.weights.sections.role")
-        self._process = subprocess.Popen(
-            [*command.argv, kind, json.dumps(options)],
-            cwd=ROOT,
-            env=command.environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.kind = kind
-        self.ready = self._reply()
+class Clocks:
+    """Wall seconds and this process's CPU seconds inside the `with` block. All processes share the clock of `began`."""
 
-    def ask(self, what: str, **fields: Any) -> dict[str, Any]:
-        """Send a request and return its answer."""
-        self.tell(what, **fields)
-        return self.answer()
-
-    def tell(self, what: str, **fields: Any) -> None:
-        """Send a request; `answer` waits for its end."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([what, fields]) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        """Wait for the answer to the last request."""
-        return self._reply()
-
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of all threads so far."""
-        return self.ask("spent")["cpu_s"]
-
-    def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process of the {self.kind} ended with status {self._process.wait(30)}")
-        return json.loads(line)
-
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Clocks":
+        self.began, self._cpu = time.monotonic(), time.process_time()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            self._process.stdin.close()  # it ends by itself and frees its segments
-            self._process.wait(30)
-        self._process.kill()
-        self._process.wait()
+    def __exit__(self, *_: object) -> None:
+        self.wall_s, self.cpu_s = time.monotonic() - self.began, time.process_time() - self._cpu
+
+
+class Server:
+    """The parameter server, which counts what it sends."""
+
+    def __init__(self, keep: int = 1):
+        self._server = ParameterServer.Config(keep=keep).build()
+        self._sent, self._lock = 0, threading.Lock()
+        shard_server, read = self._server.shard_server, self._server.shard_server.read
+
+        def counted(*args: Any) -> Any:
+            answers = read(*args)
+            with self._lock:
+                self._sent += sum(memoryview(answer.data).nbytes for answer in answers)
+            return answers
+
+        shard_server.read = counted  # pyright: ignore
+
+    def endpoint(self) -> Endpoint:
+        """Listen, and return where."""
+        return self._server.listen()
+
+    def sent(self) -> int:
+        """Return the bytes sent since the last call."""
+        sent, self._sent = self._sent, 0
+        return sent
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of this process."""
+        return time.process_time()
+
+
+class Trainer:
+    """A trainer that publishes the gigabyte, or a part of it."""
+
+    def __init__(self, endpoint: Endpoint, cut: int = 1):
+        self._params = model.random_weights(cut)
+        self._publishers = {shared: reach(endpoint, shared_memory=shared).publisher() for shared in (False, True)}
+
+    def publish(self, version: int, shared: bool) -> Figures:
+        """Publish; `copy_s`: until the trainer may overwrite its arrays; `wall_s`: until the version can be read."""
+        params = jax.block_until_ready(model.updated(self._params, version))
+        with Clocks() as clocks:
+            push = self._publishers[shared].publish_async(params, version)
+            nbytes, copied = push.snapshot().nbytes, time.monotonic()
+            push.wait()
+        times = {"wall_s": clocks.wall_s, "cpu_s": clocks.cpu_s, "copy_s": copied - clocks.began}
+        return {"nbytes": nbytes, **times, "at": clocks.began + clocks.wall_s}
+
+
+class Worker:
+    """A worker that pulls the trainer's versions."""
+
+    def __init__(self, endpoint: Endpoint, cut: int = 1, name: str | None = None):
+        self._endpoint, self._like, self._name = endpoint, model.like(cut), name
+        self._receivers: dict[tuple[bool, bool, bool], tuple[ParameterServerClient, Receiver]] = {}
+
+    def pull(self, version: int, shared: bool = False, verify: bool = True, peer_to_peer: bool = False) -> Figures:
+        """Pull a version to arrays on the device, then release those of the previous version, as a worker does."""
+        way = (shared, verify, peer_to_peer)
+        if way not in self._receivers:
+            client = reach(self._endpoint, shared_memory=shared, verify=verify, peer_to_peer=peer_to_peer)
+            self._receivers[way] = client, client.receiver(self._like, self._name)
+        receiver = self._receivers[way][1]
+        with Clocks() as clocks:
+            params = jax.block_until_ready(receiver.pull(version, 60.0))
+        if int(params["layer0"]["ffn_norm"][0]) != version:
+            raise AssertionError(f"version {version} was asked for")
+        self._in_use = params
+        times = {"wall_s": clocks.wall_s, "cpu_s": clocks.cpu_s, "at": clocks.began + clocks.wall_s}
+        return {**times, "source": receiver.stats.source}
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of this process."""
+        return time.process_time()

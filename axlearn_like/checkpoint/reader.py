@@ -1,0 +1,208 @@
+"""Reading of checkpoints, verified by their manifests; a damaged one is told apart from one that cannot be read."""
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+
+from axlearn_like.checkpoint.manifest import CheckpointError, abstract_from, check_structure, make_manifest
+
+# One checkpoint holds these items; parameters apart, so that another run can load them alone.
+PARAMS, REST, MANIFEST, EXTRAS = "params", "rest", "manifest", "extras"
+
+
+def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
+    """Read the parameters alone of any run's checkpoint.
+
+    Args:
+        path: a run directory or its `checkpoints` directory (the latest step is taken), or one
+            step's directory.
+        abstract_params: `jax.ShapeDtypeStruct`s with shardings. Without them the result is a nested
+            dict of numpy arrays.
+
+    Raises:
+        CheckpointError: nothing there, unreadable, damaged, or of another shape.
+    """
+    folder = _step_directory(Path(path).absolute())
+    try:
+        if abstract_params is None:
+            abstract_params = abstract_from(_read_manifest(folder)[PARAMS])
+        return read_items(folder, {PARAMS: abstract_params})[PARAMS]
+    except Damaged as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
+
+
+def check_params(path: str | Path, abstract_params: Any) -> None:
+    """Refuse what `restore_params` would refuse, by the manifest alone; no array is read."""
+    folder = _step_directory(Path(path).absolute())
+    try:
+        check_structure(f"checkpoint {folder}", abstract_params, _read_manifest(folder)[PARAMS])
+    except Damaged as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
+
+
+def verify_latest(directory: str | Path) -> None:
+    """Read the newest checkpoint in a `checkpoints` directory, if there is one, and compare it with its manifest.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged; names the newest older one that is good.
+    """
+    directory = Path(directory).absolute()
+    for step in list_steps(directory)[-1:]:
+        try:
+            _verify(directory / str(step))
+        except Damaged as error:
+            raise damage_error(directory, step, error, lambda s: _verify(directory / str(s))) from None
+
+
+class Damaged(Exception):
+    """The content on disk is not what was written."""
+
+
+_UNREADABLE = ("PERMISSION_DENIED", "Permission denied", "Input/output error", "Too many open files", "UNAVAILABLE")
+
+
+def _failure(path: Path, error: BaseException) -> Exception:
+    """Return the error of a failed read: damage, unless the operating system refused to read.
+
+    Then the content may be good, and advice to delete it would be wrong. TensorStore says so only in its message.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        refused = isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
+        # A path that this process cannot spell: Python's filesystem encoding is not UTF-8.
+        encoding = isinstance(cause, UnicodeError) and sys.getfilesystemencoding().lower() not in ("utf-8", "utf8")
+        if refused or encoding or any(words in str(cause) for words in _UNREADABLE):
+            hint = "set PYTHONUTF8=1" if encoding else "check permissions, disk and mounts"
+            return CheckpointError(
+                f"checkpoint {path} cannot be read ({summary(cause)}); that does not mean damage: keep it, "
+                f"{hint}, and run the same command again"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return Damaged(summary(error))
+
+
+def damage_error(directory: Path, step: int, error: Damaged, load: Callable[[int], Any]) -> CheckpointError:
+    """Return the error of a damaged checkpoint; it names the newest of the older ones that `load` accepts."""
+    path = directory / str(step)
+    advice = f"no older one is good. Delete {path} to begin again"
+    for older in reversed([s for s in list_steps(directory) if s < step]):
+        try:
+            load(older)
+        except (CheckpointError, Damaged):
+            continue
+        advice = f"the nearest older good step is {older}. Delete {path} to go on from there"
+        break
+    return CheckpointError(f"checkpoint {path} is damaged ({error}); {advice}")
+
+
+def _verify(path: Path) -> None:
+    """Read every array to host memory, in the tree that Orbax has recorded."""
+    import orbax.checkpoint as ocp
+
+    manifest = _read_manifest(path)
+    try:
+        arrays = {item: ocp.StandardCheckpointHandler() for item in (PARAMS, REST)}
+        texts = {item: ocp.JsonCheckpointHandler() for item in (MANIFEST, EXTRAS)}
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**arrays, **texts)) as reader:  # pyright: ignore
+            recorded = reader.metadata(path).item_metadata[REST]
+        rest = jax.tree.map(lambda array: np.empty(array.shape, array.dtype), getattr(recorded, "tree", recorded))
+    except Exception as error:
+        raise _failure(path, error) from None
+    read_items(path, {PARAMS: abstract_from(manifest[PARAMS]), REST: rest})
+
+
+def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the items of `abstract` and the extras, verified against the manifest."""
+    import orbax.checkpoint as ocp
+
+    manifest = _read_manifest(path)
+    for item, tree in abstract.items():
+        check_structure(f"checkpoint {path}", tree, manifest[item])
+    args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}  # pyright: ignore
+    args[EXTRAS] = ocp.args.JsonRestore()  # pyright: ignore
+    items: dict[str, Any] = {}
+    failure: Exception | None = None
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+            items = dict(reader.restore(path, args=ocp.args.Composite(**args)).items())
+    except Exception as error:
+        failure = _failure(path, error)
+    if failure is not None:
+        _drop_unfinished_reads()
+        raise failure
+    if digest(items[EXTRAS]) != manifest[EXTRAS]["json"]["digest"]:
+        raise Damaged(f"the content of {path / EXTRAS} does not match its digest")
+    for item in abstract:
+        for name, entry in make_manifest(items[item]).items():
+            if entry["checksum"] != manifest[item][name]["checksum"]:
+                raise Damaged(f"the content of {name!r} does not match its checksum")
+    return items
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    import orbax.checkpoint as ocp
+
+    try:
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            manifest = reader.restore(path / MANIFEST)
+    except Exception as error:
+        raise _failure(path, error) from None
+    if not {PARAMS, REST, EXTRAS} <= set(manifest):
+        raise Damaged(f"{path / MANIFEST} lists no arrays")
+    return manifest
+
+
+def _step_directory(path: Path) -> Path:
+    try:
+        if (path / PARAMS).is_dir():
+            return path
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read ({summary(error)})") from error
+    steps = list_steps(folder)
+    if not steps:
+        raise CheckpointError(
+            f"{path} holds no checkpoint; expected a run directory, its checkpoints directory, or one step in it"
+        )
+    return folder / str(steps[-1])
+
+
+def list_steps(directory: Path) -> list[int]:
+    """Return the steps of completed checkpoints, oldest first."""
+    try:
+        return sorted(int(entry.name) for entry in os.scandir(directory) if entry.name.isdigit() and entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"checkpoints {directory} cannot be listed ({summary(error)})") from error
+
+
+def digest(extras: Mapping[str, Any]) -> str:
+    """Return the XXH3-128 of the extras, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(extras, sort_keys=True).encode())
+
+
+def _drop_unfinished_reads() -> None:
+    """Collect the reads that Orbax abandons when one fails.
+
+    Python prints a screen for each of them when it is collected, which would bury the one error that matters.
+    """
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+
+
+def summary(error: BaseException) -> str:
+    """Return the first sentence: TensorStore's messages are a screen long."""
+    text = str(error).strip().split("\n", 1)[0].split(". ", 1)[0]
+    return f"{type(error).__name__}: {text[:200]}"

@@ -1,0 +1,225 @@
+"""The evaluations of a run: which versions are due, the leases of their problems, and the results on disk."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.metrics import read_rows
+from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.controller.ledger import Ledger, WorkItem
+from rl.evaluation.evaluator import Evaluation
+from rl.roles.messages import Group, Lease, Problem, Prompt
+from rl.tasks.mixture import TaskMixture, encode_prompt
+
+
+class EvaluationSchedule:
+    """The controller's record of evaluations. One version is evaluated at a time; not thread-safe.
+
+    The version before the first update is evaluated before training begins, the last one when training is over, those
+    between while it goes on: an evaluation must be complete before the update that makes the next version to evaluate.
+    What is finished is known from the run directory, so a controller that restarts repeats at most the one in hand.
+    """
+
+    def __init__(
+        self,
+        cfg: Evaluation.Config,
+        run: RunDirectory,
+        tasks: ConfigBase[TaskMixture],
+        tokenizer: Tokenizer,
+        *,
+        samples: int,
+        problems_per_lease: int,
+        num_steps: int,
+        every: int | None,
+        seed: int,
+        first_lease: int,
+    ):
+        """Store the settings.
+
+        Args:
+            cfg: what is evaluated.
+            run: where results are written.
+            tasks: the mixture whose held-out problems are drawn.
+            tokenizer: of prompts and answers.
+            samples: of each problem.
+            problems_per_lease: that a worker takes at a time.
+            num_steps: updates of the run.
+            every: updates between evaluations; None: there are none during training.
+            seed: of the bootstrap of confidence intervals.
+            first_lease: larger than any lease id in use.
+        """
+        self._cfg, self._run, self._tasks, self._tokenizer = cfg, run, tasks, tokenizer
+        self._samples, self._per_lease, self._seed = samples, problems_per_lease, seed
+        self._every, self._last, self._first_lease, self._next_lease = every, num_steps, first_lease, first_lease
+        self._events = EventLog(run.events_path)
+        self._published = self._begun = -1
+        self._done: set[int] = set()  # versions
+        self._pending: list[int] = []  # versions that can be pulled, oldest first
+        self._evaluators: set[str] = set()  # workers that evaluate while others train
+        self._incarnation = 0
+        self._version: int | None = None  # of the evaluation in hand
+        self._ledger: Ledger | None = None
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """The held-out problems, made when they are first needed."""
+        return self._tasks.build().heldout(self._cfg.problems_per_family)
+
+    @property
+    def version(self) -> int | None:
+        """The version that is due or in hand; None: there is nothing to evaluate now."""
+        return self._pending[0] if self._pending else None
+
+    @property
+    def before_training(self) -> bool:
+        """True while the version before the first update is not evaluated: training waits for it."""
+        return self._begun == 0 and self.version == 0
+
+    def holds(self, step: int) -> bool:
+        """Return True if update `step`, which makes version step + 1, has to wait for an evaluation."""
+        return self.version is not None and self._is_due(step + 1)
+
+    def begin(self, step: int, incarnation: int, held: int | None = None) -> None:
+        """Start or resume at update `step`: every evaluation in hand begins again.
+
+        `held`: the version before that is still published, to be evaluated.
+        """
+        self._published = self._begun = step
+        self._last, self._incarnation = max(self._last, step), incarnation
+        kept = keep_evaluations(self._run, step)  # later versions will be made again
+        self._done = {row["step"] for row in kept} - {0, self._last}
+        self._done |= {v for v in (0, self._last) if is_evaluated(self._run, self._when(v), v)}
+        due = {v for v in (held, step) if v is not None and self._is_due(v)}
+        self._pending = sorted(due - self._done)
+        self._version = self._ledger = None
+        self._evaluators.clear()
+        lost = step - step % self._every if self._every else 0
+        if lost and lost not in (*self._done, *due):
+            self._events.append("controller", "evaluation_lost", version=lost)
+
+    def published(self, version: int) -> None:
+        """Record that a version can be pulled."""
+        if version > self._published:
+            self._published = version
+            if self._is_due(version) and version not in self._done:
+                self._pending.append(version)
+
+    def takes(self, worker: str, workers: int, *, idle: bool) -> bool:
+        """Return True if this worker, of so many, is to evaluate now. `idle`: there is nothing else to do.
+
+        During training a quarter of the workers evaluate, each to the end, since changing versions costs a pull. A
+        single worker takes turns.
+        """
+        if self.version is None:
+            return False
+        if self.before_training or self._published >= self._last or (idle and self.holds(self._published)):
+            return True
+        if workers > 1:
+            return worker in self._evaluators or len(self._evaluators) < max(1, workers // 4)
+        return idle or worker not in self._evaluators
+
+    def _is_due(self, version: int) -> bool:
+        return version in (0, self._last) or bool(self._every and version % self._every == 0)
+
+    def lease(self, worker: str, now: float, seconds: float) -> tuple[WorkItem, Lease] | None:
+        """Grant problems of the evaluation that is due; None if there is none, or all are granted."""
+        version = self.version
+        if version is None:
+            return None
+        if self._ledger is None or self._version != version:
+            items = -(-len(self.problems) // self._per_lease)
+            self._ledger, self._version = Ledger(items, self._next_lease), version
+            self._ledger.skip_to(version)
+        item = self._ledger.lease(worker, range(version, version + 1), now, seconds)
+        self._next_lease = self._ledger.next_lease
+        if item is None:
+            return None
+        self._evaluators.add(worker)
+        mine = self.problems[item.index * self._per_lease : (item.index + 1) * self._per_lease]
+        prompts = tuple(Prompt(p.id, p.family, encode_prompt(p.question, self._tokenizer)) for p in mine)
+        sizes: dict[str, Any] = {"prompts": prompts, "samples": self._samples, "version": version}
+        lease = Lease(item.lease, version, seconds=seconds, incarnation=self._incarnation, evaluation=True, **sizes)
+        return item, lease
+
+    def ledger(self, lease: int) -> Ledger | None:
+        """Return the ledger of the evaluation in hand; None if the lease is not of an evaluation."""
+        return self._ledger if lease >= self._first_lease else None
+
+    def trains(self, worker: str) -> None:
+        """Record that a worker has taken a lease of an update."""
+        self._evaluators.discard(worker)
+
+    def revoke(self, *, worker: str = "", now: float = -math.inf) -> list[WorkItem]:
+        """Revoke the leases of a worker that is gone, and those whose time is over; returns their items."""
+        self._evaluators.discard(worker)
+        return [] if self._ledger is None else [*self._ledger.release(worker), *self._ledger.expire(now)]
+
+    def verified(self, lease: int, groups: Sequence[Group]) -> bool:
+        """Accept scored answers; write the results when all are there. False if the lease is void."""
+        if self._ledger is None or self._version is None:
+            return False
+        # Of the rollouts one is shown; the others could be many gigabytes.
+        kept = tuple(dataclasses.replace(group, rollouts=group.rollouts[:1]) for group in groups)
+        if not self._ledger.verified(lease, kept):
+            return False
+        if self._ledger.complete(self._version):
+            self._write(self._version, self._ledger.batch(self._version))
+            self._done.add(self._version)
+            self._pending.remove(self._version)
+            self._version = self._ledger = None
+            self._evaluators.clear()
+        return True
+
+    def _write(self, version: int, groups: Sequence[Group]) -> None:
+        summary, rows = self._cfg.build().summarise(self.problems, groups, self._tokenizer, self._seed)
+        result = {"step": version, **summary}
+        with open(evaluations_path(self._run), "a") as file:
+            file.write(json.dumps(result) + "\n")
+        if version in (0, self._last):
+            when = self._when(version)
+            lines = [json.dumps({"phase": f"eval_{when}", "step": version, **row}) for row in rows]
+            (self._run.rollouts / f"eval_{when}.jsonl").write_text("\n".join(lines) + "\n")
+            _replace(result_path(self._run, when), json.dumps(result, indent=2) + "\n")
+        self._events.append("controller", "evaluated", version=version, **{"pass@1": summary.get("pass@1")})
+
+    def _when(self, version: int) -> str:
+        return "before" if version == 0 else "after"
+
+
+def evaluations_path(run: RunDirectory) -> Path:
+    """Return the file with the summaries of all evaluations, in the order in which they were finished."""
+    return run.path / "evaluations.jsonl"
+
+
+def keep_evaluations(run: RunDirectory, step: int) -> list[dict[str, Any]]:
+    """Return the summaries of versions up to `step`, one each; the others are dropped from the file."""
+    rows = read_rows(evaluations_path(run))
+    kept = {row["step"]: row for row in rows if row["step"] <= step}
+    if len(kept) < len(rows):
+        _replace(evaluations_path(run), "".join(json.dumps(row) + "\n" for row in kept.values()))
+    return list(kept.values())
+
+
+def result_path(run: RunDirectory, when: str) -> Path:
+    """Return the file with the summary of the evaluation "before" or "after" RL."""
+    return run.path / f"eval_{when}.json"
+
+
+def is_evaluated(run: RunDirectory, when: str, version: int) -> bool:
+    """Return True if the run directory has the result of this version."""
+    path = result_path(run, when)
+    return path.exists() and json.loads(path.read_text())["step"] == version
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

@@ -1,0 +1,1 @@
+"""The devices of each role: described, resolved into hosts and meshes, and planned by the compiler."""

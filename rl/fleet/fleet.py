@@ -1,0 +1,90 @@
+"""The fleet of a run: on which devices trainer and workers live, and what of the experiment follows from that."""
+
+import dataclasses
+import ipaddress
+from typing import Any, Protocol, Self
+
+from axlearn_like.config import ConfigBase, Configurable, with_mesh_rules
+from mesh import UserError
+from mesh.errors import did_you_mean
+from rl.fleet.devices import HERE, RoleDevices, parse_count, parse_devices
+
+
+class Fleet(Configurable):
+    """Devices of the roles that compute; controller, parameter server and verifier use CPUs."""
+
+    class Config(ConfigBase["Fleet"]):
+        trainer: str = HERE  # "v5p:8x8x8"; "2 x v5p:8x8x8": one trainer over two slices; "h100:8"; here: this machine
+        workers: str = HERE  # "64 x v5p:2x2x1": as many workers, each with that; here: this machine, shared
+
+        @property
+        def here(self) -> bool:
+            """True if all roles share this machine."""
+            return self.trainer == self.workers == HERE
+
+        def edited(self, text: str) -> Self:
+            """Return a copy changed by a text such as `trainer=v5p:8x8x8,workers=64xv5p:2x2x1`.
+
+            Raises:
+                UserError: there is no such role.
+            """
+            changes: dict[str, str] = {}
+            for part in text.split(","):
+                role, equals, devices = (word.strip() for word in part.partition("="))
+                if not equals or role not in ("trainer", "workers"):
+                    near = did_you_mean(role, ("trainer", "workers"))
+                    raise UserError(f"--fleet {part!r}: expected trainer=DEVICES or workers=N x DEVICES{near}")
+                changes[role] = devices
+            return self.clone(**changes)
+
+    def __init__(self, cfg: Config):
+        slices, text = parse_count(cfg.trainer, "fleet.trainer")
+        self.trainer: RoleDevices = parse_devices(text, "fleet.trainer", slices)
+        number, text = parse_count(cfg.workers, "fleet.workers")
+        here = cfg.workers == cfg.trainer == HERE
+        self.worker: RoleDevices = self.trainer if here else parse_devices(text, "fleet.workers")  # each
+        self.workers = None if cfg.workers == HERE else number  # None: as the experiment says
+
+
+class Placeable(Protocol):
+    """The fields of an RL experiment's config that depend on the fleet."""
+
+    fleet: Fleet.Config
+    trainer: Any
+    engine: Any
+    parameter_server: Any
+    workers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed[C: ConfigBase[Any]]:
+    """An experiment on its fleet."""
+
+    cfg: C
+    fleet: Fleet
+
+
+def place[C: ConfigBase[Any]](cfg: C) -> Placed[C]:
+    """Apply mesh rules by the devices of each role, one process for each host of the trainer, the number of workers.
+
+    Raises:
+        UserError: there are no such devices, or no mesh rule for them.
+    """
+    given: Any = cfg
+    fleet: Fleet = given.fleet.build()
+    placed: Any = with_mesh_rules(cfg, fleet.trainer.name, within={"engine": fleet.worker.name})
+    if fleet.trainer.hosts > 1:
+        placed.trainer.processes = fleet.trainer.hosts
+    if fleet.workers is not None:
+        placed.workers = fleet.workers
+    hosts = sum(one.hosts * number for one, number in ((fleet.trainer, 1), (fleet.worker, placed.workers)) if one.chips)
+    if hosts > 1 and not given.fleet.here and _is_loopback(placed.parameter_server.host):
+        placed.parameter_server.host = "0.0.0.0"
+    return Placed(placed, fleet)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,70 @@
+"""Memory of a role's programs by the TPU compiler, kept on disk: the same lowered program is compiled once."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mesh.cache_directory import cache_directory
+from mesh.cost.ahead_of_time import compile_step, memory_per_device
+from mesh.cost.program import Program
+from mesh.topology import Topology, compiler_version
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramMemory:
+    """Bytes of one device that a program needs.
+
+    Attributes:
+        arguments: that it reads; those of a policy and its optimizer, or weights and pages, among them.
+        beside: everything else: temporaries, and results that do not take the place of arguments.
+        available: to programs.
+        refusal: the compiler's words if the program does not fit; then the sizes are what it says, or 0.
+    """
+
+    arguments: int
+    beside: int
+    available: int
+    refusal: str | None = None
+
+    @property
+    def needed(self) -> int:
+        """All bytes together."""
+        return self.arguments + self.beside
+
+
+def program_memory(program: Program, topology: Topology) -> ProgramMemory:
+    """Return what a program needs on a device of these TPUs."""
+    with jax.set_mesh(program.mesh):
+        text = program.trace().lower().as_text()
+    path = _stored(text, topology)
+    if path.exists():
+        return ProgramMemory(**json.loads(path.read_text()))
+    compiled = compile_step(program.name, program.trace, program.mesh, topology)
+    if compiled.memory is None:
+        shortage = compiled.shortage
+        message, needed = ("", 0) if shortage is None else (shortage.message, shortage.needed)
+        found = ProgramMemory(0, needed, memory_per_device(topology), message)
+    else:
+        plan = compiled.memory
+        beside = plan.temp + plan.output - plan.alias
+        refusal = None if compiled.shortage is None else compiled.shortage.message
+        found = ProgramMemory(plan.arguments, beside, plan.available, refusal)
+    _write(path, dataclasses.asdict(found))
+    return found
+
+
+def _stored(text: str, topology: Topology) -> Path:
+    made_by = f"{topology}, {jax.__version__}, {compiler_version()}\n"
+    return cache_directory("plans") / f"{hashlib.sha256((made_by + text).encode()).hexdigest()}.json"
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(value))
+    os.replace(temporary, path)

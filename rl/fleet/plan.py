@@ -1,0 +1,204 @@
+"""The plan of a fleet: hosts, processes, meshes, memory of each role, bytes of a push and a pull."""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from mesh import UserError, make_mesh
+from rl.experiment import RLExperiment
+from rl.fleet.devices import HERE, RoleDevices
+from rl.fleet.fleet import Placed
+from rl.fleet.memory import ProgramMemory, program_memory
+from rl.rollout.model_runner.runner import ModelRunner
+
+NEXT_WEIGHTS = "the next version's weights"  # a worker pulls them while it draws with the ones in place
+
+
+@dataclasses.dataclass(frozen=True)
+class RolePlan:
+    """One role on its devices.
+
+    Attributes:
+        role: trainer or worker.
+        count: instances, each with devices of its own unless they share this machine.
+        devices: of one instance.
+        processes: of one instance.
+        mesh: axes that are not 1.
+        holds: bytes of a device that it keeps all the time, by what they are for.
+        programs: name -> memory by the compiler; empty where nothing was compiled.
+    """
+
+    role: str
+    count: int
+    devices: RoleDevices
+    processes: int
+    mesh: dict[str, int]
+    holds: dict[str, int]
+    programs: dict[str, ProgramMemory]
+
+    def shortages(self) -> list[str]:
+        """Describe what does not fit, with the arithmetic."""
+        found: list[str] = []
+        memory, needed = self.devices.memory, sum(self.holds.values())
+        if memory is not None and needed > memory:
+            found.append(self._shortage("what it holds", needed, memory, self.holds))
+        spare = self.holds.get(NEXT_WEIGHTS, 0)  # not among the arguments of a program
+        for name, program in self.programs.items():
+            needed = program.needed + spare
+            if program.refusal is None and needed <= program.available:
+                continue
+            parts = {"arguments": program.arguments, "the rest": program.beside} | (
+                {NEXT_WEIGHTS: spare} if spare else {}
+            )
+            said = "" if program.refusal is None else f" (the compiler: {program.refusal})"
+            found.append(self._shortage(f"program {name}", needed, program.available, parts) + said)
+        return found
+
+    def _shortage(self, what: str, needed: int, available: int, parts: dict[str, int]) -> str:
+        listed = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+        each = f"a device of {self.devices.text} has {_gib(available)}"
+        return f"{self.role}: {what} needs {listed} = {_gib(needed)}, and {each}"
+
+    def impossible(self) -> list[str]:
+        """Describe what the code cannot start."""
+        if self.role != "worker" or self.devices.hosts == 1:
+            return []
+        return [
+            f"worker: {self.devices.text} is {self.devices.hosts} hosts of {self.devices.each_host} devices, and an "
+            "engine is one process, so it has the devices of one host; expected a slice of one host"
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data."""
+        programs = {name: {**dataclasses.asdict(m), "needed": m.needed} for name, m in self.programs.items()}
+        return {
+            "count": self.count,
+            "devices": self.devices.text,
+            "chips": self.devices.chips,
+            "hosts": self.devices.hosts,
+            "processes": self.processes,
+            "devices_per_process": len(self.devices.described) // self.processes,
+            "mesh": self.mesh,
+            "holds": self.holds,
+            "memory": programs,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetPlan:
+    """All roles, and the weights that travel between them.
+
+    Attributes:
+        trainer: the trainer.
+        worker: each of the workers.
+        push: bytes of a version as the trainer publishes it.
+        pull: bytes of a version that each worker fetches, uncompressed.
+        seconds: that it took to make the plan.
+    """
+
+    trainer: RolePlan
+    worker: RolePlan
+    push: int
+    pull: int
+    seconds: float
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why this fleet cannot run the experiment; empty if it can."""
+        return [line for role in (self.trainer, self.worker) for line in (*role.impossible(), *role.shortages())]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data; bytes and counts."""
+        roles = {"trainer": self.trainer, "worker": self.worker}
+        shared = self.trainer.devices.text == self.worker.devices.text == HERE
+        each = [(role.count, role.devices) for role in roles.values()]
+        return {
+            "hosts": 1 if shared else sum(count * devices.hosts for count, devices in each),
+            "chips": self.trainer.devices.chips if shared else sum(count * one.chips for count, one in each),
+            "processes": sum(role.count * role.processes for role in roles.values()),
+            "fits": not any(role.shortages() for role in roles.values()),
+            "startable": not self.refusals,
+            "refusals": self.refusals,
+            "roles": {name: role.as_dict() for name, role in roles.items()},
+            "bytes": {
+                "push": self.push,
+                "push_per_host": self.push // self.trainer.devices.hosts,
+                "pull": self.pull,
+                "pulls_of_all_workers": self.pull * self.worker.count,
+            },
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = True) -> FleetPlan:
+    """Plan an experiment on its fleet; programs for TPUs are compiled unless it is forbidden.
+
+    Raises:
+        UserError: meshes, batches or layers do not fit the devices; names the field.
+    """
+    began = time.monotonic()
+    cfg, fleet = placed.cfg, placed.fleet
+    experiment = cfg.build()
+    experiment.trainer_cfg.check(fleet.trainer.described)
+
+    def programs(devices: RoleDevices, count: int, names: tuple[str, ...]) -> dict[str, ProgramMemory]:
+        if not compile_programs or devices.topology is None:
+            return {}
+        known = cfg.programs(devices.compilable()[:count])
+        return {name: program_memory(known[name](), devices.topology) for name in names}
+
+    mesh = make_mesh(cfg.trainer.mesh, fleet.trainer.described, slices=cfg.trainer.slices)
+    engine_mesh = make_mesh(cfg.engine.mesh, fleet.worker.described)
+    runner = ModelRunner(experiment.engine_cfg, fleet.worker.described[: engine_mesh.size])
+    state = experiment.trainer_cfg.program(mesh).state
+    each, pages = _bytes_of_device(runner.params), _bytes_of_device(runner.pool)
+    return FleetPlan(
+        trainer=RolePlan(
+            "trainer",
+            1,
+            fleet.trainer,
+            cfg.trainer.processes,
+            _sizes(mesh),
+            {"parameters and optimizer": _bytes_of_device(state)},
+            programs(fleet.trainer, mesh.size, ("train", "score")),
+        ),
+        worker=RolePlan(
+            "worker",
+            cfg.workers,
+            fleet.worker,
+            1,
+            _sizes(engine_mesh),
+            {"weights": each, "pages": pages, NEXT_WEIGHTS: each},
+            programs(fleet.worker, engine_mesh.size, ("prefill", "decode")),
+        ),
+        push=_bytes(state["params"]),
+        pull=_bytes(runner.weights_like),
+        seconds=time.monotonic() - began,
+    )
+
+
+def refuse(plan: FleetPlan) -> None:
+    """Raise a UserError with the arithmetic if the fleet cannot run the experiment."""
+    if plan.refusals:
+        raise UserError("this fleet cannot run the experiment:\n  " + "\n  ".join(plan.refusals))
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    return {name: size for name, size in mesh.shape.items() if size > 1}
+
+
+def _bytes(described: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(described))
+
+
+def _bytes_of_device(described: Any) -> int:
+    leaves = jax.tree.leaves(described)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"

@@ -1,0 +1,156 @@
+"""Programs of an RL experiment, to be compiled, and the fields that tune its train step."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from axlearn_like.layers.base import Workload
+from axlearn_like.operations.flops import causal_pairs, model_flops, shared_prompt_workload
+from axlearn_like.training.programs import Tuning, rows_flops, traced
+from mesh import make_mesh, to_named_sharding
+from mesh.cost.program import Program, Programs
+from mesh.rules import use_mesh
+from rl.rollout.aot import engine_dispatches
+from rl.training.program import make_score_rows
+
+
+class ExperimentConfig(Protocol):
+    """The fields of an RL experiment's config that say what it compiles."""
+
+    policy: Any
+    trainer: Any
+    groups: int
+    samples: int
+    max_prompt: int
+    max_new: int
+
+
+class Experiment(Protocol):
+    """The parts of an RL experiment that are compiled."""
+
+    @property
+    def cfg(self) -> ExperimentConfig:
+        """The config of the whole."""
+        ...
+
+    @property
+    def trainer_cfg(self) -> Any:
+        """The config of the policy trainer, complete."""
+        ...
+
+    @property
+    def engine_cfg(self) -> Any:
+        """The config of the rollout engine, complete."""
+        ...
+
+
+def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Programs:
+    """Return the programs of an experiment on these devices.
+
+    These are train and score of the trainer, and prefill and decode of an engine that has all devices to itself.
+    """
+    cfg = experiment.cfg.trainer
+    mesh = partial(make_mesh, cfg.mesh, devices, slices=cfg.slices)
+    train: Programs = {"train": lambda: _train(experiment, mesh())}
+    if (packing := experiment.trainer_cfg.build_packing()) is not None:
+        # `train` is the gradient of a microbatch of the longest rows, which needs the most memory.
+        train = {
+            f"train_{length}" if index else "train": partial(_microbatch, experiment, mesh, length)
+            for index, length in enumerate(packing.lengths)
+        }
+        train = {**train, "update": lambda: _update(experiment, mesh())}
+    return {
+        **train,
+        "score": lambda: _score(experiment, mesh()),
+        "prefill": lambda: _engine(experiment, "prefill", devices),
+        "decode": lambda: _engine(experiment, "decode", devices),
+    }
+
+
+def experiment_tuning(cfg: ExperimentConfig) -> Tuning:
+    """Return the fields that tune the update of the policy."""
+    each_row = cfg.trainer.samples_per_row or cfg.samples
+    return Tuning(
+        model=cfg.policy,
+        model_field="policy",
+        prefix="trainer.",
+        mesh=cfg.trainer.mesh,
+        rules=cfg.trainer.axis_rules,
+        microbatches=cfg.trainer.microbatches,
+        rows=cfg.groups * cfg.samples // each_row,
+        length=cfg.max_prompt + each_row * cfg.max_new,
+        row_multiple=cfg.trainer.row_multiple,
+    )
+
+
+def _train(experiment: Experiment, mesh: Mesh) -> Program:
+    cfg, trainer = experiment.cfg, experiment.trainer_cfg
+    program, batch = trainer.program(mesh), trainer.batch(mesh, groups=cfg.groups, samples=cfg.samples)
+    rows, trunk = batch["trunk"].shape
+    groups, samples, new = cfg.groups, cfg.samples, cfg.max_new  # a prompt counts once, in however many rows it is
+    flops = model_flops(cfg.policy, shared_prompt_workload(groups, trunk, samples, new), backward=True)
+    counted = f"forward and backward pass of {groups} prompts of {trunk + 1} tokens, {samples} answers of {new} each"
+    trace = partial(traced, program.step, mesh, trainer.axis_rules, program.state, batch)
+    return Program("train", mesh, trace, rows, trunk + batch["inputs"].shape[1] * new, flops, counted)
+
+
+def _microbatch(experiment: Experiment, make: Callable[[], Mesh], length: int) -> Program:
+    """The gradient of a microbatch of packed rows, added to those before it."""
+    cfg, trainer, mesh = experiment.cfg, experiment.trainer_cfg, make()
+    program, batch = trainer.program(mesh), trainer.packed(mesh, samples=cfg.samples)[length]
+    (rows, trunk), params = batch["trunk"].shape, program.state["params"]
+    sums = _sums(program, mesh, trainer, batch)
+    flops = model_flops(cfg.policy, shared_prompt_workload(rows, trunk, 1, length), backward=True)
+    counted = f"forward and backward pass of {rows} rows of {trunk} tokens of prompts and {length} of answers, unpacked"
+    inputs = {"params": params, "rows": batch}
+    trace = partial(traced, program.step.accumulate, mesh, trainer.axis_rules, sums, inputs)
+    return Program("train", mesh, trace, rows, trunk + length, flops, counted)
+
+
+def _update(experiment: Experiment, mesh: Mesh) -> Program:
+    """The learner's update, after the last microbatch."""
+    trainer = experiment.trainer_cfg
+    program, batches = trainer.program(mesh), trainer.packed(mesh, samples=experiment.cfg.samples)
+    sums = _sums(program, mesh, trainer, next(iter(batches.values())))
+    trace = partial(traced, program.step.update, mesh, trainer.axis_rules, program.state, sums)
+    return Program("update", mesh, trace, 0, 0, 0.0, "no pass over tokens")
+
+
+def _sums(program: Any, mesh: Mesh, trainer: Any, batch: Any) -> Any:
+    """Describe the summed gradients and metrics."""
+    with use_mesh(mesh, trainer.axis_rules):
+        return to_named_sharding(jax.eval_shape(program.step.empty, program.state["params"], batch), mesh)
+
+
+def _score(experiment: Experiment, mesh: Mesh) -> Program:
+    cfg, trainer = experiment.cfg, experiment.trainer_cfg
+    program, arrays = trainer.program(mesh), trainer.rows(mesh, groups=cfg.groups, samples=cfg.samples)
+    rows, length = arrays["tokens"].shape
+    score = make_score_rows(program.graphdef, trainer.chunks)
+    trace = partial(traced, score, mesh, trainer.axis_rules, program.state["params"], **arrays)
+    return Program("score", mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
+
+
+def _engine(experiment: Experiment, step: str, devices: Sequence[Any]) -> Program:
+    """The largest prefill, or plain decoding, of the experiment's engine."""
+    cfg = experiment.engine_cfg
+    mesh, dispatches = engine_dispatches(cfg, devices)
+    chosen = [one for one in dispatches if one.kind == step and one.plain][-1]
+    longest = cfg.max_prompt + cfg.max_new
+    if step == "decode":
+        tokens = cfg.max_num_seqs * cfg.steps_per_dispatch
+        work = Workload(tokens, tokens, lambda window: tokens * min(longest, window or longest))
+        counted = f"{cfg.steps_per_dispatch} tokens of {cfg.max_num_seqs} sequences, each at its greatest length"
+    else:
+        work = Workload(chosen.rows * chosen.length, 0, partial(causal_pairs, chosen.rows, chosen.length))
+        counted = f"{chosen.rows} x {chosen.length} tokens at the beginning of a prompt"
+    trace = partial(_trace_on, mesh, chosen.trace)
+    return Program(step, mesh, trace, chosen.rows, chosen.length, model_flops(cfg.model, work), counted)
+
+
+def _trace_on(mesh: Mesh, trace: Any) -> Any:
+    with jax.set_mesh(mesh):
+        return trace()

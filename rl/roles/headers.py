@@ -1,0 +1,89 @@
+"""Headers: scored groups without their tokens, from which every trainer process finds the rows that it needs."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from rl.roles.messages import Contents, FinishReason, Group, Rollout, Score
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RolloutHeader:
+    """A rollout without its tokens.
+
+    Attributes:
+        length: tokens.
+        action_mask: bool [length]; None: all tokens are actions.
+        oldest: version of its tokens, the least.
+        newest: the greatest.
+        digest: of all its arrays.
+    """
+
+    sample_id: int
+    length: int
+    action_mask: np.ndarray | None
+    finish_reason: FinishReason
+    oldest: int
+    newest: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupHeader:
+    """A group without its tokens; `digest` is of the prompt's."""
+
+    prompt_id: int
+    family: str
+    prompt_length: int
+    digest: str
+    rollouts: tuple[RolloutHeader, ...]
+    scores: tuple[Score, ...]
+
+
+def header_of(group: Group) -> GroupHeader:
+    """Return the header of a group."""
+    prompt = group.prompt
+    rollouts = tuple(_header(rollout) for rollout in group.rollouts)
+    return GroupHeader(prompt.id, prompt.family, len(prompt.tokens), _digest(prompt.tokens), rollouts, group.scores)
+
+
+def digest_of_headers(headers: Sequence[GroupHeader]) -> str:
+    """Return a digest of everything that affects the update, without timings."""
+    digest = xxhash.xxh3_128()
+    for header in headers:
+        scores = [(score.reward, score.status) for score in header.scores]
+        ends = [(rollout.sample_id, rollout.finish_reason, rollout.digest) for rollout in header.rollouts]
+        digest.update(repr((header.prompt_id, header.family, header.digest, scores, ends)).encode())
+    return digest.hexdigest()
+
+
+def matches(contents: Contents, headers: Sequence[GroupHeader]) -> bool:
+    """Return True if these are contents of the batch that has these headers."""
+    return all(
+        _digest(prompt) == headers[g].digest
+        and all(_header(rollout).digest == headers[g].rollouts[n].digest for n, rollout in rollouts.items())
+        for g, (prompt, rollouts) in contents.items()
+    )
+
+
+def _header(rollout: Rollout) -> RolloutHeader:
+    mask, versions = rollout.action_mask, rollout.versions
+    return RolloutHeader(
+        sample_id=rollout.sample_id,
+        length=len(rollout.tokens),
+        action_mask=None if mask.all() else mask,
+        finish_reason=rollout.finish_reason,
+        oldest=int(versions.min(initial=np.iinfo(np.int32).max)),
+        newest=int(versions.max(initial=-1)),
+        digest=_digest(rollout.tokens, rollout.logprobs, versions, mask),
+    )
+
+
+def _digest(*arrays: np.ndarray) -> str:
+    digest = xxhash.xxh3_128()
+    for array in arrays:
+        digest.update(repr((array.shape, str(array.dtype))).encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,176 @@
+"""The core of the rollout engine: weights in place, scheduler, cache and model runner, iteration by iteration."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from rl.rollout.config import EngineConfig
+from rl.rollout.kv_cache.manager import KVCacheManager
+from rl.rollout.lifecycle import Lifecycle
+from rl.rollout.model_runner.runner import ModelRunner
+from rl.rollout.model_runner.weights import PlacedWeights
+from rl.rollout.request import RequestOutput
+from rl.rollout.scheduler import Scheduler
+from rl.rollout.sequence import Sequence
+
+
+class EngineCore:
+    """One iteration prefills chunks of new prompts, and draws tokens of every running sequence in one dispatch."""
+
+    def __init__(self, cfg: EngineConfig[Any], decode: Callable[[Any], str] | None):
+        """`decode` gives the text of tokens."""
+        self._cfg = cfg
+        self.version = -1
+        kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching)
+        self.scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
+        self.runner = ModelRunner(cfg)
+        self.lifecycle = Lifecycle(self.scheduler, self.runner.vocab, decode)
+        self._next_weights: tuple[PlacedWeights, int] | None = None  # for when all running requests have ended
+        self._approximations: tuple[str, ...] = ()  # of the weights in place
+        self._counts = dict.fromkeys(("prefill_tokens", "generation_tokens", "dispatches"), 0)
+        self._seconds = dict.fromkeys(("host", "device"), 0.0)
+
+    # ---- weights
+
+    @property
+    def newest_version(self) -> int:
+        """The version in place, or the one that comes when all running requests have ended."""
+        return self.version if self._next_weights is None else self._next_weights[1]
+
+    def install_when_drained(self, placed: PlacedWeights, version: int) -> None:
+        """Switch to a policy when all requests that have started have ended; no other starts until then."""
+        if self._started():
+            self._next_weights, self.scheduler.draining = (placed, version), True
+        else:
+            self.install(placed, version, recompute=False)
+
+    def install(self, placed: PlacedWeights, version: int, *, recompute: bool) -> None:
+        """Switch to a policy now. `recompute`: keys and values of running sequences are computed again."""
+        scheduler = self.scheduler
+        self.runner.params, self._next_weights = placed.params, None
+        self._approximations = placed.approximations
+        self.version = scheduler.version = version
+        scheduler.draining = False
+        scheduler.kv_cache.forget()
+        for sequence in [one for group in self.lifecycle.groups.values() for one in group.sequences if one.cached]:
+            if recompute:
+                scheduler.drop_pages(sequence)
+            else:
+                sequence.mix_cache()
+
+    def _started(self) -> bool:
+        return any(group.started for group in self.lifecycle.groups.values())
+
+    # ---- an iteration
+
+    def iterate(self, *, paused: bool) -> list[RequestOutput]:
+        """Run one iteration; returns what has finished. Sleeps for 2 ms if there is nothing to do but wait."""
+        began = time.monotonic()
+        self.lifecycle.poll()
+        rows, out = ([], None) if paused else self._dispatch()
+        launched = time.monotonic()
+        finished = self.lifecycle.collect()
+        handed = time.monotonic()
+        if out is not None:
+            drawn = jax.device_get(out)
+            ready = time.monotonic()
+            self._record(rows, drawn)
+            self._seconds["device"] += ready - handed
+            self._seconds["host"] += launched - began + time.monotonic() - ready
+        elif not finished and not self.lifecycle.idle:
+            time.sleep(0.002)
+        return finished
+
+    def _dispatch(self) -> tuple[list[Sequence], dict[str, Any] | None]:
+        """Prefill, then start drawing; returns the sequences that draw, and their tokens to come."""
+        if self._next_weights is not None and not self._started():
+            self.install(*self._next_weights, recompute=False)
+        scheduler, prefills = self.scheduler, 0
+        while (prefills < self._cfg.prefills_per_iteration or not scheduler.running) and self._prefill():
+            prefills += 1
+        rows, copies = scheduler.to_decode(self._cfg.steps_per_dispatch)
+        self.runner.copy(copies)
+        if not rows:
+            return [], None
+        rows.sort(key=self.runner.buckets.reach, reverse=True)
+        self._counts["dispatches"] += 1
+        return rows, self.runner.decode(rows, waiting=scheduler.waiting > 0)
+
+    def _prefill(self) -> bool:
+        """Make one dispatch; returns False if there is nothing to prefill, or no room for it."""
+        chosen, copies = self.scheduler.to_prefill(self.runner.buckets.prefill)
+        self.runner.copy(copies)
+        if work := [(sequence, count) for sequence, count in chosen if count]:
+            self._counts["dispatches"] += 1
+            self.runner.prefill(work)
+        for sequence, count in chosen:
+            if sequence.ended:
+                continue  # by another's agent loop, in this very loop
+            sequence.prefilled(count)
+            self._counts["prefill_tokens"] += count
+            if not sequence.unfilled:
+                self.scheduler.kv_cache.remember(sequence)
+                if sequence.is_prefix:
+                    self.lifecycle.fan_out(sequence)
+        return bool(chosen)
+
+    def _record(self, rows: list[Sequence], out: dict[str, Any]) -> None:
+        """Give the sequences the tokens that the dispatch has drawn."""
+        spoilt, all_logprobs = False, out["chosen"].logprobs()
+        for index, sequence in enumerate(rows):
+            if sequence.ended:
+                continue  # aborted while the device drew, or with another sample of its request
+            broken = bool(out["broken"][index])
+            count = int(out["counts"][index]) - broken
+            self._counts["generation_tokens"] += count
+            tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
+            sequence.extend(tokens, logprobs, self.version, self._approximations)
+            cut = sequence.cut_at_stop_string()
+            self.lifecycle.extended(sequence)
+            if broken and not cut:
+                spoilt = True
+                self._fail_not_finite(sequence)
+            elif cut or out["stopped"][index]:
+                self.lifecycle.generated(sequence, "stop")
+            elif sequence.remaining <= 0:
+                self.lifecycle.generated(sequence, "length")
+        if spoilt:
+            self._zero_free_pages()
+
+    def _fail_not_finite(self, sequence: Sequence) -> None:
+        """Fail a request whose logits are not numbers, and cache nothing of it."""
+        for one in sequence.group.sequences:
+            one.spoil_cache()
+        self.lifecycle.fail(
+            sequence,
+            f"the logits for token {sequence.drawn} of its completion are not all numbers "
+            f"(weights of version {self.version})",
+        )
+
+    def _zero_free_pages(self) -> None:
+        """Overwrite NaNs: they would spoil the next holder of the page, though masked (0 x NaN is NaN)."""
+        kv_cache = self.scheduler.kv_cache
+        kv_cache.forget()
+        self.runner.zero(kv_cache.pool.free_pages())
+
+    # ---- figures
+
+    def stats(self) -> dict[str, float]:
+        """Return counts since the start, current states, and seconds by use."""
+        scheduler, pool = self.scheduler, self.scheduler.kv_cache.pool
+        return {
+            **self._counts,
+            "failed": self.lifecycle.failed,
+            "prefix_cache_hit_tokens": scheduler.reused,
+            "preemptions": scheduler.preemptions,
+            "compilations": self.runner.traces,
+            "running": len(scheduler.running),
+            "waiting": scheduler.waiting,
+            "suspended": len(scheduler.suspended),
+            "pages": pool.total,
+            "pages_used": pool.used,
+            "prefix_cache_pages": scheduler.kv_cache.prefix_pages,
+            **{f"{use}_seconds": seconds for use, seconds in self._seconds.items()},
+        }

@@ -1,0 +1,51 @@
+"""Address of a run's Ray cluster, in the run directory while the run is active, for elastic workers.
+
+It is read before Ray is imported, because Ray reads its token from the environment at that time.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from axlearn_like.run.directory import RunDirectory
+from mesh import UserError
+
+
+def advertise(run: RunDirectory, address: str, namespace: str) -> None:
+    """Write the file, readable by this user only: the token in it lets its reader run code in the cluster."""
+    path = cluster_path(run)
+    temporary = path.with_suffix(".tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w") as file:
+        json.dump({"address": address, "namespace": namespace, "token": os.environ.get("RAY_AUTH_TOKEN")}, file)
+    os.replace(temporary, path)
+
+
+def withdraw(run: RunDirectory) -> None:
+    """Remove the file: the run is over, or stopped."""
+    cluster_path(run).unlink(missing_ok=True)
+
+
+def read_cluster(run: RunDirectory) -> dict[str, str]:
+    """Return `address` and `namespace` of the active run, and set Ray's token in the environment if it has one.
+
+    Raises:
+        UserError: no run is active there.
+    """
+    if not run.config_path.is_file():
+        raise UserError(f"{run.path} is not a run directory: it has no config.txt")
+    try:
+        cluster = json.loads(cluster_path(run).read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"no run under Ray is active in {run.path} (it has no {cluster_path(run).name}); "
+            "start or resume it with `axl rl`, then join"
+        ) from None
+    if (token := cluster.pop("token")) is not None:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    return cluster
+
+
+def cluster_path(run: RunDirectory) -> Path:
+    """Return the path of the file, which exists while the run is active."""
+    return run.path / "cluster.json"

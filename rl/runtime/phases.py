@@ -1,0 +1,121 @@
+"""The phases of a run as the driver sees them: an event and a line for each, and progress on the terminal.
+
+Which phase it is follows from the files of the run directory, whichever process works.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.jsonl import JsonlTail
+from axlearn_like.run.progress import Progress
+from rl.controller.evaluations import is_evaluated
+from rl.experiment import RLExperiment
+from rl.training.warm_start import is_warm_start_due, warm_start_directory
+
+
+class Phases:
+    """The phases `sft`, `eval_before`, `rl` and `eval_after`, of which some may be done or not be asked for.
+
+    The seconds of a phase add up over resumed sessions.
+    """
+
+    def __init__(
+        self,
+        cfg: RLExperiment.Config,
+        run: RunDirectory,
+        events: EventLog,
+        say: Callable[[str], None],
+        *,
+        start: int,
+        starting: str,
+    ):
+        """Find out where the run stands.
+
+        Args:
+            cfg: the experiment's.
+            run: open.
+            events: receives the begin and end of each phase.
+            say: prints a line for the user.
+            start: completed updates.
+            starting: what the first line adds.
+        """
+        self._cfg, self._run, self._events, self._say = cfg, run, events, say
+        self._start, self._starting, self._last = start, starting, max(start, cfg.num_steps)
+        self._warming = is_warm_start_due(cfg.warm_start, run)
+        inner = RunDirectory.attach(warm_start_directory(run))
+        self._warm_events, self._warm_rows = JsonlTail(inner.events_path, from_end=True), JsonlTail(inner.metrics_path)
+        self._rows = JsonlTail(run.metrics_path)
+        self._recent: deque[float] = deque(maxlen=10)  # rewards
+        self._phase, self._began = "", 0.0
+        self._progress: Progress | None = None
+        self._shown = -1  # step
+
+    def update(self, step: int) -> None:
+        """Look again; `step` is the number of completed updates."""
+        if (phase := self._current(step)) != self._phase:
+            self._end()
+            self._begin(phase)
+        if self._progress is None:
+            return
+        if phase == "sft":
+            for row in self._warm_rows.new_rows():
+                self._progress.update(row["step"], loss=row.get("loss"))
+        self._recent += [row["reward"] for row in self._rows.new_rows() if row["phase"] == "rl"]
+        if phase == "rl" and step != self._shown and self._recent:
+            self._shown = step
+            self._progress.update(step, note=f"reward {sum(self._recent) / len(self._recent):.3f}")
+
+    def __enter__(self) -> "Phases":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _current(self, step: int) -> str:
+        if self._warming:
+            ended = [row["reason"] for row in self._warm_events.new_rows() if row["event"] == "train_end"]
+            self._warming = "done" not in ended
+        if self._warming:
+            return "sft"
+        if self._cfg.evaluation is not None and self._start == 0 and not is_evaluated(self._run, "before", 0):
+            return "eval_before"
+        return "rl" if step < self._last or self._cfg.evaluation is None else "eval_after"
+
+    def _begin(self, phase: str) -> None:
+        self._phase, self._began = phase, time.monotonic()
+        self._events.append("driver", "phase_begin", phase=phase)
+        self._say(self._line(phase) + self._starting)
+        self._starting = ""
+        if phase == "sft" and self._cfg.warm_start is not None:
+            self._progress = Progress(self._cfg.warm_start.num_steps)
+        elif phase == "rl":
+            self._progress = Progress(self._cfg.num_steps, start=self._start, title="rl")
+        if self._progress is not None:
+            self._progress.__enter__()
+
+    def _line(self, phase: str) -> str:
+        cfg = self._cfg
+        if phase == "sft" and cfg.warm_start is not None:
+            early = "" if cfg.warm_start.early_stopping is None else ", or fewer if it learns faster"
+            return f"supervised fine-tuning: {cfg.warm_start.num_steps} steps{early}"
+        if phase == "rl":
+            return f"reinforcement learning: {cfg.num_steps} updates of {cfg.groups * cfg.samples} rollouts"
+        when = phase.removeprefix("eval_")
+        problems = cfg.evaluation.problems_per_family if cfg.evaluation is not None else 0
+        return f"evaluation {when} RL: {problems} held-out problems of each family x {cfg.samples}"
+
+    def _end(self) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
+            self._progress = None
+        if self._phase:
+            seconds: dict[str, Any] = {"seconds": round(time.monotonic() - self._began, 3)}
+            self._events.append("driver", "phase", phase=self._phase, **seconds)
+            self._phase = ""

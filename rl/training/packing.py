@@ -1,0 +1,144 @@
+"""Placement of an update's rollouts in rows of a few lengths, so that little of a row is padding.
+
+A row has places for prompts in front and for completions behind: completions of one prompt share it there, and several
+prompts with theirs may share the row. A microbatch is a number of rows of one length, for which a program is compiled.
+Where a rollout comes to lie is a pure function of lengths, so every process finds the same, and finds it again.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, override
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefixes
+
+_PARTS = (1, 2, 4)  # of max_new, in rows of the default lengths
+DEFAULT_SHAPES = len(_PARTS)
+_OPEN = 32  # rows with room that are looked at; the fullest of more is closed
+
+Sizes = tuple[int, Mapping[int, int]]  # of a group: tokens of its prompt, and rollout -> tokens of its completion
+Row = tuple[tuple[int, tuple[int, ...]], ...]  # (group, its rollouts) in the order of the row
+
+
+class Microbatch(NamedTuple):
+    """Rows that are computed together, empty ones included.
+
+    Attributes:
+        length: tokens for completions in each row.
+        rows: what is in them.
+    """
+
+    length: int
+    rows: tuple[Row, ...]
+
+
+class Packing(Configurable):
+    """Rows without much padding: all of the greatest length, but those of the last microbatch of an update."""
+
+    class Config(ConfigBase["Packing"]):
+        lengths: tuple[int, ...] = ()  # tokens for completions in a row; empty: max_new, a half and a quarter of it
+        prompts: int | None = None  # tokens for prompts in a row; None: room for one prompt of the greatest length
+        completions: int = 32  # in a row, at most
+        rows: int = 1  # of a microbatch, on each device
+
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "completions", "rows")
+            self.require("lengths", all(length >= 1 for length in self.lengths), "1 token or more")
+
+    def __init__(self, cfg: Config, *, max_prompt: int, max_new: int, chunks: int = 1):
+        """ConfigError: rows cannot hold every rollout, or do not divide into chunks."""
+        lengths = cfg.lengths or tuple(-(-max_new // (part * chunks)) * chunks for part in _PARTS)
+        self.lengths = tuple(sorted(set(lengths), reverse=True))  # the greatest first
+        self.prompts = max_prompt - 1 if cfg.prompts is None else cfg.prompts
+        self.completions, self.rows = cfg.completions, cfg.rows
+        cfg.require("prompts", self.prompts >= max_prompt - 1, f"max_prompt - 1 = {max_prompt - 1} tokens or more")
+        cfg.require("lengths", self.lengths[0] >= max_new, f"one of max_new={max_new} tokens or more")
+        small = SharedPrefixes(self.prompts, self.lengths[0]).too_large() is None
+        cfg.require("lengths", small, "rows of less than 1,048,576 tokens, prompts included")
+        for length in self.lengths:
+            unit = math.lcm(chunks, self.alignment(length))
+            cfg.require("lengths", length % unit == 0, f"multiples of {unit} (chunks={chunks}), unlike {length}")
+
+    def alignment(self, length: int) -> int:
+        """Return the multiple of tokens at which completions begin in rows of this length."""
+        return SharedPrefixes(self.prompts, length).alignment
+
+    def plan(self, groups: Sequence[Sizes], shards: int = 1) -> list[Microbatch]:
+        """Return microbatches in which every rollout is once.
+
+        Args:
+            groups: sizes of each.
+            shards: devices that share the rows of a microbatch.
+        """
+        rows, count = self._fill(groups, self.lengths[0]), self.rows * shards
+        assert rows is not None
+        rows.sort(key=lambda row: row.left)  # the fullest first; those equally full stay in order
+        complete = len(rows) - len(rows) % count
+        batches = [
+            Microbatch(self.lengths[0], tuple(row.content() for row in rows[at : at + count]))
+            for at in range(0, complete, count)
+        ]
+        if rows[complete:] or not rows:
+            batches.append(self._last(groups, rows[complete:], count))
+        return batches
+
+    def _last(self, groups: Sequence[Sizes], rows: "list[_Row]", count: int) -> Microbatch:
+        """Return the rows that do not fill a microbatch as one of the least length that holds their rollouts."""
+        kept: list[dict[int, int]] = [{} for _ in groups]
+        for row in rows:
+            for group, rollouts in row.content():
+                kept[group] |= {rollout: groups[group][1][rollout] for rollout in rollouts}
+        rest = [(prompt, left) for (prompt, _), left in zip(groups, kept, strict=True)]
+        for length in reversed(self.lengths[1:]):
+            if (found := self._fill(rest, length, most=count)) is not None:
+                rows = found
+                break
+        else:
+            length = self.lengths[0]
+        return Microbatch(length, tuple(row.content() for row in rows) + ((),) * (count - len(rows)))
+
+    def _fill(self, groups: Sequence[Sizes], length: int, most: int | None = None) -> "list[_Row] | None":
+        """Return rows by first fit, group by group and the longest first; None if more than `most` are needed."""
+        rows: list[_Row] = []
+        being_filled: list[_Row] = []
+        alignment = self.alignment(length)
+        for group, (prompt, rollouts) in enumerate(groups):
+            for rollout, size in sorted(rollouts.items(), key=lambda item: (-item[1], item[0])):
+                size = -(-size // alignment) * alignment
+                beside = (row for row in being_filled if group in row.groups and row.fits(0, size))
+                other = (row for row in being_filled if group not in row.groups and row.fits(prompt, size))
+                if (row := next(beside, None) or next(other, None)) is None:
+                    if size > length or len(rows) == most:
+                        return None
+                    rows.append(row := _Row(length, self.prompts, self.completions))
+                    being_filled.append(row)
+                    if len(being_filled) > _OPEN:
+                        being_filled.remove(min(being_filled, key=lambda row: row.left))
+                row.add(group, rollout, prompt, size)
+        return rows
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+    """A row that is being filled: the tokens and completions for which it has room."""
+
+    left: int
+    prompts_left: int
+    completions_left: int
+    groups: dict[int, list[int]] = dataclasses.field(default_factory=dict[int, list[int]])
+
+    def fits(self, prompt: int, size: int) -> bool:
+        return size <= self.left and prompt <= self.prompts_left and self.completions_left > 0
+
+    def add(self, group: int, rollout: int, prompt: int, size: int) -> None:
+        if group not in self.groups:
+            self.groups[group] = []
+            self.prompts_left -= prompt
+        self.groups[group].append(rollout)
+        self.left -= size
+        self.completions_left -= 1
+
+    def content(self) -> Row:
+        return tuple((group, tuple(rollouts)) for group, rollouts in self.groups.items())

@@ -1,0 +1,62 @@
+"""Devices of a role by their text: kind and number as mesh rules know them, hosts as clouds sell them."""
+
+import pytest
+
+from mesh import UserError
+from mesh.devices import find_devices
+from rl.fleet.devices import HERE, parse_count, parse_devices
+
+
+@pytest.mark.parametrize(
+    ("text", "slices", "name", "chips", "hosts"),
+    [
+        # Hosts: cloud.google.com/tpu/docs/v5p, /v5e, /v6e and /tpu7x
+        ("v5p:2x2x1", 1, "tpu-v5p-4", 4, 1),
+        ("v5p:2x2x2", 1, "tpu-v5p-8", 8, 2),
+        ("v5p:8x8x8", 1, "tpu-v5p-512", 512, 128),
+        ("v5p:4x4x4", 2, "tpu-v5p-128", 128, 32),
+        ("v5e:2x4", 1, "tpu-v5e-8", 8, 1),
+        ("v6e:1x1", 1, "tpu-v6e-1", 1, 1),
+        ("v6e-16", 1, "tpu-v6e-16", 16, 4),
+        ("tpu7x:2x2x1", 1, "tpu7x-8", 4, 1),
+        ("h100:8", 1, "gpu-nvidia-h100-80gb-hbm3-8", 8, 1),
+        ("H200:1", 1, "gpu-nvidia-h200-1", 1, 1),
+        ("h100:32", 1, "gpu-nvidia-h100-80gb-hbm3-32", 32, 4),
+        ("cpu:2", 1, "cpu-2", 0, 1),
+    ],
+)
+def test_kind_chips_and_hosts(text: str, slices: int, name: str, chips: int, hosts: int):
+    found = parse_devices(text, "fleet.trainer", slices)
+    assert (found.name, found.chips, found.hosts) == (name, chips, hosts)
+    assert found.each_host * found.hosts == len(found.described)
+
+
+def test_here_is_this_machine():
+    found = parse_devices(HERE, "fleet.trainer")
+    assert len(found.described) == len(find_devices()) and found.hosts == 1
+
+
+@pytest.mark.parametrize(("text", "expected"), [("64 x v5p:2x2x1", 64), ("64xv5p:2x2x1", 64), ("v5p:2x2x1", 1)])
+def test_a_number_may_stand_before_the_devices(text: str, expected: int):
+    assert parse_count(text, "fleet.workers") == (expected, "v5p:2x2x1")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v5p:3x3x3", "fleet.workers='v5p:3x3x3': no TPU topology .* nearest: v5p:"),
+        ("v5q:2x2x1", "no TPU generation 'v5q' .*did you mean"),
+        ("h100", "fleet.workers='h100': expected how many, as in h100:8"),
+        ("h100:12", "expected up to 8, a host's, or a multiple of it"),
+        ("h300:8", "did you mean 'h[12]00'"),
+    ],
+)
+def test_devices_that_nobody_sells_are_refused_by_the_field(text: str, message: str):
+    with pytest.raises(UserError, match=message):
+        parse_devices(text, "fleet.workers")
+
+
+@pytest.mark.parametrize("text", ["", "0 x v5p:2x2x1", "two slices of v5p"])
+def test_texts_that_are_no_devices_are_refused(text: str):
+    with pytest.raises(UserError, match="fleet.workers=.*: expected devices such as"):
+        parse_count(text, "fleet.workers")

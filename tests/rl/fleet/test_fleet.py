@@ -1,0 +1,50 @@
+"""An experiment on its fleet: rules match the devices of each role, sizes follow from the hosts."""
+
+import pytest
+
+from axlearn_like.config import to_text
+from mesh import UserError
+from rl.fleet.fleet import Fleet, place
+from tests.rl.tiny import tiny_experiment
+
+RULES = (
+    ("tpu-v5p-64", {"trainer.mesh": {"fsdp": 64}, "trainer.row_multiple": 64}),
+    (".*", {"trainer.mesh": {"fsdp": -1}}),
+)
+ENGINE_RULES = (("tpu-v5e-.*", {"mesh": {"tensor": 2}}), (".*", {}))
+
+
+def experiment(**fleet: str):
+    cfg = tiny_experiment(mesh_rules=RULES, fleet=Fleet.Config(**fleet))
+    cfg.engine.mesh_rules = ENGINE_RULES
+    return cfg
+
+
+def test_each_role_gets_the_rule_of_its_own_devices():
+    placed = place(experiment(trainer="v5p:4x4x4", workers="8 x v5e:1x1")).cfg
+    assert (placed.trainer.mesh, placed.trainer.row_multiple) == ({"fsdp": 64}, 64)
+    assert placed.engine.mesh == {"tensor": 2}
+    other = place(experiment(trainer="v5e:2x2", workers="v5p:2x2x1")).cfg
+    assert other.trainer.mesh == {"fsdp": -1} and other.engine.mesh == {}
+
+
+def test_processes_workers_and_the_servers_address_follow_from_the_hosts():
+    placed = place(experiment(trainer="2 x v5p:2x2x4", workers="24 x v6e:2x2")).cfg
+    assert (placed.trainer.processes, placed.workers) == (8, 24)
+    assert placed.parameter_server.host == "0.0.0.0"
+    one = place(experiment(trainer="h100:8", workers="here")).cfg
+    assert (one.trainer.processes, one.workers) == (1, 2)
+
+
+def test_on_this_machine_nothing_changes_but_by_rules():
+    cfg = tiny_experiment()
+    assert to_text(place(cfg).cfg) == to_text(cfg)
+
+
+def test_a_text_changes_the_roles_that_it_names():
+    fleet = Fleet.Config(trainer="v5p:4x4x4")
+    assert fleet.edited("workers=64xv5p:2x2x1") == Fleet.Config(trainer="v5p:4x4x4", workers="64xv5p:2x2x1")
+    both = fleet.edited("trainer=h100:8, workers=2 x h100:4")
+    assert both == Fleet.Config(trainer="h100:8", workers="2 x h100:4")
+    with pytest.raises(UserError, match=r"--fleet 'worker=cpu:1': expected .*did you mean 'workers'"):
+        fleet.edited("worker=cpu:1")

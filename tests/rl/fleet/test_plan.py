@@ -1,0 +1,116 @@
+"""The plan of a fleet: what it counts, what it refuses with the arithmetic, the compiler's figures, asked for once."""
+
+import json
+from typing import Any
+
+import jax
+import pytest
+
+from mesh import UserError
+from mesh.cost.ahead_of_time import compile_step
+from mesh.topology import find_compiler, parse_topology
+from rl.fleet import memory
+from rl.fleet.fleet import Fleet, place
+from rl.fleet.plan import NEXT_WEIGHTS, plan_fleet
+from rl.rollout.engine import RolloutEngine
+from rl.run import RLRun
+from tests.rl.tiny import tiny_experiment, tiny_params
+from tools import cli
+
+
+def experiment(trainer: str, workers: str, **changes: Any):
+    return tiny_experiment(fleet=Fleet.Config(trainer=trainer, workers=workers), **changes)
+
+
+def nbytes(tree: Any) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(tree))
+
+
+def test_hosts_meshes_bytes_and_processes_are_counted():
+    cfg = experiment("h100:16", "3 x h100:2")
+    cfg.trainer.set(mesh={"fsdp": 4, "data": 4}, row_multiple=16)
+    cfg.engine.mesh = {"tensor": 2}
+    plan = plan_fleet(place(cfg))
+    data = plan.as_dict()
+    assert (data["hosts"], data["chips"], data["processes"]) == (2 + 3, 16 + 6, 2 + 3)
+    assert data["roles"]["trainer"]["mesh"] == {"data": 4, "fsdp": 4}
+    assert data["roles"]["trainer"]["devices_per_process"] == 8
+    assert data["roles"]["worker"]["mesh"] == {"tensor": 2}
+    weights = nbytes(tiny_params(cfg.policy))  # pyright: ignore
+    assert data["bytes"] == {
+        "push": weights,
+        "push_per_host": weights // 2,
+        "pull": weights,
+        "pulls_of_all_workers": 3 * weights,
+    }
+    assert data["fits"] and data["startable"] and plan.refusals == []
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic():
+    cfg = experiment("h100:1", "h100:1", engine=RolloutEngine.Config(max_num_seqs=8, pages=160_000_000))
+    plan = plan_fleet(place(cfg))
+    pages = plan.worker.holds["pages"]
+    assert pages == 160_000_000 * 16 * 2 * 2 * 4 * 4  # tokens of a page, keys and values, heads, width, float32
+    [line] = plan.refusals
+    assert line.startswith("worker: what it holds needs weights 0.00 GiB + pages 152.59 GiB + " + NEXT_WEIGHTS)
+    assert line.endswith("= 152.59 GiB, and a device of h100:1 has 80.00 GiB")
+    assert not plan.as_dict()["fits"] and not plan.as_dict()["startable"]
+
+
+def test_an_engine_over_several_hosts_is_refused_for_the_code_cannot_start_it():
+    cfg = experiment("h100:1", "2 x h100:16")
+    plan = plan_fleet(place(cfg))
+    [line] = plan.refusals
+    assert "h100:16 is 2 hosts of 8 devices, and an engine is one process" in line
+    assert plan.as_dict()["fits"] and not plan.as_dict()["startable"]
+
+
+def test_a_mesh_that_does_not_fit_the_roles_devices_is_refused_by_the_field():
+    cfg = experiment("h100:8", "h100:1")
+    cfg.trainer.set(mesh={"fsdp": 3}, row_multiple=3)
+    with pytest.raises(UserError, match="mesh fsdp 3 needs 3 devices but there are 8"):
+        plan_fleet(place(cfg))
+
+
+def test_the_command_prints_the_plan_and_ends_with_one_object(capsys: pytest.CaptureFixture[str]):
+    name = "tests.rl.tiny:tiny_experiment"
+    fleet = ["--fleet", "trainer=h100:1,workers=4xh100:1", "--runtime", "inprocess"]
+    assert cli.main(["rl", name, "--plan", "--json", *fleet]) == 0
+    printed = capsys.readouterr()
+    data = json.loads(printed.out.splitlines()[-1])
+    assert (data["hosts"], data["chips"], data["fits"]) == (5, 5, True) and data["seconds"] > 0
+    assert cli.main(["rl", name, "--plan", "--json", *fleet, "--set", "engine.pages=90000000"]) == 2
+    refused = capsys.readouterr()
+    assert json.loads(refused.out.splitlines()[-1])["fits"] is False
+    assert "this fleet cannot run the experiment:\n  worker: what it holds needs" in refused.err
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="libtpu is not installed")
+def test_memory_is_the_compilers_and_is_asked_for_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    topology = parse_topology("v5e:1x1")
+    placed = place(experiment("v5e:1x1", "v5e:1x1", num_steps=1))
+    from mesh.topology import topology_devices
+
+    program = placed.cfg.programs(topology_devices(topology))["score"]()
+    first = memory.program_memory(program, topology)
+    compiled = compile_step("score", program.trace, program.mesh, topology)
+    assert compiled.memory is not None
+    plan = compiled.memory
+    assert (first.arguments, first.beside) == (plan.arguments, plan.temp + plan.output - plan.alias)
+    assert first.available == plan.available and first.refusal is None
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(memory, "compile_step", refuse)
+    assert memory.program_memory(program, topology) == first
+
+
+def test_a_described_fleet_is_planned_and_not_started():
+    fitting, short = ("h100:1", "h100:1"), RolloutEngine.Config(max_num_seqs=8, pages=160_000_000)
+    with pytest.raises(UserError, match="fleet: roles are not placed on described devices yet, only planned"):
+        RLRun(experiment(*fitting).build()).check("ray")
+    with pytest.raises(UserError, match="this fleet cannot run the experiment:\n  worker: what it holds needs"):
+        RLRun(experiment(*fitting, engine=short).build()).check("ray")

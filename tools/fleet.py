@@ -1,0 +1,88 @@
+"""An RL experiment on a fleet from the arguments of a command line, and its plan on the console."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from axlearn_like.config import ConfigBase
+from rl.experiment import RLExperiment
+from rl.fleet.devices import HERE
+from rl.fleet.fleet import Placed, place
+from rl.fleet.plan import FleetPlan, RolePlan, plan_fleet, refuse
+from tools.experiment import check_command, load_experiment
+
+_GIB = 1 << 30
+
+
+def load_placed(
+    name: str, sets: Sequence[str], seed: int | None, applied: Sequence[str], fleet: str | None
+) -> Placed[RLExperiment.Config]:
+    """Return an experiment on its fleet: devices, mesh rules by role, modifiers, then the edits `sets`.
+
+    Args:
+        name: of the experiment.
+        sets: edits `path=value`.
+        seed: passed to the experiment's function if not None.
+        applied: modifiers.
+        fleet: roles and devices that replace those of the experiment's `fleet`.
+
+    Raises:
+        UserError: it is no RL experiment, there are no such devices, or an edit does not fit.
+    """
+    found: list[Placed[Any]] = []
+
+    def on_fleet(cfg: ConfigBase) -> ConfigBase:
+        check_command(cfg, "rl", name)
+        given: Any = cfg
+        if fleet is not None:
+            given.fleet = given.fleet.edited(fleet)
+        found.append(place(given))
+        return found[0].cfg
+
+    cfg: Any = load_experiment(name, sets, seed, applied=applied, place=on_fleet)
+    return dataclasses.replace(found[0], cfg=cfg)
+
+
+def print_plan(name: str, placed: Placed[RLExperiment.Config], *, as_json: bool) -> None:
+    """Print the plan of an experiment, with `as_json` one JSON object as the last line.
+
+    Raises:
+        UserError: the fleet cannot run it; after the plan is printed.
+    """
+    plan = plan_fleet(placed)
+    data = plan.as_dict()
+    console = Console(stderr=as_json)
+    console.print(f"{name}: {data['hosts']} hosts, {data['chips']} chips, {data['processes']} processes")
+    console.print(_roles(plan))
+    gib = {name: f"{size / _GIB:.2f} GiB" for name, size in data["bytes"].items()}
+    console.print(f"a push is {gib['push']}, {gib['push_per_host']} of each of the trainer's hosts")
+    console.print(f"a pull is {gib['pull']} a worker, {gib['pulls_of_all_workers']} of all together")
+    console.print("controller, parameter server and verifier use CPUs")
+    if as_json:
+        click.echo(json.dumps({"experiment": name, **data}))
+    refuse(plan)
+
+
+def _roles(plan: FleetPlan) -> Table:
+    table = Table("role", "devices", "hosts", "processes", "mesh", "GiB of a device", box=None, pad_edge=False)
+    for role in (plan.trainer, plan.worker):
+        number = f"{role.count} x " if role.count > 1 else ""
+        mesh = " x ".join(f"{axis} {size}" for axis, size in role.mesh.items()) or "one device"
+        devices = "this machine" if role.devices.text == HERE else role.devices.text
+        hosts = f"{number}{role.devices.hosts}" if role.devices.text != HERE else "1"
+        table.add_row(role.role, f"{number}{devices}", hosts, f"{number}{role.processes}", mesh, _memory(role))
+    return table
+
+
+def _memory(role: RolePlan) -> str:
+    lines = [f"{name} {size / _GIB:.2f}" for name, size in role.holds.items()]
+    lines += [
+        f"program {name} {program.needed / _GIB:.2f} of {program.available / _GIB:.2f}"
+        for name, program in role.programs.items()
+    ]
+    return "\n".join(lines)
