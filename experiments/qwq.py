@@ -35,7 +35,7 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
         policy=qwen("QwQ-32B"),
         tokenizer=ByteTokenizer.Config(),
         tasks=tasks,
-        max_prompt=4097,  # a trunk of 4,096: the last token of a prompt begins every answer
+        max_prompt=4097,  # a prefix of 4,096: the last token of a prompt begins every answer
         max_new=16_384,
         num_steps=steps,
         groups=groups,

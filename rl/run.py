@@ -8,7 +8,7 @@ with the step that it belongs to. With the runtime "ray" it opens no device.
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,10 +94,9 @@ class RLRun:
         with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as stop:
             run.resolved_config_path.write_text(to_text(self._experiment.resolved()))
             self._say(f"run directory: {run.path}")
+            self._fetch_remote(run)
             if self._is_done(run):
-                verify_latest(
-                    run.checkpoints / "rl"
-                )  # roles verify what they restore; here there is nothing to restore
+                verify_latest(run.checkpoints / "rl")  # roles verify what they restore; here nothing is restored
             else:
                 self._run_roles(run, stop, runtime, kill_at)
             if not self._is_done(run):
@@ -105,6 +104,19 @@ class RLRun:
                 self._say(f"stopped by {why}; the same command resumes the run: {run.path}")
                 return None
             return self._summarise(run)
+
+    def _fetch_remote(self, run: RunDirectory) -> None:
+        """Fetch the newest remote checkpoint where the disk has none, as on a machine that replaces a lost one.
+
+        It says that the warm start is done, which would be repeated otherwise.
+        """
+        remote, folder = self._cfg.trainer.remote, run.checkpoints / "rl"
+        if remote is None or latest_step(folder) is not None:
+            return
+        config = run.config_path.read_text()
+        with closing(remote.build(directory=folder, config=config, events=EventLog(run.events_path))) as tier:
+            if (step := tier.fetch_newer(None)) is not None:
+                self._say(f"fetched the checkpoint of update {step} from {remote.url}")
 
     def _is_done(self, run: RunDirectory) -> bool:
         step = latest_step(run.checkpoints / "rl")

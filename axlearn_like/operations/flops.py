@@ -35,16 +35,16 @@ def rows_workload(rows: int, length: int) -> Workload:
     return Workload(rows * length, rows * length, partial(causal_pairs, rows, length))
 
 
-def shared_prompt_workload(groups: int, trunk: int, samples: int, length: int) -> Workload:
-    """Return the work of prompts of `trunk` tokens, each computed once for its `samples` completions of `length`."""
-    branches = groups * samples * length
+def shared_prompt_workload(groups: int, prefix: int, samples: int, length: int) -> Workload:
+    """Return the work of prompts of `prefix` tokens, each computed once for its `samples` completions of `length`."""
+    completions = groups * samples * length
 
     def pairs(window: int | None) -> float:
-        seen = min(trunk, window or trunk)  # of the prompt, by a token of a completion
-        inside = causal_pairs(groups, trunk, window) + causal_pairs(groups * samples, length, window)
-        return inside + branches * seen
+        seen = min(prefix, window or prefix)  # of the prompt, by a token of a completion
+        inside = causal_pairs(groups, prefix, window) + causal_pairs(groups * samples, length, window)
+        return inside + completions * seen
 
-    return Workload(groups * trunk + branches, branches, pairs)
+    return Workload(groups * prefix + completions, completions, pairs)
 
 
 def model_flops(model: ConfigBase[Any], work: Workload, *, backward: bool = False) -> float:

@@ -24,12 +24,12 @@ def step_flops(model: ConfigBase, rows: int, length: int) -> float | None:
         return None
 
 
-def row_flops(model: ConfigBase, trunk: int, samples: int, length: int) -> float | None:
+def row_flops(model: ConfigBase, prefix: int, samples: int, length: int) -> float | None:
     """Return the model FLOPs of a policy update, per row: a shared prompt and its completions; None if unknown."""
     from axlearn_like.operations.flops import model_flops, shared_prompt_workload
 
     try:
-        return model_flops(model, shared_prompt_workload(1, trunk, samples, length), backward=True)
+        return model_flops(model, shared_prompt_workload(1, prefix, samples, length), backward=True)
     except UserError:
         return None
 

@@ -89,25 +89,27 @@ def experiment_tuning(cfg: ExperimentConfig) -> Tuning:
 def _train(experiment: Experiment, mesh: Mesh) -> Program:
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
     program, batch = trainer.program(mesh), trainer.batch(mesh, groups=cfg.groups, samples=cfg.samples)
-    rows, trunk = batch["trunk"].shape
+    rows, prefix = batch["prefix"].shape
     groups, samples, new = cfg.groups, cfg.samples, cfg.max_new  # a prompt counts once, in however many rows it is
-    flops = model_flops(cfg.policy, shared_prompt_workload(groups, trunk, samples, new), backward=True)
-    counted = f"forward and backward pass of {groups} prompts of {trunk + 1} tokens, {samples} answers of {new} each"
+    flops = model_flops(cfg.policy, shared_prompt_workload(groups, prefix, samples, new), backward=True)
+    counted = f"forward and backward pass of {groups} prompts of {prefix + 1} tokens, {samples} answers of {new} each"
     trace = partial(traced, program.step, mesh, trainer.axis_rules, program.state, batch)
-    return Program("train", mesh, trace, rows, trunk + batch["inputs"].shape[1] * new, flops, counted)
+    return Program("train", mesh, trace, rows, prefix + batch["inputs"].shape[1] * new, flops, counted)
 
 
 def _microbatch(experiment: Experiment, make: Callable[[], Mesh], length: int) -> Program:
     """The gradient of a microbatch of packed rows, added to those before it."""
     cfg, trainer, mesh = experiment.cfg, experiment.trainer_cfg, make()
     program, batch = trainer.program(mesh), trainer.packed(mesh, samples=cfg.samples)[length]
-    (rows, trunk), params = batch["trunk"].shape, program.state["params"]
+    (rows, prefix), params = batch["prefix"].shape, program.state["params"]
     sums = _sums(program, mesh, trainer, batch)
-    flops = model_flops(cfg.policy, shared_prompt_workload(rows, trunk, 1, length), backward=True)
-    counted = f"forward and backward pass of {rows} rows of {trunk} tokens of prompts and {length} of answers, unpacked"
+    flops = model_flops(cfg.policy, shared_prompt_workload(rows, prefix, 1, length), backward=True)
+    counted = (
+        f"forward and backward pass of {rows} rows of {prefix} tokens of prompts and {length} of answers, unpacked"
+    )
     inputs = {"params": params, "rows": batch}
     trace = partial(traced, program.step.accumulate, mesh, trainer.axis_rules, sums, inputs)
-    return Program("train", mesh, trace, rows, trunk + length, flops, counted)
+    return Program("train", mesh, trace, rows, prefix + length, flops, counted)
 
 
 def _update(experiment: Experiment, mesh: Mesh) -> Program:

@@ -103,6 +103,18 @@ class RolloutEngine(Configurable):
         """Forget which version the weights in place are: they may be of a trainer that died before it saved them."""
         self._core.version = -1
 
+    def sleep(self) -> None:
+        """Give back the memory of weights and cache, until `set_weights`: a trainer on the same devices can use it.
+
+        Compiled programs stay.
+
+        Raises:
+            UserError: a request is unfinished; its keys and values would be lost.
+        """
+        if self._lifecycle.groups:
+            raise UserError(f"the engine cannot sleep: {len(self._lifecycle.groups)} requests are unfinished")
+        self._core.sleep()
+
     # ---- requests
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> int:

@@ -49,6 +49,7 @@ class EngineCore:
     def install(self, placed: PlacedWeights, version: int, *, recompute: bool) -> None:
         """Switch to a policy now. `recompute`: keys and values of running sequences are computed again."""
         scheduler = self.scheduler
+        self.runner.wake()
         self.runner.params, self._next_weights = placed.params, None
         self._approximations = placed.approximations
         self.version = scheduler.version = version
@@ -59,6 +60,12 @@ class EngineCore:
                 scheduler.drop_pages(sequence)
             else:
                 sequence.mix_cache()
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and cache, until `install`. Nothing may be unfinished."""
+        self.scheduler.kv_cache.forget()
+        self.runner.sleep()
+        self.version, self._next_weights = -1, None
 
     def _started(self) -> bool:
         return any(group.started for group in self.lifecycle.groups.values())

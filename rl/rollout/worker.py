@@ -89,6 +89,10 @@ class RolloutWorker:
                 self._events.append(self.name, "joined", join_s=round(time.time() - self._began, 3))
         return True
 
+    def sleep(self) -> None:
+        """Give back the engine's memory between two leases, to a trainer on the same devices."""
+        self._engine.sleep()
+
     def abandon(self) -> None:
         """Free the lease and hand back rollouts that are whole: for another thread, when there is no more time."""
         if (unsubmitted := self._unsubmitted) is not None:

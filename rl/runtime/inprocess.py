@@ -1,4 +1,7 @@
-"""All roles in this process, taking turns: for notebooks, tests and debugging."""
+"""All roles in this process, taking turns: for notebooks, tests, debugging, and for a single TPU chip or GPU.
+
+Trainer and engine share the devices. While the trainer updates, the engine sleeps: weights and pages take no memory.
+"""
 
 import os
 import socket
@@ -47,6 +50,7 @@ def run_inprocess(
             while trainer.step < experiment.cfg.num_steps and not stop():
                 while not stop() and worker.run_once():
                     on_step(trainer.step)
+                worker.sleep()  # they share the devices, whose memory need not hold both at once
                 if trainer.run_once():
                     trainer.settle()  # nothing to overlap with: all roles take turns on one thread
                 on_step(trainer.step)

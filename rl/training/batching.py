@@ -102,24 +102,24 @@ def fill_padded(
 ) -> Batch:
     """Arrays of rows in the layout of `GroupContext`, of `samples` samples each.
 
-    Prompts are cut into trunk and last token; every branch is `[last, y_0, ..., y_{T-2}]` with targets
+    Prompts are cut into prefix and last token; every completion is `[last, y_0, ..., y_{T-2}]` with targets
     `[y_0, ..., y_{T-1}]`, so all masks follow from positions.
 
     Returns:
-        trunk int32 [g, p], trunk_lengths int32 [g], inputs and targets int32 [g, n, t], action_mask bool,
+        prefix int32 [g, p], prefix_lengths int32 [g], inputs and targets int32 [g, n, t], action_mask bool,
         logprobs_behaviour, weights, metric_weights float32 [g, n, t], advantages float32 [g, n].
     """
     batch: Batch = {
-        "trunk": np.zeros((len(rows), max_prompt - 1), np.int32),
-        "trunk_lengths": np.zeros(len(rows), np.int32),
+        "prefix": np.zeros((len(rows), max_prompt - 1), np.int32),
+        "prefix_lengths": np.zeros(len(rows), np.int32),
         **_token_arrays(len(rows), samples, max_new),
         **_objective_arrays(prepared, (len(rows), samples), (max_new,)),
     }
     for r, row in enumerate(rows):
         for g, rollouts in row:
             prompt, found = contents[g]
-            batch["trunk"][r, : len(prompt) - 1] = prompt[:-1]
-            batch["trunk_lengths"][r] = len(prompt) - 1
+            batch["prefix"][r, : len(prompt) - 1] = prompt[:-1]
+            batch["prefix_lengths"][r] = len(prompt) - 1
             batch["inputs"][r, :, 0] = prompt[-1]
             for i, n in enumerate(rollouts):
                 _write(batch, (r, i), 0, prompt, found[n])
@@ -132,13 +132,13 @@ def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: 
     """Arrays of rows in the layout of `PackedGroupContext`, p tokens for prompts and t for completions.
 
     Returns:
-        trunk, trunk_segments and trunk_positions int32 [b, p]; inputs, targets, segments, positions and starts int32
+        prefix, prefix_segments and prefix_positions int32 [b, p]; inputs, targets, segments, positions and starts int32
         [b, t], action_mask bool, logprobs_behaviour and the objective's arrays of tokens float32 [b, t]; of the row's
         completions, first (index of its first token) and lengths int32 [b, c], and the objective's others.
     """
     count, alignment = len(rows), packing.alignment(length)
     batch: Batch = {
-        **{name: np.zeros((count, packing.prompts), np.int32) for name in TRUNK},
+        **{name: np.zeros((count, packing.prompts), np.int32) for name in PREFIX},
         **_token_arrays(count, length),
         **{name: np.zeros((count, length), np.int32) for name in ("segments", "positions", "starts")},
         **{name: np.zeros((count, packing.completions), np.int32) for name in ("first", "lengths")},
@@ -148,10 +148,10 @@ def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: 
         front = at = index = 0
         for segment, (g, rollouts) in enumerate(row, start=1):
             prompt, found = contents[g]
-            trunk = slice(front, front + len(prompt) - 1)
-            for name, values in zip(TRUNK, (prompt[:-1], segment, np.arange(len(prompt) - 1)), strict=True):
-                batch[name][r, trunk] = values
-            front = trunk.stop
+            prefix = slice(front, front + len(prompt) - 1)
+            for name, values in zip(PREFIX, (prompt[:-1], segment, np.arange(len(prompt) - 1)), strict=True):
+                batch[name][r, prefix] = values
+            front = prefix.stop
             for n in rollouts:
                 size = len(found[n].tokens)
                 part = slice(at, at + size)
@@ -169,7 +169,7 @@ def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: 
     return batch
 
 
-TRUNK = ("trunk", "trunk_segments", "trunk_positions")
+PREFIX = ("prefix", "prefix_segments", "prefix_positions")
 
 
 def _padded(live: np.ndarray, max_new: int, row_multiple: int, samples: int) -> Microbatch:

@@ -44,7 +44,7 @@ class PolicyFeed:
         diff_every: int,
         sizes: Mapping[str, Any],
         packing: Packing | None = None,
-        flops: Callable[[int, int, int], float | None] = lambda trunk, samples, length: None,
+        flops: Callable[[int, int, int], float | None] = lambda prefix, samples, length: None,
     ):
         """Connect the sources of batches.
 
@@ -115,7 +115,7 @@ class PolicyFeed:
         total = 0.0
         for microbatch, (batch, _) in zip(arranged.microbatches, batches, strict=True):
             samples = 1 if self._packing else batch["inputs"].shape[1]
-            each = self._row_flops(batch["trunk"].shape[1], samples, microbatch.length)
+            each = self._row_flops(batch["prefix"].shape[1], samples, microbatch.length)
             if each is None:
                 return None
             total += each * sum(1 for row in microbatch.rows if row)

@@ -24,12 +24,12 @@ from mesh import UserError
 from mesh.rules import axis_sizes, constrain, partition
 from mesh.sharding import full_spec, shard_like, token_axes
 from rl.objective import Objective
-from rl.training.batching import TRUNK
+from rl.training.batching import PREFIX
 from rl.training.logprobs import row_length, score_rows
 from rl.training.packing import Packing
 
 Described = dict[str, jax.ShapeDtypeStruct]
-_PLACES = ("trunk_segments", "segments", "trunk_positions", "positions", "starts")  # fields of PackedGroupContext
+_PLACES = ("prefix_segments", "segments", "prefix_positions", "positions", "starts")  # fields of PackedGroupContext
 
 
 def policy_program(
@@ -129,15 +129,15 @@ class Scored(NamedTuple):
 
 def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: float, chunks: int = 1) -> Scored:
     """Return the objective's input from a model, at the behaviour temperature; logits of one chunk exist at a time."""
-    groups, trunk = batch["inputs"].shape[0], batch["trunk"]
+    groups, prefix = batch["inputs"].shape[0], batch["prefix"]
     if batch["inputs"].ndim == 2:
         context = PackedGroupContext(*(batch[name] for name in _PLACES))
     else:
-        context = GroupContext(batch["trunk_lengths"], trunk.shape[1], *batch["inputs"].shape[1:])
-    tokens = jnp.concatenate([trunk, batch["inputs"].reshape(groups, -1)], axis=1)
+        context = GroupContext(batch["prefix_lengths"], prefix.shape[1], *batch["inputs"].shape[1:])
+    tokens = jnp.concatenate([prefix, batch["inputs"].reshape(groups, -1)], axis=1)
     hidden = model.hidden(tokens, context)
     x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
-    answers, targets = x[:, trunk.shape[1] :], batch["targets"].reshape(groups, -1)
+    answers, targets = x[:, prefix.shape[1] :], batch["targets"].reshape(groups, -1)
 
     def of_tokens(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = output.logits(x) / temperature
@@ -159,8 +159,8 @@ def batch_shapes(objective: Objective, *, groups: int, samples: int, max_prompt:
     """Return the arrays of `pack_groups` for rows of `samples` each that all have a gradient."""
     each = (groups, samples, max_new)
     shapes: Described = {
-        "trunk": jax.ShapeDtypeStruct((groups, max_prompt - 1), jnp.int32),
-        "trunk_lengths": jax.ShapeDtypeStruct((groups,), jnp.int32),
+        "prefix": jax.ShapeDtypeStruct((groups, max_prompt - 1), jnp.int32),
+        "prefix_lengths": jax.ShapeDtypeStruct((groups,), jnp.int32),
         "inputs": jax.ShapeDtypeStruct(each, jnp.int32),
         "targets": jax.ShapeDtypeStruct(each, jnp.int32),
         "action_mask": jax.ShapeDtypeStruct(each, jnp.bool_),
@@ -178,7 +178,7 @@ def packed_shapes(objective: Objective, packing: Packing, *, rows: int, length: 
         return {name: jax.ShapeDtypeStruct((rows, width), jnp.int32) for name in names}
 
     shapes = {
-        **ints(packing.prompts, *TRUNK),
+        **ints(packing.prompts, *PREFIX),
         **ints(length, "inputs", "targets", "segments", "positions", "starts"),
         **ints(packing.completions, "first", "lengths"),
         "action_mask": jax.ShapeDtypeStruct((rows, length), jnp.bool_),

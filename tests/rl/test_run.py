@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 
 import pytest
 
+from axlearn_like.checkpoint.remote import RemoteTier
+from axlearn_like.config import to_text
+from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.run import RLRun
+from rl.runtime.inprocess import run_inprocess
 from tests.rl.runtime.ray.command import Command
 from tests.rl.runtime.ray.experiments import assert_same_outcome, evaluated, parameters, run_here, warmed
 from tests.rl.tiny import tiny_experiment
@@ -158,6 +163,22 @@ def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
     again = run.run(tmp_path, runtime="inprocess")
     assert said == [f"run directory: {tmp_path}"] and log.new_rows() == []
     assert again == first
+
+
+def test_a_machine_that_replaces_a_lost_one_goes_on_from_the_remote_checkpoint(tmp_path: Path) -> None:
+    """Nothing of the run directory is left: the warm start is not repeated, and the policy is the same to the bit."""
+    bucket, said = tmp_path / "bucket", list[str]()
+    cfg = evaluated().set(num_steps=4, evaluation=None)
+    whole = run_here(tmp_path / "whole", cfg)
+    cfg.trainer.set(remote=RemoteTier.Config(url=str(bucket), copy_every=2))
+    with RunDirectory.open(tmp_path / "lost", to_text(cfg)) as run:
+        steps: list[int] = []
+        assert run_inprocess(cfg.build(), run, lambda: 2 in steps, steps.append) == 2
+    shutil.rmtree(tmp_path / "lost")
+    RLRun(cfg.build(), say=said.append).run(tmp_path / "new", runtime="inprocess")
+    assert said[1] == f"fetched the checkpoint of update 2 from {bucket}"
+    assert said[2].startswith("reinforcement learning: 4 updates")
+    assert parameters(tmp_path / "new") == parameters(whole)
 
 
 def test_a_run_extended_by_force_is_evaluated_after_its_last_update(tmp_path: Path) -> None:

@@ -98,8 +98,8 @@ def test_an_update_by_packed_rows_has_a_program_for_each_length():
     known = cfg.programs(jax.devices()[:1])
     assert set(known) == {"train", f"train_{cfg.max_new}", "update", "score", "prefill", "decode"}
     train, short = known["train"](), known[f"train_{cfg.max_new}"]()
-    trunk = cfg.max_prompt - 1
-    assert (train.rows, train.length, short.length) == (3, trunk + 2 * cfg.max_new, trunk + cfg.max_new)
+    prefix = cfg.max_prompt - 1
+    assert (train.rows, train.length, short.length) == (3, prefix + 2 * cfg.max_new, prefix + cfg.max_new)
     assert train.flops > short.flops > 0
     for program in (train, short):
         assert "dot_general" in str(program.trace().jaxpr)

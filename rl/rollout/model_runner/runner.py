@@ -78,7 +78,7 @@ class ModelRunner:
 
                 check_rules(model.layers.attention.rules, model.layers.attention.sinks_kq is not None)
             if described is None:
-                self.pool = self._empty_pool()
+                self.pool: Any = self._empty_pool()
             else:
                 self.pool = to_named_sharding(jax.eval_shape(self._empty_pool), self.mesh)
                 self.params = self._weights.described
@@ -133,6 +133,19 @@ class ModelRunner:
             UserError: an array is missing, or has another shape.
         """
         return self._weights.place(params)
+
+    # ---- memory
+
+    def sleep(self) -> None:
+        """Drop weights, pages and windows, so that others can use the memory of the devices."""
+        self.params = self.pool = None
+        self._windows.clear()
+
+    def wake(self) -> None:
+        """Take the memory of the pages again, which are empty then."""
+        if self.pool is None:
+            with jax.set_mesh(self.mesh):
+                self.pool = self._empty_pool()
 
     # ---- pages
 

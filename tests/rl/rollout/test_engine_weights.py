@@ -361,3 +361,35 @@ def test_generation_steps_are_counted(engine: RolloutEngine):
     before = engine.stats()["generation_tokens"]
     engine.generate([request(3, samples=2, agent_loop=two, stop=WHOLE)])
     assert engine.stats()["generation_tokens"] - before == 4
+
+
+def device_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_an_engine_that_sleeps_holds_no_memory_and_draws_the_same_when_it_wakes(fresh: dict[int, list[Rollout]]):
+    before = device_bytes()
+    engine = make_engine()
+    pages = device_bytes() - before
+    assert pages > 0
+    for version, weights in ((1, OLD), (2, NEW), (1, OLD)):
+        engine.set_weights(weights, version, rewind=True)
+        assert_same(engine.generate(ASKED), fresh[version])
+        assert device_bytes() >= before + pages
+        compiled = engine.stats()["compilations"]
+        engine.sleep()
+        engine.sleep()
+        assert device_bytes() == before and engine.version == -1
+    assert engine.stats()["compilations"] == compiled
+    assert_no_page_is_held(engine)
+
+
+def test_an_engine_with_unfinished_requests_does_not_sleep(engine: RolloutEngine):
+    engine.submit(ASKED[0])
+    with pytest.raises(UserError, match="cannot sleep: 1 requests are unfinished"):
+        engine.sleep()
+    engine.abort_all()
+    engine.sleep()
+    with pytest.raises(UserError, match="no weights yet; call set_weights first"):
+        engine.generate(ASKED)
+    engine.set_weights(OLD, 1, rewind=True)

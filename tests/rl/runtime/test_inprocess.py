@@ -1,11 +1,13 @@
 """All roles in one process: the run is repeatable, and a resumed one equals an uninterrupted one."""
 
+import gc
 import json
 from pathlib import Path
 
 from axlearn_like.config import to_text
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
+from rl.rollout.model_runner.runner import ModelRunner
 from rl.runtime.inprocess import run_inprocess
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, run_here
 from tests.rl.tiny import tiny_experiment
@@ -37,3 +39,16 @@ def test_evaluations_during_training_change_no_bit_of_it_and_equal_those_of_shor
     assert rows[1] == json.loads((short / "eval_after.json").read_text())
     assert rows[2] == json.loads((whole / "eval_after.json").read_text())
     assert rows[0] != {**rows[1], "step": 0}
+
+
+def test_the_engine_has_no_memory_while_the_trainer_updates(tmp_path: Path) -> None:
+    """Each update is two leases, then the trainer's turn."""
+    cfg, holds = tiny_experiment(num_steps=2, evaluation=None), list[tuple[int, bool]]()
+
+    def on_step(step: int) -> None:
+        for runner in [one for one in gc.get_objects() if isinstance(one, ModelRunner)]:
+            holds.append((step, runner.pool is not None or runner.params is not None))
+
+    with RunDirectory.open(tmp_path, to_text(cfg)) as run:
+        run_inprocess(cfg.build(), run, lambda: False, on_step)
+    assert holds[:6] == [(0, True), (0, True), (1, False), (1, True), (1, True), (2, False)]

@@ -41,34 +41,34 @@ def pack(groups: Sequence[Group], objective: Objective | None = None, row_multip
     return pack_groups(groups, made, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=row_multiple)[0]
 
 
-def test_trunk_inputs_and_targets_are_the_sequence_shifted_by_one():
+def test_prefix_inputs_and_targets_are_the_sequence_shifted_by_one():
     batch = pack(GROUPS)
     assert {name: array.shape for name, array in batch.items()} == {
-        "trunk": (3, MAX_PROMPT - 1),
-        "trunk_lengths": (3,),
+        "prefix": (3, MAX_PROMPT - 1),
+        "prefix_lengths": (3,),
         "advantages": (3, 2),
         **dict.fromkeys(("inputs", "targets", "action_mask", "logprobs_behaviour"), (3, 2, MAX_NEW)),
         **dict.fromkeys(("weights", "metric_weights"), (3, 2, MAX_NEW)),
     }
     for g, made in enumerate(GROUPS):
-        trunk = batch["trunk"][g, : batch["trunk_lengths"][g]]
+        prefix = batch["prefix"][g, : batch["prefix_lengths"][g]]
         for n, rollout in enumerate(made.rollouts):
             length = len(rollout.tokens)
             whole = np.concatenate([made.prompt.tokens, rollout.tokens])
-            np.testing.assert_array_equal(np.concatenate([trunk, batch["inputs"][g, n, :length]]), whole[:-1])
+            np.testing.assert_array_equal(np.concatenate([prefix, batch["inputs"][g, n, :length]]), whole[:-1])
             np.testing.assert_array_equal(batch["targets"][g, n, :length], rollout.tokens)
             np.testing.assert_array_equal(batch["logprobs_behaviour"][g, n, :length], rollout.logprobs)
             assert not batch["inputs"][g, n, length:].any()
 
 
-def test_a_group_in_several_rows_has_its_trunk_in_each():
+def test_a_group_in_several_rows_has_its_prefix_in_each():
     objective = Objective.Config(old_policy="current").build()
     whole = pack(GROUPS, objective)
     batch, _ = pack_groups(GROUPS, objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, samples_per_row=1)
     order = np.flatnonzero(whole["weights"].any(axis=2))  # rollouts of which anything counts
     assert batch["inputs"].shape == (len(order), 1, MAX_NEW)
     for name, array in batch.items():
-        if name in ("trunk", "trunk_lengths"):
+        if name in ("prefix", "prefix_lengths"):
             np.testing.assert_array_equal(array, whole[name][order // 2])
         else:
             np.testing.assert_array_equal(array[:, 0], whole[name].reshape(6, *array.shape[2:])[order])
@@ -134,7 +134,7 @@ def test_padding_to_a_row_multiple_changes_nothing_in_loss_metrics_or_gradient()
     outcomes = []
     for row_multiple, rows in ((1, 2), (2, 2), (5, 5)):
         batch = {name: jnp.asarray(x) for name, x in pack(GROUPS, objective, row_multiple).items()}
-        assert batch["trunk"].shape[0] == rows
+        assert batch["prefix"].shape[0] == rows
         live = np.random.default_rng(1).normal(-1, 0.5, (2, 2, MAX_NEW)).astype(np.float32)
         logprobs = jnp.full((rows, 2, MAX_NEW), jnp.nan).at[:2].set(live)
         (loss, metrics), grads = jax.value_and_grad(objective.loss, has_aux=True)(logprobs, batch)
@@ -148,7 +148,7 @@ def test_padding_to_a_row_multiple_changes_nothing_in_loss_metrics_or_gradient()
 def test_a_batch_without_any_live_group_is_one_of_padding():
     objective = Objective.Config(old_policy="current", zero_variance="drop").build()
     batch, figures = pack_groups([GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=2)
-    assert batch["trunk"].shape[0] == 2
+    assert batch["prefix"].shape[0] == 2
     assert not any(array.any() for array in batch.values())
     assert figures["zero_variance_fraction"] == 1.0
     loss, metrics = objective.loss(jnp.zeros((2, 2, MAX_NEW)), {k: jnp.asarray(v) for k, v in batch.items()})

@@ -144,9 +144,9 @@ def test_packed_rows_have_the_metrics_and_the_gradient_of_padded_ones():
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert_close(gradient, slopes)
     tokens = sum(len(r.tokens) for group in groups() for r in group.rollouts) + sum(2 * g for g in range(5))
-    computed = sum(batch["inputs"].size + batch["trunk"].size for batch in batches)
+    computed = sum(batch["inputs"].size + batch["prefix"].size for batch in batches)
     assert figures["wasted_tokens"] == pytest.approx(1 - tokens / computed)
-    assert others["wasted_tokens"] == pytest.approx(1 - tokens / (padded["inputs"].size + padded["trunk"].size))
+    assert others["wasted_tokens"] == pytest.approx(1 - tokens / (padded["inputs"].size + padded["prefix"].size))
     assert {n: v for n, v in figures.items() if "tokens" not in n} == {
         n: v for n, v in others.items() if "tokens" not in n
     }

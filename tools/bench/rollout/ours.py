@@ -42,7 +42,7 @@ def main() -> None:
     with jax.set_mesh(make_mesh()):
         limits = {"max_num_seqs": job.rollouts, "max_prompt": job.prompt_tokens, "max_new": job.new_tokens}
         engine = bed.engine(**limits, keep_completions=False)  # no rollout continues another
-        server = StepServer(system_version(), sum(leaf.size for leaf in jax.tree.leaves(bed.params())))
+        server = StepServer(system_version(), sum(leaf.size for leaf in jax.tree.leaves(engine.weights_like)))
         serve(job, server, lambda index: generate(job, engine, index))
 
 
