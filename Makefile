@@ -11,8 +11,9 @@ PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 PATHS := axlearn_like rl models mesh experiments tools tests examples docs
 SOURCES := pyproject.toml constraints.txt tools/install.sh tools/find_python.sh tools/have_compiler.sh
 
-# The venv must not inherit packages of another environment.
-unexport PYTHONPATH PYTHONHOME
+# The venv must not inherit packages of another environment; and without stored bytecode each of the hundreds of
+# processes of the tests would compile the project again.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 # The name of an interpreter to build .venv with may be given: make PYTHON=/path/to/python3.12
 export PYTHON
 

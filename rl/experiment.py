@@ -4,11 +4,17 @@ The experiment gives every component what only it knows (sizes, seeds, the task 
 parent. A runtime calls the `make_*` methods in the process where a role will run: this one, or an actor's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
+import jax
+from flax import nnx
+
+from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules
+from axlearn_like.layers.base import split
 from axlearn_like.learner import Learner
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
@@ -65,7 +71,8 @@ class RLExperiment(Configurable):
         staleness: int = 0  # versions that a rollout may be behind the trainer
         seed: int = 0
 
-        warm_start: Trainer.Config | None = None  # supervised fine-tuning first; None: from scratch
+        start_from: StartFrom.Config | None = None  # parameters of another run, such as one of `axl train`
+        warm_start: Trainer.Config | None = None  # supervised fine-tuning first; None: RL at once
         objective: Objective.Config = Objective.Config(old_policy="current")
         learner: Learner.Config = REQUIRED
         sampler: Sampler.Config = Sampler.Config()
@@ -151,6 +158,8 @@ class RLExperiment(Configurable):
             tokens = f"the {each_row} x {self.max_new} tokens of a row"
             fits = trainer.chunks >= 1 and each_row * self.max_new % trainer.chunks == 0
             trainer.require("chunks", trainer.packing is not None or fits, f"a divisor of {tokens}")
+            once = self.start_from is None or self.warm_start is None
+            self.require("start_from", once, "None with a warm start, whose own `warm_start.start_from` says the same")
             self.require_least(1, "evaluate_every")
             fits = self.evaluate_every is None or self.evaluation is not None
             self.require("evaluate_every", fits, "None where there is no `evaluation`")
@@ -197,6 +206,13 @@ class RLExperiment(Configurable):
             trainer=self.trainer_cfg.clone(model=policy),
             warm_start=None if warm is None else warm.resolved(),
         )
+
+    def check_start(self) -> None:
+        """Refuse first parameters of another model, or none, without reading them (ConfigError)."""
+        if self.cfg.start_from is not None:
+            policy = jax.eval_shape(lambda: split(self.cfg.policy.build(rngs=nnx.Rngs(0)))[1])
+            with self.cfg.errors_in("start_from"):
+                self.cfg.start_from.build().check(policy)
 
     # ---- roles
 
@@ -269,12 +285,16 @@ class RLExperiment(Configurable):
         processes: ProcessGroup | None = None,
     ) -> PolicyTrainer:
         """Build the trainer; `processes`: the trainer process group that this process belongs to."""
-        warm = None if self.cfg.warm_start is None else warm_start_directory(run)
+        initial: Callable[[Any], Any] | None = None
+        if self.cfg.start_from is not None:
+            initial = self.cfg.start_from.build().params
+        elif self.cfg.warm_start is not None:
+            initial = partial(restore_params, warm_start_directory(run))
         return self.trainer_cfg.build(
             run=run,
             controller=controller,
             weights=weights,
-            initial=None if warm is None else lambda abstract: restore_params(warm, abstract),
+            initial=initial,
             seed=self.cfg.seed,
             processes=processes,
         )

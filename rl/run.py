@@ -91,6 +91,8 @@ class RLRun:
         if self._checked != runtime:
             self.check(runtime)
         text = to_text(self._cfg)
+        if not RunDirectory.attach(Path(run_dir).expanduser()).config_path.exists():  # it will have parameters
+            self._experiment.check_start()
         with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as stop:
             run.resolved_config_path.write_text(to_text(self._experiment.resolved()))
             self._say(f"run directory: {run.path}")

@@ -71,7 +71,7 @@ def newest_weights(run: RunDirectory, path: Path | None = None) -> Weights | Non
 
 
 def load_params(experiment: RLExperiment, weights: Weights | None, mesh: jax.sharding.Mesh) -> Params:
-    """Return parameters sharded over `mesh`; without weights, random ones from the experiment's seed.
+    """Return parameters sharded over `mesh`; without weights, those that the experiment starts from, or random ones.
 
     Raises:
         CheckpointError: damaged, or of another policy.
@@ -83,9 +83,13 @@ def load_params(experiment: RLExperiment, weights: Weights | None, mesh: jax.sha
 
     with jax.set_mesh(mesh):
         key = jax.random.key(cfg.seed)
-        if weights is None:
+        if weights is None and cfg.start_from is None:
             return jax.jit(create)(key)
-        return restore_params(weights.path, to_named_sharding(jax.eval_shape(create, key), mesh))
+        described = to_named_sharding(jax.eval_shape(create, key), mesh)
+        if weights is not None:
+            return restore_params(weights.path, described)
+        assert cfg.start_from is not None
+        return cfg.start_from.build().params(described)
 
 
 def make_engine(experiment: RLExperiment, weights: Weights | None) -> RolloutEngine:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.config import from_text, to_text
+from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.config import ConfigError, from_text, to_text
 from axlearn_like.layers.base import Params
 from axlearn_like.run.events import EventLog
 from axlearn_like.training.trainer import Trainer
@@ -17,6 +19,7 @@ from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import connect_local
 from rl.rollout.sampling import Sampler
+from rl.run import RLRun
 from rl.serving.policy import load_params, newest_weights
 from rl.tasks.mixture import TaskFamily, TaskMixture, encode_prompt
 from rl.training.warm_start import warm_start_directory
@@ -117,7 +120,41 @@ def test_after_a_warm_start_the_first_version_is_its_result(tmp_path: Path):
         assert (trainer.step, int(trainer.state["step"])) == (0, 0)
 
 
+def test_rl_starts_from_the_parameters_of_a_supervised_run(tmp_path: Path):
+    supervised: Trainer.Config = tiny_trainer(2)
+    base = tiny_experiment()
+    supervised.model = base.policy
+    Trainer(supervised).run(tmp_path / "base", progress=False)
+    learned = host(restore_params(tmp_path / "base"))
+    cfg = tiny_experiment(start_from=StartFrom.Config(path=str(tmp_path / "base")))
+    experiment = cfg.build()
+    experiment.check_start()
+    with tiny_run(tmp_path / "r", cfg) as run:
+        weights = connect_local(experiment.make_parameter_server())
+        trainer = experiment.make_trainer(run, experiment.make_controller(run), weights)
+        trainer.start()
+        assert host(trainer.state["params"]) == learned
+        assert host(pull(weights, trainer.state["params"], 0)) == learned
+    assert host(load_params(experiment, None, make_mesh())) == learned
+
+
 # ---- what cannot work
+
+
+def test_a_start_that_cannot_be_is_refused_and_nothing_is_written(tmp_path: Path):
+    def refused(path: Path) -> str:
+        cfg = tiny_experiment(start_from=StartFrom.Config(path=str(path)))
+        with pytest.raises(ConfigError) as raised:
+            RLRun(cfg.build(), say=lambda line: None).run(tmp_path / "run", runtime="inprocess")
+        assert raised.value.path == "RLExperiment.start_from" and not (tmp_path / "run").exists()
+        return str(raised.value)
+
+    assert str(tmp_path / "nothing") in refused(tmp_path / "nothing")
+    Trainer(tiny_trainer(1)).run(tmp_path / "other", progress=False)  # another vocabulary
+    assert "embedding" in refused(tmp_path / "other")
+    both = tiny_experiment(start_from=StartFrom.Config(path="runs/base"), warm_start=tiny_trainer(1))
+    with pytest.raises(ConfigError, match=r"start_from: expected None with a warm start"):
+        both.check("inprocess")
 
 
 @pytest.mark.parametrize("sampler", [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}], ids=str)

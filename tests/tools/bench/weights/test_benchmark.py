@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tools.bench.weights import yardsticks
-from tools.bench.weights.sections import delta, fan_out, model, moving, pause, reshard, transports
+from tools.bench.weights.sections import delta, fan_out, first_token, model, moving, pause, reshard, transports
 from tools.cli import EXIT_USER_ERROR, main
 
 
@@ -73,6 +73,14 @@ def test_weights_come_in_while_the_engine_draws() -> None:
         one = found["pause"][way]
         assert one["swaps"] == 3 and one["published"] > 3
         assert one["pause_ms_p50"] >= one["set_weights_ms_p50"] > 0 and one["transfer_s_p50"] > 0
+
+
+def test_the_first_token_of_a_version_comes_after_push_pull_swap_and_draw() -> None:
+    found = first_token.measure(quick=True)
+    total, parts = found["update_to_first_token_s"]["delta"], found["first_token"]["delta"]
+    assert total == pytest.approx(sum(parts[f"{part}_s"] for part in ("push", "pull", "swap", "draw")))
+    assert total > parts["draw_s"] > 0
+    assert 0 < parts["network_bytes"] < parts["nbytes"] / 3
 
 
 def test_deltas_travel_and_come_back_to_the_bit() -> None:

@@ -9,6 +9,7 @@ import jax
 from rl.parameter_server.client import ParameterServerClient, connect
 from rl.parameter_server.pull.receiver import Receiver
 from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.transport.buffers import view_of
 from rl.parameter_server.transport.endpoint import Endpoint
 from tools.bench.weights.sections import model
 
@@ -34,15 +35,15 @@ class Clocks:
 class Server:
     """The parameter server, which counts what it sends."""
 
-    def __init__(self, keep: int = 1):
-        self._server = ParameterServer.Config(keep=keep).build()
+    def __init__(self, keep: int = 1, codec: str = "raw"):
+        self._server = ParameterServer.Config(keep=keep).set(codec=codec).build()
         self._sent, self._lock = 0, threading.Lock()
         shard_server, read = self._server.shard_server, self._server.shard_server.read
 
         def counted(*args: Any) -> Any:
             answers = read(*args)
             with self._lock:
-                self._sent += sum(memoryview(answer.data).nbytes for answer in answers)
+                self._sent += sum(view_of(answer.data).nbytes for answer in answers)
             return answers
 
         shard_server.read = counted  # pyright: ignore

@@ -1,0 +1,119 @@
+"""Seconds from the end of an update to the first token drawn with the new weights, for a policy of 0.6B parameters.
+
+The worker waits for the version, as in a synchronous run: it pulls it as soon as it can be read, places and installs
+it, and draws one token of a prompt of eight. The trainer has float32, the engine bfloat16. Updates are of the size of
+a learning rate of 1e-6, which changes about one bfloat16 value in a hundred: random weights compress otherwise as
+trained ones do. By turns for each way that versions can travel; the first version of each warms up.
+"""
+
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.decoder import Decoder
+from models.qwen import qwen
+from models.tiny import tiny
+from rl.parameter_server.pull.prefetcher import Prefetcher
+from rl.parameter_server.transport.endpoint import Endpoint
+from rl.roles.messages import Prompt
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.request import Request, StopConditions
+from tools.bench.harness.processes import in_process
+from tools.bench.weights.sections.roles import Server, reach
+
+MODEL = "Qwen3-0.6B"
+UPDATES = 5
+STEP = 1e-6
+WAYS: dict[str, dict[str, Any]] = {
+    "dense": {"shared_memory": False},
+    "delta": {"shared_memory": False, "codec": "delta"},
+    "shared_memory": {"shared_memory": True},
+}
+_PROMPT = np.arange(3, 11, dtype=np.int32)
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """Measure `update_to_first_token_s`, by way, and the parts of it in `first_token`."""
+    updates, ways = 1 if quick else UPDATES, {}
+    for way in ("delta",) if quick else WAYS:
+        settings = WAYS[way]
+        with in_process(Server, keep=2, codec=settings.get("codec", "raw")) as server:
+            endpoint = server.endpoint()
+            with in_process(UpdatingTrainer, endpoint=endpoint, quick=quick, settings=settings) as trainer:
+                ways[way] = _follow(trainer, endpoint, updates, settings, quick=quick)
+    totals = {way: figures["total_s"] for way, figures in ways.items()}
+    return {"update_to_first_token_s": totals, "first_token": {"model": MODEL, "updates": updates, **ways}}
+
+
+def policy(*, quick: bool) -> Decoder.Config:
+    """Return the policy; a tiny one for a smoke test."""
+    return (tiny(vocab_size=64, dim=32, num_layers=1, hidden=64) if quick else qwen(MODEL)).set(dtype="bfloat16")
+
+
+def random_parameters(cfg: Decoder.Config) -> Params:
+    """Return float32 parameters of trained size: norms of one, and numbers that repeat every 16 MB."""
+    numbers = 0.02 * np.random.default_rng(0).standard_normal(1 << 22, np.float32)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        scale = jax.tree_util.keystr(path).endswith("['scale']")
+        return jnp.ones(leaf.shape) if scale else jnp.asarray(np.resize(numbers, leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0)))[1]))
+
+
+class UpdatingTrainer:
+    """A trainer that changes every parameter a little, and publishes."""
+
+    def __init__(self, endpoint: Endpoint, quick: bool, settings: dict[str, Any]):
+        self._params = random_parameters(policy(quick=quick))
+        self._publisher = reach(endpoint, **settings).publisher()
+
+    def update(self, version: int) -> tuple[float, float]:
+        """Make a version; return when its update was done, and when it could be read."""
+        step = STEP if version % 2 else -STEP
+        params = jax.tree.map(lambda leaf: leaf + step * jnp.sign(jnp.roll(leaf, version, -1)), self._params)
+        self._params = jax.block_until_ready(params)
+        ended = time.monotonic()
+        self._publisher.publish_async(self._params, version).wait()
+        return ended, time.monotonic()
+
+
+def _follow(
+    trainer: Any, endpoint: Endpoint, updates: int, settings: dict[str, Any], *, quick: bool
+) -> dict[str, float]:
+    """Draw one token with each version, as soon as it can be done; medians of the parts."""
+    engine = RolloutEngine.Config(
+        model=policy(quick=quick), stop_tokens=(), max_prompt=16, max_new=16, max_num_seqs=1, steps_per_dispatch=1
+    ).build()
+    receiver = reach(endpoint, **settings).receiver(engine.weights_like)
+    prefetcher = Prefetcher(receiver, engine.place, newest=True, background=False)
+    rows: list[dict[str, float]] = []
+    with ThreadPoolExecutor(1) as beside:
+        for version in range(updates + 2):  # the first compiles, and has no base; the second has memory to fill
+            update = beside.submit(trainer.update, version)
+            placed, moved = prefetcher.take(version, 120.0)
+            arrived = time.monotonic()
+            engine.set_weights(placed, version)
+            installed = time.monotonic()
+            engine.generate([Request(Prompt(version, "", _PROMPT), 1, seed=0, stop=StopConditions(max_new=1))])
+            drawn = time.monotonic()
+            ended, readable = update.result()
+            rows.append(
+                {
+                    "total_s": drawn - ended,
+                    "push_s": readable - ended,
+                    "pull_s": arrived - readable,
+                    "swap_s": installed - arrived,
+                    "draw_s": drawn - installed,
+                    "network_bytes": float(moved.network),
+                    "nbytes": float(moved.needed),
+                }
+            )
+    return {name: statistics.median(row[name] for row in rows[2:]) for name in rows[0]}
