@@ -86,7 +86,9 @@ def _has_plugins() -> bool:
 
 
 def _cpu_devices(limit: int = 8) -> int:
-    """Return how many devices the CPU shows: what XLA_FLAGS say, or the largest power of two of cores."""
+    """Return how many devices the CPU shows: JAX_NUM_CPU_DEVICES, XLA_FLAGS, or the largest power of two of cores."""
+    if (given := os.environ.get("JAX_NUM_CPU_DEVICES", "")).isdecimal():
+        return int(given)
     forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if forced:
         return int(forced[1])
@@ -98,7 +100,7 @@ def one_device_per_core() -> None:
     """Let JAX's CPU backend show one device for each core, before it is first used; accelerators are not touched.
 
     XLA runs the small operations of a small model on one core. Data parallelism over "devices" that are cores uses the
-    others too. The number is a power of two, so that batches divide.
+    others too. The number is a power of two, so that batches divide. What the environment says goes before.
     """
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", _cpu_devices())

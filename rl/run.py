@@ -27,6 +27,7 @@ from rl.experiment import RLExperiment, Runtime
 from rl.fleet.devices import HERE
 from rl.fleet.fleet import Placed
 from rl.fleet.plan import plan_fleet, refuse
+from rl.fleet.requests import role_requests
 from rl.runtime.phases import Phases
 from rl.training.warm_start import latest_step
 
@@ -51,10 +52,7 @@ class RLRun:
         if runtime == "ray":
             if not self._cfg.fleet.here:
                 refuse(plan_fleet(Placed(self._cfg, self._cfg.fleet.build()), compile_programs=False))
-                raise UserError(
-                    "fleet: roles are not placed on described devices yet, only planned (--plan); with fleet.trainer "
-                    "and fleet.workers `here` they go to this machine, or to the nodes of RAY_ADDRESS in turn"
-                )
+            role_requests(self._cfg, () if os.environ.get("RAY_ADDRESS") else find_devices())
             from rl.runtime.ray.preflight import check_machine
 
             check_machine(self._cfg)

@@ -2,23 +2,27 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from mesh import UserError
 from mesh.devices import device_name, find_devices
 from mesh.errors import did_you_mean
 from mesh.mesh import PlaceholderDevice
-from mesh.topology import Topology, parse_topology, topology_devices
+from mesh.topology import GENERATIONS, Topology, parse_topology, topology_devices
 
 HERE = "here"  # the devices of this machine
+ANY_GPU = "gpu"  # of a model that is not in the table
 # Name -> what jax calls it, and bytes of memory, by its maker. A host has eight.
 _GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 80 << 30),
     "h100": ("NVIDIA H100 80GB HBM3", 80 << 30),
     "h200": ("NVIDIA H200", 141 * 10**9),
     "b200": ("NVIDIA B200", 180 * 10**9),
+    ANY_GPU: ("GPU", None),
 }
 _GPUS_PER_HOST = 8
+_SMALLEST_SHARE = 0.01  # of a GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,8 @@ class RoleDevices:
         hosts: with one process each.
         memory: bytes of a device, as sold; None: of CPUs, or not known.
         topology: of TPUs that are not of this machine.
+        share: of its only device, in (0, 1]; other roles have the rest.
+        model: of described GPUs: "H100"; None: any.
     """
 
     text: str
@@ -40,6 +46,8 @@ class RoleDevices:
     hosts: int
     memory: int | None = None
     topology: Topology | None = None
+    share: float = 1.0
+    model: str | None = None
 
     def compilable(self) -> list[Any]:
         """Return devices for which programs can be compiled here, in the order in which a mesh takes them.
@@ -57,9 +65,20 @@ class RoleDevices:
         return device_name(self.described)
 
     @property
+    def platform(self) -> str:
+        """The platform by its name in jax: cpu, gpu, tpu."""
+        return self.described[0].platform
+
+    @property
     def each_host(self) -> int:
         """Devices of a host."""
         return len(self.described) // self.hosts
+
+    @property
+    def host_chips(self) -> int:
+        """The number of chips of the largest machine with such devices."""
+        flat = self.topology is None or len(self.topology.generation.chips) == 2
+        return _GPUS_PER_HOST if flat else 4
 
 
 def parse_count(text: str, field: str) -> tuple[int, str]:
@@ -71,7 +90,7 @@ def parse_count(text: str, field: str) -> tuple[int, str]:
 
 
 def parse_devices(text: str, field: str, slices: int = 1) -> RoleDevices:
-    """Return the devices that a text describes; `slices` TPU slices of a kind belong to one instance.
+    """Return the devices that a text describes; `slices` of them (TPU slices, hosts) belong to one instance.
 
     Raises:
         UserError: names the field, and the nearest there are.
@@ -82,10 +101,20 @@ def parse_devices(text: str, field: str, slices: int = 1) -> RoleDevices:
         return RoleDevices(HERE, tuple(found), chips, 1)
     kind, _, size = text.lower().partition(":")
     if kind in ("cpu", *_GPUS):
-        return _counted(text, kind, size, field)
+        share = _share(text, kind, size, field) if "." in size else 1.0
+        if share < 1 and slices > 1:
+            raise UserError(f"{field}='{slices} x {text}': a share of a GPU is one process; expected {text}")
+        found = _counted(text, kind, "1" if share < 1 else size, field, slices)
+        memory = None if found.memory is None else int(share * found.memory)
+        return dataclasses.replace(found, share=share, memory=memory)
     try:
         topology = parse_topology(text, slices)
     except UserError as error:
+        if "." in size and kind in GENERATIONS:
+            raise UserError(
+                f"{field}={text!r}: roles cannot share a TPU chip, because libtpu lets in one process; only GPUs are "
+                "shared (h100:0.5). All roles in one process use one chip: --runtime inprocess"
+            ) from None
         near = did_you_mean(kind, _GPUS) if re.fullmatch(r"[a-z]+\d+0+", kind) else ""
         raise UserError(f"{field}={text!r}: {error}{near}") from None
     generation = topology.generation
@@ -96,14 +125,34 @@ def parse_devices(text: str, field: str, slices: int = 1) -> RoleDevices:
     return RoleDevices(str(topology), described, chips, topology.hosts, memory, topology)
 
 
-def _counted(text: str, kind: str, size: str, field: str) -> RoleDevices:
+def gpu_text(devices: Sequence[Any]) -> str:
+    """Return the kind of these GPUs as a fleet writes it: "h200", or "gpu" for those that are not in the table."""
+    known = {name: text for text, (name, _) in _GPUS.items()}
+    return known.get(devices[0].device_kind, ANY_GPU)
+
+
+def _share(text: str, kind: str, size: str, field: str) -> float:
+    """Return the share of one GPU that the size says."""
+    share = float(size) if re.fullmatch(r"\d*\.\d+", size) else 0.0
+    if kind == "cpu" or not _SMALLEST_SHARE <= share < 1:
+        shares = "" if kind == "cpu" else f", or a share of one, from {_SMALLEST_SHARE:g} to less than 1"
+        raise UserError(f"{field}={text!r}: expected how many, as in {kind}:8{shares}")
+    return share
+
+
+def _counted(text: str, kind: str, size: str, field: str, groups: int) -> RoleDevices:
+    """Return this many devices, or `groups` of hosts that have as many."""
     if not size.isdecimal() or not int(size):
         raise UserError(f"{field}={text!r}: expected how many, as in {kind}:8")
     count = int(size)
+    if groups > 1:
+        text = f"{groups} x {text}"
     if kind == "cpu":
-        return RoleDevices(text, tuple(PlaceholderDevice() for _ in range(count)), 0, 1)
+        return RoleDevices(text, tuple(PlaceholderDevice() for _ in range(groups * count)), 0, groups)
     if count > _GPUS_PER_HOST and count % _GPUS_PER_HOST:
         raise UserError(f"{field}={text!r}: expected up to {_GPUS_PER_HOST}, a host's, or a multiple of it")
     name, memory = _GPUS[kind]
-    described = tuple(PlaceholderDevice("gpu", name) for _ in range(count))
-    return RoleDevices(text, described, count, max(1, count // _GPUS_PER_HOST), memory)
+    described = tuple(PlaceholderDevice("gpu", name) for _ in range(groups * count))
+    hosts = groups * max(1, count // _GPUS_PER_HOST)
+    model = None if kind == ANY_GPU else kind.upper()
+    return RoleDevices(text, described, groups * count, hosts, memory, model=model)

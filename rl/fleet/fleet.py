@@ -14,7 +14,9 @@ class Fleet(Configurable):
     """Devices of the roles that compute; controller, parameter server and verifier use CPUs."""
 
     class Config(ConfigBase["Fleet"]):
-        trainer: str = HERE  # "v5p:8x8x8"; "2 x v5p:8x8x8": one trainer over two slices; "h100:8"; here: this machine
+        # "v5p:8x8x8"; "2 x v5p:8x8x8": one trainer over two slices; "h100:8"; "h100:0.5": half of one; "cpu:4";
+        # here: this machine
+        trainer: str = HERE
         workers: str = HERE  # "64 x v5p:2x2x1": as many workers, each with that; here: this machine, shared
 
         @property
@@ -77,10 +79,19 @@ def place[C: ConfigBase[Any]](cfg: C) -> Placed[C]:
         placed.trainer.processes = fleet.trainer.hosts
     if fleet.workers is not None:
         placed.workers = fleet.workers
-    hosts = sum(one.hosts * number for one, number in ((fleet.trainer, 1), (fleet.worker, placed.workers)) if one.chips)
-    if hosts > 1 and not given.fleet.here and _is_loopback(placed.parameter_server.host):
+    if not (given.fleet.here or _fits_one_machine(fleet, placed.workers)) and _is_loopback(
+        placed.parameter_server.host
+    ):
         placed.parameter_server.host = "0.0.0.0"
     return Placed(placed, fleet)
+
+
+def _fits_one_machine(fleet: Fleet, workers: int) -> bool:
+    """Return True if a machine may have all devices; roles on several need more than its loopback address."""
+    counted = [(one, number) for one, number in ((fleet.trainer, 1), (fleet.worker, workers)) if one.chips and number]
+    if len({one.described[0].device_kind for one, _ in counted}) > 1 or any(one.hosts > 1 for one, _ in counted):
+        return False
+    return all(sum(each.share * each.chips * n for each, n in counted) <= one.host_chips for one, _ in counted)
 
 
 def _is_loopback(host: str) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -115,10 +116,10 @@ class FleetPlan:
         """Return it as JSON-able data; bytes and counts."""
         roles = {"trainer": self.trainer, "worker": self.worker}
         shared = self.trainer.devices.text == self.worker.devices.text == HERE
-        each = [(role.count, role.devices) for role in roles.values()]
+        each = [(role.count * role.devices.share, role.devices) for role in roles.values()]
         return {
-            "hosts": 1 if shared else sum(count * devices.hosts for count, devices in each),
-            "chips": self.trainer.devices.chips if shared else sum(count * one.chips for count, one in each),
+            "hosts": 1 if shared else _whole(count * one.hosts for count, one in each),
+            "chips": self.trainer.devices.chips if shared else _whole(count * one.chips for count, one in each),
             "processes": sum(role.count * role.processes for role in roles.values()),
             "fits": not any(role.shortages() for role in roles.values()),
             "startable": not self.refusals,
@@ -185,6 +186,11 @@ def refuse(plan: FleetPlan) -> None:
     """Raise a UserError with the arithmetic if the fleet cannot run the experiment."""
     if plan.refusals:
         raise UserError("this fleet cannot run the experiment:\n  " + "\n  ".join(plan.refusals))
+
+
+def _whole(shares: Iterable[float]) -> int:
+    """Return the sum, rounded up: a device of which some is used is a device."""
+    return math.ceil(round(sum(shares), 6))
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:

@@ -12,6 +12,7 @@ import jax
 import psutil
 import ray
 from ray.exceptions import RayError
+from ray.util.tpu import get_tpu_coordinator_env_vars
 
 from axlearn_like.config import from_text
 from axlearn_like.operations.profiler import ProfileSignal
@@ -21,6 +22,8 @@ from mesh import enable_compilation_cache, make_mesh
 from mesh.devices import configure_cpu_devices
 from mesh.distributed import ProcessGroup, free_address, join
 from rl.experiment import RLExperiment
+from rl.fleet.processes import check_opened, prepare_process
+from rl.fleet.requests import RoleRequest
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.rpc import RemoteShardServer
 from rl.parameter_server.server import ParameterServer
@@ -41,8 +44,19 @@ class RoleHost:
     node with room. SIGUSR1 asks the trainer for a profile.
     """
 
-    def __init__(self, kind: str, name: str, run_path: str, token: str, grace: float, namespace: str):
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        run_path: str,
+        token: str,
+        grace: float,
+        namespace: str,
+        request: RoleRequest | None = None,
+    ):
+        """`request`: the devices that this process has to itself, or None."""
         self._kind, self._name, self._token, self._namespace = kind, name, token, namespace
+        self._request = request
         self._run = RunDirectory.attach(run_path)
         self._events = EventLog(self._run.events_path)
         self._services: dict[str, Any] = {}
@@ -124,6 +138,8 @@ class RoleHost:
 
     @cached_property
     def _experiment(self) -> RLExperiment:
+        if self._request is not None:
+            prepare_process(self._request)
         enable_compilation_cache()
         return from_text(self._run.config_path.read_text()).build()
 
@@ -137,6 +153,7 @@ class RoleHost:
         controller, weights, verifier = connect_services(self._name, self._services, experiment.cfg, self._events)
         if self._kind == "trainer":
             return experiment.make_trainer(self._run, controller, weights, self._processes)
+        self._check_devices()
         began = psutil.Process().create_time()
         return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began)
 
@@ -146,14 +163,28 @@ class RoleHost:
         if cfg.trainer.mesh or cfg.warm_start is not None:
             configure_cpu_devices(cfg.trainer.mesh, len(names))  # as the command described them to check the mesh
         if len(names) > 1:
+            index = names.index(self._name)
+            os.environ |= self._slice_variables(meeting, index)
             beyond = timeouts.unresponsive + CALL_MARGIN  # by then the driver has killed a process that does not answer
-            join(meeting, names.index(self._name), len(names), role="trainer", timeout=beyond, heartbeat=beyond)
+            join(meeting, index, len(names), role="trainer", timeout=beyond, heartbeat=beyond)
+        self._check_devices()
 
         def on_wait(who: str, seconds: float) -> None:
             what = f"{who} to reach the same step"
             self._events.append(self._name, "waiting", who=self._name, what=what, seconds=round(seconds, 1))
 
         return ProcessGroup("trainer", on_wait=on_wait, warn_after=timeouts.warn_after, limit=2 * timeouts.batch)
+
+    def _slice_variables(self, meeting: str, index: int) -> dict[str, str]:
+        """Return the variables by which libtpu joins several slices to one program; empty for one slice."""
+        if self._request is None or self._request.slices == 1:
+            return {}
+        host = meeting.rpartition(":")[0]
+        return get_tpu_coordinator_env_vars(host, self._request.slices, index // self._request.hosts_per_slice)
+
+    def _check_devices(self) -> None:
+        if self._request is not None:
+            check_opened(self._request, jax.local_devices())
 
     def _build_server(self, experiment: RLExperiment) -> ParameterServer:
         names = server_names(experiment.cfg)

@@ -1,4 +1,4 @@
-"""Actors of the roles: their environment, and the node of the Ray cluster on which each starts."""
+"""Actors of the roles: their environment, and their place in the Ray cluster."""
 
 import os
 from typing import Any
@@ -9,14 +9,24 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from axlearn_like.config.trusted_code import VARIABLE as CODE_VARIABLE
 from axlearn_like.run.directory import RunDirectory
 from rl.experiment import RLExperiment
+from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
 from rl.runtime.ray.actors import RoleHost
+from rl.runtime.ray.reservation import Slot
 
 SERVICES = ("controller", "parameter_server", "verifier")  # kinds of roles that others call; they use no accelerator
-_INHERITED = ("JAX_PLATFORMS", "XLA_FLAGS", "AXL_COMPILATION_CACHE", CODE_VARIABLE)
+_INHERITED = (
+    "JAX_PLATFORMS",
+    "JAX_NUM_CPU_DEVICES",
+    "XLA_FLAGS",
+    MEMORY_FRACTION,
+    OLD_MEMORY_FRACTION,
+    "AXL_COMPILATION_CACHE",
+    CODE_VARIABLE,
+)
 
 
 def start_actor(
-    cfg: RLExperiment.Config, run: RunDirectory, kind: str, name: str, *, token: str, namespace: str
+    cfg: RLExperiment.Config, run: RunDirectory, kind: str, name: str, slot: Slot | None, *, token: str, namespace: str
 ) -> Any:
     """Start the actor of a role; Ray restarts it whenever its process ends.
 
@@ -25,9 +35,11 @@ def start_actor(
         run: the run directory.
         kind: "trainer", "worker", or one of `SERVICES`.
         name: of the role.
+        slot: where it starts, with devices of its own; None: it is assigned to a node, and uses what that shows.
         token: the secret with which roles connect to the parameter server.
         namespace: under which the actor is found by its name.
     """
+    place = {"scheduling_strategy": _node(cfg, kind, name), **({} if slot is None else slot.options())}
     concurrency = 32 + 4 * cfg.workers if kind in SERVICES else 8
     remote: Any = ray.remote  # its annotations do not know concurrency groups
     actor = remote(concurrency_groups={"health": 1}, max_concurrency=concurrency)(RoleHost).options(
@@ -36,14 +48,15 @@ def start_actor(
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=0,
-        scheduling_strategy=_node(cfg, kind, name),
-        runtime_env={"env_vars": _environment(kind)},
+        runtime_env={"env_vars": _environment(kind, slot)},
+        **place,
     )
-    return actor.remote(kind, name, str(run.path), token, cfg.timeouts.grace, namespace)
+    request = None if slot is None else slot.request
+    return actor.remote(kind, name, str(run.path), token, cfg.timeouts.grace, namespace, request)
 
 
 def _node(cfg: RLExperiment.Config, kind: str, name: str) -> Any:
-    """Assign workers and trainer processes to the nodes in turn, or to another node when theirs is lost.
+    """Assign workers and trainer processes without devices of their own to the nodes in turn, or to another when lost.
 
     Ray's own SPREAD strategy is random.
     """
@@ -54,9 +67,9 @@ def _node(cfg: RLExperiment.Config, kind: str, name: str) -> Any:
     return NodeAffinitySchedulingStrategy(nodes[index], soft=True)
 
 
-def _environment(kind: str) -> dict[str, str]:
+def _environment(kind: str, slot: Slot | None) -> dict[str, str]:
     """Return the variables that an actor inherits; a role without device work must not open the accelerator."""
     inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     if kind in SERVICES:
         inherited["JAX_PLATFORMS"] = "cpu"
-    return inherited
+    return inherited if slot is None else inherited | slot.request.environment(os.environ)

@@ -118,6 +118,11 @@ def trainer_names(cfg: RLExperiment.Config) -> list[str]:
     return [process_name("trainer", index) for index in range(cfg.trainer.processes)]
 
 
+def worker_names(cfg: RLExperiment.Config) -> list[str]:
+    """Return the names of the workers' actors."""
+    return [f"worker-{index}" for index in range(cfg.workers)]
+
+
 def connect_services(
     caller: str,
     actors: dict[str, Any],

@@ -10,14 +10,18 @@ from axlearn_like.operations.profiler import ProfileSignal
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from mesh import UserError
+from mesh.devices import find_devices
 from rl.experiment import RLExperiment
+from rl.fleet.requests import role_requests
 from rl.runtime.cluster_file import withdraw
 from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.orphans import end_orphans
 from rl.runtime.ray.preflight import check_reachable
+from rl.runtime.ray.proxies import trainer_names, worker_names
+from rl.runtime.ray.reservation import Reservation, Stopped, Wait, refuse_accelerators
 from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session, session_folder
 from rl.runtime.ray.supervisor import MAX_DEATHS, Supervisor
-from rl.training.warm_start import open_warm_start
+from rl.training.warm_start import latest_step, open_warm_start
 
 
 def run_ray(
@@ -81,12 +85,15 @@ def _run_in_session(
     kill_after_update: int | None,
 ) -> int:
     """Run the roles in this Ray session; SessionLost means that Ray, started by this command, has died."""
-    health, supervisor = SessionHealth(), None
+    cfg, health, supervisor, reservation = experiment.cfg, SessionHealth(), None, None
     try:
         if not own:
-            check_reachable(experiment.cfg.parameter_server.host, _addresses())
-        supervisor = Supervisor(experiment.cfg, run, say, kill_after_update=kill_after_update)
+            check_reachable(cfg.parameter_server.host, _addresses())
+        reservation = _reserve(own, cfg, run, stop, say, health)
+        supervisor = Supervisor(cfg, run, say, reservation, kill_after_update=kill_after_update)
         return supervisor.run(stop, on_step, preempted, health.check)
+    except Stopped:
+        return latest_step(run.checkpoints / "rl") or 0
     except Exception as error:
         if (lost := health.loss()) is None:
             raise
@@ -102,10 +109,24 @@ def _run_in_session(
         if health.loss() is None:
             if supervisor is not None:
                 supervisor.close()
+            if reservation is not None:
+                reservation.release()
         else:
             withdraw(run)
             if own:
                 health.end()
+
+
+def _reserve(
+    own: bool, cfg: RLExperiment.Config, run: RunDirectory, stop: Callable[[], bool], say: Say, health: SessionHealth
+) -> Reservation:
+    """Reserve the devices of trainer and workers, if the fleet describes them or this machine has a GPU to share."""
+    requests = role_requests(cfg, find_devices() if own else ())
+    if not own:
+        refuse_accelerators(requests)
+    names = {"trainer": trainer_names(cfg), "worker": worker_names(cfg)}
+    wait = Wait(cfg.timeouts, say, EventLog(run.events_path), stop, health.check)
+    return Reservation.make(requests, names, wait)
 
 
 def _addresses() -> list[str]:

@@ -21,7 +21,8 @@ from rl.runtime.cluster_file import advertise, withdraw
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.health import HealthMonitor
 from rl.runtime.ray.placement import start_actor
-from rl.runtime.ray.proxies import RemoteRole, result, server_names, trainer_names
+from rl.runtime.ray.proxies import RemoteRole, result, server_names, trainer_names, worker_names
+from rl.runtime.ray.reservation import Reservation
 from rl.runtime.ray.trainer_group import Awaited, TrainerGroup
 from rl.training.warm_start import is_warm_start_due
 
@@ -32,9 +33,25 @@ _LEAVE_TIMEOUT = 5.0  # seconds for elastic workers to leave
 class Supervisor:
     """Supervises controller, parameter server, verifier, trainer and workers."""
 
-    def __init__(self, cfg: RLExperiment.Config, run: RunDirectory, say: Say, *, kill_after_update: int | None = None):
-        """`kill_after_update`: kill one worker at this update (see `FaultInjection`)."""
-        self._cfg, self._run, self._say = cfg, run, say
+    def __init__(
+        self,
+        cfg: RLExperiment.Config,
+        run: RunDirectory,
+        say: Say,
+        reservation: Reservation,
+        *,
+        kill_after_update: int | None = None,
+    ):
+        """Start all actors.
+
+        Args:
+            cfg: the experiment's.
+            run: the run directory.
+            say: prints a line for the user.
+            reservation: the devices of trainer and workers.
+            kill_after_update: kill one worker at this update (see `FaultInjection`).
+        """
+        self._cfg, self._run, self._say, self._reservation = cfg, run, say, reservation
         self._log = EventLog(run.events_path)
         self._events = JsonlTail(run.events_path, from_end=True)
         self._metrics = JsonlTail(run.metrics_path)
@@ -51,7 +68,7 @@ class Supervisor:
         self._services |= {kind: self._start(kind, kind) for kind in ("controller", "verifier")}
         self._loops = {name: self._start("trainer", name) for name in trainer_names(cfg)}
         self._group = TrainerGroup(dict(self._loops))
-        for name in (f"worker-{i}" for i in range(cfg.workers)):
+        for name in worker_names(cfg):
             self._loops[name] = self._start("worker", name)
         self._idle_workers = [name for name in self._loops if name not in self._group.names]
         self._health = HealthMonitor({**self._services, **self._loops}, cfg.timeouts, self._log, say)
@@ -118,7 +135,8 @@ class Supervisor:
         self._fault.close(self._say)
 
     def _start(self, kind: str, name: str) -> Any:
-        return start_actor(self._cfg, self._run, kind, name, token=self._token, namespace=self._namespace)
+        slot, known = self._reservation.slot(name), {"token": self._token, "namespace": self._namespace}
+        return start_actor(self._cfg, self._run, kind, name, slot, **known)
 
     def _begin(self, name: str, incarnation: str = "") -> None:
         """Start the loop of a process; with several trainer processes, as soon as all of them have started."""

@@ -23,6 +23,10 @@ from rl.fleet.devices import HERE, parse_count, parse_devices
         ("H200:1", 1, "gpu-nvidia-h200-1", 1, 1),
         ("h100:32", 1, "gpu-nvidia-h100-80gb-hbm3-32", 32, 4),
         ("cpu:2", 1, "cpu-2", 0, 1),
+        ("cpu:2", 2, "cpu-4", 0, 2),
+        ("h100:4", 2, "gpu-nvidia-h100-80gb-hbm3-8", 8, 2),  # four of each of two hosts
+        ("h100:0.5", 1, "gpu-nvidia-h100-80gb-hbm3-1", 1, 1),
+        ("gpu:4", 1, "gpu-4", 4, 1),
     ],
 )
 def test_kind_chips_and_hosts(text: str, slices: int, name: str, chips: int, hosts: int):
@@ -49,6 +53,10 @@ def test_a_number_may_stand_before_the_devices(text: str, expected: int):
         ("h100", "fleet.workers='h100': expected how many, as in h100:8"),
         ("h100:12", "expected up to 8, a host's, or a multiple of it"),
         ("h300:8", "did you mean 'h[12]00'"),
+        ("h100:1.5", "as in h100:8, or a share of one, from 0.01 to less than 1"),
+        ("h100:0.001", "or a share of one, from 0.01"),
+        ("cpu:0.5", "expected how many, as in cpu:8$"),
+        ("v5e:0.5", "cannot share a TPU chip, because libtpu lets in one process; .*--runtime inprocess"),
     ],
 )
 def test_devices_that_nobody_sells_are_refused_by_the_field(text: str, message: str):
@@ -60,3 +68,10 @@ def test_devices_that_nobody_sells_are_refused_by_the_field(text: str, message: 
 def test_texts_that_are_no_devices_are_refused(text: str):
     with pytest.raises(UserError, match="fleet.workers=.*: expected devices such as"):
         parse_count(text, "fleet.workers")
+
+
+def test_a_share_of_a_gpu_has_its_share_of_the_memory():
+    whole, half = parse_devices("h100:1", "fleet.trainer"), parse_devices("h100:0.5", "fleet.trainer")
+    assert half.memory == (whole.memory or 0) // 2 and (half.share, whole.share) == (0.5, 1.0)
+    with pytest.raises(UserError, match="fleet.trainer='2 x h100:0.5': a share of a GPU is one process"):
+        parse_devices("h100:0.5", "fleet.trainer", slices=2)

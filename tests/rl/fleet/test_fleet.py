@@ -32,6 +32,11 @@ def test_processes_workers_and_the_servers_address_follow_from_the_hosts():
     placed = place(experiment(trainer="2 x v5p:2x2x4", workers="24 x v6e:2x2")).cfg
     assert (placed.trainer.processes, placed.workers) == (8, 24)
     assert placed.parameter_server.host == "0.0.0.0"
+    assert place(experiment(trainer="h100:4", workers="5 x h100:1")).cfg.parameter_server.host == "0.0.0.0"
+    assert (
+        place(experiment(trainer="h100:4", workers="4 x h100:1")).cfg.parameter_server.host == "127.0.0.1"
+    )  # one machine
+    assert place(experiment(trainer="v5p:2x2x1", workers="v5p:2x2x1")).cfg.parameter_server.host == "0.0.0.0"
     one = place(experiment(trainer="h100:8", workers="here")).cfg
     assert (one.trainer.processes, one.workers) == (1, 2)
 

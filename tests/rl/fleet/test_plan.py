@@ -108,9 +108,16 @@ def test_memory_is_the_compilers_and_is_asked_for_once(tmp_path: Any, monkeypatc
     assert memory.program_memory(program, topology) == first
 
 
-def test_a_described_fleet_is_planned_and_not_started():
+def test_a_described_fleet_is_checked_before_the_run():
     fitting, short = ("h100:1", "h100:1"), RolloutEngine.Config(max_num_seqs=8, pages=160_000_000)
-    with pytest.raises(UserError, match="fleet: roles are not placed on described devices yet, only planned"):
-        RLRun(experiment(*fitting).build()).check("ray")
+    RLRun(experiment(*fitting).build()).check("ray")
     with pytest.raises(UserError, match="this fleet cannot run the experiment:\n  worker: what it holds needs"):
         RLRun(experiment(*fitting, engine=short).build()).check("ray")
+
+
+def test_roles_that_share_a_gpu_are_one_chip_and_one_host():
+    plan = plan_fleet(place(experiment("h100:0.5", "2 x h100:0.25")))
+    data = plan.as_dict()
+    assert (data["hosts"], data["chips"], data["processes"]) == (1, 1, 3)
+    memory = 80 << 30
+    assert (plan.trainer.devices.memory, plan.worker.devices.memory) == (memory // 2, memory // 4)

@@ -67,6 +67,13 @@ def short() -> RLExperiment.Config:
     return cfg
 
 
+def sharded() -> RLExperiment.Config:
+    """Return `short` with the trainer over four devices."""
+    cfg = short()
+    cfg.trainer.mesh = {"fsdp": 4}
+    return cfg
+
+
 def warmed() -> RLExperiment.Config:
     """Return `short` with a supervised phase that is long enough to be interrupted."""
     cfg = short()

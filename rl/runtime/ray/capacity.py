@@ -1,0 +1,125 @@
+"""Room for a fleet in a Ray cluster, by the resources and labels of its nodes: a refusal before anything starts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ray.util.tpu import get_num_tpu_slices
+
+from mesh import UserError
+from mesh.topology import Topology
+from rl.fleet.requests import RoleRequest
+
+POD_TYPE = "ray.io/tpu-pod-type"  # labels that Ray gives to nodes, from what Google's machines say of themselves
+WORKER_ID = "ray.io/tpu-worker-id"
+_SINGLE_HOST = (1, 4, 8)  # chips of slices with one host
+
+Node = Mapping[str, Any]
+
+
+def accelerator_resource(request: RoleRequest) -> str | None:
+    """Return the resource by which Ray tells GPUs of one model from others; None: any will do."""
+    return None if request.model is None else f"accelerator_type:{request.model}"
+
+
+def ray_generation(topology: Topology) -> str:
+    """Return the name of a TPU generation in Ray."""
+    return {"v5e": "v5litepod", "tpu7x": "v7x"}.get(topology.generation.name, topology.generation.name)
+
+
+def pod_types(request: RoleRequest) -> list[str]:
+    """Return the slices of one host in which a process of this request finds room, as Ray names them."""
+    assert request.topology is not None
+    chips, generation = int(request.each), request.topology.generation
+    largest = 8 if len(generation.chips) == 2 else 4
+    parts = [count for count in _SINGLE_HOST if chips <= count <= largest]
+    sizes = parts if request.slices == 1 else [chips]  # one of several slices is no part of a host
+    return [f"{ray_generation(request.topology)}-{count * generation.counted}" for count in sizes]
+
+
+def check_capacity(requests: Iterable[RoleRequest], nodes: Sequence[Node]) -> None:
+    """Check that the cluster has the devices of a fleet, whether or not they are free now.
+
+    Raises:
+        UserError: it has not; with the arithmetic.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    asked: dict[tuple[str, str], list[RoleRequest]] = {}
+    for request in requests:
+        if request.kind != "CPU":
+            asked.setdefault(_unit(request), []).append(request)
+    for (unit, _), group in asked.items():
+        if group[0].topology is not None and group[0].hosts_per_slice > 1:
+            _check_slices(unit, group)
+        else:
+            _check_hosts(unit, group, alive)
+
+
+def _unit(request: RoleRequest) -> tuple[str, str]:
+    """Return what is counted, and a key: requests of one key compete for the same devices."""
+    if request.topology is None:
+        model = "" if request.model is None else f"{request.model} "
+        return f"{model}GPUs", model
+    if request.hosts_per_slice > 1:
+        name = request.topology.name
+        return f"slices {name}", name
+    name = request.topology.generation.name
+    return f"{name} chips", name
+
+
+def _check_slices(unit: str, group: Sequence[RoleRequest]) -> None:
+    topology = group[0].topology
+    assert topology is not None
+    shape, version = topology.name.partition(":")[2], ray_generation(topology)
+    there = get_num_tpu_slices(shape, f"TPU-{version.upper()}")
+    needed = sum(request.instances * request.slices for request in group)
+    if there < needed:
+        raise UserError(f"the fleet needs {needed} {unit}: {_roles(group, slices=True)}; {_has(there)}")
+
+
+def _check_hosts(unit: str, group: Sequence[RoleRequest], alive: Sequence[Node]) -> None:
+    hosts = sorted((_devices_of(node, group) for node in alive), reverse=True)
+    needed, there = sum(request.total for request in group), sum(hosts)
+    if there < needed:
+        raise UserError(f"the fleet needs {needed:g} {unit}: {_roles(group)}; {_has(there)}")
+    for request in group:
+        fitting = sum(count >= request.each for count in hosts)
+        if fitting < request.processes:
+            number = "a host" if request.processes == 1 else f"{request.processes} hosts"
+            raise UserError(
+                f"the fleet needs {number} with {request.each:g} {unit} for the {request.role}; {_has(fitting)} "
+                f"(its hosts have {', '.join(f'{count:g}' for count in hosts if count)})"
+            )
+
+
+def _devices_of(node: Node, group: Sequence[RoleRequest]) -> float:
+    """Return the GPUs or chips of a node that some of these requests can use."""
+    resources, labels = node["Resources"], node["Labels"]
+    if group[0].topology is not None:
+        usable = {name for request in group for name in pod_types(request)}
+        return resources.get("TPU", 0.0) if labels.get(POD_TYPE) in usable else 0.0
+    model = accelerator_resource(group[0])
+    return resources.get("GPU", 0.0) if model is None or model in resources else 0.0
+
+
+def _roles(group: Sequence[RoleRequest], *, slices: bool = False) -> str:
+    def one(request: RoleRequest) -> str:
+        number = f"{request.instances} x " if request.role == "worker" else ""
+        return f"{number}{request.role} {request.slices if slices else request.processes * request.each:g}"
+
+    return ", ".join(one(request) for request in group)
+
+
+def _has(count: float) -> str:
+    return f"the Ray cluster has {count:g}"
+
+
+def accelerators(nodes: Sequence[Node]) -> str:
+    """Return the accelerators of a cluster in words; empty if it has none."""
+    counts: dict[str, float] = {}
+    for node in (node for node in nodes if node["Alive"]):
+        models = [name.partition(":")[2] for name in node["Resources"] if name.startswith("accelerator_type:")]
+        for kind in ("GPU", "TPU"):
+            if count := node["Resources"].get(kind, 0.0):
+                name = f"{kind}s" if not models else f"{models[0]} {kind}s" if kind == "GPU" else f"{models[0]} chips"
+                counts[name] = counts.get(name, 0.0) + count
+    return ", ".join(f"{count:g} {name}" for name, count in sorted(counts.items()))

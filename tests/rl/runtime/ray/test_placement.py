@@ -1,0 +1,297 @@
+"""Roles on a cluster of machines with GPUs and TPUs, which Ray believes to be there: each process on its own devices.
+
+The TPU nodes say of themselves what Google's machines say, and Ray finds resources and labels from that.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axlearn_like.config import to_text
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
+from mesh import UserError
+from rl.experiment import RLExperiment
+from rl.fleet.fleet import Fleet, place
+from rl.fleet.processes import prepare_process
+from rl.fleet.requests import MEMORY_FRACTION, RoleRequest, role_requests
+from rl.roles.timeouts import Timeouts
+from rl.runtime.ray.proxies import trainer_names, worker_names
+from rl.runtime.ray.reservation import Reservation, Slot, Stopped, Wait, refuse_accelerators
+from rl.runtime.ray.runtime import run_ray
+from tests.rl.runtime.ray.command import Command
+from tests.rl.runtime.ray.experiments import events, metrics, slow
+from tests.rl.tiny import tiny_experiment
+
+pytestmark = pytest.mark.timeout(600)
+
+# Name of the slice, number of the host, kind, shape, chips of the host.
+TPU_HOSTS = [
+    ("first", 0, "v5p-16", "2x2x2", 4),
+    ("first", 1, "v5p-16", "2x2x2", 4),
+    ("second", 0, "v5p-16", "2x2x2", 4),
+    ("second", 1, "v5p-16", "2x2x2", 4),
+    ("single", 0, "v6e-8", "2x4", 8),
+]
+GPUS = "127.0.0.2"
+
+
+def ray_module() -> Any:
+    """Import Ray, after rl.runtime.ray has set loopback for its sockets."""
+    return importlib.import_module("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head with CPUs only, where the driver is; a host with four H100, two slices v5p:2x2x2, a host with v6e:2x4."""
+    ray, Cluster = ray_module(), importlib.import_module("ray.cluster_utils").Cluster
+
+    head: dict[str, Any] = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        made.add_node(num_cpus=1, num_gpus=4, resources={"accelerator_type:H100": 1}, node_ip_address=GPUS)
+        for number, (name, worker, kind, shape, chips) in enumerate(TPU_HOSTS):
+            variables = {"TPU_NAME": name, "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": kind}
+            variables["TPU_TOPOLOGY"] = shape
+            with pytest.MonkeyPatch.context() as patch:  # Ray reads the environment of the starter
+                for variable, value in variables.items():
+                    patch.setenv(variable, value)
+                made.add_node(num_cpus=1, resources={"TPU": chips}, node_ip_address=f"127.0.0.{3 + number}")
+        ray.init(made.address, log_to_driver=False, _node_ip_address="127.0.0.1")
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+def on(trainer: str, workers: str, **changes: Any) -> RLExperiment.Config:
+    """Return the tiny experiment on a fleet."""
+    return place(tiny_experiment(fleet=Fleet.Config(trainer=trainer, workers=workers), **changes)).cfg
+
+
+class Reserved:
+    """A reservation, and probes in its slots."""
+
+    def __init__(self, trainer: str, workers: str, tmp_path: Path, *, limit: float = 60.0, stop: bool = False):
+        cfg = on(trainer, workers)
+        requests = role_requests(cfg, ())
+        names = {"trainer": trainer_names(cfg), "worker": worker_names(cfg)}
+        log, timeouts = EventLog(tmp_path / "events.jsonl"), Timeouts.Config(restart=limit, warn_after=0.5)
+        self.said: list[str] = []
+        wait = Wait(timeouts, self.said.append, log, lambda: stop)
+        self.reservation = Reservation.make(requests, names, wait)
+        self.names = [name for role in names.values() for name in role]
+
+    def __enter__(self) -> "Reserved":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.reservation.release()
+        await_free()
+
+    def probe(self, name: str) -> Any:
+        """Start an actor in the slot of this process, which comes back when it dies."""
+        ray = ray_module()
+
+        slot = self.reservation.slot(name)
+        assert slot is not None
+        environment = {"env_vars": slot.request.environment(os.environ)}
+        options = slot.options()
+        return ray.remote(Probe).options(num_cpus=0, max_restarts=-1, runtime_env=environment, **options).remote(slot)
+
+    def seen(self, role: str = "") -> dict[str, dict[str, str]]:
+        """Return what each process of a role, or of both, sees of its devices, and its host."""
+        ray = ray_module()
+
+        probes = {name: self.probe(name) for name in self.names if name.startswith(role)}
+        found = {name: ray.get(probe.seen.remote(), timeout=120) for name, probe in probes.items()}
+        for probe in probes.values():
+            ray.kill(probe)
+        return found
+
+
+class Probe:
+    """An actor that says what it sees."""
+
+    def __init__(self, slot: Slot):
+        prepare_process(slot.request)
+
+    def seen(self) -> dict[str, str]:
+        """Return the variables of devices, the address of the host and the pid."""
+        ray = ray_module()
+
+        kept = ("CUDA_VISIBLE", "TPU_", "XLA_", "JAX_")
+        found = {name: value for name, value in os.environ.items() if name.startswith(kept)}
+        return {**found, "host": ray.util.get_node_ip_address(), "pid": str(os.getpid())}
+
+
+def restarted(probe: Any, pid: str) -> dict[str, str]:
+    """Return what a probe sees once it has another pid."""
+    ray = ray_module()
+
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            if (seen := ray.get(probe.seen.remote(), timeout=60))["pid"] != pid:
+                return seen
+        time.sleep(0.1)
+    raise AssertionError("it did not come back")
+
+
+def await_free() -> None:
+    """Wait until the whole cluster is free again: what is given back is free a little later."""
+    ray = ray_module()
+
+    give_up = time.monotonic() + 30
+    while any(ray.available_resources().get(kind) != ray.cluster_resources()[kind] for kind in ("GPU", "TPU")):
+        assert time.monotonic() < give_up, ray.available_resources()
+        time.sleep(0.1)
+
+
+def test_processes_have_their_own_gpus_and_come_back_to_them(cluster: Any, tmp_path: Path) -> None:
+    ray = ray_module()
+
+    with Reserved("h100:2", "2 x h100:1", tmp_path) as reserved:
+        seen = reserved.seen()
+        gpus = {name: one["CUDA_VISIBLE_DEVICES"].split(",") for name, one in seen.items()}
+        assert [len(gpus[name]) for name in ("trainer", "worker-0", "worker-1")] == [2, 1, 1]
+        assert sorted(sum(gpus.values(), [])) == ["0", "1", "2", "3"], "none is shared"
+        assert {one["host"] for one in seen.values()} == {GPUS}
+        probe = reserved.probe("worker-1")
+        before = ray.get(probe.seen.remote())
+        os.kill(int(before["pid"]), signal.SIGKILL)
+        after = restarted(probe, before["pid"])
+        assert after["CUDA_VISIBLE_DEVICES"] == before["CUDA_VISIBLE_DEVICES"] == gpus["worker-1"][0]
+
+
+def test_roles_share_a_gpu_with_their_shares_of_its_memory(cluster: Any, tmp_path: Path) -> None:
+    with Reserved("h100:0.5", "2 x h100:0.25", tmp_path) as reserved:
+        seen = reserved.seen()
+    assert len({one["CUDA_VISIBLE_DEVICES"] for one in seen.values()}) == 1, seen
+    assert [seen[name][MEMORY_FRACTION] for name in reserved.names] == ["0.4500", "0.2250", "0.2250"]
+
+
+def test_a_trainer_has_the_hosts_of_one_slice_in_their_order_and_workers_have_parts_of_a_host(
+    cluster: Any, tmp_path: Path
+) -> None:
+    with Reserved("v5p:2x2x2", "2 x v6e:2x2", tmp_path) as reserved:
+        seen = reserved.seen()
+    hosts = [seen[name] for name in ("trainer", "trainer-1")]
+    assert [one["TPU_WORKER_ID"] for one in hosts] == ["0", "1"] and len({one["TPU_NAME"] for one in hosts}) == 1
+    workers = [seen[name] for name in ("worker-0", "worker-1")]
+    assert {one["TPU_NAME"] for one in workers} == {"single"}
+    assert sorted(one["TPU_VISIBLE_CHIPS"] for one in workers) == ["0,1,2,3", "4,5,6,7"]
+    assert {one["TPU_CHIPS_PER_PROCESS_BOUNDS"] for one in workers} == {"2,2,1"}
+    assert not any("TPU_CHIPS_PER_PROCESS_BOUNDS" in one for one in hosts)
+
+
+def test_a_trainer_over_two_slices_has_the_first_ones_hosts_first(cluster: Any, tmp_path: Path) -> None:
+    with Reserved("2 x v5p:2x2x2", "4 x v6e:1x1", tmp_path) as reserved:
+        seen = reserved.seen("trainer")
+        assert reserved.reservation.slot("trainer").request.slices == 2  # pyright: ignore
+    hosts = [seen[name] for name in ("trainer", "trainer-1", "trainer-2", "trainer-3")]
+    assert [one["TPU_WORKER_ID"] for one in hosts] == ["0", "1", "0", "1"]
+    assert [one["TPU_NAME"] for one in hosts[::2]] == [one["TPU_NAME"] for one in hosts[1::2]]
+    assert {one["TPU_NAME"] for one in hosts} == {"first", "second"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "workers", "message"),
+    [
+        ("h100:4", "1 x h100:1", "the fleet needs 5 H100 GPUs: trainer 4, 1 x worker 1; the Ray cluster has 4"),
+        ("h100:0.5", "8 x h100:0.5", "4.5 H100 GPUs: trainer 0.5, 8 x worker 0.5; the Ray cluster has 4"),
+        ("a100:1", "h100:1", "the fleet needs 1 A100 GPUs: trainer 1; the Ray cluster has 0"),
+        ("2 x gpu:2", "h100:1", r"the fleet needs 2 hosts with 2 GPUs for the trainer; the Ray cluster has 1 \(.* 4\)"),
+        ("2 x v5p:2x2x4", "h100:1", "the fleet needs 2 slices v5p:2x2x4: trainer 2; the Ray cluster has 0"),
+        ("3 x v5p:2x2x2", "h100:1", "the fleet needs 3 slices v5p:2x2x2: trainer 3; the Ray cluster has 2"),
+        # Chips of another generation, and hosts of a slice that is larger, are others.
+        ("h100:1", "2 x v5e:2x2", "the fleet needs 8 v5e chips: 2 x worker 4; the Ray cluster has 0"),
+        ("h100:1", "v5p:2x2x1", "the fleet needs 4 v5p chips: 1 x worker 4; the Ray cluster has 0"),
+    ],
+)
+def test_a_cluster_without_room_is_refused_with_the_arithmetic(
+    trainer: str, workers: str, message: str, cluster: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        Reserved(trainer, workers, tmp_path)
+
+
+@pytest.mark.parametrize(("trainer", "workers"), [("h100:3", "h100:1"), ("v5p:2x2x2", "v6e:2x4")])
+def test_devices_that_others_use_are_awaited_and_then_refused(
+    trainer: str, workers: str, cluster: Any, tmp_path: Path
+) -> None:
+    with Reserved("2 x v5p:2x2x2", "2 x h100:1", tmp_path):
+        with pytest.raises(UserError, match=r"trainer are not free after 2 s .*; 2 GPUs, 8 TPU chips are free"):
+            Reserved(trainer, workers, tmp_path, limit=2.0)
+        with pytest.raises(Stopped):
+            Reserved(trainer, workers, tmp_path, limit=60.0, stop=True)
+    waited = events(tmp_path, "waiting", "driver")
+    assert waited and waited[0]["what"] == "devices of the trainer"
+
+
+def test_a_cluster_with_accelerators_needs_a_described_fleet(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    none: Mapping[str, RoleRequest] = {}
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    refuse_accelerators(none)  # CPUs on purpose
+    monkeypatch.delenv("JAX_PLATFORMS")
+    refuse_accelerators(role_requests(on("h100:1", "h100:1"), ()))
+    with pytest.raises(
+        UserError, match="the Ray cluster has 4 H100 GPUs, 16 TPU-V5P chips, 8 TPU-V6E chips, and fleet"
+    ):
+        refuse_accelerators(none)
+
+
+@pytest.mark.full
+def test_a_run_on_described_devices_ends_and_a_killed_worker_has_its_own_again(cluster: Any, tmp_path: Path) -> None:
+    ray = ray_module()
+
+    cfg = slow(num_steps=8, workers=2, groups_per_lease=1, fleet=Fleet.Config(trainer="h100:2", workers="2 x h100:1"))
+    cfg.trainer.mesh = {"fsdp": 2}
+    cfg = place(cfg).cfg
+    before: dict[str, dict[str, str]] = {}
+    after: dict[str, dict[str, str]] = {}
+
+    def look(role: Any) -> dict[str, str]:
+        import jax
+
+        return {"gpus": os.environ["CUDA_VISIBLE_DEVICES"], "devices": str(len(jax.devices())), "pid": str(os.getpid())}
+
+    def on_step(step: int) -> None:
+        if step < 2 or after:
+            return
+        space = json.loads((tmp_path / "run" / "cluster.json").read_text())["namespace"]
+        actors = {name: ray.get_actor(name, namespace=space) for name in ("trainer", "worker-0", "worker-1")}
+        try:
+            found = {name: ray.get(actor.__ray_call__.remote(look)) for name, actor in actors.items()}
+        except ray.exceptions.RayActorError:
+            return  # it restarts
+        if not before:
+            before.update(found)
+            os.kill(int(found["worker-0"]["pid"]), signal.SIGKILL)
+        elif found["worker-0"]["pid"] != before["worker-0"]["pid"]:
+            after.update(found)
+
+    with RunDirectory.open(tmp_path / "run", to_text(cfg)) as run:
+        assert run_ray(cfg.build(), run, lambda: False, on_step) == 8
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 9))
+    assert sorted(",".join(one["gpus"] for one in before.values()).split(",")) == ["0", "1", "2", "3"]
+    assert [before[name]["devices"] for name in ("trainer", "worker-0")] == ["2", "1"]
+    assert after["worker-0"]["gpus"] == before["worker-0"]["gpus"]
+    await_free()
+
+
+@pytest.mark.full
+def test_the_command_starts_a_fleet_of_cpus_on_this_machine(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with Command(path, "sharded", "--fleet", "trainer=2xcpu:2,workers=2xcpu:1") as command:
+        assert command.wait() == 0, command.output()
+    assert [row["step"] for row in metrics(path)] == [1, 2]
+    assert {row["role"] for row in events(path, "start")} >= {"trainer", "trainer-1", "worker-0", "worker-1"}
