@@ -20,7 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _CACHES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("AXL_COMPILATION_CACHE", str(_CACHES / "axlearn-like" / "xla-tests"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.environ["AXL_COMPILATION_CACHE"])
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # tests compile many small programs
 # Ray: no figures sent out.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Figures are never shown, only written.

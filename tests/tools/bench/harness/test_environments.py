@@ -49,6 +49,7 @@ def test_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
         ensure_environment(no_python, lambda _: None, blocked / "peers")
 
 
+@pytest.mark.full
 def test_environment_is_made_once_and_again_after_a_failure(tmp_path: Path) -> None:
     wheel = str(tmp_path / "absent-1.0-py3-none-any.whl")
     broken = Environment("peer", (HERE,), requirements=(wheel,))

@@ -40,6 +40,7 @@ def test_bounds_are_full_steps_for_all_needed_tokens_and_each_token_at_its_own_c
     assert found["compacting_static"]["steady"] == pytest.approx(1.5)
 
 
+@pytest.mark.full
 def test_long_tail_draws_what_is_needed_in_every_way() -> None:
     result = long_tail.measure(quick=True)
     tail = result["long_tail"]
@@ -100,6 +101,7 @@ def test_group_prefills_its_prompt_once_and_shares_its_full_pages() -> None:
     assert result["warm_compiles"] == 0
 
 
+@pytest.mark.full
 def test_pause_is_placing_and_little_else() -> None:
     result = inflight_pause.measure(quick=True)
     pause = result["inflight_pause_ms"]
@@ -108,6 +110,7 @@ def test_pause_is_placing_and_little_else() -> None:
     assert result["warm_compiles"] == 0
 
 
+@pytest.mark.full
 def test_cache_is_filled_to_a_tenth_and_to_nine_tenths() -> None:
     result = fill.measure(quick=True)
     held, kept = result["fill"]["held"], result["fill"]["kept"]
@@ -116,6 +119,7 @@ def test_cache_is_filled_to_a_tenth_and_to_nine_tenths() -> None:
     assert result["warm_compiles"] == 0
 
 
+@pytest.mark.full
 def test_sweep_and_host_time_count_their_work() -> None:
     sweep = concurrency_sweep.measure(quick=True)
     assert [point["max_num_seqs"] for point in sweep["concurrency_sweep"]] == [1, 4]

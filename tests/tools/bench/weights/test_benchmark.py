@@ -51,6 +51,7 @@ def test_a_version_moves_between_processes_by_sockets_and_by_shared_memory() -> 
         assert result["moving"][way]["push"]["copy_s"] > 0
 
 
+@pytest.mark.full
 def test_nothing_is_read_twice_whatever_the_meshes() -> None:
     result = reshard.measure(quick=True)
     assert result["reshard_overread"] == 1.0
@@ -58,6 +59,7 @@ def test_nothing_is_read_twice_whatever_the_meshes() -> None:
     assert all(one["network"] == one["needed"] > 0 for one in result["reshard"]["bytes"].values())
 
 
+@pytest.mark.full
 def test_workers_that_serve_each_other_take_one_copy_from_the_server() -> None:
     found = fan_out.measure(quick=True)["fan_out"]
     assert found["peer_to_peer"]["server_copies"] == pytest.approx(1.0)
@@ -66,6 +68,7 @@ def test_workers_that_serve_each_other_take_one_copy_from_the_server() -> None:
     assert found["direct"]["by_workers"] == 0
 
 
+@pytest.mark.full
 def test_weights_come_in_while_the_engine_draws() -> None:
     found = pause.measure(quick=True)
     assert 0 < found["pause_ms_p50"] <= found["pause_ms_p99"]
@@ -75,6 +78,7 @@ def test_weights_come_in_while_the_engine_draws() -> None:
         assert one["pause_ms_p50"] >= one["set_weights_ms_p50"] > 0 and one["transfer_s_p50"] > 0
 
 
+@pytest.mark.full
 def test_the_first_token_of_a_version_comes_after_push_pull_swap_and_draw() -> None:
     found = first_token.measure(quick=True)
     total, parts = found["update_to_first_token_s"]["delta"], found["first_token"]["delta"]
