@@ -1,7 +1,8 @@
 """Llama models pretrained on TPUs: the sizes and hardware at which other stacks have published their steps."""
 
 from axlearn_like.training.trainer import Trainer
-from experiments.pretraining import LARGE_FSDP, pretraining, tpu_rule
+from experiments.device_rules import H100, H200, TPU7X, V4, V5E, V5P, V6E, Fit, pretraining_rules
+from experiments.pretraining import pretraining
 from experiments.registry import experiment
 from models.llama import llama
 
@@ -23,12 +24,15 @@ def llama2_7b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: i
         peak_lr=3e-4,
         data=data,
         seed=seed,
-        mesh_rules=(
-            tpu_rule(r"tpu-v5p-(16|32|64)", {"fsdp": -1}, "context", microbatches=4),
-            tpu_rule(r"tpu-v5p-(256|512|1024)", {"data": -1, "fsdp": LARGE_FSDP}, "products"),
-            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": LARGE_FSDP}, "context"),
-            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1}, "context", microbatches=4),
-            (r".*", {"mesh": {"fsdp": -1}}),
+        mesh_rules=pretraining_rules(
+            rows,
+            Fit((V5P, TPU7X), 4, "context", rows=4, largest=8),
+            Fit((V5P, TPU7X), 16, "context", rows=16, largest=128),
+            Fit((V5P, TPU7X), 256, "products", rows=4),
+            Fit((V4, V6E), 8, "context", rows=2),
+            Fit((V5E,), 16, "context"),
+            Fit((H100,), 8, "context", rows=2),
+            Fit((H200,), 4, "context", rows=2),
         ),
     )
 
@@ -48,13 +52,15 @@ def llama2_70b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: 
         peak_lr=1.5e-4,
         data=data,
         seed=seed,
-        mesh_rules=(
-            tpu_rule(r"tpu-v5p-(16|32|64)", {"fsdp": -1}, "context", microbatches=8),
-            tpu_rule(r"tpu-v5p-128", {"data": -1, "fsdp": LARGE_FSDP}, "context", microbatches=4),
-            tpu_rule(r"tpu-v5p-(512|1024)", {"data": -1, "fsdp": LARGE_FSDP}, {"context": "save", "gate": "save"}),
-            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": LARGE_FSDP}, "context"),
-            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1, "tensor": 4}, "everything"),
-            (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
+        mesh_rules=pretraining_rules(
+            rows,
+            Fit((V5P, TPU7X), 32, "context", rows=2, largest=32),
+            Fit((V5P, TPU7X), 64, "context", rows=4, largest=256),
+            Fit((V5P, TPU7X), 512, {"context": "save", "gate": "save"}, rows=2),
+            Fit((V4, V6E), 64, "everything", rows=2, axes={"tensor": 4}),
+            Fit((V5E,), 256, "everything", rows=2, axes={"tensor": 4}),
+            Fit((H100,), 64, "everything"),
+            Fit((H200,), 16, "everything"),
         ),
     )
 
@@ -74,10 +80,12 @@ def llama31_8b(*, rows: int = 128, length: int = 8192, data: str = DATA, seed: i
         peak_lr=3e-4,
         data=data,
         seed=seed,
-        mesh_rules=(
-            tpu_rule(r"tpu-v6e-16", {"fsdp": -1}, "everything", microbatches=8),
-            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1}, "everything"),
-            tpu_rule(r"tpu-v5p-.*", {"fsdp": -1}, "context"),
-            (r".*", {"mesh": {"fsdp": -1}}),
+        mesh_rules=pretraining_rules(
+            rows,
+            Fit((V5P, TPU7X), 4, "context", rows=4),
+            Fit((V4, V6E), 8, "context"),
+            Fit((V5E,), 32, "everything"),
+            Fit((H100,), 8, "context"),
+            Fit((H200,), 4, "context"),
         ),
     )

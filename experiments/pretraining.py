@@ -1,28 +1,11 @@
 """The common parts of pretraining runs: documents in, AdamW with warm-up and cosine, activations in bfloat16."""
 
-from typing import Any
-
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import ConfigBase, MeshRules
 from axlearn_like.input import ArrayRecord, SupervisedInput, TokenIds, json_record
 from axlearn_like.learner import AdamW, Learner, WarmupCosine
-from axlearn_like.remat import Remat
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.trainer import Trainer
-
-# XLA for TPUs cuts a product with a gathered matrix into a loop of small ones, each beside a part of the gathering. By
-# its own cycle estimates that costs far more than it hides: a step of Llama-2 7B on 16 v5p chips 2.7 s instead of 1.5.
-TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-
-# Over all 128 or 512 chips of a slice XLA makes all-reduces of arrays that are zero elsewhere, where parameters are to
-# be gathered: twice the bytes. Over 16 or 64 it gathers them; gradients it sums by all-reduces there too, but for some
-# that it scatters over 64. The rest shares rows.
-LARGE_FSDP = 64
-
-
-def tpu_rule(pattern: str, mesh: dict[str, int], remat: str | Remat, **edits: Any) -> tuple[str, dict[str, Any]]:
-    """A mesh rule for TPUs: the mesh, what is recomputed, the compiler's options, and other edits."""
-    return pattern, {"mesh": mesh, "model.remat": remat, "compiler_options": TPU_OPTIONS, **edits}
 
 
 def pretraining(

@@ -1,8 +1,9 @@
 """Qwen models at scale: pretraining of a dense one and of a mixture of experts."""
 
 from axlearn_like.training.trainer import Trainer
+from experiments.device_rules import H100, H200, TPU7X, V4, V5E, V5P, V6E, Fit, pretraining_rules
 from experiments.llama import DATA
-from experiments.pretraining import LARGE_FSDP, pretraining, tpu_rule
+from experiments.pretraining import pretraining
 from experiments.registry import experiment
 from models.moe import moe
 from models.qwen import qwen
@@ -23,11 +24,14 @@ def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: i
         peak_lr=1e-4,
         data=data,
         seed=seed,
-        mesh_rules=(
-            tpu_rule(r"tpu-v5p-(16|32|64)", {"fsdp": -1}, "everything", microbatches=4),
-            tpu_rule(r"tpu-v5p-.*", {"data": -1, "fsdp": LARGE_FSDP}, "everything"),
-            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1, "tensor": 4}, "everything"),
-            (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
+        mesh_rules=pretraining_rules(
+            rows,
+            Fit((V5P, TPU7X), 16, "everything", rows=4, largest=16),
+            Fit((V5P, TPU7X), 32, "context", rows=4),
+            Fit((V4, V6E), 64, "everything"),
+            Fit((V5E,), 128, "everything", rows=2, axes={"tensor": 4}),
+            Fit((H100,), 32, "everything"),
+            Fit((H200,), 8, "everything"),
         ),
     )
 
@@ -48,9 +52,12 @@ def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, see
         peak_lr=3e-4,
         data=data,
         seed=seed,
-        mesh_rules=(
-            tpu_rule(r"tpu-v5p-.*", {"fsdp": -1, "expert": 8}, "everything"),
-            tpu_rule(r"tpu-v(6e|5e)-.*", {"fsdp": -1, "expert": 8}, "everything", microbatches=4),
-            (r".*", {"mesh": {"fsdp": -1}, "model.remat": "everything"}),
+        mesh_rules=pretraining_rules(
+            rows,
+            Fit((V5P, TPU7X), 16, "everything", rows=2, axes={"expert": 8}),
+            Fit((V4, V6E), 64, "everything", axes={"expert": 8}),
+            Fit((V5E,), 256, "everything", axes={"expert": 8}),
+            Fit((H100,), 16, "everything", axes={"expert": 8}),
+            Fit((H200,), 8, "everything", axes={"expert": 8}),
         ),
     )

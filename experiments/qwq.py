@@ -3,7 +3,7 @@
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from experiments.pretraining import LARGE_FSDP, TPU_OPTIONS
+from experiments.device_rules import H200, TPU7X, V5P, Fit, packed_rl_rules
 from experiments.registry import experiment
 from models.qwen import qwen
 from rl.evaluation.evaluator import Evaluation
@@ -13,30 +13,27 @@ from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
+from rl.training.packing import Packing
 from rl.training.trainer import PolicyTrainer
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.service import Verifier
-
-ROWS_OF = 2  # answers of a prompt that share a row of the trainer: with more, what the backward pass needs does not fit
 
 
 @experiment
 def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
     """QwQ 32B, 256 prompts of up to 4,097 tokens a step, 16 answers of up to 16,384 each, on 512 or 1,024 v5p chips.
 
-    The update is compiled for both (docs/benchmarks/aot-experiments.md):
-    6.2 GB of arguments and 83 of temporary arrays a chip, of
-    102.8, estimated at 144 s on 512 chips and 72 s on 1,024. Not trained here: a run begins with random weights and has
-    bytes for tokens.
+    Answers are packed into rows of 32,768 tokens, a row to a chip at a time. A fleet with 512 or 1,024 chips for the
+    trainer and 64 workers is planned by the compiler (docs/reference/mesh-rules.md). Not trained here: a run begins
+    with random weights and has bytes for tokens.
     """
-    tasks = _tasks(seed)
-    rows = groups * samples // ROWS_OF
+    tasks, max_new = _tasks(seed), 16_384
     return RLExperiment.Config(
         policy=qwen("QwQ-32B"),
         tokenizer=ByteTokenizer.Config(),
         tasks=tasks,
         max_prompt=4097,  # a prefix of 4,096: the last token of a prompt begins every answer
-        max_new=16_384,
+        max_new=max_new,
         num_steps=steps,
         groups=groups,
         samples=samples,
@@ -55,8 +52,9 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
         ),
         trainer=PolicyTrainer.Config(
             checkpoint=Checkpointer.Config(save_every=20),
-            row_multiple=rows,
-            samples_per_row=ROWS_OF,
+            # Answers differ in length by far. The last rows of an update fit into the shorter ones.
+            packing=Packing.Config(lengths=(2 * max_new, max_new)),
+            row_multiple=groups * samples,  # of scoring, a row for each answer: a multiple of all numbers of chips
             chunks=32,
         ),
         engine=RolloutEngine.Config(
@@ -68,28 +66,18 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
                 ("tpu-v5p-8", {"mesh": {"tensor": 8}}),
                 # Half the chips have room for fewer sequences beside two versions of the weights.
                 ("tpu-v5p-4", {"mesh": {"tensor": 4}, "max_num_seqs": 32}),
+                ("tpu7x-8", {"mesh": {"tensor": 8}}),
+                ("tpu-v6e-8", {"mesh": {"tensor": 8}, "max_num_seqs": 16}),
+                (f"{H200}-8", {"mesh": {"tensor": 8}}),
                 (".*", {}),
             ),
         ),
         verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=16),
         evaluation=Evaluation.Config(problems_per_family=64),
-        mesh_rules=(
-            # A row to a chip at a time, and no way of sharing work but by rows.
-            ("tpu-v5p-512", _rule(rows // 512)),
-            ("tpu-v5p-1024", _rule(rows // 1024)),
-            (".*", {"trainer.mesh": {"fsdp": -1}, "policy.remat": "everything"}),
-        ),
+        # 36,864 tokens of a row on one chip: there is no way of sharing work but by rows.
+        mesh_rules=packed_rl_rules(Fit((V5P, TPU7X), 512, "context")),
         workers=64,
     )
-
-
-def _rule(microbatches: int) -> dict[str, object]:
-    return {
-        "trainer.mesh": {"data": -1, "fsdp": LARGE_FSDP},
-        "trainer.microbatches": max(1, microbatches),
-        "trainer.compiler_options": TPU_OPTIONS,
-        "policy.remat": "context",
-    }
 
 
 def _tasks(seed: int) -> TaskMixture.Config:

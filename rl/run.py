@@ -25,7 +25,7 @@ from rl.audit.summary import summarise_run
 from rl.controller.evaluations import is_evaluated
 from rl.experiment import RLExperiment, Runtime
 from rl.fleet.devices import HERE
-from rl.fleet.fleet import Placed
+from rl.fleet.fleet import TRAINER, Placed
 from rl.fleet.plan import plan_fleet, refuse
 from rl.fleet.requests import role_requests
 from rl.runtime.phases import Phases
@@ -50,6 +50,8 @@ class RLRun:
         """
         self._cfg.check(runtime, devices=None if runtime == "inprocess" else self._devices())
         if runtime == "ray":
+            together = self._cfg.fleet.workers == TRAINER
+            self._cfg.fleet.require("workers", not together, f"devices; {TRAINER!r} needs --runtime inprocess")
             if not self._cfg.fleet.here:
                 refuse(plan_fleet(Placed(self._cfg, self._cfg.fleet.build()), compile_programs=False))
             role_requests(self._cfg, () if os.environ.get("RAY_ADDRESS") else find_devices())

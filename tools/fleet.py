@@ -82,7 +82,7 @@ def _roles(plan: FleetPlan) -> Table:
 def _memory(role: RolePlan) -> str:
     lines = [f"{name} {size / _GIB:.2f}" for name, size in role.holds.items()]
     lines += [
-        f"program {name} {program.needed / _GIB:.2f} of {program.available / _GIB:.2f}"
+        f"program {name} {role.needed(name) / _GIB:.2f} of {program.available / _GIB:.2f}"
         for name, program in role.programs.items()
     ]
     return "\n".join(lines)

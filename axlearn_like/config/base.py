@@ -219,8 +219,9 @@ class ConfigBase[T](Node):
         if not isinstance(value, cls):
             return False
         owner: Any = value.__owner__
-        known = isinstance(wanted, type) and isinstance(owner, type)
-        return issubclass(owner, wanted) if known else True
+        if wanted is Any or not (isinstance(wanted, type) and isinstance(owner, type)):
+            return True
+        return issubclass(owner, wanted)
 
 
 def is_config(value: Any) -> TypeGuard[ConfigBase[Any]]:

@@ -13,6 +13,7 @@ from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, path_of, resolve, to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import Learner
+from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import step_flops
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.signals import graceful_stop
@@ -127,6 +128,7 @@ class Trainer(Configurable):
     def _checked_program(self) -> Program:
         """Trace the step once, before anything on disk is changed: what does not fit is refused now."""
         program = self._cfg.program(self._mesh, self._learner)
+        check_state_fits(program.state, self._mesh)
         jax.eval_shape(program.step, program.state, describe_batch(self._cfg.input, self._mesh))  # jax keeps the trace
         return program
 

@@ -38,7 +38,7 @@ class Controller(Configurable):
     """
 
     class Config(ConfigBase["Controller"]):
-        tasks: ConfigBase[TaskMixture] = REQUIRED
+        tasks: ConfigBase[Any] = REQUIRED  # TaskMixture, or another class with its `train`
         tokenizer: ConfigBase[object] = REQUIRED  # of a Tokenizer
         num_steps: int = REQUIRED
         groups: int = REQUIRED  # prompts in a batch
@@ -76,7 +76,7 @@ class Controller(Configurable):
             evaluations: None: there are none.
         """
         self.cfg = cfg
-        self._tasks = cfg.tasks.build()
+        self._tasks: TaskMixture = cfg.tasks.build()
         self._tokenizer = cast(Tokenizer, cfg.tokenizer.build())
         self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
         self._version = self._first_version = -1

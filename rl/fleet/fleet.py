@@ -9,6 +9,8 @@ from mesh import UserError
 from mesh.errors import did_you_mean
 from rl.fleet.devices import HERE, RoleDevices, parse_count, parse_devices
 
+TRAINER = "trainer"  # workers that share the trainer's devices
+
 
 class Fleet(Configurable):
     """Devices of the roles that compute; controller, parameter server and verifier use CPUs."""
@@ -17,12 +19,14 @@ class Fleet(Configurable):
         # "v5p:8x8x8"; "2 x v5p:8x8x8": one trainer over two slices; "h100:8"; "h100:0.5": half of one; "cpu:4";
         # here: this machine
         trainer: str = HERE
-        workers: str = HERE  # "64 x v5p:2x2x1": as many workers, each with that; here: this machine, shared
+        # "64 x v5p:2x2x1": as many workers, each with that; here: this machine, shared; trainer: one that shares the
+        # trainer's devices and process (--runtime inprocess).
+        workers: str = HERE
 
         @property
         def here(self) -> bool:
             """True if all roles share this machine."""
-            return self.trainer == self.workers == HERE
+            return self.trainer == HERE and self.workers in (HERE, TRAINER)
 
         def edited(self, text: str) -> Self:
             """Return a copy changed by a text such as `trainer=v5p:8x8x8,workers=64xv5p:2x2x1`.
@@ -43,9 +47,15 @@ class Fleet(Configurable):
         slices, text = parse_count(cfg.trainer, "fleet.trainer")
         self.trainer: RoleDevices = parse_devices(text, "fleet.trainer", slices)
         number, text = parse_count(cfg.workers, "fleet.workers")
-        here = cfg.workers == cfg.trainer == HERE
-        self.worker: RoleDevices = self.trainer if here else parse_devices(text, "fleet.workers")  # each
+        self.together = cfg.workers == TRAINER  # trainer and worker are one process
+        shared = self.together or cfg.here
+        self.worker: RoleDevices = self.trainer if shared else parse_devices(text, "fleet.workers")  # each
         self.workers = None if cfg.workers == HERE else number  # None: as the experiment says
+        if self.together and self.trainer.hosts > 1:
+            hosts = f"{cfg.trainer} has {self.trainer.hosts}"
+            raise UserError(
+                f"fleet.workers='{TRAINER}': expected a trainer on one host, for it is one process; {hosts}"
+            )
 
 
 class Placeable(Protocol):
@@ -79,9 +89,8 @@ def place[C: ConfigBase[Any]](cfg: C) -> Placed[C]:
         placed.trainer.processes = fleet.trainer.hosts
     if fleet.workers is not None:
         placed.workers = fleet.workers
-    if not (given.fleet.here or _fits_one_machine(fleet, placed.workers)) and _is_loopback(
-        placed.parameter_server.host
-    ):
+    one_place = given.fleet.here or fleet.together or _fits_one_machine(fleet, placed.workers)
+    if not one_place and _is_loopback(placed.parameter_server.host):
         placed.parameter_server.host = "0.0.0.0"
     return Placed(placed, fleet)
 

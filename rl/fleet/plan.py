@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from axlearn_like.operations.memory import bytes_of_device
 from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE, RoleDevices
@@ -31,6 +32,7 @@ class RolePlan:
         mesh: axes that are not 1.
         holds: bytes of a device that it keeps all the time, by what they are for.
         programs: name -> memory by the compiler; empty where nothing was compiled.
+        beside: program -> bytes of a device held while it runs that are none of its arguments, by what they are.
     """
 
     role: str
@@ -40,6 +42,11 @@ class RolePlan:
     mesh: dict[str, int]
     holds: dict[str, int]
     programs: dict[str, ProgramMemory]
+    beside: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict[str, dict[str, int]])
+
+    def needed(self, name: str) -> int:
+        """Return the bytes in use on a device while a program runs."""
+        return self.programs[name].needed + sum(self.beside.get(name, {}).values())
 
     def shortages(self) -> list[str]:
         """Describe what does not fit, with the arithmetic."""
@@ -47,14 +54,11 @@ class RolePlan:
         memory, needed = self.devices.memory, sum(self.holds.values())
         if memory is not None and needed > memory:
             found.append(self._shortage("what it holds", needed, memory, self.holds))
-        spare = self.holds.get(NEXT_WEIGHTS, 0)  # not among the arguments of a program
         for name, program in self.programs.items():
-            needed = program.needed + spare
+            needed = self.needed(name)
             if program.refusal is None and needed <= program.available:
                 continue
-            parts = {"arguments": program.arguments, "the rest": program.beside} | (
-                {NEXT_WEIGHTS: spare} if spare else {}
-            )
+            parts = {"arguments": program.arguments, "the rest": program.beside, **self.beside.get(name, {})}
             said = "" if program.refusal is None else f" (the compiler: {program.refusal})"
             found.append(self._shortage(f"program {name}", needed, program.available, parts) + said)
         return found
@@ -75,7 +79,10 @@ class RolePlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data."""
-        programs = {name: {**dataclasses.asdict(m), "needed": m.needed} for name, m in self.programs.items()}
+        programs = {
+            name: {**dataclasses.asdict(m), "held_beside": self.beside.get(name, {}), "needed": self.needed(name)}
+            for name, m in self.programs.items()
+        }
         return {
             "count": self.count,
             "devices": self.devices.text,
@@ -99,6 +106,7 @@ class FleetPlan:
         push: bytes of a version as the trainer publishes it.
         pull: bytes of a version that each worker fetches, uncompressed.
         seconds: that it took to make the plan.
+        together: worker and trainer are one process on the same devices.
     """
 
     trainer: RolePlan
@@ -106,6 +114,7 @@ class FleetPlan:
     push: int
     pull: int
     seconds: float
+    together: bool = False
 
     @property
     def refusals(self) -> list[str]:
@@ -115,12 +124,12 @@ class FleetPlan:
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data; bytes and counts."""
         roles = {"trainer": self.trainer, "worker": self.worker}
-        shared = self.trainer.devices.text == self.worker.devices.text == HERE
+        shared = self.together or self.trainer.devices.text == self.worker.devices.text == HERE
         each = [(role.count * role.devices.share, role.devices) for role in roles.values()]
         return {
             "hosts": 1 if shared else _whole(count * one.hosts for count, one in each),
             "chips": self.trainer.devices.chips if shared else _whole(count * one.chips for count, one in each),
-            "processes": sum(role.count * role.processes for role in roles.values()),
+            "processes": 1 if self.together else sum(role.count * role.processes for role in roles.values()),
             "fits": not any(role.shortages() for role in roles.values()),
             "startable": not self.refusals,
             "refusals": self.refusals,
@@ -152,11 +161,24 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
         known = cfg.programs(devices.compilable()[:count])
         return {name: program_memory(known[name](), devices.topology) for name in names}
 
-    mesh = make_mesh(cfg.trainer.mesh, fleet.trainer.described, slices=cfg.trainer.slices)
+    compiled = compile_programs and fleet.trainer.topology is not None
+    # Placeholders have no memory of a host, to which a learner may move its state.
+    devices = fleet.trainer.compilable() if compiled else fleet.trainer.described
+    mesh = make_mesh(cfg.trainer.mesh, devices, slices=cfg.trainer.slices)
     engine_mesh = make_mesh(cfg.engine.mesh, fleet.worker.described)
     runner = ModelRunner(experiment.engine_cfg, fleet.worker.described[: engine_mesh.size])
     state = experiment.trainer_cfg.program(mesh).state
-    each, pages = _bytes_of_device(runner.params), _bytes_of_device(runner.pool)
+    trains = {"parameters and optimizer": bytes_of_device(state)}
+    if not compiled:  # else the programs tell
+        trains["gradients"] = bytes_of_device(state["params"])
+    draws = {"weights": bytes_of_device(runner.params), "pages": bytes_of_device(runner.pool)}
+    following = {NEXT_WEIGHTS: draws["weights"]}
+    # Gradients of packed rows are summed, and rollouts scored, by programs that read the parameters alone.
+    optimizer, packed = {"optimizer": bytes_of_device(state["opt_state"])}, cfg.trainer.packing is not None
+    beside = {"score": optimizer, **({"train": optimizer} if packed else {})}
+    updates = ("train", "update", "score") if packed else ("train", "score")
+    # Where both roles are one process, the engine sleeps while the trainer updates, not the other way round.
+    also = {name: trains[name] for name in ("parameters and optimizer",) if fleet.together}
     return FleetPlan(
         trainer=RolePlan(
             "trainer",
@@ -164,8 +186,9 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
             fleet.trainer,
             cfg.trainer.processes,
             _sizes(mesh),
-            {"parameters and optimizer": _bytes_of_device(state)},
-            programs(fleet.trainer, mesh.size, ("train", "score")),
+            trains,
+            programs(fleet.trainer, mesh.size, updates),
+            {name: beside.get(name, {}) for name in updates},
         ),
         worker=RolePlan(
             "worker",
@@ -173,12 +196,14 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
             fleet.worker,
             1,
             _sizes(engine_mesh),
-            {"weights": each, "pages": pages, NEXT_WEIGHTS: each},
+            {**draws, **following, **also},
             programs(fleet.worker, engine_mesh.size, ("prefill", "decode")),
+            {name: {**following, **also} for name in ("prefill", "decode")},
         ),
         push=_bytes(state["params"]),
         pull=_bytes(runner.weights_like),
         seconds=time.monotonic() - began,
+        together=fleet.together,
     )
 
 
@@ -199,11 +224,6 @@ def _sizes(mesh: Mesh) -> dict[str, int]:
 
 def _bytes(described: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(described))
-
-
-def _bytes_of_device(described: Any) -> int:
-    leaves = jax.tree.leaves(described)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _gib(size: int) -> str:

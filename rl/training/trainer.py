@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from axlearn_like.config import REQUIRED, Configurable, errors_at
 from axlearn_like.layers.base import Params
 from axlearn_like.learner import Learner
+from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
@@ -195,6 +196,7 @@ class PolicyTrainer(Configurable):
         with use_mesh(self._mesh, self.cfg.axis_rules):
             self._session = Session(cfg, run, self._mesh, group, **where, config_text=config_text)
             program = cfg.program(self._mesh, learner)
+            check_state_fits(program.state, self._mesh)
             pushes = EventLog(run.events_path)
             kept = {"staleness": cfg.staleness, "evaluate_every": cfg.evaluate_every}
             self._publication = Publication(weights, controller, group, pushes, **kept)

@@ -26,7 +26,8 @@ DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
 @click.option(
     "--fleet",
     metavar="ROLE=DEVICES,...",
-    help="Devices of the roles, e.g. trainer=v5p:8x8x8,workers=64xv5p:2x2x1; `here` is this machine.  "
+    help="Devices of the roles, e.g. trainer=v5p:8x8x8,workers=64xv5p:2x2x1; `here` is this machine; "
+    "workers=trainer: one that shares the trainer's.  "
     "[default: the experiment's]",
 )
 @click.option("--plan", "plan_only", is_flag=True, help="Print hosts, meshes and memory of each role; start nothing.")

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import click
 
-from experiments.pretraining import TPU_OPTIONS
 from mesh.errors import UserError, did_you_mean
 from mesh.topology import compiler_version, parse_topology, prepare_compiler
 from tools.aot.programs import described
@@ -76,18 +75,20 @@ _RL = (
     "evaluation=None",  # its pass@8 wants more samples
     "max_prompt=257",
     "max_new=64",
-    "trainer.row_multiple=16",
+    "trainer.row_multiple=512",
+    "trainer.packing.lengths=(128, 64)",
     "trainer.chunks=4",
-    f"trainer.compiler_options={TPU_OPTIONS}",  # of its rules for 512 chips and more
 )
 
 CASES = (
     _small("llama2_7b", "v5p-32", 64, heads=4),
-    _small("llama2_70b", "v6e-8", 8),
+    _small("llama2_70b", "v6e-64", 512),
     _small("llama31_8b", "v6e-16", 128),
-    _small("qwen25_32b", "v6e-16", 16),
-    _small("qwen3_30b_a3b", "v5p-32", 16, experts=True),
-    Case("qwq_32b_rl", "v5p-32", (*_narrow("policy"), *_RL), small=True),
+    _small("qwen25_32b", "v6e-64", 512),
+    _small("qwen3_30b_a3b", "v5p-32", 512, experts=True),
+    Case("qwq_32b_rl", "v5p-1024", (*_narrow("policy"), *_RL), small=True),
+    Case("qwen25_0_5b_rl", "v5e-4", (*_narrow("policy"), *_RL), small=True),
+    Case("qwen25_1_5b_rl", "v6e-1", (*_narrow("policy"), *_RL), small=True),
     Case("demo", "v6e-4", ("trainer.mesh={'data': -1}",)),
     Case("llama2_7b", "v5p-32"),
 )

@@ -84,3 +84,15 @@ def test_an_error_of_a_called_function_names_the_field():
         with cfg.errors_in("size"):
             raise UserError("no codec of that name")
     assert caught.value.path == "Leaf.size"
+
+
+def test_a_field_for_configs_of_any_class_takes_them():
+    class Holder(Configurable):
+        class Config(ConfigBase["Holder"]):
+            one: ConfigBase[Any] = REQUIRED
+            other: ConfigBase[Leaf] = REQUIRED
+
+    cfg = Holder.Config(one=Tree.Config(), other=Leaf.Config(size=1))
+    assert isinstance(cfg.set(one=Leaf.Config(size=1)).one, Leaf.Config)
+    with pytest.raises(ConfigError, match="other"):
+        cfg.set(other=Tree.Config())

@@ -53,3 +53,12 @@ def test_a_text_changes_the_roles_that_it_names():
     assert both == Fleet.Config(trainer="h100:8", workers="2 x h100:4")
     with pytest.raises(UserError, match=r"--fleet 'worker=cpu:1': expected .*did you mean 'workers'"):
         fleet.edited("worker=cpu:1")
+
+
+def test_a_worker_may_share_the_trainers_devices():
+    placed = place(experiment(trainer="v6e:1x1", workers="trainer"))
+    assert placed.fleet.together and placed.fleet.worker is placed.fleet.trainer
+    assert placed.cfg.workers == 1 and placed.cfg.parameter_server.host == "127.0.0.1"
+    assert Fleet.Config(workers="trainer").here and not Fleet.Config(trainer="v6e:1x1", workers="trainer").here
+    with pytest.raises(UserError, match=r"fleet.workers='trainer': expected a trainer on one host.* v6e:4x4 has 4"):
+        place(experiment(trainer="v6e:4x4", workers="trainer"))

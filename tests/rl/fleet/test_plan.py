@@ -1,5 +1,6 @@
 """The plan of a fleet: what it counts, what it refuses with the arithmetic, the compiler's figures, asked for once."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -56,6 +57,33 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic():
     assert line.startswith("worker: what it holds needs weights 0.00 GiB + pages 152.59 GiB + " + NEXT_WEIGHTS)
     assert line.endswith("= 152.59 GiB, and a device of h100:1 has 80.00 GiB")
     assert not plan.as_dict()["fits"] and not plan.as_dict()["startable"]
+
+
+def test_one_process_holds_what_both_roles_hold():
+    alone = plan_fleet(place(experiment("h100:1", "h100:1")))
+    plan = plan_fleet(
+        place(experiment("h100:1", "trainer", engine=RolloutEngine.Config(max_num_seqs=8, pages=90_000_000)))
+    )
+    data = plan.as_dict()
+    assert (data["hosts"], data["chips"], data["processes"]) == (1, 1, 1)
+    assert plan.trainer.holds == alone.trainer.holds  # the engine sleeps while the trainer updates
+    gradients = nbytes(tiny_params(tiny_experiment().policy))  # pyright: ignore
+    assert plan.trainer.holds["gradients"] == gradients
+    stays = {"parameters and optimizer": plan.trainer.holds["parameters and optimizer"]}
+    assert plan.worker.holds == alone.worker.holds | {"pages": plan.worker.holds["pages"]} | stays
+    assert [line.partition(":")[0] for line in plan.refusals] == ["worker"]
+    with pytest.raises(UserError, match="fleet.workers: expected devices; 'trainer' needs --runtime inprocess"):
+        RLRun(experiment("here", "trainer").build()).check("ray")
+
+
+def test_a_program_needs_what_lies_beside_its_arguments_too():
+    program = memory.ProgramMemory(arguments=3 << 30, beside=1 << 30, available=8 << 30)
+    role = plan_fleet(place(experiment("h100:1", "h100:1"))).trainer
+    role = dataclasses.replace(role, programs={"train": program}, beside={"train": {"optimizer": 5 << 30}})
+    assert role.needed("train") == 9 << 30
+    [line] = role.shortages()
+    assert "program train needs arguments 3.00 GiB + the rest 1.00 GiB + optimizer 5.00 GiB = 9.00 GiB" in line
+    assert dataclasses.replace(role, beside={}).shortages() == []
 
 
 def test_an_engine_over_several_hosts_is_refused_for_the_code_cannot_start_it():

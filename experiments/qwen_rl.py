@@ -1,0 +1,116 @@
+"""Reinforcement learning of small Qwen2.5 models: on one chip, on one host of a small slice, on one GPU.
+
+The models have the sizes of Qwen2.5 0.5B and 1.5B. Runs begin with random weights and have bytes for tokens, until
+checkpoints with their tokenizers can be imported: what a run shows is the machinery. The tasks are those of the demo.
+Estimated by the compiler, not trained here (docs/reference/mesh-rules.md).
+"""
+
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.learner import AdamW, BFloat16State, Learner, WarmupLinear
+from axlearn_like.tokenizers.bytes import ByteTokenizer
+from experiments.device_rules import H100, H200, TPU7X, V4, V5E, V5P, V6E, Fit, packed_rl_rules
+from experiments.reasoning_gym import task_mixture
+from experiments.registry import experiment
+from models.qwen import qwen
+from rl.evaluation.evaluator import Evaluation
+from rl.experiment import RLExperiment
+from rl.objective import TruncatedImportance
+from rl.objective.presets import grpo
+from rl.rollout.engine import RolloutEngine
+from rl.training.packing import Packing
+from rl.training.trainer import PolicyTrainer
+from rl.verification.scorers import ReasoningGymScorer
+from rl.verification.service import Verifier
+
+LENGTHS = (2048, 1024, 512)  # of rows: the last microbatch of an update takes the least that holds what is left
+
+
+@experiment
+def qwen25_0_5b_rl(*, groups: int = 32, samples: int = 8, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
+    """Qwen2.5 0.5B, 32 prompts a step with 8 answers of up to 512 tokens, from one v6e chip to a slice.
+
+    Trainer and worker on one v6e chip or one H200 (`--runtime inprocess`), or a v5e host of eight chips: four for the
+    trainer, and four workers with a chip each.
+    """
+    return _small(
+        "Qwen2.5-0.5B",
+        Learner.Config(optimizer=AdamW.Config(b2=0.98), schedule=_schedule(steps), clip_norm=1.0),
+        groups=groups,
+        samples=samples,
+        seed=seed,
+        steps=steps,
+        fits=(
+            Fit((V5P, TPU7X), 1, "context", rows=4, largest=64),
+            Fit((V4, V6E), 1, "context", rows=2, largest=64),
+            Fit((V5E,), 1, "context", largest=64),
+            Fit((H100, H200), 1, "context", rows=2, largest=64),
+        ),
+    )
+
+
+@experiment
+def qwen25_1_5b_rl(*, groups: int = 32, samples: int = 8, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
+    """Qwen2.5 1.5B, 32 prompts a step with 8 answers of up to 512 tokens, from one v6e chip to a slice.
+
+    As `qwen25_0_5b_rl`. Moments are stored in bfloat16, or one chip of v4 or v6e would not hold what an update needs.
+    """
+    return _small(
+        "Qwen2.5-1.5B",
+        Learner.Config(
+            optimizer=AdamW.Config(b2=0.98),
+            schedule=_schedule(steps),
+            clip_norm=1.0,
+            state_storage=(BFloat16State.Config(seed=seed),),
+        ),
+        groups=groups,
+        samples=samples,
+        seed=seed,
+        steps=steps,
+        fits=(
+            Fit((V5P, TPU7X), 1, "context", rows=4, largest=64),
+            Fit((V4, V6E), 1, "everything", largest=2),
+            Fit((V4, V6E), 4, "context", largest=64),
+            Fit((V5E,), 4, "context", largest=64),
+            Fit((H100, H200), 1, "context", rows=2, largest=64),
+        ),
+    )
+
+
+def _small(
+    name: str, learner: Learner.Config, *, groups: int, samples: int, seed: int, steps: int, fits: tuple[Fit, ...]
+) -> RLExperiment.Config:
+    tasks, max_new = task_mixture(seed), 512
+    return RLExperiment.Config(
+        policy=qwen(name),
+        tokenizer=ByteTokenizer.Config(),
+        tasks=tasks,
+        max_prompt=257,
+        max_new=max_new,
+        num_steps=steps,
+        groups=groups,
+        samples=samples,
+        groups_per_lease=8,
+        staleness=1,
+        seed=seed,
+        objective=grpo().set(
+            old_policy="current",
+            importance=TruncatedImportance.Config(cap=2.0),  # rollouts are one update old
+            zero_variance="drop",
+        ),
+        learner=learner,
+        trainer=PolicyTrainer.Config(
+            checkpoint=Checkpointer.Config(save_every=20),
+            packing=Packing.Config(lengths=LENGTHS, prompts=512),  # several short prompts in a row
+            row_multiple=groups * samples,  # of scoring, a row for each answer
+            chunks=16,
+        ),
+        engine=RolloutEngine.Config(max_num_seqs=64, page_size=64, prefill_tokens=2048, keep_completions=False),
+        verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=2),
+        evaluation=Evaluation.Config(problems_per_family=96),
+        mesh_rules=packed_rl_rules(*fits),
+        workers=4,
+    )
+
+
+def _schedule(steps: int) -> WarmupLinear.Config:
+    return WarmupLinear.Config(peak_lr=1e-6, warmup_steps=20, total_steps=steps, end_lr=1e-6)
