@@ -57,7 +57,7 @@ def llama2_70b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: 
             Fit((V5P, TPU7X), 32, "context", rows=2, largest=32),
             Fit((V5P, TPU7X), 64, "context", rows=4, largest=256),
             Fit((V5P, TPU7X), 512, {"context": "save", "gate": "save"}, rows=2),
-            Fit((V4, V6E), 64, "everything", rows=2, axes={"tensor": 4}),
+            Fit((V4, V6E), 128, "everything", rows=2, axes={"tensor": 4}),
             Fit((V5E,), 256, "everything", rows=2, axes={"tensor": 4}),
             Fit((H100,), 64, "everything"),
             Fit((H200,), 16, "everything"),

@@ -82,7 +82,7 @@ _RL = (
 
 CASES = (
     _small("llama2_7b", "v5p-32", 64, heads=4),
-    _small("llama2_70b", "v6e-64", 512),
+    _small("llama2_70b", "v6e-128", 512),
     _small("llama31_8b", "v6e-16", 128),
     _small("qwen25_32b", "v6e-64", 512),
     _small("qwen3_30b_a3b", "v5p-32", 512, experts=True),
