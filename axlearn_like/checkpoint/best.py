@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, override
 
 from axlearn_like.checkpoint.hard_links import link_tree
+from axlearn_like.checkpoint.reader import list_steps
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from mesh.errors import UserError, did_you_mean
 
@@ -24,7 +25,9 @@ class KeepBest(Configurable):
     """
 
     class Config(ConfigBase["KeepBest"]):
-        metric: str = REQUIRED  # of an evaluator, such as eval_loss, or of the metrics row, such as reward
+        # Of an evaluator, such as eval_loss; of the metrics row, such as reward; in RL of `evaluate_every`, such as
+        # evaluation/pass@1.
+        metric: str = REQUIRED
         order: Literal["lowest", "highest"] = "lowest"
         keep: int = 1
 
@@ -35,6 +38,7 @@ class KeepBest(Configurable):
     def __init__(self, cfg: Config, *, directory: Path):
         self._cfg, self._checkpoints = cfg, directory
         self._directory = directory / "best"
+        self._pending = self._directory / "pending"
         self._index = self._directory / "best.json"
 
     def values(self) -> dict[int, float]:
@@ -52,12 +56,32 @@ class KeepBest(Configurable):
         value = scalars[self._cfg.metric]
         return math.nan if value is None else float(value)
 
+    def hold(self, step: int) -> None:
+        """Keep the finished checkpoint of `step` until its value is known, whatever happens to the newest ones."""
+        if not (self._pending / str(step)).exists() and step not in self.values():
+            link_tree(self._checkpoints / str(step), self._pending / str(step))
+
+    def pending(self) -> list[int]:
+        """Return the steps that are held, oldest first."""
+        return list_steps(self._pending)
+
     def offer(self, step: int, value: float) -> bool:
-        """Keep the finished checkpoint of `step` if it is among the best, and drop the worst."""
+        """Keep the finished checkpoint of `step` if it is among the best, and drop the worst.
+
+        It may be one that is held; those before it are not held any longer, as values come in the order of the steps.
+        """
+        try:
+            return self._offer(step, value)
+        finally:
+            for held in (held for held in self.pending() if held <= step):
+                shutil.rmtree(self._pending / str(held), ignore_errors=True)
+
+    def _offer(self, step: int, value: float) -> bool:
         kept = dict(list(self._sorted({**self.values(), step: value}).items())[: self._cfg.keep])
         if step not in kept or value != value:
             return False
-        link_tree(self._checkpoints / str(step), self._directory / str(step))
+        held = self._pending / str(step)
+        link_tree(held if held.exists() else self._checkpoints / str(step), self._directory / str(step))
         partial = self._index.with_suffix(".json.tmp")
         partial.write_text(json.dumps({"metric": self._cfg.metric, "steps": kept}))
         os.replace(partial, self._index)

@@ -1,6 +1,6 @@
 """All tiers of a run's checkpoints as one: the newest on the local disk, the best, and remote copies."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from axlearn_like.checkpoint.best import KeepBest
@@ -19,6 +19,20 @@ class CheckpointTiers:
         self._local, self._best, self._remote, self._events = checkpointer, best, remote, events
         self._unfinished: dict[int, float | None] = {}  # steps on their way to the disk -> value of the best metric
         self._saved: int | None = None  # the last step that `save` was called with
+        self._valued_later: Callable[[int], bool] | None = None
+
+    def expect_values(self, steps: Callable[[int], bool]) -> None:
+        """Hold the checkpoints of these steps, and of no others, for `offer`: their metric comes after the save."""
+        self._valued_later = steps
+
+    def pending(self) -> list[int]:
+        """Return the steps whose metric is still to come."""
+        return self._best.pending() if self._best is not None else []
+
+    def offer(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Keep a checkpoint that was held if it is among the best. UserError: the metric is not among the scalars."""
+        if self._best is not None and self._best.offer(step, value := self._best.value(scalars)):
+            self._events.append("trainer", "best", step=step, value=value)
 
     def latest_step(self) -> int | None:
         """Return the step of the newest complete checkpoint of any tier; a remote one is fetched first."""
@@ -46,7 +60,9 @@ class CheckpointTiers:
         Raises:
             CheckpointError, DiskFull: a save or a copy failed. UserError: the best is sought by an unknown metric.
         """
-        value = self._best.value(scalars) if self._best is not None and scalars is not None else None
+        value = None
+        if self._best is not None and scalars is not None and self._valued_later is None:
+            value = self._best.value(scalars)
         if step == self._saved:
             return
         self._local.save(step, state, extras)
@@ -81,5 +97,7 @@ class CheckpointTiers:
             self._events.append("trainer", "saved", step=step)
             if self._best is not None and value is not None and self._best.offer(step, value):
                 self._events.append("trainer", "best", step=step, value=value)
+            if self._best is not None and self._valued_later is not None and self._valued_later(step):
+                self._best.hold(step)
             if self._remote is not None and self._remote.due(step):
                 self._remote.copy(step)

@@ -239,6 +239,11 @@ class Controller(Configurable):
                     self._evaluations.published(version)
             self._changed.notify_all()
 
+    def evaluation(self, version: int) -> dict[str, float] | None:
+        """Return what the evaluation of a version has measured; None if it is not complete."""
+        with self._changed:
+            return None if self._evaluations is None else self._evaluations.result(version)
+
     # ---- everyone
 
     def missing(self, step: int) -> str:

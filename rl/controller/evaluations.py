@@ -19,6 +19,8 @@ from rl.evaluation.evaluator import Evaluation
 from rl.roles.messages import Group, Lease, Problem, Prompt
 from rl.tasks.mixture import TaskMixture, encode_prompt
 
+METRICS = "evaluation/"  # before the names of what an evaluation measures
+
 
 class EvaluationSchedule:
     """The controller's record of evaluations. One version is evaluated at a time; not thread-safe.
@@ -177,6 +179,13 @@ class EvaluationSchedule:
             self._version = self._ledger = None
             self._evaluators.clear()
         return True
+
+    def result(self, version: int) -> dict[str, float] | None:
+        """Return the figures of all families together, as `evaluation/pass@1`; None if they are not there yet."""
+        if version not in self._done:
+            return None
+        row = next(row for row in read_rows(evaluations_path(self._run)) if row["step"] == version)
+        return {f"{METRICS}{name}": value for name, value in row.items() if isinstance(value, float)}
 
     def _write(self, version: int, groups: Sequence[Group]) -> None:
         summary, rows = self._cfg.build().summarise(self.problems, groups, self._tokenizer, self._seed)

@@ -80,6 +80,10 @@ class BatchSource(Protocol):
         """Record that a version can be pulled."""
         ...
 
+    def evaluation(self, version: int) -> dict[str, float] | None:
+        """Return what the evaluation of a version has measured; None if it is not complete."""
+        ...
+
     def missing(self, step: int) -> str:
         """Describe what a step still waits for."""
         ...

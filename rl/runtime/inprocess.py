@@ -57,4 +57,5 @@ def run_inprocess(
             trainer.close()
             while not stop() and worker.run_once():
                 on_step(trainer.step)
+            trainer.offer_evaluated()
         return trainer.step

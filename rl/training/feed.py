@@ -45,6 +45,7 @@ class PolicyFeed:
         sizes: Mapping[str, Any],
         packing: Packing | None = None,
         flops: Callable[[int, int, int], float | None] = lambda prefix, samples, length: None,
+        on_update: Callable[[], None] = lambda: None,
     ):
         """Connect the sources of batches.
 
@@ -53,12 +54,13 @@ class PolicyFeed:
             sizes: keyword arguments of `pack_groups`.
             packing: of rollouts into rows; None: rows are padded to the greatest length.
             flops: model FLOPs of a row.
+            on_update: called once the version of an update is on its way.
         """
         self.flops: float | None = None
         self._row_flops = lru_cache(flops)
         self._controller, self._publication, self._group, self._events = controller, publication, group, events
         self._objective, self._diff, self._diff_every, self._sizes = objective, diff, diff_every, sizes
-        self._packing = packing
+        self._packing, self._on_update = packing, on_update
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
@@ -133,6 +135,7 @@ class PolicyFeed:
         if self._group.leader:
             self._controller.consumed(step - 1)
         self._publication.publish(step, state["params"])
+        self._on_update()
 
     def checkpoint(self, state: State) -> tuple[State, dict[str, Any]]:
         """Return the state with the versions still in use. Of the controller the step is its whole state."""

@@ -33,6 +33,7 @@ from mesh import make_mesh
 from mesh.distributed import ProcessGroup
 from mesh.mesh import PlaceholderDevice
 from mesh.rules import mesh_axes, use_mesh, use_rules
+from rl.controller.evaluations import METRICS
 from rl.objective import Objective
 from rl.parameter_server.client import ParameterServerClient
 from rl.roles.protocols import BatchSource
@@ -122,9 +123,24 @@ class PolicyTrainer(Configurable):
             if devices is None or devices:
                 self.check_sizes(devices)
 
+        @property
+        def keeps_best_by_evaluation(self) -> bool:
+            """True if the best checkpoints are those with the best evaluations by the workers."""
+            return self.keep_best is not None and self.keep_best.metric.startswith(METRICS)
+
+        def evaluates(self, version: int) -> bool:
+            """Return True if the workers evaluate this version during RL or after it."""
+            return version == self.num_steps or bool(self.evaluate_every and version % self.evaluate_every == 0)
+
         @override
         def check_fields(self) -> None:
             super().check_fields()
+            if self.keep_best is not None and self.keeps_best_by_evaluation:
+                some, save_every = self.evaluate_every is not None, self.checkpoint.save_every
+                self.keep_best.require("metric", some, f"no {METRICS}... without evaluate_every of the experiment")
+                saved = self.evaluate_every is None or self.evaluate_every % save_every == 0
+                expected = f"a divisor of evaluate_every={self.evaluate_every}, so that what is evaluated is saved"
+                self.checkpoint.require("save_every", saved, expected)
             self.require_least(1, "processes", "row_multiple", "chunks", "samples_per_row")
             devices = math.prod(self.mesh.values())
             if self.processes > 1:
@@ -213,7 +229,10 @@ class PolicyTrainer(Configurable):
                 sizes={**sizes, "samples_per_row": cfg.samples_per_row},
                 packing=cfg.build_packing(),
                 flops=partial(row_flops, cfg.model) if self._session.peak else lambda *sizes: None,
+                on_update=self.offer_evaluated,
             )
+            if cfg.keeps_best_by_evaluation:
+                self._session.tiers.expect_values(cfg.evaluates)
             loss = SupervisedLoss.Config(chunks=cfg.chunks).build()  # of evaluators on supervised data
             self._loop = self._session.loop(state, step, program, feed, learner, loss)
 
@@ -231,6 +250,7 @@ class PolicyTrainer(Configurable):
         """Publish the current version and those that workers may still need; only then ask for data."""
         with use_mesh(self._mesh, self.cfg.axis_rules):
             self._publication.start(self.step, self.state["params"])
+            self.offer_evaluated()
             self._session.clock.to("input")  # the first batch is awaited
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> int:
@@ -258,6 +278,14 @@ class PolicyTrainer(Configurable):
                 if not self.finished and not self._publication.restart_if_forgotten(self.step, self.state["params"]):
                     time.sleep(_EVALUATION_POLL)
                 self._loop.beat(self.step)
+        self.offer_evaluated()
+
+    def offer_evaluated(self) -> None:
+        """Keep the best of the checkpoints that have been evaluated since they were saved."""
+        tiers = self._session.tiers
+        for step in tiers.pending():
+            if (measured := self._controller.evaluation(step)) is not None:
+                tiers.offer(step, measured)
 
     def _is_evaluated(self) -> bool:
         status = self._controller.status()

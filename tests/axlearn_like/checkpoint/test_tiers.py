@@ -122,6 +122,30 @@ def test_the_best_are_kept_besides_the_newest(tmp_path):
     assert events(run, "best") == [1, 2, 3, 4, 8]
 
 
+def test_checkpoints_whose_metric_comes_later_are_held_for_it(tmp_path):
+    run = tmp_path / "run"
+    one = tiers(run, best={"keep": 1})
+    one.expect_values(lambda step: step % 2 == 0)
+    save(one, range(1, 8), dict.fromkeys(range(1, 8), 0.0))  # what is known at the save does not count
+    one.close()
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["6", "7", "best"]
+    best = run / "checkpoints" / "best"
+    assert one.pending() == [2, 4, 6] and sorted(p.name for p in best.iterdir()) == ["pending"]
+    # A later process knows them. The value of step 2 was lost: those of later steps are there first.
+    one = tiers(run, best={"keep": 1})
+    one.expect_values(lambda step: step % 2 == 0)
+    one.offer(4, {"eval_loss": 0.5})
+    assert one.pending() == [6] and sorted(p.name for p in best.iterdir()) == ["4", "best.json", "pending"]
+    one.offer(6, {"eval_loss": 0.7})
+    assert one.pending() == []
+    save(one, [8])
+    one.close()
+    one.offer(8, {"eval_loss": 0.1})
+    assert json.loads((best / "best.json").read_text())["steps"] == {"8": 0.1}
+    assert events(run, "best") == [4, 8]
+    np.testing.assert_array_equal(restore_params(best)["head"], np.asarray(make_state(8)["params"]["head"]))
+
+
 def test_the_highest_may_be_the_best_and_an_unknown_metric_is_refused(tmp_path):
     keeper = KeepBest.Config(metric="accuracy", order="highest").build(directory=tmp_path)
     for step, value in enumerate((0.1, 0.7, 0.3)):

@@ -3,8 +3,15 @@
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
-from axlearn_like.config import to_text
+import jax
+import numpy as np
+import pytest
+
+from axlearn_like.checkpoint.best import KeepBest
+from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.config import ConfigError, to_text
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from rl.rollout.model_runner.runner import ModelRunner
@@ -41,14 +48,62 @@ def test_evaluations_during_training_change_no_bit_of_it_and_equal_those_of_shor
     assert rows[0] != {**rows[1], "step": 0}
 
 
+def test_the_best_checkpoints_by_evaluation_are_kept_also_by_a_run_that_is_resumed(tmp_path: Path) -> None:
+    """One newest checkpoint is kept, and an evaluation of a version ends updates after it was saved."""
+    cfg = tiny_experiment(num_steps=6, evaluate_every=2)
+    cfg.trainer.set(keep_best=KeepBest.Config(metric="evaluation/pass@4", order="highest"))
+    cfg.trainer.checkpoint.set(save_every=1, keep=1)
+    whole = run_here(tmp_path / "whole", cfg)
+    values = {row["step"]: row["pass@4"] for row in read_rows(whole / "evaluations.jsonl") if row["step"]}
+    assert sorted(values) == [2, 4, 6]
+    best = max(values, key=lambda step: (values[step], -step))
+    folder = whole / "checkpoints" / "rl" / "best"
+    assert json.loads((folder / "best.json").read_text())["steps"] == {str(best): values[best]}
+    assert list((folder / "pending").iterdir()) == []
+    seen: list[int] = []
+    with RunDirectory.open(tmp_path / "parts", to_text(cfg)) as run:
+        assert run_inprocess(cfg.build(), run, lambda: 2 in seen, seen.append) == 2  # saved, not evaluated
+    assert (tmp_path / "parts" / "checkpoints" / "rl" / "best" / "pending" / "2").is_dir()
+    with RunDirectory.open(tmp_path / "parts", to_text(cfg)) as run:
+        run_inprocess(cfg.build(), run, lambda: False, seen.append)
+    assert_same_outcome(tmp_path / "parts", whole)
+    resumed = tmp_path / "parts" / "checkpoints" / "rl" / "best"
+    assert (resumed / "best.json").read_text() == (folder / "best.json").read_text()
+    for one, other in zip(
+        *(map(np.asarray, jax.tree.leaves(restore_params(p))) for p in (folder, resumed)), strict=True
+    ):
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluate_every": None}, r"keep_best\.metric: expected no evaluation/\.\.\. without evaluate_every"),
+        ({"evaluate_every": 3}, r"checkpoint\.save_every: expected a divisor of evaluate_every=3"),
+    ],
+)
+def test_the_best_by_evaluations_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    cfg = tiny_experiment(**changes)
+    cfg.trainer.set(keep_best=KeepBest.Config(metric="evaluation/pass@1", order="highest"))
+    with pytest.raises(ConfigError, match=message):
+        cfg.check("inprocess")
+
+
 def test_the_engine_has_no_memory_while_the_trainer_updates(tmp_path: Path) -> None:
     """Each update is two leases, then the trainer's turn."""
     cfg, holds = tiny_experiment(num_steps=2, evaluation=None), list[tuple[int, bool]]()
 
+    def runners() -> list[ModelRunner]:
+        return [one for one in gc.get_objects() if isinstance(one, ModelRunner)]
+
+    others = set(map(id, before := runners()))
+
     def on_step(step: int) -> None:
-        for runner in [one for one in gc.get_objects() if isinstance(one, ModelRunner)]:
-            holds.append((step, runner.pool is not None or runner.params is not None))
+        for runner in runners():
+            if id(runner) not in others:
+                holds.append((step, runner.pool is not None or runner.params is not None))
 
     with RunDirectory.open(tmp_path, to_text(cfg)) as run:
         run_inprocess(cfg.build(), run, lambda: False, on_step)
+    del before  # until here, so that no other runner has the id of one of these
     assert holds[:6] == [(0, True), (0, True), (1, False), (1, True), (1, True), (2, False)]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.checkpoint.reader import list_steps, restore_params
 from axlearn_like.config import to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import AdamW, Constant, Learner
@@ -120,7 +120,8 @@ def parameters(path: Path) -> dict[str, bytes]:
 
 def checksums(path: Path) -> dict[str, dict[str, Any]]:
     """Return shape, type and checksum of every array of the last checkpoint: parameters, optimizer state, RNG, step."""
-    last = max((path / "checkpoints" / "rl").iterdir(), key=lambda folder: int(folder.name))
+    folder = path / "checkpoints" / "rl"
+    last = folder / str(list_steps(folder)[-1])
     return json.loads((last / "manifest" / "metadata").read_text())
 
 
