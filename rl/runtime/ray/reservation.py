@@ -84,8 +84,7 @@ class Reservation:
         check_capacity(requests.values(), ray.nodes())
         made = cls()
         try:
-            # Larger parts of a host first, so that those of a TPU begin at a multiple of their size.
-            for request in sorted(requests.values(), key=lambda one: (-one.hosts_per_slice, -one.each)):
+            for request in sorted(requests.values(), key=_turn):
                 for group in made._reserve(request, names[request.role], wait):
                     wait.until(partial(group.wait, 1), request.role)
             for one in made._slices:
@@ -161,6 +160,14 @@ class Reservation:
             raise UserError(f"Ray cannot reserve {request.topology} for the {request.role}: {error}") from error
         self._slices += found
         return found[0].placement_group
+
+
+def _turn(request: RoleRequest) -> tuple[int, bool, float]:
+    """Return the place in the order of reservations: several hosts first, GPUs of any model after those of one.
+
+    Larger parts of a host come first, so that those of a TPU begin at a multiple of their size.
+    """
+    return -request.hosts_per_slice, request.kind == "GPU" and request.model is None, -request.each
 
 
 class Wait:

@@ -51,10 +51,11 @@ def ray_module() -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head with CPUs only, where the driver is; a host with four H100, two slices v5p:2x2x2, a host with v6e:2x4."""
+    """A head with one A100, where the driver is; a host with four H100, two slices v5p:2x2x2, a host with v6e:2x4."""
     ray, Cluster = ray_module(), importlib.import_module("ray.cluster_utils").Cluster
 
-    head: dict[str, Any] = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+    head: dict[str, Any] = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False, "num_gpus": 1}
+    head["resources"] = {"accelerator_type:A100": 1}
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
         made.add_node(num_cpus=1, num_gpus=4, resources={"accelerator_type:H100": 1}, node_ip_address=GPUS)
@@ -172,6 +173,14 @@ def test_processes_have_their_own_gpus_and_come_back_to_them(cluster: Any, tmp_p
         assert after["CUDA_VISIBLE_DEVICES"] == before["CUDA_VISIBLE_DEVICES"] == gpus["worker-1"][0]
 
 
+def test_gpus_of_a_model_are_on_its_hosts_and_those_of_any_model_anywhere(cluster: Any, tmp_path: Path) -> None:
+    with Reserved("a100:1", "gpu:4", tmp_path) as reserved:
+        assert {name: one["host"] for name, one in reserved.seen().items()} == {
+            "trainer": "127.0.0.1",
+            "worker-0": GPUS,
+        }
+
+
 def test_roles_share_a_gpu_with_their_shares_of_its_memory(cluster: Any, tmp_path: Path) -> None:
     with Reserved("h100:0.5", "2 x h100:0.25", tmp_path) as reserved:
         seen = reserved.seen()
@@ -193,6 +202,13 @@ def test_a_trainer_has_the_hosts_of_one_slice_in_their_order_and_workers_have_pa
     assert not any("TPU_CHIPS_PER_PROCESS_BOUNDS" in one for one in hosts)
 
 
+def test_a_small_part_of_a_host_does_not_break_a_larger_one(cluster: Any, tmp_path: Path) -> None:
+    with Reserved("v6e:1x1", "v6e:2x2", tmp_path) as reserved:
+        seen = reserved.seen()
+    assert seen["worker-0"]["TPU_VISIBLE_CHIPS"] in ("0,1,2,3", "4,5,6,7")
+    assert seen["trainer"]["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
+
+
 def test_a_trainer_over_two_slices_has_the_first_ones_hosts_first(cluster: Any, tmp_path: Path) -> None:
     with Reserved("2 x v5p:2x2x2", "4 x v6e:1x1", tmp_path) as reserved:
         seen = reserved.seen("trainer")
@@ -208,8 +224,12 @@ def test_a_trainer_over_two_slices_has_the_first_ones_hosts_first(cluster: Any, 
     [
         ("h100:4", "1 x h100:1", "the fleet needs 5 H100 GPUs: trainer 4, 1 x worker 1; the Ray cluster has 4"),
         ("h100:0.5", "8 x h100:0.5", "4.5 H100 GPUs: trainer 0.5, 8 x worker 0.5; the Ray cluster has 4"),
-        ("a100:1", "h100:1", "the fleet needs 1 A100 GPUs: trainer 1; the Ray cluster has 0"),
-        ("2 x gpu:2", "h100:1", r"the fleet needs 2 hosts with 2 GPUs for the trainer; the Ray cluster has 1 \(.* 4\)"),
+        ("a100:1", "a100:1", "the fleet needs 2 A100 GPUs: trainer 1, 1 x worker 1; the Ray cluster has 1"),
+        (
+            "2 x gpu:2",
+            "h100:1",
+            r"the fleet needs 2 hosts with 2 GPUs for the trainer; the Ray cluster has 1 \(.* 4, 1\)",
+        ),
         ("2 x v5p:2x2x4", "h100:1", "the fleet needs 2 slices v5p:2x2x4: trainer 2; the Ray cluster has 0"),
         ("3 x v5p:2x2x2", "h100:1", "the fleet needs 3 slices v5p:2x2x2: trainer 3; the Ray cluster has 2"),
         # Chips of another generation, and hosts of a slice that is larger, are others.
@@ -229,7 +249,7 @@ def test_devices_that_others_use_are_awaited_and_then_refused(
     trainer: str, workers: str, cluster: Any, tmp_path: Path
 ) -> None:
     with Reserved("2 x v5p:2x2x2", "2 x h100:1", tmp_path):
-        with pytest.raises(UserError, match=r"trainer are not free after 2 s .*; 2 GPUs, 8 TPU chips are free"):
+        with pytest.raises(UserError, match=r"trainer are not free after 2 s .*; 3 GPUs, 8 TPU chips are free"):
             Reserved(trainer, workers, tmp_path, limit=2.0)
         with pytest.raises(Stopped):
             Reserved(trainer, workers, tmp_path, limit=60.0, stop=True)
@@ -244,7 +264,7 @@ def test_a_cluster_with_accelerators_needs_a_described_fleet(cluster: Any, monke
     monkeypatch.delenv("JAX_PLATFORMS")
     refuse_accelerators(role_requests(on("h100:1", "h100:1"), ()))
     with pytest.raises(
-        UserError, match="the Ray cluster has 4 H100 GPUs, 16 TPU-V5P chips, 8 TPU-V6E chips, and fleet"
+        UserError, match="the Ray cluster has 1 A100 GPUs, 4 H100 GPUs, 16 TPU-V5P chips, 8 TPU-V6E chips, and fleet"
     ):
         refuse_accelerators(none)
 
