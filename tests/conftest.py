@@ -44,9 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-file", action="store_true", help="import files too that lack the words of -k")
 
 
-# Side by side (`-n 3`), a file's tests run in one process, and tests of whole runs in one after another, however many
-# files: half a dozen processes each, with waits that assume that they get a share of the machine.
-WHOLE_RUNS = ("tests/rl/runtime/ray/", "tests/chaos/", "tests/rl/test_run.py")
+# Side by side (`-n 3`), a file's tests run in one process, and tests of whole runs in two, however many files: half a
+# dozen processes each, with waits that assume that they get a share of the machine. Both take about as long.
+RUNS_IN_TURN = (
+    ("tests/chaos/", "tests/rl/test_run.py", "tests/rl/runtime/ray/test_placement.py"),
+    ("tests/rl/runtime/ray/",),
+)
+WHOLE_RUNS = tuple(path for paths in RUNS_IN_TURN for path in paths)
 # Long ones first, so that no process is left alone with one at the end.
 LONG = (
     *WHOLE_RUNS,
@@ -71,10 +75,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Scheduling(LoadFileScheduling):
-    """Files by process; all whole runs in one. (Marks `xdist_group` have no effect with pytest 9.2.)"""
+    """Files by process; whole runs in two. (Marks `xdist_group` have no effect with pytest 9.2.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "whole runs" if nodeid.startswith(WHOLE_RUNS) else super()._split_scope(nodeid)
+        for number, paths in enumerate(RUNS_IN_TURN):
+            if nodeid.startswith(paths):
+                return f"whole runs {number}"
+        return super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
