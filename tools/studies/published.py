@@ -140,7 +140,8 @@ STEPS = (
 def config(step: Step) -> Trainer.Config:
     """Return our trainer of such a step."""
     from axlearn_like.config import set_path
-    from experiments.pretraining import TPU_OPTIONS, pretraining
+    from experiments.device_rules import TPU_OPTIONS
+    from experiments.pretraining import pretraining
     from models.llama import llama
     from models.moe import moe
 

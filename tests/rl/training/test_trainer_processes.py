@@ -90,6 +90,9 @@ class Scripted:
         self.told.append(["published", version])
         self._version = max(self._version, version)
 
+    def evaluation(self, version: int) -> dict[str, float] | None:
+        return None
+
     def missing(self, step: int) -> str:
         return f"step {step}"
 
