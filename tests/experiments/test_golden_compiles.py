@@ -1,6 +1,6 @@
 """The compiled experiments are those stored: a changed rule, remat or layer shows as lines.
 
-In `make test` experiments of reduced sizes; with --full those of full size too.
+In `make test` some experiments of reduced sizes; with --full all of them, and those of full size.
 """
 
 import difflib
@@ -17,17 +17,27 @@ from tools.golden.compiles import CASES, COMMAND, DIRECTORY, Case, compiled_text
 SMALL = [case for case in CASES if case.small]
 FULL = [case for case in CASES if not case.small]
 TIMEOUT = 900
+# One of each kind in every run: dense, with experts, RL. The others are the same code at other sizes.
+EVERY_RUN = ("llama2_7b", "qwen3_30b_a3b", "qwen25_0_5b_rl")
 
 
 @pytest.fixture(scope="module")
-def small_texts() -> dict[str, str]:
+def small_texts(request: pytest.FixtureRequest) -> dict[str, str]:
     """The compilations by name; all in one process, which imports and starts the compiler once."""
-    return elsewhere(compile_cases, [case.name for case in SMALL if not _otherwise(case)], timeout=TIMEOUT)
+    all_of_them = request.config.getoption("--full")
+    chosen = [case for case in SMALL if (all_of_them or case.experiment in EVERY_RUN) and not _otherwise(case)]
+    return elsewhere(compile_cases, [case.name for case in chosen], timeout=TIMEOUT)
 
 
 @needs_tpu_compiler
 @pytest.mark.timeout(TIMEOUT)
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[] if case.experiment in EVERY_RUN else [pytest.mark.full])
+        for case in SMALL
+    ],
+)
 def test_a_small_experiment_compiles_to_what_is_stored(case, small_texts):
     compare(case, small_texts)
 

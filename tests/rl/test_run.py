@@ -168,16 +168,16 @@ def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
 def test_a_machine_that_replaces_a_lost_one_goes_on_from_the_remote_checkpoint(tmp_path: Path) -> None:
     """Nothing of the run directory is left: the warm start is not repeated, and the policy is the same to the bit."""
     bucket, said = tmp_path / "bucket", list[str]()
-    cfg = evaluated().set(num_steps=4, evaluation=None)
+    cfg = evaluated().set(evaluation=None)
     whole = run_here(tmp_path / "whole", cfg)
-    cfg.trainer.set(remote=RemoteTier.Config(url=str(bucket), copy_every=2))
+    cfg.trainer.set(remote=RemoteTier.Config(url=str(bucket), copy_every=1))
     with RunDirectory.open(tmp_path / "lost", to_text(cfg)) as run:
         steps: list[int] = []
-        assert run_inprocess(cfg.build(), run, lambda: 2 in steps, steps.append) == 2
+        assert run_inprocess(cfg.build(), run, lambda: 1 in steps, steps.append) == 1
     shutil.rmtree(tmp_path / "lost")
     RLRun(cfg.build(), say=said.append).run(tmp_path / "new", runtime="inprocess")
-    assert said[1] == f"fetched the checkpoint of update 2 from {bucket}"
-    assert said[2].startswith("reinforcement learning: 4 updates")
+    assert said[1] == f"fetched the checkpoint of update 1 from {bucket}"
+    assert said[2].startswith("reinforcement learning: 2 updates")
     assert parameters(tmp_path / "new") == parameters(whole)
 
 

@@ -202,15 +202,15 @@ class Wait:
             if self._stop():
                 raise Stopped
             free = f"{_free() or 'none'} are free, beside those that this run has"
+            if self._waits.due("devices"):
+                seconds = round(self._waits.begin("devices"), 1)
+                self._log.append("driver", "waiting", who="driver", what=f"devices of the {role}", seconds=seconds)
+                self._say(f"waiting {seconds:.0f} s for devices of the {role}; {free}")
             if time.monotonic() > self._deadline:
                 raise UserError(
                     f"the Ray cluster has the fleet's devices, but those of the {role} are not free after "
                     f"{self._limit:g} s (timeouts.restart); {free}"
                 )
-            if self._waits.due("devices"):
-                seconds = round(self._waits.begin("devices"), 1)
-                self._log.append("driver", "waiting", who="driver", what=f"devices of the {role}", seconds=seconds)
-                self._say(f"waiting {seconds:.0f} s for devices of the {role}; {free}")
 
 
 def _free() -> str:

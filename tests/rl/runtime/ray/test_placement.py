@@ -173,6 +173,7 @@ def test_processes_have_their_own_gpus_and_come_back_to_them(cluster: Any, tmp_p
         assert after["CUDA_VISIBLE_DEVICES"] == before["CUDA_VISIBLE_DEVICES"] == gpus["worker-1"][0]
 
 
+@pytest.mark.full
 def test_gpus_of_a_model_are_on_its_hosts_and_those_of_any_model_anywhere(cluster: Any, tmp_path: Path) -> None:
     with Reserved("a100:1", "gpu:4", tmp_path) as reserved:
         assert {name: one["host"] for name, one in reserved.seen().items()} == {
@@ -202,6 +203,7 @@ def test_a_trainer_has_the_hosts_of_one_slice_in_their_order_and_workers_have_pa
     assert not any("TPU_CHIPS_PER_PROCESS_BOUNDS" in one for one in hosts)
 
 
+@pytest.mark.full
 def test_a_small_part_of_a_host_does_not_break_a_larger_one(cluster: Any, tmp_path: Path) -> None:
     with Reserved("v6e:1x1", "v6e:2x2", tmp_path) as reserved:
         seen = reserved.seen()
@@ -209,6 +211,7 @@ def test_a_small_part_of_a_host_does_not_break_a_larger_one(cluster: Any, tmp_pa
     assert seen["trainer"]["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
 
 
+@pytest.mark.full
 def test_a_trainer_over_two_slices_has_the_first_ones_hosts_first(cluster: Any, tmp_path: Path) -> None:
     with Reserved("2 x v5p:2x2x2", "4 x v6e:1x1", tmp_path) as reserved:
         seen = reserved.seen("trainer")
@@ -244,6 +247,7 @@ def test_a_cluster_without_room_is_refused_with_the_arithmetic(
         Reserved(trainer, workers, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("trainer", "workers"), [("h100:3", "h100:1"), ("v5p:2x2x2", "v6e:2x4")])
 def test_devices_that_others_use_are_awaited_and_then_refused(
     trainer: str, workers: str, cluster: Any, tmp_path: Path

@@ -96,6 +96,7 @@ def test_two_workers_give_the_same_as_one_process_and_listen_on_loopback_only(tm
     assert [address for address in addresses if not is_loopback(address[0])] == []
 
 
+@pytest.mark.full  # as test_run.py and tests/chaos kill a worker in every run
 @pytest.mark.usefixtures("session")
 def test_the_only_worker_is_killed_and_replaced(tmp_path, baseline) -> None:
     path, said = run_with_ray(tmp_path, slow(num_steps=6, workers=1), kill_at=3)
