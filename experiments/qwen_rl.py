@@ -34,7 +34,7 @@ def qwen25_0_5b_rl(*, groups: int = 32, samples: int = 8, seed: int = 0, steps: 
     """
     return _small(
         "Qwen2.5-0.5B",
-        Learner.Config(optimizer=AdamW.Config(b2=0.98), schedule=_schedule(steps), clip_norm=1.0),
+        _learner(steps),
         groups=groups,
         samples=samples,
         seed=seed,
@@ -56,12 +56,7 @@ def qwen25_1_5b_rl(*, groups: int = 32, samples: int = 8, seed: int = 0, steps: 
     """
     return _small(
         "Qwen2.5-1.5B",
-        Learner.Config(
-            optimizer=AdamW.Config(b2=0.98),
-            schedule=_schedule(steps),
-            clip_norm=1.0,
-            state_storage=(BFloat16State.Config(seed=seed),),
-        ),
+        _learner(steps).set(state_storage=(BFloat16State.Config(seed=seed),)),
         groups=groups,
         samples=samples,
         seed=seed,
@@ -112,5 +107,6 @@ def _small(
     )
 
 
-def _schedule(steps: int) -> WarmupLinear.Config:
-    return WarmupLinear.Config(peak_lr=1e-6, warmup_steps=20, total_steps=steps, end_lr=1e-6)
+def _learner(steps: int) -> Learner.Config:
+    schedule = WarmupLinear.Config(peak_lr=1e-6, warmup_steps=20, total_steps=steps, end_lr=1e-6)
+    return Learner.Config(optimizer=AdamW.Config(b2=0.98), schedule=schedule, clip_norm=1.0)

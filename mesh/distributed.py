@@ -12,6 +12,7 @@ can be reported.
 # jax's own types are partial.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
+import ipaddress
 import itertools
 import json
 import socket
@@ -40,6 +41,14 @@ def free_address(host: str = "127.0.0.1") -> str:
     """Return `host:port` with a port that is free there now."""
     with socket.create_server((host, 0)) as server:
         return f"{host}:{server.getsockname()[1]}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if an address or name of a host is this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def process_name(role: str, index: int) -> str:

@@ -1,11 +1,11 @@
 """The fleet of a run: on which devices trainer and workers live, and what of the experiment follows from that."""
 
 import dataclasses
-import ipaddress
 from typing import Any, Protocol, Self
 
 from axlearn_like.config import ConfigBase, Configurable, with_mesh_rules
 from mesh import UserError
+from mesh.distributed import is_loopback
 from mesh.errors import did_you_mean
 from rl.fleet.devices import HERE, RoleDevices, parse_count, parse_devices
 
@@ -90,7 +90,7 @@ def place[C: ConfigBase[Any]](cfg: C) -> Placed[C]:
     if fleet.workers is not None:
         placed.workers = fleet.workers
     one_place = given.fleet.here or fleet.together or _fits_one_machine(fleet, placed.workers)
-    if not one_place and _is_loopback(placed.parameter_server.host):
+    if not one_place and is_loopback(placed.parameter_server.host):
         placed.parameter_server.host = "0.0.0.0"
     return Placed(placed, fleet)
 
@@ -101,10 +101,3 @@ def _fits_one_machine(fleet: Fleet, workers: int) -> bool:
     if len({one.described[0].device_kind for one, _ in counted}) > 1 or any(one.hosts > 1 for one, _ in counted):
         return False
     return all(sum(each.share * each.chips * n for each, n in counted) <= one.host_chips for one, _ in counted)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -3,7 +3,6 @@
 They come first of all, so that a run which would fail after its warm start does not begin.
 """
 
-import ipaddress
 import os
 import socket
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 import psutil
 
 from mesh import UserError
+from mesh.distributed import is_loopback
 from rl.experiment import RLExperiment
 
 MEMORY_VARIABLE = "AXL_RAY_MEMORY_GIB"
@@ -108,17 +108,10 @@ def check_reachable(host: str, nodes: Sequence[str]) -> None:
     Raises:
         UserError: it listens on loopback, and the cluster has several machines.
     """
-    machines = {"loopback" if _is_loopback(address) else address for address in nodes}
-    if _is_loopback(host) and len(machines) > 1:
+    machines = {"loopback" if is_loopback(address) else address for address in nodes}
+    if is_loopback(host) and len(machines) > 1:
         raise UserError(
             f"parameter_server.host={host!r}: the cluster has nodes on several hosts "
             f"({', '.join(sorted(set(nodes)))}), and roles on other hosts could not reach the parameter "
             "server; set parameter_server.host=0.0.0.0 (and parameter_server.tls where others share the network)"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
