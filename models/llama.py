@@ -30,7 +30,7 @@ LLAMA: dict[str, float | None] = {
     "Llama-3.3-70B": 8.0,
 }
 
-_LLAMA2: dict[str, dict[str, Any]] = {
+LLAMA2: dict[str, dict[str, Any]] = {
     "Llama-2-7B": {"dim": 4096, "hidden": 11008, "num_layers": 32, "num_heads": 32, "num_kv_heads": 32},
     "Llama-2-13B": {"dim": 5120, "hidden": 13824, "num_layers": 40, "num_heads": 40, "num_kv_heads": 40},
     "Llama-2-70B": {"dim": 8192, "hidden": 28672, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8},
@@ -43,13 +43,13 @@ def llama(name: str) -> Decoder.Config:
     Raises:
         UserError: there is no such model; the nearest names are given.
     """
-    if name in _LLAMA2:
-        shape = _LLAMA2[name]
+    if name in LLAMA2:
+        shape = LLAMA2[name]
         return dense(vocab_size=32_000, head_dim=128, tied=False, theta=1e4, eps=1e-5, max_length=4096, **shape).set(
             dtype="bfloat16"
         )
     if name not in LLAMA:
-        known = [*_LLAMA2, *LLAMA]
+        known = [*LLAMA2, *LLAMA]
         raise UserError(f"no Llama model {name!r}{did_you_mean(name, known, limit=len(known))}")
     factor = LLAMA[name]
     scaling = None if factor is None else Llama3Scaling.Config(factor=factor, original_length=8192)

@@ -1,0 +1,71 @@
+"""`axl models`: the list is complete, and the figures of a model are those by hand."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from mesh.errors import UserError
+from models.catalog import FAMILIES
+from tools.commands.models import command
+
+PARAMETERS, LAYERS, WIDTH, HEADS, HEAD_WIDTH = 8_190_735_360, 36, 4096, 32, 128  # of Qwen3-8B
+
+
+def answer(*args: str) -> dict:
+    result = CliRunner().invoke(command, [*args, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output.splitlines()[-1])
+
+
+def test_every_published_model_is_listed_with_its_sizes():
+    listed = answer("list")["models"]
+    assert list(listed) == [name for family in FAMILIES.values() for name in family.names]
+    assert listed["Qwen3-8B"]["parameters"] == PARAMETERS
+    assert listed["Qwen3-8B"]["family"] == "Qwen"
+
+
+def test_flops_and_cache_of_a_token_are_those_by_hand():
+    found = answer("show", "Qwen3-8B", "--length", "1000")
+    table = 151_936 * WIDTH
+    # All but the embedding, of which a row is read, and the norms.
+    norms = LAYERS * (2 * WIDTH + 2 * HEAD_WIDTH) + WIDTH
+    assert found["parameters"] == PARAMETERS
+    assert found["active"] == PARAMETERS - table - norms
+    attention = 2 * 2 * LAYERS * HEADS * HEAD_WIDTH  # of a pair of a query and a key
+    assert found["forward_flops"] == pytest.approx(2 * found["active"] + attention * 1001 / 2)
+    assert found["training_flops"] == pytest.approx(3 * found["forward_flops"])
+    assert found["decode_flops"] == pytest.approx(2 * found["active"] + attention * 1000)
+    assert found["cache_bytes"] == LAYERS * 2 * 8 * HEAD_WIDTH * 2
+    assert found["kernels"]["tpu"].startswith("Splash")
+    assert "not Splash" in found["kernels"]["gpu"]
+
+
+def test_memory_of_a_device_is_the_arrays_divided_over_them():
+    found = answer("show", "Qwen3-8B", "--length", "2048", "--topology", "v5p:2x2x1")
+    each = PARAMETERS * 4 // 4
+    inputs = LAYERS * 2048 * WIDTH * 2
+    assert list(found["training"]["holds"].values()) == [each, each, 2 * each, inputs]
+    rollout = found["rollout"]
+    assert rollout["holds"] == {"weights": PARAMETERS * 2 // 4}
+    assert rollout["tokens"] == (95 * 2**30 - PARAMETERS * 2 // 4) * 4 // found["cache_bytes"]
+    assert found["training"]["fits"] and rollout["fits"]
+
+
+def test_a_model_too_large_for_the_devices_is_said_not_to_fit():
+    found = answer("show", "Llama-3.1-405B", "--topology", "v5e:2x2")
+    assert not found["training"]["fits"] and not found["rollout"]["fits"]
+    assert found["rollout"]["tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["show", "Qwen3-8"], "did you mean 'Qwen3-8B'"),
+        (["show", "Qwen3-8B", "--topology", "v9:2x2"], "v9"),
+        (["show", "Qwen3-8B", "--topology", "cpu:2"], "its memory is not known"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(args: list[str], message: str):
+    with pytest.raises(UserError, match=message):
+        CliRunner().invoke(command, args, catch_exceptions=False)

@@ -1,0 +1,106 @@
+"""`axl models`: the published models that are built in, and what one of them costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from axlearn_like.layers.decoder import Decoder
+    from tools.model_card import DeviceMemory, ModelCard
+
+_GIB = 1 << 30
+
+
+@click.group("models")
+def command() -> None:
+    """List the published models that are built in, and show what one costs."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # arithmetic alone: no accelerator is taken
+
+
+@command.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+def _list(as_json: bool) -> None:
+    """List the models, one to a line, with their sizes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from models.catalog import FAMILIES
+    from tools.model_card import count_parameters
+
+    made = {name: (title, family.make(name)) for title, family in FAMILIES.items() for name in family.names}
+    rows = {
+        name: {"family": title, **_sizes(cfg), "parameters": count_parameters(cfg)}
+        for name, (title, cfg) in made.items()
+    }
+    if as_json:
+        click.echo(json.dumps({"models": rows}))
+        return
+    table = Table("model", "family", box=None, pad_edge=False)
+    for heading in ("parameters", "layers", "width", "vocabulary"):
+        table.add_column(heading, justify="right")
+    for name, row in rows.items():
+        sizes = [f"{row[key]:,}" for key in ("parameters", "layers", "dim", "vocab_size")]
+        table.add_row(name, row["family"], *sizes)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    console.print(table)
+
+
+@command.command("show")
+@click.argument("name")
+@click.option("--length", default=4096, show_default=True, type=click.IntRange(1), help="Tokens of a row.")
+@click.option("--topology", "devices_text", help="Devices that hold it, e.g. v5p:4x4x4, h100:8.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+def _show(name: str, length: int, devices_text: str | None, as_json: bool) -> None:
+    """Show what the model NAME costs: FLOPs and cache of a token, kernels, and with --topology memory of a device.
+
+    By arithmetic, without compiling: what a program needs beside these arrays, `axl aot` asks the compiler.
+    """
+    from models.catalog import published_model
+    from rl.fleet.devices import parse_devices
+    from tools.model_card import cached_tokens, model_card, rollout_memory, training_memory
+
+    cfg = published_model(name)
+    devices = None if devices_text is None else parse_devices(devices_text, "--topology")
+    card = model_card(cfg, length)
+    found: dict[str, Any] = {"model": name, **dataclasses.asdict(card)}
+    if devices is not None:
+        training, rollout = training_memory(cfg, card, devices), rollout_memory(cfg, card, devices)
+        tokens = cached_tokens(card, rollout)
+        found["topology"] = devices.text
+        found["training"] = {**dataclasses.asdict(training), "left": training.left, "fits": training.left > 0}
+        found["rollout"] = {**dataclasses.asdict(rollout), "left": rollout.left, "fits": tokens > 0, "tokens": tokens}
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    _print_card(name, cfg, card)
+    if devices is not None:
+        click.echo(f"training on {devices.text} by fsdp, a row of {length:,} tokens a device: {_memory(training)}")
+        click.echo(f"rollout on a host of {devices.text}, {rollout.devices} devices an engine: {_memory(rollout)}")
+        click.echo(f"  room for the keys and values of {tokens:,} tokens, {tokens // length:,} sequences of {length:,}")
+
+
+def _sizes(cfg: Decoder.Config) -> dict[str, Any]:
+    return {"layers": cfg.num_layers, "dim": cfg.dim, "vocab_size": cfg.vocab_size}
+
+
+def _print_card(name: str, cfg: Decoder.Config, card: ModelCard) -> None:
+    click.echo(f"{name}: {card.parameters:,} parameters, {card.active:,} in use for a token")
+    click.echo(f"  {card.layers} layers of width {card.dim:,}, {card.vocab_size:,} tokens, activations {cfg.dtype}")
+    click.echo(f"a token in rows of {card.length:,}: {card.forward_flops / 1e9:,.2f} GFLOPs forward,")
+    click.echo(f"  {card.training_flops / 1e9:,.2f} in training, {card.decode_flops / 1e9:,.2f} decoded after the row")
+    click.echo(f"keys and values of a token: {card.cache_bytes:,} bytes")
+    for platform, kernel in card.kernels.items():
+        click.echo(f"attention of packed rows on {platform}: {kernel}")
+
+
+def _memory(memory: DeviceMemory) -> str:
+    parts = " + ".join(f"{what} {size / _GIB:.2f}" for what, size in memory.holds.items())
+    verdict = "fits" if memory.left > 0 else "does not fit"
+    return f"{parts} of {memory.hbm / _GIB:.2f} GiB of a device: {verdict}"

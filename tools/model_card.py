@@ -1,0 +1,145 @@
+"""Sizes and costs of a model by arithmetic: parameters, FLOPs and cache of a token, memory of a device, kernels.
+
+Nothing is compiled or allocated. What a program needs beside the arrays counted here, `axl aot` asks the compiler.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from axlearn_like.kernels.attention.dispatch import explain
+from axlearn_like.layers.base import Workload, split
+from axlearn_like.layers.decoder import Decoder
+from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
+from mesh.errors import UserError
+from rl.fleet.devices import RoleDevices
+
+PLATFORMS = ("tpu", "gpu", "cpu")
+_FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCard:
+    """Sizes and costs of a model.
+
+    Attributes:
+        parameters: all of them; a tied head counts once.
+        active: numbers in the matrices that a token is multiplied with, those of the head included.
+        layers: number of them.
+        dim: model width.
+        vocab_size: rows of the embedding.
+        length: tokens of the rows for which FLOPs are counted.
+        forward_flops: of a token, mean over a row of `length` tokens that each see those before them.
+        training_flops: of a token, three times those.
+        decode_flops: of the token that follows `length` others.
+        cache_bytes: of keys and values of one token, all layers, in the dtype of activations.
+        kernels: platform -> the attention kernel of packed rows of `length` tokens, and why not others.
+    """
+
+    parameters: int
+    active: int
+    layers: int
+    dim: int
+    vocab_size: int
+    length: int
+    forward_flops: float
+    training_flops: float
+    decode_flops: float
+    cache_bytes: int
+    kernels: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device that a model's arrays take; programs need more, see `axl aot`.
+
+    Attributes:
+        devices: that share the arrays.
+        hbm: of a device, as sold.
+        holds: array -> bytes.
+        left: what remains of `hbm`; negative: they do not fit.
+    """
+
+    devices: int
+    hbm: int
+    holds: dict[str, int]
+
+    @property
+    def left(self) -> int:
+        """Bytes of a device that remain; negative if the arrays do not fit."""
+        return self.hbm - sum(self.holds.values())
+
+
+def count_parameters(cfg: Decoder.Config) -> int:
+    """Return the number of parameters, without allocating any."""
+    params = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0)))[1])
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def model_card(cfg: Decoder.Config, length: int) -> ModelCard:
+    """Describe a decoder for rows of `length` tokens."""
+    model: Any = jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0)))
+    forward = model_flops(cfg, rows_workload(1, length)) / length
+    heads, width = model.cache_shape
+    return ModelCard(
+        parameters=count_parameters(cfg),
+        active=round(active_weights(cfg)),
+        layers=cfg.num_layers,
+        dim=cfg.dim,
+        vocab_size=cfg.vocab_size,
+        length=length,
+        forward_flops=forward,
+        training_flops=3 * forward,
+        decode_flops=model_flops(cfg, Workload(1, 1, lambda window: float(min(window or length, length)))),
+        cache_bytes=2 * cfg.num_layers * heads * width * model.dtype.itemsize,
+        kernels={platform: _kernel(model, platform, length) for platform in PLATFORMS},
+    )
+
+
+def training_memory(cfg: Decoder.Config, card: ModelCard, devices: RoleDevices) -> DeviceMemory:
+    """Return what AdamW training by fsdp over all devices holds on each, with one row of `card.length` tokens a device.
+
+    Of activations only the inputs of blocks are counted, which every remat policy keeps.
+    """
+    count = len(devices.described)
+    each = -(-card.parameters * _FLOAT32 // count)
+    inputs = card.layers * card.length * card.dim * _itemsize(cfg)
+    holds = {"parameters": each, "gradients": each, "moments of AdamW": 2 * each, "inputs of blocks": inputs}
+    return DeviceMemory(count, _hbm(devices), holds)
+
+
+def rollout_memory(cfg: Decoder.Config, card: ModelCard, devices: RoleDevices) -> DeviceMemory:
+    """Return what an engine on one host holds on each device: weights in the dtype of activations.
+
+    It is tensor-parallel over as many devices of the host as its key/value heads divide over.
+    """
+    heads = jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))).cache_shape[0]
+    count = math.gcd(devices.each_host, heads)
+    return DeviceMemory(count, _hbm(devices), {"weights": -(-card.parameters * _itemsize(cfg) // count)})
+
+
+def cached_tokens(card: ModelCard, memory: DeviceMemory) -> int:
+    """Return how many tokens' keys and values fit into what an engine's weights leave on all its devices."""
+    return max(0, memory.left * memory.devices // card.cache_bytes)
+
+
+def _kernel(model: Any, platform: str, length: int) -> str:
+    try:
+        return str(explain(model.layers.attention, platform=platform, dtype=model.dtype, length=length))
+    except UserError as error:
+        return f"none: {error}"
+
+
+def _itemsize(cfg: Decoder.Config) -> int:
+    return jax.numpy.dtype(cfg.dtype).itemsize
+
+
+def _hbm(devices: RoleDevices) -> int:
+    if devices.memory is None:
+        raise UserError(
+            f"--topology {devices.text}: its memory is not known; expected devices such as v5p:4x4x4, h100:8"
+        )
+    return devices.memory
