@@ -1,4 +1,4 @@
-"""Tiny random decoders by Hugging Face transformers: weights and logits for tests/models/test_huggingface.py.
+"""Tiny random decoders by Hugging Face transformers: weights and logits for tests/models/huggingface/test_convert.py.
 
 Not run by the tests and not by the project's environment; any Python >= 3.10 with torch and transformers >= 5 will do:
 

@@ -10,19 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_like.layers.attention.rope import Llama3Scaling
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.decoder import Decoder
-from axlearn_like.layers.moe.experts import Experts
-from axlearn_like.layers.moe.layer import MoE
-from axlearn_like.layers.moe.router import SoftmaxRouter
-from models.dense import dense
-from models.huggingface import ConversionError, from_huggingface, to_huggingface
-from models.moe import mixture
+from models.huggingface.architectures import read_decoder
+from models.huggingface.config_json import ConfigJson
+from models.huggingface.convert import from_huggingface, to_huggingface
+from models.huggingface.rows import ConversionError
 from models.tiny import tiny
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent.parent / "golden"
 NAMES = [f"{family}_{head}" for family in ("llama", "qwen2", "qwen3", "qwen3moe") for head in ("tied", "untied")]
 
 
@@ -36,34 +33,12 @@ def load(name: str) -> tuple[Decoder.Config, dict[str, np.ndarray], dict[str, np
 
 
 def our_config(theirs: dict[str, Any]) -> Decoder.Config:
-    rope, heads = theirs["rope_parameters"], theirs["num_attention_heads"]
-    scaling = None
-    if rope["rope_type"] == "llama3":
-        scaling = Llama3Scaling.Config(
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_length=rope["original_max_position_embeddings"],
-        )
-    shape = {
-        "vocab_size": theirs["vocab_size"],
-        "dim": theirs["hidden_size"],
-        "num_layers": theirs["num_hidden_layers"],
-        "num_heads": heads,
-        "num_kv_heads": theirs["num_key_value_heads"],
-        "head_dim": theirs.get("head_dim", theirs["hidden_size"] // heads),
-        "tied": theirs["tied"],
-        "theta": rope["rope_theta"],
-        "eps": theirs["rms_norm_eps"],
-        "scaling": scaling,
-        "qkv_bias": theirs["family"] == "qwen2",
-        "qk_norm": theirs["family"].startswith("qwen3"),
-    }
-    if theirs["family"] != "qwen3moe":
-        return dense(hidden=theirs["intermediate_size"], **shape)
-    router = SoftmaxRouter.Config(top_k=theirs["num_experts_per_tok"], renormalise=theirs["norm_topk_prob"])
-    experts = Experts.Config(hidden=theirs["moe_intermediate_size"])
-    return mixture(MoE.Config(num_experts=theirs["num_experts"], router=router, experts=experts), **shape)
+    """The decoder that the model's `config.json` describes."""
+    family = theirs["family"]
+    name = {"qwen3moe": "Qwen3Moe"}.get(family, family.capitalize())
+    fields = {key: value for key, value in theirs.items() if key not in ("family", "tied")}
+    fields |= {"architectures": [f"{name}ForCausalLM"], "tie_word_embeddings": theirs["tied"]}
+    return read_decoder(ConfigJson(fields))[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,7 +56,7 @@ def test_logits_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_round_trip_is_exact(name):
     cfg, weights, _ = load(name)
-    back = to_huggingface(from_huggingface(weights, cfg))
+    back = to_huggingface(from_huggingface(weights, cfg), cfg)
     assert back.keys() == weights.keys()
     for key, tensor in weights.items():
         assert back[key].flags.c_contiguous
@@ -93,7 +68,7 @@ def test_the_round_trip_is_exact_in_bfloat16_too():
     short = {key: tensor.astype(jnp.bfloat16) for key, tensor in weights.items()}
     params = from_huggingface(short, cfg)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
-    back = to_huggingface(params, dtype=jnp.bfloat16)
+    back = to_huggingface(params, cfg, dtype=jnp.bfloat16)
     for key, tensor in short.items():
         assert back[key].dtype == tensor.dtype
         np.testing.assert_array_equal(back[key].view(np.uint16), tensor.view(np.uint16), err_msg=key)
@@ -149,13 +124,13 @@ def test_a_tied_head_may_be_there_as_a_copy_only():
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
     from_huggingface(weights, cfg)
     weights["lm_head.weight"] += 1
-    with pytest.raises(ConversionError, match=r"unknown: lm_head\.weight"):
+    with pytest.raises(ConversionError, match=r"lm_head\.weight is not the copy of model\.embed_tokens\.weight"):
         from_huggingface(weights, cfg)
 
 
 def test_a_parameter_without_counterpart_is_refused():
     with pytest.raises(ConversionError, match=r"layers\.adapter\.a_dr has no counterpart"):
-        to_huggingface({"layers": {"adapter": {"a_dr": np.zeros((2, 3, 1))}}})
+        to_huggingface({"layers": {"adapter": {"a_dr": np.zeros((2, 3, 1))}}}, tiny(vocab_size=8))
 
 
 def test_all_parameters_of_a_large_stack_are_listed_briefly():

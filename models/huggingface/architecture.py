@@ -1,0 +1,38 @@
+"""The form of an architecture: its `config.json`, both ways, and its table of tensor names."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from axlearn_like.layers.decoder import Decoder
+from models.huggingface.config_json import ConfigJson
+from models.huggingface.rows import Section
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    Attributes:
+        name: in `architectures` of `config.json`, such as "LlamaForCausalLM".
+        model_type: in `config.json`, such as "llama".
+        read: the decoder that a `config.json` describes; refuses what layers here cannot compute.
+        write: the fields of a decoder's `config.json` without `architectures`, `model_type` and `dtype`. It need not
+            check that the decoder is one of this architecture, but may fail (an AttributeError) where it is not.
+        sections: the table of tensor names for a decoder.
+        copies: tensors that may be there as copies of others where the config ties them: name -> original.
+        ignored: patterns (`fnmatch`) of names of tensors that hold nothing, such as tables of rotations.
+    """
+
+    name: str
+    model_type: str
+    read: Callable[[ConfigJson], Decoder.Config]
+    write: Callable[[Decoder.Config], dict[str, Any]]
+    sections: Callable[[Decoder.Config], tuple[Section, ...]]
+    copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+
+    def may_have(self, name: str, names: Collection[str]) -> bool:
+        """Return True for a tensor that is no parameter, but may be there: a copy of one, or ignored."""
+        return self.copies.get(name) in names or any(fnmatchcase(name, pattern) for pattern in self.ignored)

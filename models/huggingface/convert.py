@@ -1,0 +1,127 @@
+"""Parameters in memory from and to tensors with Hugging Face's names.
+
+For whole checkpoints on disk see `models.huggingface.stream`, which never holds them all.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.decoder import Decoder
+from mesh.errors import did_you_mean
+from models.huggingface.architectures import Architecture, architecture_for
+from models.huggingface.rows import ConversionError, Tensor, tensors_of
+
+
+def abstract_params(cfg: Decoder.Config) -> Params:
+    """Return the parameters' shapes and dtypes; nothing is allocated."""
+    return jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(jax.random.key(0))))[1])
+
+
+def expected_tensors(cfg: Decoder.Config, architecture: Architecture | None = None) -> dict[str, Tensor]:
+    """Return the tensors that a checkpoint of this model has: name -> shape and pieces.
+
+    Raises:
+        ConversionError: the model has a parameter that has no counterpart there.
+    """
+    architecture = architecture or architecture_for(cfg)
+    return tensors_of(abstract_params(cfg), architecture.sections(cfg), architecture.name)
+
+
+def from_huggingface(
+    state: Mapping[str, np.ndarray], cfg: Decoder.Config, architecture: Architecture | None = None
+) -> Params:
+    """Parameters of `cfg` from tensors named as Hugging Face names them.
+
+    Args:
+        state: name -> array, of any float type.
+        cfg: the decoder. Where it is tied, `lm_head.weight` may be left out, or be a copy of the embedding.
+        architecture: None: the one that has such models.
+
+    Returns:
+        Nested dict of float32 host arrays, as `split(cfg.build(...))` has them.
+
+    Raises:
+        ConversionError: tensors are missing, unknown or of another shape, or the config has a parameter that has no
+            counterpart there.
+    """
+    architecture = architecture or architecture_for(cfg)
+    expected = expected_tensors(cfg, architecture)
+    check_tensors({name: tensor.shape for name, tensor in state.items()}, expected, architecture)
+    for copy, original in architecture.copies.items():
+        if copy in state and copy not in expected and not np.array_equal(state[copy], state[original]):
+            raise ConversionError(f"{copy} is not the copy of {original} that it should be: the config ties them")
+    params = jax.tree.map(lambda leaf: np.empty(leaf.shape, np.float32), abstract_params(cfg))
+    arrays = by_name(params)
+    for name, tensor in expected.items():
+        for piece in tensor.pieces:
+            arrays[piece.parameter][piece.index] = piece.view(np.asarray(state[name]))
+    return params
+
+
+def to_huggingface(
+    params: Params, cfg: Decoder.Config, dtype: Any = np.float32, architecture: Architecture | None = None
+) -> dict[str, np.ndarray]:
+    """The inverse of `from_huggingface`: name -> contiguous host array of type `dtype`, without a copy for tied heads.
+
+    Raises:
+        ConversionError: a parameter has no counterpart there.
+    """
+    architecture = architecture or architecture_for(cfg)
+    arrays, state = by_name(params), {}
+    for name, tensor in tensors_of(params, architecture.sections(cfg), architecture.name).items():
+        state[name] = np.empty(tensor.shape, dtype)
+        for piece in tensor.pieces:
+            piece.view(state[name])[...] = np.asarray(arrays[piece.parameter][piece.index])
+    return state
+
+
+def by_name(params: Any) -> dict[str, Any]:
+    """Return path -> array, as rows name parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def check_tensors(
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, Tensor],
+    architecture: Architecture,
+    where: str = "these",
+) -> None:
+    """Refuse tensors that are not exactly those expected (and perhaps copies that `architecture` allows).
+
+    Args:
+        found: name -> shape.
+        expected: of the model.
+        architecture: its copies and its ignored names are no fault.
+        where: what the message speaks of.
+
+    Raises:
+        ConversionError: names what is missing, unknown or of another shape.
+    """
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected and not architecture.may_have(name, found)]
+    shapes = [
+        f"{name} {tuple(found[name])}, expected {tensor.shape}"
+        for name, tensor in expected.items()
+        if name in found and tuple(found[name]) != tensor.shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"missing: {_listed(missing)}")
+    if unknown:
+        hint = did_you_mean(unknown[0], missing) if missing else ""
+        problems.append(f"unknown: {_listed(unknown)}{hint}")
+    if shapes:
+        problems.append(f"wrong shape: {_listed(shapes)}")
+    if problems:
+        raise ConversionError(f"{where} are not the tensors of this {architecture.name}; " + "; ".join(problems))
+
+
+def _listed(names: list[str], limit: int = 8) -> str:
+    more = f", ... ({len(names)} in all)" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

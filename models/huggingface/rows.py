@@ -1,0 +1,187 @@
+"""The table of a family: which tensor there is which parameter here, as a layout of axes.
+
+There, a matrix is stored [out, in] or [in, out], a layer and an expert have tensors of their own, heads lie flat, and
+several parameters may lie in one tensor. Here, a matrix is [*in, *out] with the heads as axes, and layers, and in these
+experts, are stacked on the first axes. A parameter's name ends in the letters of its axes (`q_dkqh`), so that a row has
+only to say where these letters are in the tensor: `kqh,d` is a matrix of k * q * h rows and d columns.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from axlearn_like.layers.parameter_names import shape_suffix
+from mesh.errors import UserError, did_you_mean
+
+
+class ConversionError(UserError):
+    """Tensors and config do not belong together; the message names the tensors."""
+
+
+class Row(NamedTuple):
+    """One parameter.
+
+    Attributes:
+        name: of the tensor there; `{}` is the number of the layer (in a section of layers), a further one the index of
+            the first axis of a layer's parameter, such as the expert.
+        axes: letters of the tensor's axes, divided by commas: `kqh,d`. Square brackets are around what lies in a row
+            with other parameters in the same tensor: `[kqh],d` for queries above keys and values, `k[h],r` for the keys
+            and values of each head in turn, `e,d,f[]` for numbers that alternate.
+        part: number of the parameter among those in the brackets.
+    """
+
+    name: str
+    axes: str
+    part: int = 0
+
+
+class Section(NamedTuple):
+    """Rows of the parameters under one path.
+
+    Attributes:
+        prefix: of the paths here, such as "layers."; "" for the root.
+        rows: path below the prefix -> row.
+        layers: numbers there of the layers that are stacked on the first axis here; None: no stack.
+    """
+
+    prefix: str
+    rows: Mapping[str, Row]
+    layers: tuple[int, ...] | None = None
+
+
+class Piece(NamedTuple):
+    """Part of one tensor that is a parameter here, or one entry of a stack of them.
+
+    Attributes:
+        parameter: its path here.
+        index: of the stack.
+        split: the tensor's shape with merged axes apart.
+        run: axis of `split`, first and last entry; None: all.
+        apart: shape with the axes of the run apart, too.
+        order: transposition of `apart` to the axes here.
+    """
+
+    parameter: str
+    index: tuple[int, ...]
+    split: tuple[int, ...]
+    run: tuple[int, int, int] | None
+    apart: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the piece as it is here: a view of the tensor, whose entries are read, or set, through it."""
+        x = tensor.reshape(self.split)
+        if self.run is not None:
+            axis, start, stop = self.run
+            x = x[(slice(None),) * axis + (slice(start, stop),)].reshape(self.apart)
+        return x.transpose(self.order)
+
+
+class Tensor(NamedTuple):
+    """A tensor there: its shape, and the pieces that fill it."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def tensors_of(abstract: Any, sections: Sequence[Section], family: str) -> dict[str, Tensor]:
+    """Return the tensors there of all parameters: name -> shape and pieces, in the order of the sections' rows.
+
+    Args:
+        abstract: nested dict of arrays or `jax.ShapeDtypeStruct`s.
+        sections: of the architecture.
+        family: name of the architecture, for errors.
+
+    Raises:
+        ConversionError: a parameter has no row; it is named.
+    """
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+    }
+    parts: dict[str, list[tuple[int, _Slot]]] = {}
+    for section in sections:
+        for path, row in section.rows.items():
+            shape = leaves.pop(section.prefix + path, None)
+            if shape is not None:
+                for name, slot in _slots(section, row, section.prefix + path, tuple(shape)):
+                    parts.setdefault(name, []).append((row.part, slot))
+    for name in leaves:
+        known = [section.prefix + path for section in sections for path in section.rows]
+        raise ConversionError(f"parameter {name} has no counterpart in {family}{did_you_mean(name, known)}")
+    return {name: _tensor(name, [slot for _, slot in sorted(group)]) for name, group in parts.items()}
+
+
+class _Slot(NamedTuple):
+    """One parameter, or an entry of a stack: axes there, and the size of each letter."""
+
+    parameter: str
+    index: tuple[int, ...]
+    axes: str
+    letters: str
+    sizes: tuple[int, ...]
+
+
+def _slots(section: Section, row: Row, parameter: str, shape: tuple[int, ...]) -> Iterator[tuple[str, _Slot]]:
+    """Yield (name there, slot) for each tensor of a row."""
+    stacked = section.layers is not None
+    count = row.name.count("{}")
+    own = shape[1:] if stacked else shape
+    letters = shape_suffix(parameter.rpartition(".")[2], len(own)) or "d"
+    if len(letters) != len(own) or (stacked and section.layers and len(section.layers) != shape[0]) or count < stacked:
+        raise ConversionError(f"{row.name}: its row does not fit the parameter {parameter} of shape {shape}")
+    inner = count - stacked
+    for index in np.ndindex(*shape[:count]):
+        numbers = ((section.layers[index[0]],) if section.layers is not None else ()) + index[stacked:]
+        yield row.name.format(*numbers), _Slot(parameter, index, row.axes, letters[inner:], own[inner:])
+
+
+_AXIS = re.compile(r"(\w*)(?:\[(\w*)\](\w*))?")
+
+
+def _tensor(name: str, slots: list[_Slot]) -> Tensor:
+    runs = [math.prod(_sizes(slot, _inside(slot.axes) or "")) for slot in slots]
+    if len(slots) > 1 and any(_inside(slot.axes) is None for slot in slots):
+        raise ConversionError(f"{name}: {' and '.join(slot.parameter for slot in slots)} have the same tensor")
+    ends = np.cumsum(runs).tolist()
+    pieces = [_piece(slot, end - run, end, ends[-1]) for slot, run, end in zip(slots, runs, ends, strict=True)]
+    shapes = {shape for shape, _ in pieces}
+    if len(shapes) > 1:
+        raise ConversionError(f"{name}: its parts differ in shape, {' and '.join(map(str, shapes))}")
+    return Tensor(shapes.pop(), tuple(piece for _, piece in pieces))
+
+
+def _inside(axes: str) -> str | None:
+    found = re.search(r"\[(\w*)\]", axes)
+    return None if found is None else found[1]
+
+
+def _sizes(slot: _Slot, letters: Iterable[str]) -> list[int]:
+    return [slot.sizes[slot.letters.index(letter)] for letter in letters]
+
+
+def _piece(slot: _Slot, start: int, stop: int, whole: int) -> tuple[tuple[int, ...], Piece]:
+    """Return the shape of the tensor, and the piece for the run from `start` to `stop`."""
+    shape: list[int] = []
+    split: list[int] = []
+    apart: list[int] = []
+    there, run = "", None
+    for axis in slot.axes.split(","):
+        found = _AXIS.fullmatch(axis)
+        assert found is not None, f"{slot.parameter}: {slot.axes}"
+        before, inside, after = found[1], found[2], found[3] or ""
+        first, last = _sizes(slot, before), _sizes(slot, after)
+        middle = [] if inside is None else [whole]
+        if inside is not None:
+            run = (len(split) + len(first), start, stop)
+        shape.append(math.prod([*first, *middle, *last]))
+        split += [*first, *middle, *last]
+        apart += [*first, *_sizes(slot, inside or ""), *last]
+        there += before + (inside or "") + after
+    assert sorted(there) == sorted(slot.letters), f"{slot.parameter}: {slot.axes} are not the axes {slot.letters}"
+    order = tuple(there.index(letter) for letter in slot.letters)
+    return tuple(shape), Piece(slot.parameter, slot.index, tuple(split), run, tuple(apart), order)
