@@ -1,17 +1,33 @@
-"""Functions of test modules in processes of their own: what jax has fixed when it starts cannot be changed in ours."""
+"""Functions of test modules in processes of their own: what jax has fixed when it starts cannot be changed in ours.
 
+The processes are forked from one that has imported what they need and no backend of jax, since imports take longer than
+most of these functions.
+"""
+
+import atexit
+import importlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from mesh.distributed import free_address
 
 ROOT = Path(__file__).parents[1]
+# None of them starts a thread of Python or opens a device.
+_IMPORTED = ["pytest", "hypothesis", "jax", "flax.nnx", "optax", "rl.experiment", "rl.training.trainer"]
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(_IMPORTED)
 
 
 def elsewhere(
@@ -19,21 +35,47 @@ def elsewhere(
 ) -> Any:
     """Return what a module's function returns in another process, with these environment variables and JAX on the CPU.
 
-    Arguments and result travel as JSON.
+    Arguments and result travel as JSON. Variables of JAX itself (`JAX_...`) have no effect: it has been imported.
     """
-    module, name = function.__module__, function.__name__
-    code = f"import json, sys, {module} as m; print(json.dumps(m.{name}(*json.loads(sys.argv[1]))))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(args)],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **(environ or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert not any(name.startswith("JAX_") for name in environ or {}), "read when jax is imported, before the fork"
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", **(environ or {})}
+    reader, writer = _forks.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile() as said, reader:
+        call = (function.__module__, function.__name__, json.dumps(args))
+        process = _forks.Process(target=_answer, args=(writer, said.name, variables, *call))
+        process.start()
+        writer.close()
+        try:
+            answered = reader.poll(timeout)
+            answer = reader.recv() if answered else None
+        except EOFError:  # it ended without an answer
+            answered, answer = True, None
+        if not answered:
+            process.kill()
+        process.join(60)
+        words = Path(said.name).read_text(errors="replace")[-3000:]
+        assert answered, f"{function.__name__} took more than {timeout} s\n{words}"
+        assert answer is not None, f"{function.__name__} ended with exit status {process.exitcode}\n{words}"
+        return json.loads(answer)
+
+
+def _answer(writer: Connection, output: str, variables: dict[str, str], module: str, name: str, args: str) -> None:
+    """Call the function in the new process, and send what it returns; all that is printed goes to a file."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ |= variables
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        answer = json.dumps(getattr(importlib.import_module(module), name)(*json.loads(args)))
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()  # a forked process runs none by itself; jax leaves other processes by one
+    writer.send(answer)
 
 
 def in_two_processes(function: Callable[..., Any], *args: Any, timeout: float = 600) -> list[Any]:

@@ -1,9 +1,10 @@
 """Roles that get SIGTERM, are stopped for a while, or get company: the same bits as undisturbed."""
 
+import ipaddress
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +16,9 @@ from axlearn_like.run.directory import RunDirectory
 from rl.roles.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.ray.runtime import run_ray
-from rl.runtime.ray.session import ray_session
-from tests.rl.runtime.ray.experiments import assert_same_outcome, events, run_here, slow
-from tests.rl.tiny import tiny_experiment
+from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow
 
 pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine needs long
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    """Open one Ray session for all tests of this file: it takes seconds to start."""
-    with ray_session():
-        yield
-
-
-@pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return the run in one process with this number of updates, made once."""
-    made: dict[int, Path] = {}
-
-    def get(num_steps: int) -> Path:
-        if num_steps not in made:
-            cfg = tiny_experiment(num_steps=num_steps)
-            made[num_steps] = run_here(tmp_path_factory.mktemp("baseline"), cfg)
-        return made[num_steps]
-
-    return get
 
 
 class Scenario:
@@ -84,16 +62,36 @@ def run_with(scenario: Scenario, **changes: Any) -> list[str]:
     return [line for line in said if not line.startswith("waiting ")]
 
 
+def listening(processes: list[psutil.Process]) -> set[tuple[str, int]]:
+    """Return the addresses on which these processes accept connections."""
+    found = set()
+    for process in processes:
+        try:
+            found |= {c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        except psutil.NoSuchProcess:
+            continue
+    return {(address.ip, address.port) for address in found}
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a loopback address, ::ffff:127.0.0.1 included."""
+    address = ipaddress.ip_address(host)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
 STEPWISE = RolloutEngine.Config(max_num_seqs=4, steps_per_dispatch=1)  # so that a lease takes several steps
 
 
-@pytest.mark.usefixtures("session")
+@pytest.mark.usefixtures("shared_session")
 @pytest.mark.parametrize(
     "roles",
     [["worker-0", "trainer"], pytest.param(["controller", "parameter-server", "verifier"], marks=pytest.mark.full)],
 )
-def test_sigterm_is_no_crash(roles: list[str], tmp_path: Path, baseline) -> None:
+def test_sigterm_is_no_crash_and_all_listen_on_loopback_only(roles: list[str], tmp_path: Path, baseline) -> None:
     scenario = Scenario(tmp_path)
+    addresses: set[tuple[str, int]] = set()
+    everyone = lambda: psutil.Process().children(recursive=True)  # noqa: E731
+    scenario.when(lambda: scenario.step >= 1, lambda: addresses.update(listening(everyone())))
     for number, role in enumerate(roles):
         back = lambda number=number: all(scenario.starts(role) == 2 for role in roles[:number])  # noqa: E731
         ready = lambda number=number, back=back: back() and scenario.step >= 2 + 2 * number  # noqa: E731
@@ -108,6 +106,8 @@ def test_sigterm_is_no_crash(roles: list[str], tmp_path: Path, baseline) -> None
     loops = [role for role in roles if role in ("worker-0", "trainer")]  # whose shutdown the driver reports
     assert [line.split(" ")[0] for line in said] == loops
     assert all("shut down on SIGTERM; restarting it" in line for line in said)
+    assert len(addresses) > 5  # Ray's own, a port for every actor, and the parameter server
+    assert [address for address in addresses if not is_loopback(address[0])] == []
     assert [row for row in events(tmp_path, "died") if row["target"] in loops] == []
     if "trainer" in roles:
         updates = [row["step"] for row in events(tmp_path, "update")]
@@ -115,7 +115,7 @@ def test_sigterm_is_no_crash(roles: list[str], tmp_path: Path, baseline) -> None
         assert leaves["trainer"]["step"] in updates
 
 
-@pytest.mark.usefixtures("session")
+@pytest.mark.usefixtures("shared_session")
 @pytest.mark.full
 def test_a_stopped_worker_loses_its_lease_and_continues_later(tmp_path: Path, baseline) -> None:
     scenario = Scenario(tmp_path)
@@ -135,7 +135,7 @@ def test_a_stopped_worker_loses_its_lease_and_continues_later(tmp_path: Path, ba
     assert [row for row in scenario.seen("score", "worker-1") if row["time"] > lost["time"]], "it continued"
 
 
-@pytest.mark.usefixtures("session")
+@pytest.mark.usefixtures("shared_session")
 @pytest.mark.full
 @pytest.mark.parametrize("role", ["parameter-server", "controller", "verifier"])
 def test_a_role_stopped_for_a_while_is_waited_for_by_name(role: str, tmp_path: Path, baseline) -> None:
@@ -152,7 +152,7 @@ def test_a_role_stopped_for_a_while_is_waited_for_by_name(role: str, tmp_path: P
     assert any(named(row) for row in events(tmp_path, "waiting") if row["who"] != "driver"), "its callers report it too"
 
 
-@pytest.mark.usefixtures("session")
+@pytest.mark.usefixtures("shared_session")
 @pytest.mark.full
 @pytest.mark.parametrize("roles", [["controller"], ["parameter-server", "verifier", "trainer", "worker-0"]])
 def test_roles_stopped_for_good_are_killed_and_started_again(roles: list[str], tmp_path: Path, baseline) -> None:
@@ -173,7 +173,7 @@ def test_roles_stopped_for_good_are_killed_and_started_again(roles: list[str], t
         time.sleep(0.1)
 
 
-@pytest.mark.usefixtures("session")
+@pytest.mark.usefixtures("shared_session")
 @pytest.mark.full
 def test_three_workers_give_the_same_as_one(tmp_path: Path, baseline) -> None:
     for workers in (1, 3):

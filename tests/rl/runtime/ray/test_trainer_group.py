@@ -1,7 +1,6 @@
 """A trainer of two processes: either may die or shut down; the run continues, and its result has the same bits."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +8,12 @@ import pytest
 
 from rl.audit.invariants import check_run
 from rl.roles.timeouts import Timeouts
-from rl.runtime.ray.session import ray_session
 from rl.runtime.ray.trainer_group import TrainerGroup
 from rl.training.trainer import PolicyTrainer
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow
 from tests.rl.runtime.ray.test_preemption import Scenario, run_with
 
 BOTH = ("trainer", "trainer-1")
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    """Open one Ray session for all tests of this file: it takes seconds to start."""
-    with ray_session():
-        yield
 
 
 def two() -> PolicyTrainer.Config:
@@ -54,7 +45,7 @@ def assert_sound(path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("session")
+@pytest.mark.usefixtures("shared_session")
 def test_one_of_two_processes_is_killed_and_both_start_again(tmp_path: Path) -> None:
     scenario = Ordeal(tmp_path, ("trainer-1", signal.SIGKILL))
     [line] = run_with(scenario, num_steps=6, workers=1, trainer=two())
@@ -68,7 +59,7 @@ def test_one_of_two_processes_is_killed_and_both_start_again(tmp_path: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.timeout(2400)
-@pytest.mark.usefixtures("session")
+@pytest.mark.usefixtures("shared_session")
 def test_each_is_killed_and_asked_to_leave_and_the_result_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     calm = Scenario(tmp_path / "calm")
     calm.path.mkdir()
@@ -96,7 +87,7 @@ def test_each_is_killed_and_asked_to_leave_and_the_result_is_that_of_an_undistur
 
 @pytest.mark.full
 @pytest.mark.timeout(2400)
-@pytest.mark.usefixtures("session")
+@pytest.mark.usefixtures("shared_session")
 def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
     """Both take part when the parameter server or the controller has to get the state of the trainer again."""
     scenario = Scenario(tmp_path)

@@ -1,0 +1,44 @@
+"""One Ray session, and undisturbed runs to compare with, for the tests of this folder: each takes seconds."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rl.runtime.ray.session import ray_session
+from tests.rl.runtime.ray.experiments import run_here
+from tests.rl.tiny import tiny_experiment
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="package")
+def shared_session() -> Iterator[None]:
+    """Open the session, or use it if another test of this folder has opened it."""
+    with ray_session():
+        yield
+
+
+@pytest.fixture(scope="package")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the run in one process with this number of updates and staleness, made once."""
+    made: dict[tuple[int, int], Path] = {}
+
+    def get(num_steps: int, staleness: int = 0) -> Path:
+        if (num_steps, staleness) not in made:
+            cfg = tiny_experiment(num_steps=num_steps, staleness=staleness)
+            made[num_steps, staleness] = run_here(tmp_path_factory.mktemp("baseline"), cfg)
+        return made[num_steps, staleness]
+
+    return get
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the shared session behind the others of this folder, which open sessions of their own."""
+    places = [place for place, item in enumerate(items) if HERE in item.path.parents]
+    here = sorted(
+        (items[place] for place in places), key=lambda item: "shared_session" in getattr(item, "fixturenames", ())
+    )
+    for place, item in zip(places, here, strict=True):
+        items[place] = item
