@@ -5,7 +5,7 @@ are stacks: a scanned decoder's `q_dkqh` is [layers, d, k, q, h], as many matric
 suffix (`scale`, `bias`) has one axis of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,6 +25,30 @@ class MatrixAxes(NamedTuple):
 def path_name(path: tuple[Any, ...]) -> str:
     """Return the path of an array in nested dicts: its keys, joined by slashes."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def without(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return nested parameters without those at some paths, and without dicts that are then empty."""
+
+    def kept(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, part in tree.items():
+            if not isinstance(part, Mapping):
+                if path + key not in names:
+                    found[key] = part
+            elif below := kept(part, f"{path}{key}/"):
+                found[key] = below
+        return found
+
+    return kept(params, "")
+
+
+def with_parts(params: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested parameters with those of `parts`, which has some of their paths, in their place."""
+    return {
+        key: value if key not in parts else with_parts(value, parts[key]) if isinstance(value, Mapping) else parts[key]
+        for key, value in params.items()
+    }
 
 
 def shape_suffix(name: str, ndim: int) -> str:

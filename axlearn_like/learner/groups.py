@@ -99,6 +99,12 @@ class Groups:
         frozen = {_label(index) for index, group in enumerate(self._groups) if group.frozen}
         return jax.tree.map(lambda p, label: optax.MaskedNode() if label in frozen else p, params, self.labels(params))
 
+    def frozen(self, params: Any) -> frozenset[str]:
+        """Return the paths of frozen parameters."""
+        frozen = {_label(index) for index, group in enumerate(self._groups) if group.frozen}
+        labels = jax.tree_util.tree_leaves_with_path(self.labels(params))
+        return frozenset(path_name(path) for path, label in labels if label in frozen)
+
     def _nothing(self, group: Group, names: list[str]) -> str:
         by_path = [name for name in names if fnmatch.fnmatchcase(name, group.match)]
         if not by_path:

@@ -11,7 +11,7 @@ from axlearn_like.config import ConfigBase, Configurable, path_of
 from axlearn_like.layers.deterministic import no_fuse
 from axlearn_like.learner.ema import EMA
 from axlearn_like.learner.errors import LearnerError
-from axlearn_like.learner.expert_bias import with_balancing, without_loads
+from axlearn_like.learner.expert_bias import BIAS, with_balancing, without_loads
 from axlearn_like.learner.groups import Group, Groups
 from axlearn_like.learner.optimizers.elementwise import AdamW
 from axlearn_like.learner.schedules import Constant, Schedule
@@ -156,6 +156,13 @@ class Learner(Configurable):
         read = self._ema.read(large["ema"], self._trained(params), opt_state["applied"])
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
         return jax.tree.map(lambda a, p: p if masked(a) else a, read, params, is_leaf=masked)
+
+    def frozen(self, params: Any) -> frozenset[str]:
+        """Return the paths of the parameters that no update changes."""
+        if self._groups is None:
+            return frozenset()
+        # The biases that balance experts have no gradient, and move in a frozen group too.
+        return frozenset(name for name in self._groups.frozen(params) if not name.endswith(BIAS))
 
     def placed(self, opt_state: Any) -> Any:
         """Return an abstract optimizer state (`jax.ShapeDtypeStruct`s with shardings) in the memories of its storage.

@@ -10,11 +10,17 @@ from rl.parameter_server.index_ranges import IndexRange
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Array of the policy; `path` joins the keys of the nested dict by slashes."""
+    """Array of the policy.
+
+    Attributes:
+        path: keys of the nested dict, joined by slashes.
+        frozen: no update changes it, so later versions have the same contents.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
+    frozen: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +95,6 @@ def as_index_range(bounds: Iterable[Iterable[int]]) -> IndexRange:
 
 
 def _with_parts(raw: dict[str, Any]) -> dict[str, Any]:
-    tensors = tuple(TensorSpec(t["path"], tuple(t["shape"]), t["dtype"]) for t in raw["tensors"])
+    tensors = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in raw["tensors"])
     shards = tuple(Shard(**{**p, "index_range": as_index_range(p["index_range"])}) for p in raw["shards"])
     return {**raw, "tensors": tensors, "shards": shards}

@@ -141,6 +141,9 @@ class RemoteShardServer:
         end = max((offset for _, _, _, offset, _ in shards), default=0)  # of the last shard: close enough
         self._client.call("adopt", fields, timeout=_seconds(end))
 
+    def link(self, key: int, source: int, shards: Sequence[ShardId]) -> None:
+        self._client.call("link", {"key": key, "source": source, "shards": list(shards)})
+
     def read(
         self, key: int, wanted: Sequence[ShardId], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
     ) -> list[ReadReply]:
@@ -188,6 +191,13 @@ def _adopt(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -
     return {}
 
 
+def _link(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
+    del body
+    shards = [(tensor, as_index_range(index_range)) for tensor, index_range in fields["shards"]]
+    shard_server.link(fields["key"], fields["source"], shards)
+    return {}
+
+
 def _read(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
     del body
     wanted = [(tensor, as_index_range(index_range)) for tensor, index_range in fields["wanted"]]
@@ -203,6 +213,7 @@ def _read(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) ->
 _OPERATIONS: dict[str, Callable[[LocalShardServer, dict[str, Any], Body], Reply]] = {
     "write": _write,
     "adopt": _adopt,
+    "link": _link,
     "read": _read,
 }
 _PLAIN_OF_HOLDER = ("incarnation", "host", "keep", "offload", "restore", "drop_offloaded")

@@ -2,9 +2,11 @@
 
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any
 
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.parameter_names import with_parts, without
 from axlearn_like.run.events import EventLog
 from mesh.distributed import ProcessGroup
 from rl.parameter_server.client import ParameterServerClient
@@ -28,6 +30,7 @@ class Publication:
         *,
         staleness: int,
         evaluate_every: int | None = None,
+        frozen: Collection[str] = (),
     ):
         """Connect the parameter server.
 
@@ -38,13 +41,14 @@ class Publication:
             events: receive the pushes of this process.
             staleness: versions before the current one that are kept.
             evaluate_every: of versions that are its multiples, the newest is kept too; None: there are none.
+            frozen: paths of the parameters that no update changes: they are copied and pushed once.
         """
         pusher = group.broadcast(secrets.token_hex(8))  # of this start
         self._publisher = weights.publisher(pusher=pusher, process=group.index, processes=group.count)
         self._versions, self._controller = weights.directory, controller
         self._group, self._events, self._staleness = group, events, staleness
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
-        self._every = evaluate_every
+        self._every, self._frozen = evaluate_every, frozenset(frozen)
         self._evaluated: Snapshot | None = None  # the newest version to evaluate, if this process made it
         self._push: CoordinatedPush | None = None  # of the current version
 
@@ -95,17 +99,21 @@ class Publication:
 
     def describe(self, params: Params) -> dict[str, Params]:
         """Return the abstract arrays of `saved`."""
-        return {str(i): params for i in range(self._staleness)}
+        return {str(i): without(params, self._frozen) for i in range(self._staleness)}
 
     def saved(self, params: Params) -> tuple[dict[str, Params], list[int]]:
-        """Return the versions before the current one and their numbers; a young run pads by the current one."""
-        recent = [snapshot.params(params) for snapshot in self._recent]
-        recent += [params] * (self._staleness - len(recent))
+        """Return the versions before the current one, without frozen parameters, and their numbers.
+
+        A young run pads by the current one.
+        """
+        recent = [without(snapshot.params(params), self._frozen) for snapshot in self._recent]
+        recent += [without(params, self._frozen)] * (self._staleness - len(recent))
         return {str(i): copy for i, copy in enumerate(recent)}, [snapshot.version for snapshot in self._recent]
 
-    def restore(self, recent: dict[str, Params], versions: list[int]) -> None:
-        """Take back what `saved` returned."""
-        self._recent = [self._publisher.copy(recent[str(i)], version) for i, version in enumerate(versions)]
+    def restore(self, recent: dict[str, Params], versions: list[int], params: Params) -> None:
+        """Take back what `saved` returned; `params` are those of the current version."""
+        whole = [with_parts(params, recent[str(i)]) for i in range(len(versions))]
+        self._recent = [self._publisher.copy(one, version) for one, version in zip(whole, versions, strict=True)]
 
     def _begin(self, version: int, params: Params) -> None:
         self.settle()
@@ -114,7 +122,7 @@ class Publication:
         def published(snapshot: Snapshot) -> None:
             what: dict[str, Any] = {
                 "version": version,
-                "nbytes": snapshot.nbytes,
+                "nbytes": snapshot.copied,
                 "checksum": snapshot.checksum,
             }
             self._events.append(self._group.name, "push", seconds=round(time.monotonic() - began, 4), **what)
@@ -125,7 +133,8 @@ class Publication:
             if self._group.leader:
                 self._controller.published(version)
 
-        push = self._publisher.publish_async(params, version, published)
+        before = None if self._push is None else self._push.snapshot()
+        push = self._publisher.publish_async(params, version, published, frozen=self._frozen, before=before)
         self._push = CoordinatedPush(push, self._publisher, self._group)
 
     def _to_publish_again(self) -> list[Snapshot]:

@@ -214,12 +214,13 @@ class PolicyTrainer(Configurable):
             program = cfg.program(self._mesh, learner)
             check_state_fits(program.state, self._mesh)
             pushes = EventLog(run.events_path)
-            kept = {"staleness": cfg.staleness, "evaluate_every": cfg.evaluate_every}
+            kept: dict[str, Any] = {"staleness": cfg.staleness, "evaluate_every": cfg.evaluate_every}
+            kept["frozen"] = learner.frozen(program.state["params"])
             self._publication = Publication(weights, controller, group, pushes, **kept)
             also = {"recent": self._publication.describe(program.state["params"])}
             state, step, extras = self._session.restore_or_start(program, learner, seed=seed, params=initial, also=also)
             if extras is not None:
-                self._publication.restore(state.pop("recent"), extras["versions"])
+                self._publication.restore(state.pop("recent"), extras["versions"], state["params"])
             sizes: dict[str, Any] = {**cfg.sizes()}
             scoring: dict[str, Any] = {"temperature": cfg.temperature, "chunks": cfg.chunks, "group": group}
             self.diff = LogprobDiff(program.graphdef, **scoring, **sizes)

@@ -39,7 +39,7 @@ class PullStats:
     """Statistics of one pull, in bytes.
 
     Attributes:
-        needed: in the index ranges that the devices need, each counted once.
+        needed: in the index ranges that the devices need and that were not here, each counted once.
         read: decoded bytes requested; equal to `needed` if nothing was requested twice.
         network: encoded bytes over sockets.
         mapped: used in shared memory.

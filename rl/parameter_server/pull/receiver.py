@@ -1,9 +1,9 @@
 """The worker's side: a version as arrays on this process's devices, moving only the index ranges that they need.
 
 An index range is read from the shard servers of the parameter server, cut where the trainer's shards end, or from
-another worker that needed the same one and has it. Shared memory is mapped, not copied. Everything is verified twice:
-the bytes of each index range as they arrive, and the contents of each tensor on the devices, against the fingerprint
-that the trainer's devices computed.
+another worker that needed the same one and has it. Shared memory is mapped, not copied. What came over a connection
+and is frozen is kept, and not read again. Everything is verified twice: the bytes of each index range as they arrive,
+and the contents of each tensor on the devices, against the fingerprint that the trainer's devices computed.
 """
 
 import dataclasses
@@ -99,6 +99,8 @@ class Receiver:
         self._held: tuple[int, dict[ShardId, np.ndarray]] | None = (
             None  # key and index ranges of the version pulled last
         )
+        self._frozen: dict[ShardId, np.ndarray] = {}  # of the version pulled last
+        self._frozen_marks: dict[str, str] = {}  # fingerprints of their tensors
         self._segments: dict[str, Segment] = {}
         self.stats = PullStats()  # of the last pull
 
@@ -135,15 +137,31 @@ class Receiver:
         self.stats = PullStats(checksum=manifest.checksum)
         bases = {} if self._held is None else self._held[1]
         fetch = Fetch(manifest.key, self._options(manifest), bases, self._segments, self.stats)
+        held = self._unchanged(manifest)
+        wanted = [name for name in self._wanted if name not in held]
         if self._peer is None:
-            self._from_server(manifest, fetch)
+            self._from_server(manifest, fetch, wanted)
         else:
-            self._from_anyone(manifest, fetch, end, self._peer)
+            self._from_anyone(manifest, fetch, wanted, held, end, self._peer)
         self.stats.needed = sum(array.nbytes for array in fetch.index_ranges.values())
+        fetch.index_ranges |= held
+        self._hold_frozen(manifest, fetch)
         self._segments = {name: self._segments[name] for name in fetch.mapped}
         if self._codec.needs_base:
             self._held = manifest.key, fetch.index_ranges
         return fetch.index_ranges
+
+    def _unchanged(self, manifest: Manifest) -> dict[ShardId, np.ndarray]:
+        """Return the index ranges of frozen tensors that are here already."""
+        marks = manifest.fingerprints
+        same = {tensor for tensor, mark in self._frozen_marks.items() if marks.get(tensor) == mark}
+        return {name: array for name, array in self._frozen.items() if name[0] in same}
+
+    def _hold_frozen(self, manifest: Manifest, fetch: Fetch) -> None:
+        """Keep what is frozen, unless it is mapped, which costs nothing."""
+        frozen = set() if fetch.mapped else {spec.path for spec in manifest.tensors if spec.frozen}
+        self._frozen = {name: array for name, array in fetch.index_ranges.items() if name[0] in frozen}
+        self._frozen_marks = {tensor: manifest.fingerprints[tensor] for tensor in frozen}
 
     def _options(self, manifest: Manifest) -> ReadOptions:
         whole = self._codec.needs_base and (
@@ -161,13 +179,21 @@ class Receiver:
             host=self._host,
         )
 
-    def _from_server(self, manifest: Manifest, fetch: Fetch) -> None:
-        by_server = parts_by_server(manifest, self._wanted, self._dtypes)
+    def _from_server(self, manifest: Manifest, fetch: Fetch, wanted: Sequence[ShardId]) -> None:
+        by_server = parts_by_server(manifest, wanted, self._dtypes)
         self._read_all([(self._servers[number], parts) for number, parts in by_server.items()], fetch)
 
-    def _from_anyone(self, manifest: Manifest, fetch: Fetch, end: float, peer: Peer) -> None:
-        """Read from the source that the directory assigns; if it fails, from the next."""
-        parts = [Part(tensor, index_range, index_range, self._dtypes[tensor]) for tensor, index_range in self._wanted]
+    def _from_anyone(
+        self,
+        manifest: Manifest,
+        fetch: Fetch,
+        wanted: Sequence[ShardId],
+        held: dict[ShardId, np.ndarray],
+        end: float,
+        peer: Peer,
+    ) -> None:
+        """Read from the source that the directory assigns; if it fails, from the next. `held` is offered too."""
+        parts = [Part(tensor, index_range, index_range, self._dtypes[tensor]) for tensor, index_range in wanted]
         while True:
             left = end - time.monotonic()
             granted = self.directory.grant(peer.name, peer.endpoint, self._shard_set, manifest.version, max(0.0, left))
@@ -178,7 +204,7 @@ class Receiver:
             grant, source = granted
             try:
                 if source is None:
-                    self._from_server(manifest, fetch)
+                    self._from_server(manifest, fetch, wanted)
                 else:
                     self._read_all([(peer.connect(source), parts)], fetch)
                     self.stats.source = "worker"
@@ -187,14 +213,14 @@ class Receiver:
                 if source is None:
                     raise
                 continue
-            self._offer(manifest, fetch, peer)
+            self._offer(manifest, {**fetch.index_ranges, **held}, peer)
             self.directory.done(grant, True)
             return
 
-    def _offer(self, manifest: Manifest, fetch: Fetch, peer: Peer) -> None:
+    def _offer(self, manifest: Manifest, index_ranges: dict[ShardId, np.ndarray], peer: Peer) -> None:
         """Hold the version for peers, and the previous one as a base for deltas."""
         before = peer.shard_server.store.versions()[-1:]
-        peer.shard_server.store.add(manifest.key, [(*name, array) for name, array in fetch.index_ranges.items()])
+        peer.shard_server.store.add(manifest.key, [(*name, array) for name, array in index_ranges.items()])
         peer.shard_server.keep({manifest.key, *before})
 
     def _read_all(self, work: Sequence[tuple[ShardReader, Sequence[Part]]], fetch: Fetch) -> None:

@@ -1,27 +1,37 @@
 """The trainer's side: every process pushes the shards that it owns, from its own memory, and commits the version.
 
-The next update only has to wait for the copy to the host; everything after it runs on a thread.
+The next update only has to wait for the copy to the host; everything after it runs on a thread. Frozen parameters are
+pushed once: servers keep them for later versions (`ShardServer.link`).
 """
 
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.parameter_names import without
 from rl.parameter_server.errors import PublishAborted, VersionGone, WeightsError
 from rl.parameter_server.fingerprint import begin_fingerprints, digest_of
 from rl.parameter_server.manifest import Commit, Shard
 from rl.parameter_server.push.snapshot import HostShard, Snapshot, take
-from rl.parameter_server.store.shard_server import ShardServer
+from rl.parameter_server.store.shard_server import ShardId, ShardServer
 from rl.parameter_server.transport.shared_memory import Segment, host_identity
 
 _ATTEMPTS = 5  # to publish one version; a restart of the server aborts one
 _COMMIT_TIMEOUT = 600.0  # seconds to wait for the other processes of the trainer
 _CHUNK = 16 << 20  # bytes per request, or one shard if it is larger
 _STREAMS = 2  # concurrent requests to a server: it verifies one while it receives the next
+
+
+class _Linkable(NamedTuple):
+    """Frozen shards that a server holds under a key."""
+
+    incarnation: str
+    key: int
+    digests: dict[ShardId, str]
 
 
 class VersionRegister(Protocol):
@@ -51,20 +61,34 @@ class Publisher:
         self._pusher = pusher or secrets.token_hex(8)
         self._process, self._processes = process, processes
         self._shared_memory = shared_memory
+        self._linkable: dict[int, _Linkable] = {}  # by server
 
     def copy(self, params: Params, version: int) -> Snapshot:
         """Copy the shards of a version that this process owns; the arrays may be donated afterwards."""
         return self._take(params, version).wait()
 
     def publish_async(
-        self, params: Params, version: int, then: Callable[[Snapshot], None] = lambda snapshot: None
+        self,
+        params: Params,
+        version: int,
+        then: Callable[[Snapshot], None] = lambda snapshot: None,
+        *,
+        frozen: Collection[str] = (),
+        before: Snapshot | None = None,
     ) -> "Push":
         """Publish on a thread; call `then` when it is done.
 
         All processes of the trainer must call this in the same order, since fingerprints are computed collectively. The
         arrays may be donated when `Push.snapshot` returns.
+
+        Args:
+            params: the weights.
+            version: their version.
+            then: called with what was published.
+            frozen: paths of the parameters that no update changes.
+            before: an older version of this trainer: its copies of frozen parameters are used again.
         """
-        return Push(self._take(params, version), self.publish, then)
+        return Push(self._take(params, version, frozen, before), self.publish, then)
 
     def republish(self, snapshot: Snapshot) -> "Push":
         """Publish an existing snapshot again, on a thread."""
@@ -87,8 +111,16 @@ class Publisher:
                 if attempt == _ATTEMPTS - 1:
                     raise
 
-    def _take(self, params: Params, version: int) -> Snapshot:
-        return take(params, version, begin_fingerprints(params), shared=self._shared_memory)
+    def _take(
+        self, params: Params, version: int, frozen: Collection[str] = (), before: Snapshot | None = None
+    ) -> Snapshot:
+        marks = begin_fingerprints(params if before is None else without(params, frozen))
+
+        def all_marks() -> dict[str, str]:
+            same = {} if before is None else {name: before.fingerprints[name] for name in frozen}
+            return {**same, **marks()}
+
+        return take(params, version, all_marks, shared=self._shared_memory, frozen=frozen, before=before)
 
     def _wait_for_others(self, version: int, key: int) -> bool:
         """Wait until the last process has committed; return False if the attempt was aborted."""
@@ -105,9 +137,15 @@ class Publisher:
         shards, incarnations = [], {}
         for number, mine in self._assign(snapshot.owned).items():
             server = self._servers[number]
-            incarnations[number] = server.incarnation()
-            digests = self._give(server, key, snapshot.memory, mine) or self._send(server, key, mine)
-            shards += [Shard(p.tensor, p.index_range, mark, number) for p, mark in zip(mine, digests, strict=True)]
+            incarnations[number] = incarnation = server.incarnation()
+            frozen = [one for one in mine if one.tensor in snapshot.frozen]
+            digests = self._link(number, incarnation, key, frozen)
+            rest = [one for one in mine if shard_id(one) not in digests]
+            digests |= self._give(server, key, rest) or self._send(server, key, rest)
+            shards += [Shard(*name, digest, number) for name, digest in digests.items()]
+            self._linkable[number] = _Linkable(
+                incarnation, key, {shard_id(one): digests[shard_id(one)] for one in frozen}
+            )
         return Commit(
             version=snapshot.version,
             key=key,
@@ -119,42 +157,62 @@ class Publisher:
             incarnations=incarnations,
         )
 
-    def _send(self, server: ShardServer, key: int, shards: Sequence[HostShard]) -> list[str]:
+    def _link(self, number: int, incarnation: str, key: int, shards: Sequence[HostShard]) -> dict[ShardId, str]:
+        """Let a server keep frozen shards that it has of an older version. Return their digests; {} if it has none."""
+        known = self._linkable.get(number)
+        if known is None or not shards or known.incarnation != incarnation:
+            return {}
+        try:
+            self._servers[number].link(key, known.key, list(known.digests))
+        except VersionGone:
+            return {}
+        return dict(known.digests)
+
+    def _send(self, server: ShardServer, key: int, shards: Sequence[HostShard]) -> dict[ShardId, str]:
         """Write shards to a server; return their digests."""
 
-        def send(chunk: Sequence[HostShard]) -> list[str]:
-            digests = [digest_of(shard.array) for shard in chunk]
+        def send(chunk: Sequence[HostShard]) -> dict[ShardId, str]:
+            digests = {shard_id(shard): digest_of(shard.array) for shard in chunk}
+            arrays = [shard.array for shard in chunk]
             server.write(
-                key, [(p.tensor, p.index_range, p.array, mark) for p, mark in zip(chunk, digests, strict=True)]
+                key, [(*name, array, mark) for (name, mark), array in zip(digests.items(), arrays, strict=True)]
             )
             return digests
 
+        if not shards:
+            return {}
         first, *others = _chunks(shards)
         if not others:
             return send(first)
         with ThreadPoolExecutor(_STREAMS, "push") as pool:
-            return [digest for digests in pool.map(send, [first, *others]) for digest in digests]
+            return {name: digest for sent in pool.map(send, [first, *others]) for name, digest in sent.items()}
 
-    def _give(self, server: ShardServer, key: int, memory: Segment | None, shards: Sequence[HostShard]) -> list[str]:
-        """Let a server on this host map the snapshot's memory. Return the shards' digests, or [] if it cannot."""
-        if memory is None or server.host() != host_identity():
-            return []
-        digests = [digest_of(shard.array) for shard in shards]
-        entries = [
-            (shard.tensor, shard.index_range, shard.array.dtype.name, shard.offset, digest)
-            for shard, digest in zip(shards, digests, strict=True)
-        ]
+    def _give(self, server: ShardServer, key: int, shards: Sequence[HostShard]) -> dict[ShardId, str]:
+        """Let a server on this host map the memory of shards. Return their digests, or {} if it cannot."""
+        by_memory: dict[Segment, list[HostShard]] = {}
+        for shard in shards:
+            if shard.memory is None:
+                return {}
+            by_memory.setdefault(shard.memory, []).append(shard)
+        if not shards or server.host() != host_identity():
+            return {}
+        digests = {shard_id(shard): digest_of(shard.array) for shard in shards}
         try:
-            server.adopt(key, memory.name, entries)
+            for memory, held in by_memory.items():
+                entries = [
+                    (one.tensor, one.index_range, one.array.dtype.name, one.offset, digests[shard_id(one)])
+                    for one in held
+                ]
+                server.adopt(key, memory.name, entries)
         except VersionGone:
-            return []  # pushed before, and dropped by its adopter since
+            return {}  # pushed before, and dropped by its adopter since
         return digests
 
     def _assign(self, shards: Sequence[HostShard]) -> dict[int, list[HostShard]]:
         """Assign shards to servers: the largest first, each to the server with the fewest bytes so far."""
         loads = [0] * len(self._servers)
         assigned: dict[int, list[HostShard]] = {}
-        for shard in sorted(shards, key=lambda shard: -shard.nbytes):
+        for shard in sorted(shards, key=lambda shard: (-shard.nbytes, shard_id(shard))):  # the same for every version
             number = min(range(len(loads)), key=lambda n: (loads[n], (n - self._process) % len(loads)))
             loads[number] += shard.nbytes
             assigned.setdefault(number, []).append(shard)
@@ -194,6 +252,11 @@ class Push:
             self._error = error
         finally:
             self._ended.set()
+
+
+def shard_id(shard: HostShard) -> ShardId:
+    """Return the tensor and index range of a shard."""
+    return shard.tensor, shard.index_range
 
 
 def _chunks(shards: Sequence[HostShard]) -> list[list[HostShard]]:

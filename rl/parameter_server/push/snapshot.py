@@ -1,11 +1,12 @@
 """Host copy of a version in one trainer process: what it pushes, and pushes again if the server dies.
 
 Shards are copied on threads, the largest first, and each is available as soon as it is copied: the first are on their
-way to the server while the last are still copied from the device.
+way to the server while the last are still copied from the device. Frozen parameters are copied once, for the first
+version.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -40,13 +41,19 @@ class HostShard:
     tensor: str
     index_range: IndexRange
     nbytes: int
-    offset: int  # in the snapshot's memory
+    offset: int  # in its memory
+    kept: Future[tuple[Segment | None, np.ndarray]]  # the memory, shared by the shards that were copied with it
     copy: Future[np.ndarray]
 
     @property
     def array(self) -> np.ndarray:
         """Wait for the copy and return it; raises its error."""
         return self.copy.result()
+
+    @property
+    def memory(self) -> Segment | None:
+        """Return the shared memory that it lies in, or None if that is private."""
+        return self.kept.result()[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,13 +63,14 @@ class Snapshot:
     Attributes:
         owned: shards that this process pushes: every element of the weights lies in one shard of one process.
         others: shards that its devices hold, too, and other processes push.
+        copied: bytes of `owned` that were copied for this version; those of frozen parameters were before.
     """
 
     version: int
     tensors: tuple[TensorSpec, ...]
     owned: tuple[HostShard, ...]
     others: tuple[HostShard, ...]
-    kept: Future[tuple[Segment | None, np.ndarray]]
+    copied: int
     marks: Future[dict[str, str]]
 
     def wait(self) -> "Snapshot":
@@ -72,14 +80,14 @@ class Snapshot:
         return self
 
     @property
-    def memory(self) -> Segment | None:
-        """Return the shared memory of `owned`, or None if it is private."""
-        return self.kept.result()[0]
-
-    @property
     def nbytes(self) -> int:
         """Return the bytes of `owned`."""
         return sum(shard.nbytes for shard in self.owned)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Return the paths of the parameters that later versions have too."""
+        return frozenset(spec.path for spec in self.tensors if spec.frozen)
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -108,7 +116,15 @@ class Snapshot:
         return jax.tree_util.tree_map_with_path(put, like)
 
 
-def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, shared: bool) -> Snapshot:
+def take(
+    params: Params,
+    version: int,
+    marks: Callable[[], dict[str, str]],
+    *,
+    shared: bool,
+    frozen: Collection[str] = (),
+    before: Snapshot | None = None,
+) -> Snapshot:
     """Start copying this process's shards of the weights to the host.
 
     The devices' arrays may be donated when `Snapshot.wait` returns.
@@ -119,30 +135,36 @@ def take(params: Params, version: int, marks: Callable[[], dict[str, str]], *, s
         marks: function that waits for their fingerprints.
         shared: copy into shared memory that other processes of this host can map, or into ordinary memory if there is
             too little.
+        frozen: paths of the parameters that no update changes.
+        before: an older version of the same trainer, whose copies of frozen parameters are used again.
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     named = [(path_name(path), leaf) for path, leaf in leaves]
+    there = () if before is None else (*before.owned, *before.others)
+    copies = {(shard.tensor, shard.index_range): shard for shard in there if shard.tensor in frozen}
     owned, others = [], []
     for turn, (name, leaf) in enumerate(named):
         mine = dict(owned_shards(leaf, turn))
         here = {index_range_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
         owned += [(name, index_range, part) for index_range, part in mine.items()]
         others += [(name, index_range, part) for index_range, part in here.items() if index_range not in mine]
+    known = [[copies[shard[:2]] for shard in shards if shard[:2] in copies] for shards in (owned, others)]
+    owned, others = ([shard for shard in shards if shard[:2] not in copies] for shards in (owned, others))
     owned.sort(key=lambda shard: -shard[2].nbytes)  # in the order of sending
     for _, _, part in owned + others:
         part.copy_to_host_async()
     pool = ThreadPoolExecutor(_COPIES + 1, "copy")  # one waits for the fingerprints
     found = pool.submit(marks)
-    kept, copied = _copy(owned, shared, pool)
-    _, rest = _copy(others, False, pool)
+    copied, rest = _copy(owned, shared, pool), _copy(others, False, pool)
     pool.shutdown(wait=False)
-    specs = tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name) for name, leaf in named)
-    return Snapshot(version, specs, copied, rest, kept, found)
+    specs = tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name, name in frozen) for name, leaf in named)
+    nbytes = sum(shard.nbytes for shard in copied)
+    return Snapshot(version, specs, (*copied, *known[0]), (*rest, *known[1]), nbytes, found)
 
 
 def _copy(
     parts: Sequence[tuple[str, IndexRange, jax.Array]], shared: bool, pool: ThreadPoolExecutor
-) -> tuple[Future[tuple[Segment | None, np.ndarray]], tuple[HostShard, ...]]:
+) -> tuple[HostShard, ...]:
     offsets, end = [], 0
     for _, _, part in parts:
         offsets.append(end)
@@ -162,8 +184,8 @@ def _copy(
         return array
 
     kept = pool.submit(memory)
-    return kept, tuple(
-        HostShard(tensor, index_range, part.nbytes, offset, pool.submit(copy, index_range, part, offset))
+    return tuple(
+        HostShard(tensor, index_range, part.nbytes, offset, kept, pool.submit(copy, index_range, part, offset))
         for (tensor, index_range, part), offset in zip(parts, offsets, strict=True)
     )
 

@@ -87,6 +87,24 @@ class ShardStore:
         if segment is not None and segment.name not in segments:
             segment.unlink()
 
+    def link(self, version: int, source: int, shards: Sequence[tuple[str, IndexRange]]) -> None:
+        """Add shards of another version, which has the same contents there, without a copy.
+
+        Raises:
+            VersionGone: the other version, or one of these shards, is not held.
+        """
+        with self._lock:
+            other = self._versions.get(source)
+            found = {} if other is None else {name: shard for name in shards if (shard := other.get(*name)) is not None}
+            if other is None or len(found) < len(shards):
+                raise VersionGone(f"version {source} of the weights is not held here with these shards")
+            entry = self._versions.get(version) or StoredVersion(version)
+            entry.insert(found)
+            self._versions[version] = entry
+        for name, shard in found.items():
+            digest = other.digests.get((*name, None), lambda array=shard.array: digest_of(array))
+            entry.digests.get((*name, None), lambda known=digest: known)
+
     def read(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> np.ndarray:
         """Return the array of an index range, C-contiguous: a view if one shard holds it contiguously, else assembled.
 

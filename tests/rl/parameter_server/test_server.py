@@ -13,53 +13,16 @@ import pytest
 
 from axlearn_like.layers.base import Params
 from mesh import UserError
-from rl.parameter_server.client import ParameterServerClient, connect, connect_local
+from rl.parameter_server.client import connect
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.server import ParameterServer
+from tests.rl.parameter_server.deployment import WAYS, Deployment, deploy
 from tests.rl.parameter_server.small import constant, host, on_device, publish, pull
-
-
-class Deployment:
-    """A parameter server of some shard servers, and how a role reaches it."""
-
-    def __init__(self, cfg: ParameterServer.Config, *, remote: bool):
-        others = [ParameterServer(cfg, index=index) for index in range(1, cfg.shard_servers)]
-        self.servers = [ParameterServer(cfg, others=[other.shard_server for other in others]), *others]
-        self.cfg, self.remote = cfg, remote
-        self._clients: list[ParameterServerClient] = []
-
-    def connect(self) -> ParameterServerClient:
-        if not self.remote:
-            return connect_local(self.servers[0])
-        self._clients.append(connect(self.cfg, [server.listen for server in self.servers]))
-        return self._clients[-1]
-
-    def held(self) -> int:
-        return sum(server.shard_server.store.nbytes() for server in self.servers)
-
-    def close(self) -> None:
-        for client in self._clients:
-            client.close()
-        for server in self.servers:
-            server.close()
-
-
-WAYS = {
-    "in one process": {"remote": False},
-    "shared memory": {"remote": True},
-    "sockets": {"remote": True, "shared_memory": False},
-    "three shard servers": {"remote": True, "shared_memory": False, "shard_servers": 3},
-    "deltas": {"remote": True, "shared_memory": False, "codec": "delta"},
-}
 
 
 @pytest.fixture(params=WAYS, ids=str)
 def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    changes: dict[str, Any] = dict(WAYS[request.param])
-    made = Deployment(
-        ParameterServer.Config(keep=3).set(**{k: v for k, v in changes.items() if k != "remote"}),
-        remote=changes["remote"],
-    )
+    made = deploy(request.param)
     yield made
     made.close()
 
