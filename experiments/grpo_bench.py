@@ -41,6 +41,10 @@ class AsciiTokenizer(ByteTokenizer):
 
     bos = 1
 
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.vocab_size = 128  # the model's; the field counts what its parent class needs
+
     @override
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(map(chr, ids))

@@ -20,7 +20,8 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from axlearn_like.tokenizers.protocol import Tokenizer
+from axlearn_like.tokenizers.embedding import check_tokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from axlearn_like.training.program import check_length
 from axlearn_like.training.programs import Tuning
 from axlearn_like.training.trainer import Trainer, resolve_model
@@ -123,6 +124,7 @@ class RLExperiment(Configurable):
             else:
                 one = self.trainer.processes == 1
                 self.trainer.require("processes", one, "1 with --runtime inprocess; more need --runtime ray")
+            check_tokenizer(self.tokenizer, self.policy)
             check_length(self.policy, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")
             experiment = self.build()
             check_prompts(
@@ -174,7 +176,7 @@ class RLExperiment(Configurable):
         self.engine_cfg = cfg.engine.filled_from(
             cfg,
             model=cfg.policy,
-            stop_tokens=(self.tokenizer.eos,) if cfg.stop_at_eos else (),
+            stop_tokens=self.tokenizer.stop_ids if cfg.stop_at_eos else (),
             sampler=cfg.sampler,
         )
         self.controller_cfg = cfg.controller.filled_from(
@@ -245,7 +247,7 @@ class RLExperiment(Configurable):
 
     def make_engine(self, **changes: Any) -> RolloutEngine:
         """Build a rollout engine; `changes` are fields of its config."""
-        return self.engine_cfg.clone(**changes).build(decode=self.tokenizer.decode)
+        return self.engine_cfg.clone(**changes).build(decode=partial(completion_text, self.tokenizer))
 
     def make_worker(
         self,

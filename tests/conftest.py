@@ -134,6 +134,15 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of published data that some tests read: $AXL_TEST_DATA, or `shared/data` beside the checkout."""
+    folder = Path(os.environ.get("AXL_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"no published data in {folder} (AXL_TEST_DATA names their folder)")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def checkout() -> Path:
     """The root of the source tree."""
     return Path(__file__).parent.parent

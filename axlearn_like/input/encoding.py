@@ -1,13 +1,13 @@
 """Encodings: how a record of a file becomes tokens, and which of them are learned."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input.source import InputError
-from axlearn_like.tokenizers.protocol import Tokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import did_you_mean
 
 Encoded = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]  # tokens [n], loss mask [n]
@@ -38,7 +38,7 @@ class Document(Configurable):
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
         self._tokenizer = _needed(tokenizer, cfg)
         self.fields = (cfg.text,)
-        self._before = [self._tokenizer.bos] if cfg.bos else []
+        self._before = begin(self._tokenizer) if cfg.bos else []
         self._after = [self._tokenizer.eos] if cfg.eos else []
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
@@ -48,24 +48,25 @@ class Document(Configurable):
 
 
 class PromptAnswer(Configurable):
-    """A prompt and its answer: bos, prompt, separator, answer, eos; the answer and eos are learned."""
+    """A prompt and its answer: bos, prompt, separator, answer, eos; the answer and eos are learned, or all of it."""
 
     class Config(ConfigBase["PromptAnswer"]):
         prompt: str = "prompt"  # field
         answer: str = "answer"  # field
         separator: str = "\n"
+        learn: Literal["answer", "all"] = "answer"
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
         self._tokenizer = _needed(tokenizer, cfg)
         self.fields = (cfg.prompt, cfg.answer)
-        self._separator = cfg.separator
+        self._separator, self._learn_all = cfg.separator, cfg.learn == "all"
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
         """Return tokens and loss mask, see `Encoding.encode`."""
         prompt, answer = (_text(record, field, where) for field in self.fields)
-        given = [self._tokenizer.bos, *self._tokenizer.encode(prompt + self._separator)]
+        given = [*begin(self._tokenizer), *self._tokenizer.encode(prompt + self._separator)]
         learned = [*self._tokenizer.encode(answer), self._tokenizer.eos]
-        return given + learned, np.arange(len(given) + len(learned)) >= len(given)
+        return given + learned, np.arange(len(given) + len(learned)) >= (0 if self._learn_all else len(given))
 
 
 class TokenIds(Configurable):

@@ -3,6 +3,7 @@
 import glob
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,13 @@ class FileSource(Configurable):
     """
 
     class Config(ConfigBase["FileSource"]):
-        files: str | tuple[str, ...] = REQUIRED  # paths or globs (`**` for any depth)
+        files: str | tuple[str, ...] = REQUIRED  # paths or globs (`**` for any depth); $NAME is from the environment
         tokenizer: ConfigBase | None = REQUIRED  # None: the files hold token ids
         example: ConfigBase = Document.Config()  # how a record becomes tokens
         cache: str = ""  # folder; "": $XDG_CACHE_HOME/axlearn-like/tokens
 
     def __init__(self, cfg: Config):
-        paths = _find(cfg.files)
+        paths = _find(cfg.files, getattr(cfg, "origin", ""))
         tokenizer: Tokenizer | None = cfg.tokenizer.build() if cfg.tokenizer else None
         self._encoding: Encoding = cfg.example.build(tokenizer=tokenizer)
         vocab_size = tokenizer.vocab_size if tokenizer else 2**31
@@ -46,7 +47,7 @@ class FileSource(Configurable):
                 *(
                     f"{at}: {text}"
                     for at, text in text_lines(cfg).items()
-                    if at.split(".")[0] not in ("files", "cache", "tokenizer")
+                    if at.split(".")[0] not in ("files", "cache", "tokenizer", "origin")
                 ),
                 tokenizer.digest if tokenizer else "",
             ]
@@ -124,17 +125,20 @@ class FileSource(Configurable):
             yield self._encoding.encode(record, where), where, part
 
 
-def _find(files: str | tuple[str, ...]) -> list[Path]:
+def _find(files: str | tuple[str, ...], origin: str) -> list[Path]:
     """Return the files of paths and globs, in order; InputError, with the nearest name, if one finds nothing."""
     found: list[Path] = []
+    hint = f"; it comes from {origin}" if origin else ""
     for pattern in (files,) if isinstance(files, str) else files:
         if "://" in pattern:
             raise InputError(f"{pattern}: files are read from local paths only; mount the bucket (gcsfuse), or copy it")
-        pattern = os.path.expanduser(pattern)
+        pattern = os.path.expandvars(os.path.expanduser(pattern))
+        if unset := re.search(r"\$\{?(\w+)", pattern):
+            raise InputError(f"{pattern}: the environment variable {unset[1]} is not set{hint}")
         names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         names = [name for name in names if os.path.isfile(name)]
         if not names:
-            raise InputError(f"no file matches {pattern}{_nearest(Path(pattern))}")
+            raise InputError(f"no file matches {pattern}{_nearest(Path(pattern))}{hint}")
         found += [Path(name) for name in names]
     if not found:
         raise InputError("a source of files needs at least one path or glob")

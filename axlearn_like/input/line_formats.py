@@ -1,6 +1,8 @@
-"""Files of lines: JSON lines, and plain text."""
+"""Files of lines: JSON lines, and plain text; compressed by gzip if their names end with .gz."""
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -10,29 +12,47 @@ from axlearn_like.input.file_source import FileSource, Record
 from axlearn_like.input.source import InputError
 
 
+def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
+    """Yield number, bytes and the fraction of the file read so far, of each line.
+
+    Raises:
+        InputError: a compressed file is damaged.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if path.suffix != ".gz":
+            read = 0
+            for number, line in enumerate(file, start=1):
+                read += len(line)
+                yield number, line, read / size
+            return
+        try:
+            for number, line in enumerate(gzip.GzipFile(fileobj=file), start=1):
+                yield number, line, file.tell() / size
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(f"{path} is a damaged gzip file: {error}") from error
+
+
 class JsonLines(FileSource):
-    """One JSON object per line (`.jsonl`), UTF-8; blank lines are skipped."""
+    """One JSON object per line (`.jsonl`, `.jsonl.gz`), UTF-8; blank lines are skipped."""
 
     class Config(FileSource.Config):
-        pass
+        origin: str = ""  # where the files come from: for the error when they are not there
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
         """Yield the records of a file."""
         del fields
-        size, read = path.stat().st_size, 0
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                read += len(line)
-                where = f"{path}, line {number}"
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(decode_utf8(line, where))
-                except json.JSONDecodeError as error:
-                    raise InputError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
-                if not isinstance(record, dict):
-                    raise InputError(f"{where}: expected a JSON object, got {line.strip()[:60]!r}")
-                yield record, where, read / size
+        for number, line, part in read_lines(path):
+            where = f"{path}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(decode_utf8(line, where))
+            except json.JSONDecodeError as error:
+                raise InputError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+            if not isinstance(record, dict):
+                raise InputError(f"{where}: expected a JSON object, got {line.strip()[:60]!r}")
+            yield record, where, part
 
 
 class PlainText(FileSource):
@@ -40,6 +60,7 @@ class PlainText(FileSource):
 
     class Config(FileSource.Config):
         document: Literal["paragraph", "file"] = "paragraph"
+        origin: str = ""  # where the files come from: for the error when they are not there
 
     def __init__(self, cfg: Config):
         self._whole = cfg.document == "file"
@@ -48,17 +69,16 @@ class PlainText(FileSource):
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
         """Yield the records of a file."""
         del fields
-        size, read, lines, first = path.stat().st_size, 0, [], 1
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                read += len(line)
-                text = decode_utf8(line, f"{path}, line {number}").replace("\r\n", "\n")
-                if text.strip() or self._whole:
-                    first = first if lines else number
-                    lines.append(text)
-                elif lines:
-                    yield {"text": "".join(lines).rstrip("\n")}, f"{path}, line {first}", read / size
-                    lines = []
+        lines: list[str] = []
+        first = 1
+        for number, line, part in read_lines(path):
+            text = decode_utf8(line, f"{path}, line {number}").replace("\r\n", "\n")
+            if text.strip() or self._whole:
+                first = first if lines else number
+                lines.append(text)
+            elif lines:
+                yield {"text": "".join(lines).rstrip("\n")}, f"{path}, line {first}", part
+                lines = []
         text = "".join(lines) if self._whole else "".join(lines).rstrip("\n")
         if text.strip():
             yield {"text": text}, f"{path}, line {first}", 1.0

@@ -6,7 +6,7 @@ from typing import override
 import xxhash
 
 from axlearn_like.config import ConfigBase, Configurable, strip_comments, to_text
-from axlearn_like.tokenizers.protocol import TokenizerError
+from axlearn_like.tokenizers.protocol import checked_ids
 
 
 class ByteTokenizer(Configurable):
@@ -25,13 +25,17 @@ class ByteTokenizer(Configurable):
     bos = 256
     eos = 257
     pad = 258
+    stop_ids: tuple[int, ...] = (eos,)
+    special_tokens: tuple[str, ...] = ()
+    chat_template = None
 
     def __init__(self, cfg: Config):
         self.vocab_size = cfg.vocab_size
         self.digest = xxhash.xxh3_128_hexdigest(strip_comments(to_text(cfg)).encode())
 
-    def encode(self, text: str) -> list[int]:
-        """Return the UTF-8 bytes of `text`, without special ids."""
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the UTF-8 bytes of `text`; special ids have no spelling."""
+        del special
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -40,10 +44,8 @@ class ByteTokenizer(Configurable):
         Raises:
             TokenizerError: an id is outside 0..vocab_size-1.
         """
-        kept = bytearray()
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise TokenizerError(f"token id {i} is outside this tokenizer's 0..{self.vocab_size - 1}")
-            if i < 256:
-                kept.append(i)
-        return kept.decode("utf-8", errors="replace")
+        return b"".join(map(self.token_bytes, checked_ids(ids, self.vocab_size))).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the byte that a token stands for; none for special and unused ids."""
+        return bytes((token,)) if 0 <= token < 256 else b""

@@ -7,7 +7,7 @@ digits and letters, which the answer depends on, as single bytes.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import override
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
@@ -36,8 +36,9 @@ class PhraseTokenizer(ByteTokenizer):
         longest_first = sorted(cfg.phrases, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if cfg.phrases else None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return ids of phrases where they occur, and of bytes elsewhere."""
+        del special
         if self._split is None:
             return super().encode(text)
         ids: list[int] = []
@@ -45,12 +46,9 @@ class PhraseTokenizer(ByteTokenizer):
             ids += [self._ids[piece]] if piece in self._ids else super().encode(piece)
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; special and unused ids are dropped."""
-        expanded: list[int] = []
-        for i in ids:
-            expanded += self._texts.get(i, (i,))
-        return super().decode(expanded)
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a phrase, or the one that a token stands for."""
+        return self._texts.get(token) or super().token_bytes(token)
 
 
 def learn_phrases(texts: Sequence[str], max_phrases: int, min_share: float = 0.05) -> tuple[str, ...]:

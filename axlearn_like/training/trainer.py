@@ -17,6 +17,7 @@ from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import step_flops
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.signals import graceful_stop
+from axlearn_like.tokenizers.embedding import check_tokenizers
 from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program, check_length, check_rows, describe_batch, train_program
@@ -46,9 +47,13 @@ class Trainer(Configurable):
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
 
         def check(self) -> None:
-            """Refuse, too, more tokens than the model has positions for; `check_sizes` looks at the devices."""
+            """Refuse, too, rows longer than the model's positions, and ids that it has no embedding for.
+
+            `check_sizes` looks at the devices.
+            """
             super().check()
             check_length(self.model, self.input.seq_len, f"{path_of(self.input)}.seq_len", path_of(self.model))
+            check_tokenizers(self.input, self.model)
 
         def check_sizes(self, devices: Sequence[Any] | None = None) -> Mesh:
             """Return the mesh of these devices, or of this process's, if rows divide over it (UserError)."""

@@ -7,15 +7,16 @@ The text of a stream's chunks, joined, is the text of the whole answer.
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from axlearn_like.tokenizers.protocol import Tokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from rl.roles.messages import Rollout
 from rl.serving.errors import ApiError
 from rl.serving.request import Generation
-from rl.serving.text import REPLACEMENT, TextStream
+from rl.serving.text import TextStream
 
 Json = dict[str, Any]
 
@@ -92,7 +93,7 @@ class _Choice:
     def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer):
         self.index, self.count = index, 0
         self._generation, self._tokenizer = generation, tokenizer
-        self._text = TextStream(tokenizer.decode, generation.stops)
+        self._text = TextStream(partial(completion_text, tokenizer), generation.stops)
 
     def whole(self, rollout: Rollout) -> Json:
         """Return the choice of a response that is no stream."""
@@ -132,9 +133,10 @@ class _Choice:
             offsets.append(self._text.length)
             said += self._text.push([token])
         values = [float(value) for value in logprobs]
-        words = [self._tokenizer.decode([token]) for token in ids]
+        parts = [self._tokenizer.token_bytes(token) for token in ids]
+        words = [part.decode("utf-8", errors="replace") for part in parts]
         if self._generation.chat:
-            return said, {"content": list(map(_entry, words, values)), "refusal": None}
+            return said, {"content": list(map(_entry, words, parts, values)), "refusal": None}
         return said, {"tokens": words, "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
 
     def _with_ids(self, body: Json, tokens: np.ndarray) -> Json:
@@ -160,7 +162,6 @@ def _reason(rollout: Rollout) -> str | None:
     return rollout.finish_reason if rollout.finish_reason in ("stop", "length") else None
 
 
-def _entry(word: str, logprob: float) -> Json:
-    # Part of a character has no text, and U+FFFD in its place has other bytes.
-    raw = None if REPLACEMENT in word else list(word.encode("utf-8"))
-    return {"token": word, "logprob": logprob, "bytes": raw, "top_logprobs": []}
+def _entry(word: str, part: bytes, logprob: float) -> Json:
+    # Part of a character has no text of its own; its bytes, joined to those of its neighbours, have.
+    return {"token": word, "logprob": logprob, "bytes": list(part), "top_logprobs": []}

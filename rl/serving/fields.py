@@ -106,6 +106,19 @@ def text(value: Any, path: str) -> str:
     return value
 
 
+def checked_json(value: Any, path: str, depth: int = 32) -> Any:
+    """Return JSON of any shape, nested at most `depth` times, if all strings in it have a UTF-8 form."""
+    if isinstance(value, str):
+        return text(value, path)
+    if isinstance(value, (list, dict)) and not depth:
+        raise bad_field(path, "nested too deeply")
+    if isinstance(value, list):
+        return [checked_json(item, path, depth - 1) for item in value]
+    if isinstance(value, dict):
+        return {text(name, path): checked_json(item, path, depth - 1) for name, item in value.items()}
+    return value
+
+
 def is_integer(value: Any) -> bool:
     """Return True for a JSON value that is an integer; 3.0 is one, true is not."""
     return is_number(value) and float(value).is_integer()

@@ -97,7 +97,7 @@ def make_engine(experiment: RLExperiment, weights: Weights | None) -> RolloutEng
     engine = experiment.make_engine(keep_completions=True)  # a conversation continues with its next question
     params = load_params(experiment, weights, make_mesh(engine.cfg.mesh))
     engine.set_weights(params, 0 if weights is None else weights.version)
-    first = Prompt(0, "warm-up", np.asarray([experiment.tokenizer.bos] * 2, np.int32)[: engine.cfg.max_prompt])
+    first = Prompt(0, "warm-up", np.asarray([experiment.tokenizer.eos] * 2, np.int32)[: engine.cfg.max_prompt])
     engine.generate([Request(first, stop=StopConditions(max_new=1))])
     return engine
 

@@ -5,10 +5,15 @@ from typing import Any
 
 import numpy as np
 
+from axlearn_like.tokenizers.protocol import begin
 from mesh import UserError
 from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError, bad_field
-from rl.serving.fields import Fields, is_integer, shown, text
+from rl.serving.fields import Fields, checked_json, is_integer, shown, text
+
+_JINJA_FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message")
+# Of messages, besides role and content: for Jinja templates.
+_MESSAGE_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
 def prompt_id(tokens: np.ndarray) -> int:
@@ -37,29 +42,68 @@ def read_prompts(fields: Fields, context: ServingContext) -> list[np.ndarray]:
 
 
 def read_chat(fields: Fields, context: ServingContext) -> np.ndarray:
-    """Read a conversation as one text."""
+    """Read a conversation as the tokens of the template."""
     messages = fields.take("messages")
     if messages is None:
         raise fields.missing("messages", "an array of messages")
     if not isinstance(messages, list) or not messages:
         raise bad_field("messages", "expected an array of messages, at least one")
-    pairs = []
-    for i, item in enumerate(messages):
-        message = Fields(item, f"messages[{i}]")
-        role = message.take_text("role")
-        content = message.take("content")
-        if role is None:
-            raise message.missing("role", "one of the template's")
-        if content is None:
-            raise message.missing("content", "a string, or parts of type 'text'")
-        content = _content(content, message.path("content"))
-        message.finish()
-        try:
-            context.template.render([(role, content)])
-        except UserError as error:
-            raise bad_field(message.path("role"), str(error)) from None
-        pairs.append((role, content))
-    return _encoded(context.template.render(pairs), "messages", context)
+    said = [_message(item, f"messages[{i}]", context) for i, item in enumerate(messages)]
+    goes_on = fields.take_bool("continue_final_message")
+    options: dict[str, Any] = {
+        "tools": _objects(fields, "tools"),
+        "documents": _objects(fields, "documents"),
+        "variables": _object(fields, "chat_template_kwargs"),
+        "add_generation_prompt": fields.take_bool("add_generation_prompt", default=not goes_on),
+        "continue_final_message": goes_on,
+    }
+    for name, value in {**options, "chat_template_kwargs": options["variables"]}.items():
+        if value and name in _JINJA_FIELDS and not context.template.in_jinja:
+            raise bad_field(name, "needs a chat template in Jinja: the tokenizer's own, or server.template.jinja")
+    try:
+        ids = context.template.encode(said, **options)
+    except UserError as error:
+        raise bad_field("messages", str(error)) from None
+    return _fitting(np.asarray(ids, np.int32), "messages", context)
+
+
+def _message(item: Any, where: str, context: ServingContext) -> dict[str, Any]:
+    """Read a message: role, content, and what else the template may read, as it is."""
+    message = Fields(item, where)
+    role, content = message.take_text("role"), message.take("content")
+    if role is None:
+        raise message.missing("role", "one of the template's")
+    names = _MESSAGE_FIELDS if context.template.in_jinja else ()
+    taken = {name: value for name in names if (value := message.take(name)) is not None}
+    taken = {name: checked_json(value, message.path(name)) for name, value in taken.items()}
+    if content is None and "tool_calls" not in taken:
+        raise message.missing("content", "a string, or parts of type 'text'")
+    read = {"role": role, **taken}
+    if content is not None:
+        read["content"] = _content(content, message.path("content"))
+    message.finish()
+    try:
+        context.template.check(read)
+    except UserError as error:
+        raise bad_field(message.path("role"), str(error)) from None
+    return read
+
+
+def _objects(fields: Fields, name: str) -> list[Any] | None:
+    """Read an array of objects; an empty one counts as absent."""
+    value = fields.take(name)
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise bad_field(name, f"got {shown(value)}; expected an array of objects")
+    return checked_json(value, name)
+
+
+def _object(fields: Fields, name: str) -> dict[str, Any] | None:
+    value = fields.take(name)
+    if value is not None and not isinstance(value, dict):
+        raise bad_field(name, f"got {shown(value)}; expected an object")
+    return None if value is None else checked_json(value, name)
 
 
 def _content(value: Any, path: str) -> str:
@@ -78,9 +122,9 @@ def _content(value: Any, path: str) -> str:
 
 
 def _encoded(value: Any, path: str, context: ServingContext) -> np.ndarray:
-    """Return the tokens of a text after `bos`, as in training."""
+    """Return the tokens of a text after `bos`, if the tokenizer has one, as in training."""
     said = text(value, path)
-    ids = [context.tokenizer.bos, *context.tokenizer.encode(said)]
+    ids = [*begin(context.tokenizer), *context.tokenizer.encode(said)]
     return _fitting(np.asarray(ids, np.int32), path, context)
 
 

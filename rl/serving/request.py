@@ -31,7 +31,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _NEUTRAL_COMPLETION = {"echo": (False,), "suffix": ("",), "best_of": (1,)}
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),

@@ -54,7 +54,7 @@ class Server(Configurable):
         context = ServingContext(
             model=model,
             tokenizer=tokenizer,
-            template=cfg.template.build(),
+            template=cfg.template.build(tokenizer=tokenizer),
             max_prompt=engine.cfg.max_prompt,
             max_new=engine.cfg.max_new,
             stop_tokens=engine.cfg.stop_tokens,

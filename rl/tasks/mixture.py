@@ -13,7 +13,8 @@ from typing import override
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.tokenizers.protocol import Tokenizer
+from axlearn_like.tokenizers.chat import encode_chat
+from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import UserError
 from rl.roles.messages import Problem
 from rl.tasks.family import TaskFamily
@@ -35,8 +36,16 @@ def is_heldout(question: str, heldout_every: int) -> bool:
 
 
 def encode_prompt(question: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Encode a question as bos, its text and a newline, int32; the same for SFT and RL."""
-    return np.asarray([tokenizer.bos, *tokenizer.encode(question + _SEPARATOR)], dtype=np.int32)
+    """Encode a question, int32; the same for SFT and RL.
+
+    As what a user says and the opening of the answer, if the tokenizer has a chat template; else as bos, its text and a
+    newline.
+    """
+    if tokenizer.chat_template is not None:
+        ids = encode_chat(tokenizer, [{"role": "user", "content": question}], add_generation_prompt=True)
+    else:
+        ids = [*begin(tokenizer), *tokenizer.encode(question + _SEPARATOR)]
+    return np.asarray(ids, dtype=np.int32)
 
 
 class TaskMixture(Configurable):

@@ -13,6 +13,7 @@ COMMANDS: dict[str, str] = {
     "eval": "Evaluate a run's checkpoint on held-out problems.",
     "serve": "Answer over HTTP, in OpenAI's protocol, by a run's policy.",
     "models": "List the published models that are built in, and show what one costs.",
+    "data": "Prepare data: train a tokenizer on your texts.",
     "aot": "Compile a step for TPUs that are not there: does it fit, and how fast could it be.",
     "bench": "Run a benchmark and print its result as JSON.",
     "report": "Rebuild the report of a run directory.",

@@ -1,5 +1,6 @@
 """Files: what is written is read in each format, and what cannot be read is refused by name before it costs time."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -249,3 +250,37 @@ def test_a_text_that_does_not_fit_is_refused_at_the_start(tmp_path):
     source = JsonLines.Config(files=path, tokenizer=BYTES)
     with pytest.raises(InputError, match=r"example 2 of .*a.jsonl has 32 tokens .* but seq_len is 12"):
         SupervisedInput.Config(source=source, seq_len=12, batch_size=1).build()
+
+
+def test_compressed_files_hold_the_same_examples(tmp_path, monkeypatch):
+    lines = "".join(f'{{"text": "line {i}"}}\n' for i in range(50)).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n\nthree\n"))
+    monkeypatch.setenv("SOME_DATA", str(tmp_path))
+    plain, packed = (
+        JsonLines.Config(files=f"$SOME_DATA/{name}", tokenizer=BYTES, cache=str(tmp_path / "cache")).build()
+        for name in ("a.jsonl", "b.jsonl.gz")
+    )
+    assert [plain[i]["tokens"].tolist() for i in range(50)] == [packed[i]["tokens"].tolist() for i in range(50)]
+    text = PlainText.Config(files="${SOME_DATA}/c.txt.gz", tokenizer=BYTES, cache=str(tmp_path / "cache")).build()
+    assert [BYTES.build().decode(text[i]["tokens"]) for i in range(len(text))] == ["one\ntwo", "three"]
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
+    with pytest.raises(InputError, match="d.jsonl.gz is a damaged gzip file"):
+        JsonLines.Config(files="$SOME_DATA/d.jsonl.gz", tokenizer=BYTES, cache=str(tmp_path / "cache")).build()
+
+
+def test_files_that_are_not_there_are_named_with_their_origin(tmp_path, monkeypatch):
+    monkeypatch.delenv("SOME_DATA", raising=False)
+    cfg = JsonLines.Config(files="$SOME_DATA/a.jsonl", tokenizer=BYTES, origin="https://example.org/data")
+    with pytest.raises(InputError, match="variable SOME_DATA is not set; it comes from https://example.org/data"):
+        cfg.build()
+    with pytest.raises(InputError, match="no file matches .*/a.jsonl.*; it comes from https://example.org/data"):
+        cfg.clone(files=str(tmp_path / "a.jsonl")).build()
+
+
+def test_all_of_a_prompt_may_be_learned(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n')
+    cfg = JsonLines.Config(files=str(tmp_path / "a.jsonl"), tokenizer=BYTES, example=PromptAnswer.Config())
+    assert cfg.build()[0]["loss_mask"].tolist() == [False] * 4 + [True] * 2
+    assert cfg.clone(example=PromptAnswer.Config(learn="all")).build()[0]["loss_mask"].all()

@@ -1,5 +1,6 @@
 """Completions end at the first token at whose end their text contains a stop string, however they are cut up."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -8,8 +9,10 @@ from hypothesis import strategies as st
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
+from axlearn_like.tokenizers.protocol import completion_text
 from mesh import UserError
 from rl.rollout.stop_strings import StopText, text_before_stop
+from tests.axlearn_like.tokenizers.golden_files import tokenizer
 
 BYTES = ByteTokenizer.Config().build()
 PHRASES = PhraseTokenizer.Config(phrases=("ab", "€b", "a a stop a", "\n\n")).build()
@@ -51,6 +54,24 @@ def test_found_where_the_definition_says_however_many_tokens_come_at_once(
 ):
     stop = StopText(strings, PHRASES.decode)
     expected = by_definition(strings, PHRASES.decode, tokens)
+    assert in_turns(stop, tokens, sizes) == expected
+    assert stop.find(tokens, 0) == expected
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@settings(deadline=None)
+@given(
+    STRINGS, st.lists(st.integers(0, 300), max_size=30) | LETTERS, st.lists(st.integers(1, 9), min_size=1, max_size=4)
+)
+def test_found_across_the_tokens_of_byte_pair_encodings(
+    name: str, strings: tuple[str, ...], drawn: list[int] | str, sizes: list[int]
+):
+    """Drawn at random, with characters cut in two, and as a text is encoded."""
+    built = tokenizer(name)
+    decode = functools.partial(completion_text, built)
+    tokens = built.encode(drawn * 5) if isinstance(drawn, str) else drawn
+    stop = StopText(strings, decode)
+    expected = by_definition(strings, decode, tokens)
     assert in_turns(stop, tokens, sizes) == expected
     assert stop.find(tokens, 0) == expected
 

@@ -13,6 +13,7 @@ import openai
 
 from axlearn_like.layers.base import Params
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.serving.prompts import prompt_id
@@ -69,11 +70,16 @@ class Running:
 
 
 @contextmanager
-def running(engine: RolloutEngine | None = None, api_key: str | None = None, **changes: Any) -> Iterator[Running]:
+def running(
+    engine: RolloutEngine | None = None,
+    api_key: str | None = None,
+    tokenizer: Tokenizer = TOKENIZER,
+    **changes: Any,
+) -> Iterator[Running]:
     """Serve until the end of the block; `changes` are fields of the server's config."""
     engine = engine or make_engine()
     cfg = Server.Config(**{"grace": 5.0, **changes})
-    server = cfg.build(engine=engine, tokenizer=TOKENIZER, model=MODEL, api_key=api_key)
+    server = cfg.build(engine=engine, tokenizer=tokenizer, model=MODEL, api_key=api_key)
     with listen("127.0.0.1", 0) as listener:
         server.start(listener)
         try:

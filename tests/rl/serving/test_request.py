@@ -1,6 +1,9 @@
 """Bodies to requests: what is asked for reaches the engine, and what cannot be is refused by name."""
 
+import dataclasses
+import functools
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,13 @@ from rl.serving.errors import ApiError
 from rl.serving.prompts import prompt_id
 from rl.serving.request import Generation, parse
 from rl.tasks.mixture import encode_prompt
+from tests.axlearn_like.tokenizers.golden_files import CONVERSATIONS, rendered, tokenizer
 from tests.rl.serving.running import TOKENIZER
 
 SERVED = ServingContext(
     model="tiny",
     tokenizer=TOKENIZER,
-    template=ChatTemplate.Config().build(),
+    template=ChatTemplate.Config().build(tokenizer=TOKENIZER),
     max_prompt=12,
     max_new=6,
     stop_tokens=(TOKENIZER.eos,),
@@ -116,6 +120,46 @@ def test_fields_that_ask_for_nothing_pass() -> None:
     chat(tools=[], tool_choice="none", response_format={"type": "text"}, metadata={"a": "b"}, store=False)
 
 
+JINJA = dataclasses.replace(
+    SERVED,
+    tokenizer=tokenizer("byte_level", "qwen25"),
+    template=ChatTemplate.Config().build(tokenizer=tokenizer("byte_level", "qwen25")),
+    max_prompt=800,
+)
+
+
+def jinja_chat(**fields: Any) -> list[int]:
+    return parse(CHAT | fields, JINJA, chat=True).requests[0].prompt.tokens.tolist()
+
+
+def test_a_chat_with_a_template_in_jinja_is_what_transformers_makes_of_it() -> None:
+    case = dict(CONVERSATIONS["tools"])
+    assert jinja_chat(**case) == rendered()["byte_level | qwen25 | tools"]["ids"]
+    last = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "One, two, "}]
+    expected = rendered()["byte_level | qwen25 | goes on with the last message"]["ids"]
+    assert jinja_chat(messages=last, continue_final_message=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"tools": ["a"]}, "tools", "expected an array of objects"),
+        ({"documents": {"a": 1}}, "documents", "expected an array of objects"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "expected an object"),
+        ({"tools": [{"a": "\ud800"}]}, "tools", "half of a surrogate pair"),
+        ({"documents": [functools.reduce(lambda inner, _: [inner], range(99), {})]}, "documents", "an array of obj"),
+        ({"tools": [{"a": functools.reduce(lambda inner, _: [inner], range(99), 1)}]}, "tools", "nested too deeply"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        ({"messages": [{"role": "user", "content": "a" * 999}]}, "messages", "this server takes 1 to 800"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "messages", "exclude each other"),
+    ],
+)
+def test_what_a_template_in_jinja_cannot_take_is_refused(fields: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(said)) as caught:
+        jinja_chat(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "model", "missing; expected 'tiny'"),
     ({"prompt": None}, "prompt", "missing"),
@@ -182,7 +226,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 0}, "top_logprobs", "given without logprobs=true"),
     ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "not for alternatives"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens", "is 3, but max_tokens is 2"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools", "needs a chat template in Jinja"),
+    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "needs a chat template in Jinja"),
+    ({"continue_final_message": True}, "continue_final_message", "needs a chat template in Jinja"),
+    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", "unknown field"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
 ]
 

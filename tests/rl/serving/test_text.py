@@ -1,9 +1,14 @@
 """Streams of text: the pieces, joined, are the whole; no piece has to be taken back."""
 
+import functools
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from axlearn_like.tokenizers.protocol import completion_text
 from rl.serving.text import TextStream
+from tests.axlearn_like.tokenizers.golden_files import tokenizer
 from tests.rl.serving.running import TOKENIZER
 
 # Bytes of multi-byte characters, in and out of order, besides letters, a phrase and ids without a text.
@@ -36,6 +41,40 @@ def test_nothing_of_the_first_stop_string_to_be_complete_is_given(
     text = TOKENIZER.decode(ids)
     found = [text.find(stop) for stop in stops if stop in text]
     assert "".join(pieces(ids, cuts, stops)) == text[: min(found, default=len(text))]
+
+
+ENCODINGS = ("byte_level", "byte_fallback")
+WORDS = st.text("ab €🙂é\n", max_size=24)
+
+
+def parts_of(name: str, text: str, cuts: list[int], stops: list[str]) -> tuple[str, str]:
+    """Stream a text's tokens; returns the pieces, joined, and the text of all tokens."""
+    decode = functools.partial(completion_text, tokenizer(name))
+    ids = tokenizer(name).encode(text)
+    ends = [n for n in range(len(ids) + 1) if any(stop in decode(ids[:n]) for stop in stops)]
+    ids = ids[: ends[0]] if ends else ids
+    stream = TextStream(decode, stops)
+    ends = sorted({min(cut, len(ids)) for cut in cuts} | {len(ids)})
+    found = [stream.push(ids[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    assert not any("\ufffd" in piece for piece in found)  # a character that two tokens share waits for both
+    return "".join([*found, stream.finish()]), decode(ids)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@given(text=WORDS, cuts=CUTS)
+def test_streams_of_byte_pair_encodings_are_whole(name: str, text: str, cuts: list[int]) -> None:
+    streamed, whole = parts_of(name, text, cuts, [])
+    assert streamed == whole == (text if name == "byte_level" or not text else f" {text}")
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@given(text=WORDS, cuts=CUTS, stops=STOPS)
+def test_streams_of_byte_pair_encodings_end_before_a_stop_string(
+    name: str, text: str, cuts: list[int], stops: list[str]
+) -> None:
+    streamed, whole = parts_of(name, text, cuts, stops)
+    found = [whole.find(stop) for stop in stops if stop in whole]
+    assert streamed == whole[: min(found, default=len(whole))]
 
 
 def test_half_a_character_waits_for_the_rest() -> None:

@@ -1,0 +1,84 @@
+"""Training of a tokenizer, and `axl data train-tokenizer`: small, repeatable, and what transformers reads."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
+from axlearn_like.tokenizers.train import BOS, EOS, LEAST, PAD, SPECIAL
+from tools import cli
+
+LINES = [{"q": "How many apples are 12 and 30 apples?", "a": "There are 42 apples."}, {"q": "Why?", "a": "So, é."}] * 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    text = "".join(json.dumps(line) + "\n" for line in LINES)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "b.txt").write_text("Many apples are many apples.\n\nThe apples there.\n" * 10)
+    return tmp_path
+
+
+def train(folder: Path, *more: str, out: str = "bpe", size: int = 300) -> int:
+    files = [str(folder / "a.jsonl.gz"), str(folder / "b.txt")]
+    arguments = ["--vocab-size", str(size), "--out", str(folder / out), "--quiet", *more]
+    return cli.main(["data", "train-tokenizer", *files, *arguments])
+
+
+def test_the_same_files_give_the_same_tokenizer_and_its_texts_survive(folder: Path, capsys: pytest.CaptureFixture[str]):
+    for out in ("one", "two"):
+        assert train(folder, "--field", "q", "--field", "a", out=out, size=280) == 0
+    said = capsys.readouterr().out
+    assert "one: 280 tokens from 0.00 MB of text in " in said and "HuggingFaceTokenizer.Config(path='" in said
+    first, second = (folder / out / "tokenizer.json" for out in ("one", "two"))
+    assert first.read_bytes() == second.read_bytes()
+    built = HuggingFaceTokenizer.Config(path=str(folder / "one")).build()
+    assert [built.token_id(text) for text in SPECIAL] == [0, 1, 2] == [built.bos, built.eos, built.pad]
+    assert built.vocab_size == 280 and SPECIAL == (BOS, EOS, PAD)
+    for text in ("How many apples?", "世界 never seen", "12345"):
+        assert built.decode(built.encode(text)) == text
+    assert len(built.encode(" apples")) == 1 and len(built.encode("12345")) == 5
+
+
+def test_a_text_with_few_tokens_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(folder, "--field", "q", size=5000) == 0
+    printed = capsys.readouterr()
+    assert "the text has no more than " in printed.err and "5000" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "a.jsonl.gz has JSON lines: name the field that holds the text (--field)"),
+        (("--field", "question"), "line 1: there is no text in a field 'question'; known: a, q"),
+        (("--field", "q", "--vocab-size", "100"), f"a vocabulary of 100: expected {LEAST} or more"),
+    ],
+)
+def test_mistakes_are_one_message(
+    folder: Path, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(folder, *more) == 2
+    said = capsys.readouterr().err
+    assert message in said and not (folder / "bpe").exists()
+
+
+def test_a_directory_with_a_tokenizer_and_files_that_are_none_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(folder, "--field", "q") == 0
+    assert train(folder, "--field", "q") == 2
+    assert "has a tokenizer.json already" in capsys.readouterr().err
+    (folder / "empty.txt").write_text("")
+    (folder / "cut.txt.gz").write_bytes(gzip.compress(b"text" * 100)[:-9])
+    for name, message in (
+        ("b.text", "no file .*b.text; did you mean 'b.txt'"),
+        ("empty.txt", "there is no text"),
+        ("cut.txt.gz", "cut.txt.gz is a damaged gzip file"),
+        ("bpe/tokenizer.json", "expected a file whose name ends with .txt or .jsonl"),
+    ):
+        out = ["--vocab-size", "300", "--out", str(folder / "x"), "--quiet"]
+        assert cli.main(["data", "train-tokenizer", str(folder / name), *out]) == 2
+        assert re.search(message, capsys.readouterr().err)
