@@ -4,6 +4,7 @@ Returned, never stored in a module: values stored on the way through a scan are 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,12 +21,33 @@ class Aux:
             the loss.
         metrics: float32 scalars to be logged, means over the tokens seen; those named `*_max` are maxima.
         routing: int32 [batch, length, top_k], the experts chosen for each token; for a stack [layers, batch, length,
-            top_k]. Passed to the same layers again, it makes them use the same experts.
+            top_k], -1 for layers without experts. Passed to the same layers again, it makes them use the same experts.
     """
 
     losses: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     routing: Any = None
+
+
+def concat_layers(parts: Sequence[Aux], counts: Sequence[int]) -> Aux:
+    """Return one stacked Aux of consecutive stacks of so many layers each: what only some have counts for those."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def joined(of_parts: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        names = dict.fromkeys(name for values in of_parts for name in values)
+        return {name: jnp.concatenate([values[name] for values in of_parts if name in values]) for name in names}
+
+    known = [part.routing for part in parts if part.routing is not None]
+    routing = None
+    if known:
+        one = jnp.full_like(known[0][:1], -1)
+        filled = (
+            jnp.concatenate([one] * count) if part.routing is None else part.routing
+            for part, count in zip(parts, counts, strict=True)
+        )
+        routing = jnp.concatenate(list(filled))
+    return Aux(joined([part.losses for part in parts]), joined([part.metrics for part in parts]), routing)
 
 
 def reduce_layers(stacked: Aux) -> Aux:

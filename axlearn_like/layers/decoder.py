@@ -1,10 +1,10 @@
 """The decoder: embedding, a scanned stack of pre-norm blocks, final norm, head.
 
-Llama, Qwen and the like are configs of this one class (see models/).
+Llama, Qwen, Gemma and the like are configs of this one class (see models/).
 """
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,14 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.attention.grouped_query import Attention
-from axlearn_like.layers.aux import Aux, reduce_layers
-from axlearn_like.layers.base import Layer, Workload, cast_late
+from axlearn_like.layers.aux import Aux, concat_layers, reduce_layers
+from axlearn_like.layers.base import Layer, Params, Workload, cast_late
+from axlearn_like.layers.block_pattern import Segment, build_segments, scan_segment
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
-from axlearn_like.layers.norm import RMSNorm
-from axlearn_like.layers.pipeline import Pipeline, shard_layers
+from axlearn_like.layers.norm import LayerNorm, RMSNorm
+from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.remat import checkpoint, checkpoint_name, find_remat
 from mesh.errors import UserError
 from mesh.sharding import gather_length, shard_residual
@@ -29,7 +30,7 @@ class Block(Layer):
 
     class Config(ConfigBase["Block"]):
         dim: int = REQUIRED
-        norm: RMSNorm.Config = RMSNorm.Config()
+        norm: RMSNorm.Config | LayerNorm.Config = RMSNorm.Config()
         attention: ConfigBase = Attention.Config()
         feed_forward: ConfigBase = SwiGLU.Config()
 
@@ -49,6 +50,26 @@ class Block(Layer):
         x_btd = x_btd + mixed
         y_btd, aux = self.feed_forward(self.feed_forward_norm(x_btd), routing)
         return x_btd + y_btd, cache, aux
+
+
+class SandwichBlock(Block):
+    """A block with norms behind attention and feed-forward layer too: Gemma 2 and 3."""
+
+    def __init__(self, cfg: Block.Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.attention_post_norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
+        self.feed_forward_post_norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
+
+    @override
+    def __call__(
+        self, x_btd: jax.Array, context: Context, cache: Any, routing: Any = None
+    ) -> tuple[jax.Array, Any, Aux]:
+        """Return the block's output [b, t, d], the updated cache, and the feed-forward layer's auxiliary outputs."""
+        x_btd = checkpoint_name(x_btd, "block_input")
+        mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
+        x_btd = x_btd + self.attention_post_norm(mixed)
+        y_btd, aux = self.feed_forward(self.feed_forward_norm(x_btd), routing)
+        return x_btd + self.feed_forward_post_norm(y_btd), cache, aux
 
 
 class Hidden(NamedTuple):
@@ -73,8 +94,8 @@ class Decoder(Layer):
         dim: int = REQUIRED
         num_layers: int = REQUIRED
         embedding: Embedding.Config = Embedding.Config()
-        block: ConfigBase = Block.Config()
-        norm: RMSNorm.Config = RMSNorm.Config()
+        block: ConfigBase = Block.Config()  # of every layer; a BlockPattern.Config where they are not alike
+        norm: RMSNorm.Config | LayerNorm.Config = RMSNorm.Config()
         head: Head.Config | None = None  # None: tied to the embedding
         dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are float32
         pipeline: Pipeline.Config = Pipeline.Config()  # used where the mesh has a pipeline axis
@@ -84,13 +105,14 @@ class Decoder(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         sizes = {"dim": cfg.dim, "vocab_size": cfg.vocab_size}
         self.embedding = cfg.embedding.clone(**sizes).build(rngs=rngs)
-        block = cfg.block.clone(dim=cfg.dim)
-        keys = jax.random.split(rngs.params(), cfg.num_layers)
-        self.layers: Any = shard_layers(jax.vmap(lambda key: block.build(rngs=nnx.Rngs(key)))(keys), cfg.num_layers)
+        made = build_segments(cfg.block, cfg.dim, jax.random.split(rngs.params(), cfg.num_layers))
+        self.segments = tuple(segment for segment, _ in made)
+        stacks: dict[str, Any] = {segment.name: stack for segment, stack in made}
+        self.leading, self.layers, self.tail = (stacks.get(name) for name in ("leading", "layers", "tail"))
         self.norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         self.head = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
         self.num_layers, self.vocab_size, self.dim = cfg.num_layers, cfg.vocab_size, cfg.dim
-        self.cache_shape: tuple[int, int] = self.layers.cache_shape  # key/value heads and their width
+        self.cache_shape = self._cache_shape()
         self.dtype = jnp.dtype(cfg.dtype)
         self.remat, self.scan_unroll = cfg.remat, cfg.scan_unroll
         self.pipeline = cfg.pipeline.build()
@@ -110,14 +132,19 @@ class Decoder(Layer):
                 passed from layer to layer as (cache, layer index), so that a large pool is updated in place.
             routing: int32 [layers, batch, length, top_k], experts to be used again (see `Aux`); None: routers choose.
         """
-        x = self.embedding(tokens_bt, self.dtype)
+        x = self.embedding(tokens_bt, self.dtype, context)
         if cache is None:
             x = shard_residual(x)
 
         def apply(
-            carry: tuple[jax.Array, Any], each: tuple[Block, Any, Any], context: Context = context
+            carry: tuple[jax.Array, Any],
+            each: tuple[Block, Any, Any],
+            context: Context = context,
+            segment: Segment = self.segments[0],
+            kind: int = 0,
         ) -> tuple[Any, Aux]:
             (x, cache), (layer, index, routing) = carry, each
+            layer = segment.block(layer, kind)
             if cache is None:
                 x, _, aux = cast_late(layer, index, self.dtype)(x, context, None, routing)
                 return (x, None), aux
@@ -126,7 +153,7 @@ class Decoder(Layer):
 
         if isinstance(cache, tuple):
             caches = []
-            for layer, layer_cache in zip(self._unstacked(), cache, strict=True):
+            for layer, layer_cache in zip(self.blocks(), cache, strict=True):
                 x, layer_cache, _ = layer(x, context, layer_cache)
                 caches.append(layer_cache)
             return Hidden(self.norm(x), tuple(caches), Aux())
@@ -134,40 +161,101 @@ class Decoder(Layer):
             for index, layer in enumerate(self.layers):
                 (x, cache), _ = apply((x, cache), (layer, jnp.int32(index), None))
             return Hidden(self.norm(x), cache, Aux())
-        apply = checkpoint(apply, find_remat(self.remat))
         if self.pipeline.stages > 1:
             return self._pipelined(apply, x, context, cache, routing)
-        stack = (self.layers, jnp.arange(self.num_layers), routing)
-        (x, cache), aux = jax.lax.scan(apply, (x, cache), stack, unroll=self.scan_unroll)
+        found, carry = [], (x, cache)
+        for segment in self.segments:
+            own = slice(segment.first, segment.first + segment.count)
+            part = routing if routing is None or len(self.segments) == 1 else routing[own]
+            stack = (getattr(self, segment.name), self._indices(segment), part)
+            carry, aux = scan_segment(self._applies(apply, segment), carry, stack, unroll=self.scan_unroll)
+            found.append(aux)
+        (x, cache), aux = carry, concat_layers(found, [segment.count for segment in self.segments])
         return Hidden(gather_length(self.norm(x)), cache, reduce_layers(aux))
+
+    def _indices(self, segment: Segment) -> jax.Array:
+        return jnp.arange(segment.count) + segment.first if segment.first else jnp.arange(segment.count)
+
+    def _applies(self, apply: Any, segment: Segment, **fixed: Any) -> list[Any]:
+        """Return `apply` for each kind of block of a segment, recomputed as `remat` says."""
+        remat = find_remat(self.remat)
+        kinds = range(segment.period)
+        return [checkpoint(partial(apply, segment=segment, kind=kind, **fixed), remat) for kind in kinds]
 
     def _pipelined(self, apply: Any, x: jax.Array, context: Context, cache: Any, routing: Any) -> Hidden:
         if cache is not None or routing is not None:
             raise UserError(
                 "Decoder: a mesh with a pipeline axis is for training; expected neither a cache nor routing"
             )
+        (segment,), stages = self.segments, self.pipeline.stages
+        if segment.count // stages % segment.period:
+            raise UserError(
+                f"Decoder: num_layers={self.num_layers} in {stages} pipeline stages; expected a multiple of "
+                f"{segment.period} layers a stage, for so many blocks are the pattern"
+            )
 
         def stage(layers: Any, x: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
-            (x, _), aux = jax.lax.scan(partial(apply, context=context), (x, None), (layers, None, None))
+            applies = self._applies(apply, segment, context=context)
+            (x, _), aux = scan_segment(applies, (x, None), (layers, None, None))
             return x, aux
 
         x, aux = self.pipeline(stage, self.layers, x, context)
         return Hidden(gather_length(self.norm(x)), None, aux)
 
     def flops(self, work: Workload) -> float:
-        """Return the FLOPs of all layers, which are alike, and of the logits."""
-        layer = self.layers[0] if isinstance(self.layers, tuple) else jax.tree.map(lambda leaf: leaf[0], self.layers)
-        return self.num_layers * layer.flops(work) + 2.0 * work.outputs * self.vocab_size * self.dim
+        """Return the FLOPs of all layers and of the logits."""
+        if isinstance(self.layers, tuple):
+            layers = sum(block.flops(work) for block in self.layers)
+        else:
+            kinds = ((jax.tree.map(lambda leaf: leaf[0], block), count) for block, count in self.kinds())
+            layers = sum(count * block.flops(work) for block, count in kinds)
+        return layers + 2.0 * work.outputs * self.vocab_size * self.dim
+
+    def kinds(self) -> list[tuple[Block, int]]:
+        """Return each kind of block, with the parameters of its segment's stack, and how many layers are of it."""
+        return [
+            (segment.block(getattr(self, segment.name), kind), segment.count // segment.period)
+            for segment in self.segments
+            for kind in range(segment.period)
+        ]
+
+    def blocks(self) -> list[Block]:
+        """Return the layers one by one, in order."""
+        if isinstance(self.layers, tuple):
+            return list(self.layers)
+        stacks = ((segment, getattr(self, segment.name)) for segment in self.segments)
+        return [
+            segment.block(jax.tree.map(lambda leaf, i=index: leaf[i], stack), index)
+            for segment, stack in stacks
+            for index in range(segment.count)
+        ]
 
     def unstack(self) -> "Decoder":
         """Return the model with its layers in a list: XLA's CPU backend copies each weight it slices from a stack."""
-        self.layers = nnx.data(tuple(self._unstacked()))
+        self.layers = nnx.data(tuple(self.blocks()))
+        self.leading = self.tail = None
+        self.segments = (Segment("layers", 0, self.num_layers),)
         return self
 
-    def _unstacked(self) -> list[Block]:
-        if isinstance(self.layers, tuple):
-            return list(self.layers)
-        return [jax.tree.map(lambda leaf, i=index: leaf[i], self.layers) for index in range(self.num_layers)]
+    def unstack_params(self, params: Params) -> Params:
+        """Return parameters of this model, or of one with the same segments, as those of the unstacked one."""
+        rest = {name: value for name, value in params.items() if name not in {one.name for one in self.segments}}
+        layers = {
+            segment.first + i: jax.tree.map(lambda leaf, i=i: leaf[i], params[segment.name])
+            for segment in self.segments
+            for i in range(segment.count)
+        }
+        return {**rest, "layers": layers}
+
+    def _cache_shape(self) -> tuple[int, int]:
+        """Return the number of key/value heads and their width, which are those of all layers."""
+        shapes = {getattr(self, segment.name).cache_shape for segment in self.segments}
+        if len(shapes) > 1:
+            raise UserError(
+                f"Decoder: layers have caches of different shapes {sorted(shapes)}; expected the same number of "
+                "key/value heads of the same width in all"
+            )
+        return shapes.pop()
 
     @property
     def output(self) -> Embedding | Head:

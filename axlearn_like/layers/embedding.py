@@ -1,5 +1,7 @@
 """Token embedding and output head."""
 
+from typing import Any, override
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,13 +22,19 @@ class Embedding(Layer):
         vocab_size: int = REQUIRED
         init_std: float = 0.02
 
+    max_length: int | None = None  # of sequences; None: no limit
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         init = jax.nn.initializers.truncated_normal(stddev=cfg.init_std)
         self.weight_vd = param(rngs, (cfg.vocab_size, cfg.dim), ("vocab", "embed"), init)
 
-    def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Return the embeddings [batch, length, dim] in `dtype`."""
-        table, spec = self.weight_vd[...].astype(dtype), partition("batch", "length", None)
+    def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike, context: Any = None) -> jax.Array:
+        """Return the embeddings [batch, length, dim] in `dtype`; `context` knows the positions."""
+        del context
+        return self._rows(self.weight_vd[...], tokens_bt, dtype)
+
+    def _rows(self, table: jax.Array, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
+        table, spec = table.astype(dtype), partition("batch", "length", None)
         if spec is None:
             return table[tokens_bt]
         # Each device looks up its columns for the rows of all devices that hold other columns, and they exchange the
@@ -45,6 +53,59 @@ class Embedding(Layer):
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Return float32 logits [batch, length, vocab] by the transposed table."""
         return project(x_btd, self.weight_vd[...].T, out_axis="vocab", dtype=jnp.float32)
+
+
+class ScaledEmbedding(Embedding):
+    """An embedding that is multiplied by a constant, and, as the tied head, caps its logits: Gemma."""
+
+    class Config(Embedding.Config):
+        scale: float | None = None  # of embeddings, rounded to the type of activations; None: dim ** 0.5
+        logit_soft_cap: float | None = None  # logits become cap * tanh(logit / cap); Gemma 2
+
+        @override
+        def check_fields(self) -> None:
+            self.require("logit_soft_cap", self.logit_soft_cap is None or self.logit_soft_cap > 0, "above 0, or None")
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.scale = cfg.dim**0.5 if cfg.scale is None else cfg.scale
+        self.logit_soft_cap = cfg.logit_soft_cap
+
+    @override
+    def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike, context: Any = None) -> jax.Array:
+        """Return the scaled embeddings [batch, length, dim] in `dtype`."""
+        x_btd = super().__call__(tokens_bt, dtype, context)
+        return x_btd * jnp.asarray(self.scale, x_btd.dtype)
+
+    @override
+    def logits(self, x_btd: jax.Array) -> jax.Array:
+        """Return float32 logits [batch, length, vocab] after the soft cap."""
+        logits, cap = super().logits(x_btd), self.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class PositionedEmbedding(Embedding):
+    """The sum of a token's embedding and one of its position, both learned: GPT-2."""
+
+    class Config(Embedding.Config):
+        max_length: int = REQUIRED  # positions
+
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "max_length")
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        init = jax.nn.initializers.truncated_normal(stddev=cfg.init_std)
+        self.positions_vd = param(rngs, (cfg.max_length, cfg.dim), (None, "embed"), init)
+        self.max_length = cfg.max_length
+
+    @override
+    def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike, context: Any = None) -> jax.Array:
+        """Return the sums [batch, length, dim] in `dtype`."""
+        # Padding of a chunk may stand behind the last position.
+        positions_bt = jnp.minimum(context.positions, self.positions_vd.shape[0] - 1)
+        return super().__call__(tokens_bt, dtype) + self._rows(self.positions_vd[...], positions_bt, dtype)
 
 
 class Head(Layer):

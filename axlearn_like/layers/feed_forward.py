@@ -1,4 +1,4 @@
-"""Gated feed-forward network (SwiGLU, Shazeer 2020, arXiv 2002.05202)."""
+"""Feed-forward networks, gated (Shazeer 2020, arXiv 2002.05202) and plain."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.activations import ACTIVATIONS, Activation
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.linear import project
@@ -32,5 +33,48 @@ class SwiGLU(Layer):
         gathered_btd = gather_length(x_btd)
         gate = checkpoint_name(project(gathered_btd, self.gate_df[...], out_axis="hidden"), "gate")
         up = checkpoint_name(project(gathered_btd, self.up_df[...], out_axis="hidden"), "up")
-        y_btd = project(jax.nn.silu(gate) * up, self.down_fd[...], in_axis="hidden", like=x_btd)
+        y_btd = project(self._hidden(gate, up), self.down_fd[...], in_axis="hidden", like=x_btd)
+        return checkpoint_name(y_btd, "feed_forward_out"), Aux()
+
+    def _hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(gate) * up
+
+
+class GLU(SwiGLU):
+    """down(activation(gate(x)) * up(x)) without biases: with gelu_tanh, Gemma's GeGLU."""
+
+    class Config(SwiGLU.Config):
+        activation: Activation = "gelu_tanh"
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.activation = cfg.activation
+
+    def _hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return ACTIVATIONS[self.activation](gate) * up
+
+
+class FeedForward(Layer):
+    """down(activation(up(x))) with biases: GPT-2."""
+
+    class Config(ConfigBase["FeedForward"]):
+        dim: int = REQUIRED
+        hidden: int = REQUIRED
+        activation: Activation = "gelu_tanh"
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        zeros = jax.nn.initializers.zeros
+        self.up_df = param(rngs, (cfg.dim, cfg.hidden), ("embed", "hidden"), fan_in_init(cfg.dim))
+        self.up_bias_f = param(rngs, (cfg.hidden,), ("hidden",), zeros)
+        self.down_fd = param(rngs, (cfg.hidden, cfg.dim), ("hidden", "embed"), fan_in_init(cfg.hidden))
+        self.down_bias_d = param(rngs, (cfg.dim,), (None,), zeros)
+        self.activation = cfg.activation
+
+    def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
+        """Return [b, t, d] for [b, t, d]; `routing` is ignored."""
+        del routing
+        up = project(gather_length(x_btd), self.up_df[...], out_axis="hidden")
+        up = checkpoint_name(up + self.up_bias_f[...].astype(up.dtype), "up")
+        y_btd = project(ACTIVATIONS[self.activation](up), self.down_fd[...], in_axis="hidden", like=x_btd)
+        y_btd = y_btd + self.down_bias_d[...].astype(y_btd.dtype)
         return checkpoint_name(y_btd, "feed_forward_out"), Aux()

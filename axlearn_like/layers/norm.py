@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+"""Normalisation over the last axis, in float32 whatever the type of x."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,11 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Layer, param
-from axlearn_like.layers.deterministic import no_fuse, sum_of_squares
+from axlearn_like.layers.deterministic import no_fuse, row_sum, sum_of_squares
 
 
 class RMSNorm(Layer):
-    """Root-mean-square normalisation over the last axis, x / rms(x) * scale, in float32 whatever the type of x."""
+    """Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467): x / rms(x) * scale."""
 
     class Config(ConfigBase["RMSNorm"]):
         dim: int = REQUIRED
@@ -26,4 +26,39 @@ class RMSNorm(Layer):
         rms = jnp.sqrt(sum_of_squares(x32) / x.shape[-1] + self.eps)
         # Not fused, this stays a division: as rsqrt, XLA's CPU code rounds vectors and remainders differently.
         normed = x32 * (1.0 / no_fuse(rms))
-        return (normed * self.scale[...]).astype(x.dtype)
+        return (normed * self._factor()).astype(x.dtype)
+
+    def _factor(self) -> jax.Array:
+        return self.scale[...]
+
+
+class OffsetRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + scale): the scale begins at 0, so that weight decay pulls towards a plain norm (Gemma)."""
+
+    def __init__(self, cfg: RMSNorm.Config, *, rngs: nnx.Rngs):
+        self.eps = cfg.eps
+        self.scale = param(rngs, (cfg.dim,), (None,), jax.nn.initializers.zeros)
+
+    def _factor(self) -> jax.Array:
+        return 1.0 + self.scale[...]
+
+
+class LayerNorm(Layer):
+    """Layer normalisation (Ba et al. 2016, arXiv 1607.06450): (x - mean) / deviation * scale + bias (GPT-2)."""
+
+    class Config(ConfigBase["LayerNorm"]):
+        dim: int = REQUIRED
+        eps: float = 1e-5
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        self.eps = cfg.eps
+        self.scale = param(rngs, (cfg.dim,), (None,), jax.nn.initializers.ones)
+        self.bias = param(rngs, (cfg.dim,), (None,), jax.nn.initializers.zeros)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the normalised x, in the type of x."""
+        x32 = x.astype(jnp.float32)
+        centred = no_fuse(x32 - row_sum(x32) / x.shape[-1])
+        deviation = jnp.sqrt(sum_of_squares(centred) / x.shape[-1] + self.eps)
+        normed = no_fuse(centred * (1.0 / no_fuse(deviation)) * self.scale[...])
+        return (normed + self.bias[...]).astype(x.dtype)

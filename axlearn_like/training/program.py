@@ -16,6 +16,7 @@ from axlearn_like.config import ConfigBase, ConfigError, errors_at, path_of, wal
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import split
+from axlearn_like.layers.embedding import PositionedEmbedding
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import SupervisedLoss, make_supervised_loss
 from axlearn_like.training.step import State, Step, init_state, make_train_step
@@ -104,13 +105,14 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
 
 
 def check_length(model: ConfigBase, length: int, field: str, root: str = "model") -> None:
-    """Refuse sequences longer than the model's rotary positions.
+    """Refuse sequences longer than the model's positions, rotary or learned.
 
     Raises:
         ConfigError: naming the field and the position embedding's path, from `root`, that of the model.
     """
     for path, rope in walk_configs(model):
-        if isinstance(rope, Rope.Config) and rope.max_length is not None and length > rope.max_length:
+        known = isinstance(rope, (Rope.Config, PositionedEmbedding.Config))
+        if known and rope.max_length is not None and length > rope.max_length:
             place = f"{root}.{path}.max_length"
             raise ConfigError(
                 f"{field} is {length}, but {place} is {rope.max_length}; expected at most that, or "

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from axlearn_like.config import ConfigBase, set_path
+from axlearn_like.layers.block_pattern import first_block
 from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
 from axlearn_like.remat import find_remat
 from axlearn_like.training.programs import Tuning
@@ -136,7 +137,7 @@ def _job(tuning: Tuning) -> _Job:
 
 
 def _heads(model: Any) -> int:
-    attention = model.block.attention
+    attention = first_block(model.block).attention
     return attention.num_kv_heads or attention.num_heads
 
 

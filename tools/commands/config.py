@@ -118,10 +118,12 @@ def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, cp_size: int) -
     for path, node in walk_configs(cfg):
         if isinstance(node, Decoder.Config):
             model = jax.eval_shape(lambda node=node: node.build(rngs=nnx.Rngs(0)))
-            choice = explain(
-                model.layers.attention, platform=platform, dtype=model.dtype, length=length, cp_size=cp_size
-            )
-            yield f"{path or 'experiment'}.block.attention: {choice}"
+            kinds = [block.attention for block, _ in model.kinds()]
+            choices = [
+                explain(one, platform=platform, dtype=model.dtype, length=length, cp_size=cp_size) for one in kinds
+            ]
+            for choice in dict.fromkeys(map(str, choices)):
+                yield f"{path or 'experiment'}.block.attention: {choice}"
 
 
 @command.command("diff")

@@ -92,6 +92,7 @@ class Attention(Layer):
         self.rules = ScoreRules(causal=cfg.causal, window=cfg.window, soft_cap=cfg.soft_cap, scale=cfg.scale)
         self.kernel, self.context_parallel = cfg.kernel.build(), cfg.context_parallel.build()
         self.sinks_kq = param(rngs, (kv_heads, per_kv), ("heads", None), zeros) if cfg.sinks else None
+        self.out_bias_d: nnx.Param[jax.Array] | None = None
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Return the output [b, t, d] and the layer's cache as updated by the context (None in training)."""
@@ -113,11 +114,24 @@ class Attention(Layer):
         )
         mixed, cache = context.attend(q, k, v, cache, attention)
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
+        if self.out_bias_d is not None:
+            out = out + self.out_bias_d[...].astype(out.dtype)
         return checkpoint_name(out, "attention_out"), cache
 
     def flops(self, work: Workload) -> float:
         """Return the FLOPs of the projections and of both products of attention."""
         return super().flops(work) + attention_flops(self.query_shape, self.value_dim, work.pairs(self.rules.window))
+
+
+class BiasedAttention(Attention):
+    """Attention with a bias on its output projection too: GPT-2, gpt-oss."""
+
+    class Config(Attention.Config):
+        qkv_bias: bool = True
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.out_bias_d = param(rngs, (cfg.dim,), (None,), jax.nn.initializers.zeros)
 
 
 def attention_flops(query_shape: tuple[int, int, int], value_dim: int, pairs: float) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.layers.attention.rope_scaling import DynamicScaling
 from axlearn_like.layers.base import Layer
 from axlearn_like.remat import always_saved
 
@@ -48,25 +49,41 @@ class Rope(Layer):
     class Config(ConfigBase["Rope"]):
         head_dim: int = REQUIRED
         theta: float = 10_000.0
-        scaling: Llama3Scaling.Config | None = None
+        scaling: ConfigBase | None = None  # of the frequencies (rope_scaling.py)
         max_length: int | None = None  # positions of the pretrained model; longer training rows are refused
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         del rngs
         freq = cfg.theta ** (-np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
-        if cfg.scaling is not None:
-            freq = cfg.scaling.build()(freq)
+        scaling = None if cfg.scaling is None else cfg.scaling.build()
+        if scaling is not None:
+            freq = scaling(freq)
         self.freq = tuple(float(f) for f in freq)
+        self.factor: float = getattr(scaling, "attention_factor", 1.0)  # of cosines and sines
+        self.growth = scaling.growth if isinstance(scaling, DynamicScaling) else None
 
     def __call__(self, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return cosines and sines, float32 [batch, length, head_dim / 2], for `rotate`."""
         angle = positions_bt.astype(jnp.float32)[..., None] * jnp.asarray(self.freq, jnp.float32)
-        return jnp.cos(angle), jnp.sin(angle)
+        if self.growth is not None:
+            angle = angle * self.growth(positions_bt, len(self.freq))
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return (cos, sin) if self.factor == 1 else (cos * self.factor, sin * self.factor)
 
     def rotation(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
         """Return the function that rotates queries and keys [batch, length, heads..., head_dim]."""
         cos, sin = map(always_saved, self(positions_bt))
         return lambda x: rotate(x, cos, sin)
+
+
+class InterleavedRope(Rope):
+    """Rotation of neighbouring pairs instead of halves, as DeepSeek's published weights want it."""
+
+    def rotation(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """Return the function that rotates queries and keys [batch, length, heads..., head_dim]."""
+        halves = super().rotation(positions_bt)
+        # Left in halves: scores do not depend on an order that queries and keys share.
+        return lambda x: halves(jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1))
 
 
 class NoPositions(Layer):

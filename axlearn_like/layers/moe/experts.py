@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.grouped_matmul import RaggedDot
+from axlearn_like.layers.activations import clamped_swiglu
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.deterministic import no_fuse
 from axlearn_like.layers.moe import all_to_all
@@ -32,6 +33,9 @@ class Weights(NamedTuple):
     gate: Any
     up: Any
     down: Any
+    gate_bias: Any = None
+    up_bias: Any = None
+    down_bias: Any = None
 
 
 class Experts(Layer):
@@ -77,8 +81,7 @@ class Experts(Layer):
         Returns:
             [batch, length, dim], and the fraction of the rows that were dropped, a float32 scalar.
         """
-        stored = (self.gate_edf[...], self.up_edf[...], self.down_efd[...])
-        weights = Weights(*(weight.astype(x_btd.dtype) for weight in stored))
+        weights = jax.tree.map(lambda weight: weight.astype(x_btd.dtype), self._weights())
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return self._local(x_btd, experts_btk, weights_btk, weights)
@@ -89,22 +92,29 @@ class Experts(Layer):
         # Tokens may be sharded by length, but not over `tensor`, which shards the experts' width here.
         by_rows, by_tokens = partition("batch", None, None), partition("batch", "length", None)
         rows = by_tokens if by_tokens is not None and was[1] == by_tokens[1] else by_rows
-        inner, outer = partition("experts", "embed", "hidden"), partition("experts", "hidden", "embed")
-        specs = (rows, rows, rows, Weights(inner, inner, outer))
+        specs = (rows, rows, rows, self._partitions())
         run = jax.shard_map(self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
         y_btd, dropped = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
         return jax.sharding.reshard(y_btd, was), dropped
+
+    def _weights(self) -> Weights:
+        return Weights(self.gate_edf[...], self.up_edf[...], self.down_efd[...])
+
+    def _partitions(self) -> Weights:
+        inner, outer = partition("experts", "embed", "hidden"), partition("experts", "hidden", "embed")
+        return Weights(inner, inner, outer)
 
     def _on_device(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Weights
     ) -> tuple[jax.Array, jax.Array]:
         """Return the result for one device's tokens, with its shard of the weights."""
-        matrices = Weights(*(_gathered(weight, axis) for weight, axis in zip(shards, (1, 1, 2), strict=True)))
+        axes = {"gate": 1, "up": 1, "down": 2}
+        matrices = shards._replace(**{name: _gathered(getattr(shards, name), axis) for name, axis in axes.items()})
         # Declared here, sums over devices happen once per gradient instead of wherever two kinds of arrays meet.
-        axes = frozenset[str]().union(*map(varying, (x, *matrices)))
-        x, experts, weights, matrices = jax.tree.map(lambda a: vary(a, axes), (x, experts, weights, matrices))
+        everywhere = frozenset[str]().union(*map(varying, (x, *matrices[:3])))
+        x, experts, weights, matrices = jax.tree.map(lambda a: vary(a, everywhere), (x, experts, weights, matrices))
         y, dropped = self._local(x, experts, weights, matrices)
-        return jax.lax.psum(y, tuple(manual_axis_sizes("hidden"))), jax.lax.pmean(dropped, tuple(axes))
+        return jax.lax.psum(y, tuple(manual_axis_sizes("hidden"))), jax.lax.pmean(dropped, tuple(everywhere))
 
     def _local(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Weights
@@ -155,12 +165,63 @@ class Experts(Layer):
         live = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
         gate, up = self._product(x, matrices.gate, sizes), self._product(x, matrices.up, sizes)
         # A product is undefined for rows without a group, and those must not reach a gradient either.
-        hidden = no_fuse(jnp.where(live, jax.nn.silu(gate) * up, 0))
+        hidden = no_fuse(jnp.where(live, self._hidden(gate, up), 0))
         return jnp.where(live, self._product(hidden, matrices.down, sizes), 0)
+
+    def _hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(gate) * up
+
+
+class BiasedExperts(Experts):
+    """Experts with biases and a clamped SwiGLU (`activations.clamped_swiglu`): gpt-oss."""
+
+    class Config(Experts.Config):
+        limit: float = 7.0
+        alpha: float = 1.702
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        zeros, inner, outer = jax.nn.initializers.zeros, (cfg.num_experts, cfg.hidden), (cfg.num_experts, cfg.dim)
+        self.gate_bias_ef = param(rngs, inner, ("experts", "hidden"), zeros)
+        self.up_bias_ef = param(rngs, inner, ("experts", "hidden"), zeros)
+        self.down_bias_ed = param(rngs, outer, ("experts", None), zeros)
+        self._limit, self._alpha = cfg.limit, cfg.alpha
+
+    @override
+    def _weights(self) -> Weights:
+        biases = (self.gate_bias_ef[...], self.up_bias_ef[...], self.down_bias_ed[...])
+        return Weights(*super()._weights()[:3], *biases)
+
+    @override
+    def _partitions(self) -> Weights:
+        inner = partition("experts", "hidden")
+        return Weights(*super()._partitions()[:3], inner, inner, partition("experts", None))
+
+    @override
+    def _network(self, x: jax.Array, sizes: jax.Array, matrices: Weights) -> jax.Array:
+        ends, place = jnp.cumsum(sizes), jnp.arange(len(x))[:, None]
+        # A product with ones and zeros: exact, and its gradient is no scatter. Rows beyond the sizes have no expert.
+        expert = ((place >= ends - sizes) & (place < ends)).astype(x.dtype)
+
+        def bias(of_expert: jax.Array) -> jax.Array:
+            return jnp.dot(expert, of_expert, precision=jax.lax.Precision.HIGHEST)
+
+        live = place < ends[-1]
+        gate = self._product(x, matrices.gate, sizes) + bias(matrices.gate_bias)
+        up = self._product(x, matrices.up, sizes) + bias(matrices.up_bias)
+        hidden = no_fuse(jnp.where(live, clamped_swiglu(gate, up, self._limit, self._alpha), 0))
+        # The width is sharded, and results are summed over its devices: one of them adds the bias.
+        return jnp.where(live, self._product(hidden, matrices.down, sizes) + bias(matrices.down_bias) * _first(), 0)
 
 
 def _expert_axis_size() -> int:
     return manual_axis_sizes("experts").get("expert", 1)
+
+
+def _first() -> jax.Array | int:
+    """Return 1 on the first of the devices that share the experts' width, and 0 on the others."""
+    names = tuple(name for name, size in manual_axis_sizes("hidden").items() if size > 1)
+    return (jax.lax.axis_index(names) == 0).astype(jnp.int32) if names else 1
 
 
 def _gathered(weight: jax.Array, axis: int) -> jax.Array:

@@ -52,7 +52,7 @@ class SoftmaxRouter(Layer):
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> Routed:
         """Return the routing of [b, t, d]; `routing`, int32 [b, t, k]: experts to be used again, -1: chosen here."""
-        logits = _logits(x_btd, self.weight_de[...])
+        logits = self._logits(x_btd)
         weights, total = exponentials(logits)
         probs = no_fuse(weights / total)
         experts = _replayed(_top(probs, self.top_k), routing)
@@ -64,6 +64,20 @@ class SoftmaxRouter(Layer):
             "router_z": lambda: load_balance.z_loss(logits),
         }
         return Routed(experts, chosen, _weighted(losses, self.weights), load_balance.router_metrics(probs, experts))
+
+    def _logits(self, x_btd: jax.Array) -> jax.Array:
+        return _logits(x_btd, self.weight_de[...])
+
+
+class BiasedSoftmaxRouter(SoftmaxRouter):
+    """The top_k of x W + b, with the softmax over the chosen: gpt-oss (that of all, renormalised, is the same)."""
+
+    def __init__(self, cfg: SoftmaxRouter.Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.bias_e = param(rngs, (cfg.num_experts,), (None,), jax.nn.initializers.zeros)
+
+    def _logits(self, x_btd: jax.Array) -> jax.Array:
+        return no_fuse(super()._logits(x_btd) + self.bias_e[...].astype(jnp.float32))
 
 
 class SigmoidRouter(Layer):

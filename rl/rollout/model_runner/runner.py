@@ -15,7 +15,7 @@ import numpy as np
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.contexts.paged import NULL_PAGE, make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
-from mesh import make_mesh, to_named_sharding
+from mesh import UserError, make_mesh, to_named_sharding
 from rl.rollout.config import EngineConfig
 from rl.rollout.kv_cache.manager import PageCopy
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
@@ -73,10 +73,17 @@ class ModelRunner:
             model = self._weights.model
             self._layers, self.vocab, self._dtype = model.num_layers, model.vocab_size, model.dtype
             self._cache_shape: tuple[int, int] = model.cache_shape  # heads and width
+            limit = model.embedding.max_length
+            if limit is not None and cfg.longest > limit:
+                raise UserError(
+                    f"RolloutEngine: sequences of max_prompt + max_new={cfg.longest} tokens, but the model has learned "
+                    f"{limit} positions; expected at most that"
+                )
             if self._kernel:
                 from axlearn_like.kernels.ragged_paged_attention import check_rules
 
-                check_rules(model.layers.attention.rules, model.layers.attention.sinks_kq is not None)
+                for block, _ in model.kinds():
+                    check_rules(block.attention.rules, block.attention.sinks_kq is not None)
             if described is None:
                 self.pool: Any = self._empty_pool()
             else:

@@ -79,10 +79,7 @@ class WeightLayout:
             with jax.set_mesh(self._mesh):
                 params = self._unwrap(jax.tree.map(lambda leaf, like: place(leaf, like, like), params, self._arriving))
         if not self._stacked:
-            layers = {
-                i: jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(self.model.num_layers)
-            }
-            params = {**params, "layers": layers}
+            params = self.model.unstack_params(params)
         with jax.set_mesh(self._mesh):
             return jax.tree_util.tree_map_with_path(
                 lambda path, leaf, like: place(leaf, like, self._stored(path, like)), params, self._placed
@@ -106,7 +103,7 @@ class WeightLayout:
         return jax.ShapeDtypeStruct(shape, self._dtype(path, like), sharding=sharding)
 
     def _dtype(self, path: Any, like: jax.ShapeDtypeStruct) -> Any:
-        return like.dtype if _name(path).endswith("scale") else self.model.dtype
+        return like.dtype if _name(path).endswith(("scale", "norm.bias")) else self.model.dtype
 
 
 def place(leaf: Any, like: jax.ShapeDtypeStruct, stored: jax.ShapeDtypeStruct) -> jax.Array:

@@ -4,7 +4,8 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.base import bind, split
-from axlearn_like.layers.embedding import Embedding, Head
+from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.embedding import Embedding, Head, PositionedEmbedding, ScaledEmbedding
 
 RNG = np.random.default_rng(0)
 
@@ -41,3 +42,27 @@ def test_the_table_begins_with_the_given_spread():
     _, params = split(Embedding.Config(dim=64, vocab_size=200, init_std=0.3).build(rngs=nnx.Rngs(0)))
     # Cut at two standard deviations, a normal distribution has 0.880 of its spread left.
     assert abs(float(params["weight_vd"].std()) / 0.3 - 0.880) < 0.02
+
+
+def test_a_scale_is_rounded_as_the_activations_are_and_logits_stay_below_the_cap():
+    cfg = ScaledEmbedding.Config(dim=48, vocab_size=10, init_std=4.0, logit_soft_cap=30.0)
+    graphdef, params = split(cfg.build(rngs=nnx.Rngs(0)))
+    layer, tokens = bind(graphdef, params), jnp.array([[1, 2]])
+    x = layer(tokens, jnp.dtype(jnp.bfloat16))
+    rounded = np.float32(jnp.asarray(48**0.5, jnp.bfloat16))
+    assert x.dtype == jnp.bfloat16 and abs(rounded - 48**0.5) > 1e-3
+    exact = np.asarray(params["weight_vd"].astype(jnp.bfloat16), np.float32)[[1, 2]] * rounded
+    np.testing.assert_array_equal(x[0], exact.astype(jnp.bfloat16))
+    wide = layer(tokens, jnp.dtype(jnp.float32))
+    plain = np.asarray(wide, np.float64) @ np.asarray(params["weight_vd"], np.float64).T
+    assert np.abs(plain).max() > 60
+    np.testing.assert_allclose(layer.logits(wide), 30 * np.tanh(plain / 30), rtol=1e-5, atol=1e-4)
+
+
+def test_learned_positions_are_added_and_padding_behind_the_last_takes_it():
+    cfg = PositionedEmbedding.Config(dim=8, vocab_size=10, max_length=3)
+    graphdef, params = split(cfg.build(rngs=nnx.Rngs(0)))
+    tokens, positions = jnp.array([[4, 4, 5, 6, 7]]), jnp.array([[0, 1, 2, 0, 9]])
+    x = bind(graphdef, params)(tokens, jnp.dtype(jnp.float32), PackedContext(positions, positions))
+    table, places = (np.asarray(params[name]) for name in ("weight_vd", "positions_vd"))
+    np.testing.assert_array_equal(x[0], table[[4, 4, 5, 6, 7]] + places[[0, 1, 2, 0, 2]])

@@ -3,7 +3,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.base import bind, split
-from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.feed_forward import GLU, FeedForward, SwiGLU
 from tests.axlearn_like.layers import reference
 
 
@@ -20,3 +20,21 @@ def test_the_spread_begins_as_the_inputs_demand():
     # Cut at two standard deviations, a normal distribution has 0.880 of its spread left.
     for name, inputs in (("gate_df", 64), ("up_df", 64), ("down_fd", 256)):
         assert abs(float(params[name].std()) * inputs**0.5 - 0.880) < 0.03
+
+
+def test_another_activation_of_the_gate():
+    graphdef, params = split(GLU.Config(dim=12, hidden=20, activation="relu").build(rngs=nnx.Rngs(0)))
+    x = np.random.default_rng(0).normal(size=(1, 3, 12)).astype(np.float32)
+    p = reference.float64(params)
+    expected = (np.maximum(x @ p["gate_df"], 0) * (x @ p["up_df"])) @ p["down_fd"]
+    np.testing.assert_allclose(bind(graphdef, params)(x)[0], expected, atol=1e-6)
+
+
+def test_a_plain_network_has_biases():
+    graphdef, params = split(FeedForward.Config(dim=12, hidden=20, activation="relu").build(rngs=nnx.Rngs(0)))
+    assert not params["up_bias_f"].any() and not params["down_bias_d"].any()
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), params)
+    x = rng.normal(size=(1, 3, 12)).astype(np.float32)
+    expected = np.maximum(x @ params["up_df"] + params["up_bias_f"], 0) @ params["down_fd"] + params["down_bias_d"]
+    np.testing.assert_allclose(bind(graphdef, params)(x)[0], expected, atol=1e-5)

@@ -3,9 +3,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
-from axlearn_like.layers.attention.rope import Llama3Scaling, Rope, rotate
+from axlearn_like.layers.attention.rope import InterleavedRope, Llama3Scaling, Rope, rotate
+from axlearn_like.layers.attention.rope_scaling import DynamicScaling, LinearScaling, YarnScaling
 from tests.axlearn_like.layers import reference
 
 RNG = np.random.default_rng(0)
@@ -70,3 +72,54 @@ def test_the_scaling_reaches_the_angles():
     plain, scaled = (Rope.Config(head_dim=8, scaling=s).build(rngs=nnx.Rngs(0)).freq for s in (None, scaling))
     assert scaled == tuple(scaling.build()(np.array(plain)))
     assert scaled[-1] == plain[-1] / 4
+
+
+def test_interpolation_is_a_shorter_position():
+    x = RNG.normal(size=(1, 2, 1, 8)).astype(np.float32)
+    cfg = Rope.Config(head_dim=8, scaling=LinearScaling.Config(factor=4.0))
+    y = cfg.build(rngs=nnx.Rngs(0)).rotation(jnp.array([[8, 20]]))(x)
+    np.testing.assert_allclose(y, rotated(x, np.array([[2, 5]])), atol=1e-6)
+
+
+def test_yarn_keeps_fast_waves_slows_slow_ones_and_enlarges_scores():
+    cfg = YarnScaling.Config(factor=4.0, original_length=1024, beta_fast=32.0, beta_slow=1.0, truncate=False)
+    freq = 10_000.0 ** (-np.arange(32) / 32)
+    slowed = freq / cfg.build()(freq)
+    turns = 1024 * freq / (2 * math.pi)
+    np.testing.assert_allclose(slowed[turns > 32], 1)
+    np.testing.assert_allclose(slowed[turns < 1], 4)
+    assert np.all(np.diff(slowed[(turns < 32) & (turns > 1)]) > 0)
+    assert cfg.build().attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    even = cfg.clone(mscale=0.7, mscale_all_dim=0.7)
+    assert even.build().attention_factor == 1
+    cos, _ = Rope.Config(head_dim=8, scaling=cfg).build(rngs=nnx.Rngs(0))(jnp.array([[0]]))
+    np.testing.assert_allclose(cos, 0.1 * math.log(4) + 1)
+
+
+def test_dynamic_scaling_changes_tokens_behind_the_original_length_alone():
+    plain, dynamic = (
+        Rope.Config(head_dim=8, scaling=scaling).build(rngs=nnx.Rngs(0))
+        for scaling in (None, DynamicScaling.Config(factor=2.0, original_length=16))
+    )
+    within, behind = jnp.arange(16)[None], jnp.array([[16, 47]])
+    np.testing.assert_array_equal(plain(within), dynamic(within))
+    # A sequence of 48 tokens, three times the original length: 2 * 3 - 1 = 5 times the base to 8 / 6.
+    base = 10_000.0 * 5 ** (8 / 6)
+    expected = np.cos(47 * base ** (-np.arange(4) / 4))
+    np.testing.assert_allclose(dynamic(behind)[0][0, 1], expected, atol=1e-5)
+    assert np.all(np.abs(dynamic(behind)[0] - plain(behind)[0])[0, :, 1:].max(axis=0) > 1e-4)
+
+
+def test_neighbouring_pairs_turn_as_halves_of_a_sorted_head_do():
+    query, key = RNG.normal(size=(2, 1, 3, 1, 8)).astype(np.float32)
+    positions = jnp.array([[0, 3, 50]])
+    pairs, halves = (
+        kind.Config(head_dim=8).build(rngs=nnx.Rngs(0)).rotation(positions) for kind in (InterleavedRope, Rope)
+    )
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    scores = jnp.einsum("btkh,bskh->ts", pairs(query), pairs(key))
+    expected = jnp.einsum("btkh,bskh->ts", halves(query[..., order]), halves(key[..., order]))
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    angle = 50.0 * 10_000.0 ** (-np.arange(4) / 4)
+    turned = (query[0, 2, 0, ::2] + 1j * query[0, 2, 0, 1::2]) * np.exp(1j * angle)
+    np.testing.assert_allclose(np.asarray(pairs(query))[0, 2, 0], np.concatenate([turned.real, turned.imag]), atol=1e-5)

@@ -13,9 +13,9 @@ from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.feed_forward import SwiGLU
-from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.experts import BiasedExperts, Experts
 from axlearn_like.layers.moe.layer import MoE
-from axlearn_like.layers.moe.router import SoftmaxRouter
+from axlearn_like.layers.moe.router import BiasedSoftmaxRouter, SoftmaxRouter
 from mesh import make_mesh, shard_batch, to_named_sharding
 from tests.axlearn_like.layers.small import initialise, small_decoder
 from tests.elsewhere import elsewhere
@@ -80,6 +80,11 @@ def compare() -> dict[str, Any]:
         "y": float(np.abs(there["y"] - y).max()),
         "dropped": [float(there["metrics"]["expert_dropped"]), dropped],
     }
+    biased = MoE.Config(
+        dim=16, num_experts=4, router=BiasedSoftmaxRouter.Config(top_k=2), experts=BiasedExperts.Config(hidden=8)
+    )
+    alone, there = (results(shape, biased)[0] for shape in (None, MESHES["data_expert_tensor"]))
+    found["biased"] = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), alone, there)
     found["ragged_for_tpus"] = ragged_for_tpus()
     return found
 
@@ -133,6 +138,11 @@ def test_outputs_losses_metrics_and_gradients_are_those_of_one_device(found, mes
     differences = {name: found[mesh][name] for name in ("loss", "y", "losses", "metrics", "grads")}
     assert max(jax.tree.leaves(differences)) < 1e-5, differences
     assert found[mesh]["smallest_gradient"] > 1e-3
+
+
+def test_experts_with_biases_give_the_results_of_one_device_too(found):
+    differences = {name: found["biased"][name] for name in ("loss", "y", "grads")}
+    assert max(jax.tree.leaves(differences)) < 1e-5, differences
 
 
 def test_tokens_travel_only_where_experts_lie_apart(found):
