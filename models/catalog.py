@@ -5,7 +5,12 @@ from typing import NamedTuple
 
 from axlearn_like.layers.decoder import Decoder
 from mesh.errors import UserError, did_you_mean
+from models.deepseek import DEEPSEEK, deepseek
+from models.gemma import GEMMA, gemma
+from models.gpt2 import GPT2, gpt2
+from models.gpt_oss import GPT_OSS, gpt_oss
 from models.llama import LLAMA, LLAMA2, llama
+from models.mistral import MISTRAL, mistral
 from models.moe import MOE, moe
 from models.qwen import QWEN, qwen
 
@@ -20,7 +25,12 @@ class Family(NamedTuple):
 FAMILIES = {
     "Llama": Family((*LLAMA2, *LLAMA), llama),
     "Qwen": Family(tuple(QWEN), qwen),
+    "Gemma": Family(GEMMA, gemma),
+    "Mistral": Family(tuple(MISTRAL), mistral),
     "mixtures of experts": Family(tuple(MOE), moe),
+    "DeepSeek": Family(DEEPSEEK, deepseek),
+    "gpt-oss": Family(tuple(GPT_OSS), gpt_oss),
+    "GPT-2": Family(tuple(GPT2), gpt2),
 }
 
 

@@ -14,12 +14,20 @@ MISTRAL: dict[str, dict[str, Any]] = {
     "Mistral-7B-v0.2": {**_7B, "vocab_size": 32_000, "theta": 1e6, "max_length": 32_768},
     "Mistral-7B-v0.3": {**_7B, "vocab_size": 32_768, "theta": 1e6, "max_length": 32_768},
     "Mistral-Nemo-12B": {
-        "dim": 5120, "hidden": 14336, "num_layers": 40,
-        "vocab_size": 131_072, "theta": 1e6, "max_length": 131_072,
+        "dim": 5120,
+        "hidden": 14336,
+        "num_layers": 40,
+        "vocab_size": 131_072,
+        "theta": 1e6,
+        "max_length": 131_072,
     },
     "Mistral-Small-24B": {
-        "dim": 5120, "hidden": 32768, "num_layers": 40,
-        "vocab_size": 131_072, "theta": 1e8, "max_length": 32_768,
+        "dim": 5120,
+        "hidden": 32768,
+        "num_layers": 40,
+        "vocab_size": 131_072,
+        "theta": 1e8,
+        "max_length": 32_768,
     },
 }
 

@@ -20,6 +20,10 @@ _QWEN3: dict[str, dict[str, Any]] = {
     "30B-A3B": {"dim": 2048, "expert_hidden": 768, "num_layers": 48, "num_heads": 32},
     "235B-A22B": {"dim": 4096, "expert_hidden": 1536, "num_layers": 94, "num_heads": 64},
 }
+_MIXTRAL: dict[str, dict[str, Any]] = {
+    "8x7B": {"dim": 4096, "expert_hidden": 14336, "num_layers": 32, "num_heads": 32, "load_balance": 0.02},
+    "8x22B": {"dim": 6144, "expert_hidden": 16384, "num_layers": 56, "num_heads": 48, "load_balance": 0.001},
+}
 
 
 def mixture(feed_forward: ConfigBase[Any], **shape: Any) -> Decoder.Config:
@@ -77,14 +81,13 @@ def _qwen3(size: str) -> Decoder.Config:
     )
 
 
-def _mixtral() -> Decoder.Config:
-    router = SoftmaxRouter.Config(top_k=2, renormalise=True, load_balance=0.02)
+def _mixtral(size: str) -> Decoder.Config:
+    shape = dict(_MIXTRAL[size])
+    router = SoftmaxRouter.Config(top_k=2, renormalise=True, load_balance=shape.pop("load_balance"))
     return mixture(
-        MoE.Config(num_experts=8, router=router, experts=Experts.Config(hidden=14336)),
+        MoE.Config(num_experts=8, router=router, experts=Experts.Config(hidden=shape.pop("expert_hidden"))),
+        **shape,
         vocab_size=32_000,
-        dim=4096,
-        num_layers=32,
-        num_heads=32,
         num_kv_heads=8,
         head_dim=128,
         tied=False,
@@ -95,7 +98,7 @@ def _mixtral() -> Decoder.Config:
 
 MOE: dict[str, Decoder.Config] = {
     **{f"Qwen3-{size}": _qwen3(size) for size in _QWEN3},
-    "Mixtral-8x7B": _mixtral(),
+    **{f"Mixtral-{size}": _mixtral(size) for size in _MIXTRAL},
 }
 
 

@@ -128,7 +128,9 @@ def cached_tokens(card: ModelCard, memory: DeviceMemory) -> int:
 
 def _kernel(model: Any, platform: str, length: int) -> str:
     try:
-        return str(explain(model.layers.attention, platform=platform, dtype=model.dtype, length=length))
+        kinds = [block.attention for block, _ in model.kinds()]
+        choices = [str(explain(one, platform=platform, dtype=model.dtype, length=length)) for one in kinds]
+        return "; ".join(dict.fromkeys(choices))
     except UserError as error:
         return f"none: {error}"
 

@@ -31,19 +31,7 @@ class Embedding(Layer):
     def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike, context: Any = None) -> jax.Array:
         """Return the embeddings [batch, length, dim] in `dtype`; `context` knows the positions."""
         del context
-        return self._rows(self.weight_vd[...], tokens_bt, dtype)
-
-    def _rows(self, table: jax.Array, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
-        table, spec = table.astype(dtype), partition("batch", "length", None)
-        if spec is None:
-            return table[tokens_bt]
-        # Each device looks up its columns for the rows of all devices that hold other columns, and they exchange the
-        # results: little beside a whole table, and the same in reverse for the gradient.
-        columns = axis_sizes("embed")
-        rows = tuple(name for name, size in axis_sizes("batch").items() if name not in columns and size > 1) or None
-        tokens_bt = jax.sharding.reshard(tokens_bt, PartitionSpec(rows, spec[1]))
-        x_btd = table.at[tokens_bt].get(out_sharding=PartitionSpec(rows, spec[1], *(partition("embed") or ())))
-        return jax.sharding.reshard(x_btd, spec)
+        return _look_up(self.weight_vd[...], tokens_bt, dtype)
 
     def flops(self, work: Workload) -> float:
         """Return 0: a lookup multiplies nothing. As a tied head the table counts in `Decoder.flops`."""
@@ -105,7 +93,7 @@ class PositionedEmbedding(Embedding):
         """Return the sums [batch, length, dim] in `dtype`."""
         # Padding of a chunk may stand behind the last position.
         positions_bt = jnp.minimum(context.positions, self.positions_vd.shape[0] - 1)
-        return super().__call__(tokens_bt, dtype) + self._rows(self.positions_vd[...], positions_bt, dtype)
+        return super().__call__(tokens_bt, dtype) + _look_up(self.positions_vd[...], positions_bt, dtype)
 
 
 class Head(Layer):
@@ -121,3 +109,17 @@ class Head(Layer):
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Return float32 logits [batch, length, vocab]."""
         return project(x_btd, self.weight_dv[...], out_axis="vocab", dtype=jnp.float32)
+
+
+def _look_up(table: jax.Array, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return rows of a table, [batch, length, dim], sharded as activations are."""
+    table, spec = table.astype(dtype), partition("batch", "length", None)
+    if spec is None:
+        return table[tokens_bt]
+    # Each device looks up its columns for the rows of all devices that hold other columns, and they exchange the
+    # results: little beside a whole table, and the same in reverse for the gradient.
+    columns = axis_sizes("embed")
+    rows = tuple(name for name, size in axis_sizes("batch").items() if name not in columns and size > 1) or None
+    tokens_bt = jax.sharding.reshard(tokens_bt, PartitionSpec(rows, spec[1]))
+    x_btd = table.at[tokens_bt].get(out_sharding=PartitionSpec(rows, spec[1], *(partition("embed") or ())))
+    return jax.sharding.reshard(x_btd, spec)

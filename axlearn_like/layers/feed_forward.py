@@ -1,17 +1,27 @@
 """Feed-forward networks, gated (Shazeer 2020, arXiv 2002.05202) and plain."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
 import jax
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.layers.activations import ACTIVATIONS, Activation
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.linear import project
 from axlearn_like.remat import checkpoint_name
 from mesh.sharding import gather_length
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
 
 
 class SwiGLU(Layer):

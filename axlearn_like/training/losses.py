@@ -13,9 +13,9 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.context_parallel.zigzag import reorder
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
-from axlearn_like.layers.chunked_head import fused_linear_loss, map_chunks
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.deterministic import exponentials, no_fuse
+from axlearn_like.training.chunked_head import fused_linear_loss, map_chunks
 from mesh.sharding import shard_like, token_axes
 
 Batch = Mapping[str, jax.Array]

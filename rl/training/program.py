@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
-from axlearn_like.layers.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.layers.contexts.packed import GroupContext, PackedGroupContext
 from axlearn_like.learner import Learner
+from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
 from axlearn_like.training.program import Program, describe_state
 from axlearn_like.training.step import AccumulatedStep, make_train_step

@@ -57,6 +57,8 @@ class Attention(Layer):
             divides = self.head_dim is not None or self.dim % self.num_heads == 0
             self.require("dim", divides, f"a multiple of num_heads={self.num_heads}")
 
+    out_bias_d: nnx.Param[jax.Array] | None = None  # `BiasedAttention` has one
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         kv_heads = cfg.num_kv_heads or cfg.num_heads
         check_heads_divide("Attention: num_kv_heads", kv_heads)
@@ -92,7 +94,6 @@ class Attention(Layer):
         self.rules = ScoreRules(causal=cfg.causal, window=cfg.window, soft_cap=cfg.soft_cap, scale=cfg.scale)
         self.kernel, self.context_parallel = cfg.kernel.build(), cfg.context_parallel.build()
         self.sinks_kq = param(rngs, (kv_heads, per_kv), ("heads", None), zeros) if cfg.sinks else None
-        self.out_bias_d: nnx.Param[jax.Array] | None = None
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Return the output [b, t, d] and the layer's cache as updated by the context (None in training)."""

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.grouped_matmul import RaggedDot
-from axlearn_like.layers.activations import clamped_swiglu
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.deterministic import no_fuse
 from axlearn_like.layers.moe import all_to_all
@@ -172,8 +171,14 @@ class Experts(Layer):
         return jax.nn.silu(gate) * up
 
 
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
+    """Return gate * sigmoid(alpha * gate) * (up + 1), of a gate up to `limit` and of up within +-`limit`."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+
 class BiasedExperts(Experts):
-    """Experts with biases and a clamped SwiGLU (`activations.clamped_swiglu`): gpt-oss."""
+    """Experts with biases and a clamped SwiGLU: gpt-oss."""
 
     class Config(Experts.Config):
         limit: float = 7.0

@@ -48,8 +48,8 @@ def sharded() -> dict[str, dict[str, Any]]:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from axlearn_like.layers.chunked_head import fused_linear_loss
     from axlearn_like.layers.linear import project
+    from axlearn_like.training.chunked_head import fused_linear_loss
     from axlearn_like.training.losses import supervised_loss
     from mesh import make_mesh
     from mesh.cost.arithmetic import products
