@@ -137,7 +137,7 @@ def _job(tuning: Tuning) -> _Job:
 
 
 def _heads(model: Any) -> int:
-    attention = first_block(model.block).attention
+    attention: Any = first_block(model.block).attention  # pyright: ignore[reportAttributeAccessIssue]
     return attention.num_kv_heads or attention.num_heads
 
 

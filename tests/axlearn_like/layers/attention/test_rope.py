@@ -77,7 +77,7 @@ def test_the_scaling_reaches_the_angles():
 def test_interpolation_is_a_shorter_position():
     x = RNG.normal(size=(1, 2, 1, 8)).astype(np.float32)
     cfg = Rope.Config(head_dim=8, scaling=LinearScaling.Config(factor=4.0))
-    y = cfg.build(rngs=nnx.Rngs(0)).rotation(jnp.array([[8, 20]]))(x)
+    y = cfg.build(rngs=nnx.Rngs(0)).rotation(jnp.array([[8, 20]]))(jnp.asarray(x))
     np.testing.assert_allclose(y, rotated(x, np.array([[2, 5]])), atol=1e-6)
 
 
