@@ -30,10 +30,10 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
     Raises:
         CheckpointError: nothing there, unreadable, damaged, or of another shape.
     """
-    folder = _step_directory(Path(path).absolute())
+    folder = step_directory(Path(path).absolute())
     try:
         if abstract_params is None:
-            abstract_params = abstract_from(_read_manifest(folder)[PARAMS])
+            abstract_params = abstract_from(read_manifest(folder)[PARAMS])
         return read_items(folder, {PARAMS: abstract_params})[PARAMS]
     except Damaged as error:
         raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
@@ -41,9 +41,9 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
 
 def check_params(path: str | Path, abstract_params: Any) -> None:
     """Refuse what `restore_params` would refuse, by the manifest alone; no array is read."""
-    folder = _step_directory(Path(path).absolute())
+    folder = step_directory(Path(path).absolute())
     try:
-        check_structure(f"checkpoint {folder}", abstract_params, _read_manifest(folder)[PARAMS])
+        check_structure(f"checkpoint {folder}", abstract_params, read_manifest(folder)[PARAMS])
     except Damaged as error:
         raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
@@ -107,7 +107,7 @@ def _verify(path: Path) -> None:
     """Read every array to host memory, in the tree that Orbax has recorded."""
     import orbax.checkpoint as ocp
 
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     try:
         arrays = {item: ocp.StandardCheckpointHandler() for item in (PARAMS, REST)}
         texts = {item: ocp.JsonCheckpointHandler() for item in (MANIFEST, EXTRAS)}
@@ -123,7 +123,7 @@ def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     """Read the items of `abstract` and the extras, verified against the manifest."""
     import orbax.checkpoint as ocp
 
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     for item, tree in abstract.items():
         check_structure(f"checkpoint {path}", tree, manifest[item])
     args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}  # pyright: ignore
@@ -147,7 +147,8 @@ def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     return items
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifests of a step's items. CheckpointError, Damaged: it cannot be read."""
     import orbax.checkpoint as ocp
 
     try:
@@ -160,7 +161,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _step_directory(path: Path) -> Path:
+def step_directory(path: Path) -> Path:
+    """Return the directory of the step that `path` means (see `restore_params`). CheckpointError: there is none."""
     try:
         if (path / PARAMS).is_dir():
             return path

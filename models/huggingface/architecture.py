@@ -22,6 +22,7 @@ class Architecture:
             check that the decoder is one of this architecture, but may fail (an AttributeError) where it is not.
         sections: the table of tensor names for a decoder.
         copies: tensors that may be there as copies of others where the config ties them: name -> original.
+        vocabulary: tensors with a row for each token.
         ignored: patterns (`fnmatch`) of names of tensors that hold nothing, such as tables of rotations.
     """
 
@@ -31,6 +32,7 @@ class Architecture:
     write: Callable[[Decoder.Config], dict[str, Any]]
     sections: Callable[[Decoder.Config], tuple[Section, ...]]
     copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
+    vocabulary: tuple[str, ...] = ("model.embed_tokens.weight", "lm_head.weight")
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
 
     def may_have(self, name: str, names: Collection[str]) -> bool:

@@ -105,6 +105,11 @@ def architecture_for(cfg: Decoder.Config, names: Iterable[str] = ()) -> Architec
     raise ConversionError(f"no architecture of Hugging Face has this decoder; {nearest[0]} has not {lines}")
 
 
+def same_function(a: Decoder.Config, b: Decoder.Config) -> bool:
+    """Return True if two decoders have the same parameters and compute the same: kernels and the like may differ."""
+    return _function(a) == _function(b)
+
+
 def _function(cfg: Decoder.Config) -> dict[str, str]:
     """Return the lines of a config that say what is computed; defaults that other fields say are filled in."""
     cfg = cfg.clone()

@@ -1,6 +1,6 @@
 """Parameters in memory from and to tensors with Hugging Face's names.
 
-For whole checkpoints on disk see `models.huggingface.stream`, which never holds them all.
+For whole checkpoints on disk see `models.huggingface.checkpoints`, which never holds them all.
 """
 
 from collections.abc import Mapping
@@ -90,7 +90,7 @@ def check_tensors(
     found: Mapping[str, tuple[int, ...]],
     expected: Mapping[str, Tensor],
     architecture: Architecture,
-    where: str = "these",
+    where: str = "the tensors",
 ) -> None:
     """Refuse tensors that are not exactly those expected (and perhaps copies that `architecture` allows).
 
@@ -119,7 +119,7 @@ def check_tensors(
     if shapes:
         problems.append(f"wrong shape: {_listed(shapes)}")
     if problems:
-        raise ConversionError(f"{where} are not the tensors of this {architecture.name}; " + "; ".join(problems))
+        raise ConversionError(f"{where} are not those of this {architecture.name}; " + "; ".join(problems))
 
 
 def _listed(names: list[str], limit: int = 8) -> str:

@@ -74,11 +74,20 @@ class Piece(NamedTuple):
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """Return the piece as it is here: a view of the tensor, whose entries are read, or set, through it."""
+        return self.stored(tensor).transpose(self.order)
+
+    def stored(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the piece with its axes in the order in which they are there: a view of the tensor."""
         x = tensor.reshape(self.split)
         if self.run is not None:
             axis, start, stop = self.run
             x = x[(slice(None),) * axis + (slice(start, stop),)].reshape(self.apart)
-        return x.transpose(self.order)
+        return x
+
+    @property
+    def stored_axes(self) -> tuple[int, ...]:
+        """Axes of the parameter's entry, in the order in which they are there."""
+        return tuple(self.order.index(axis) for axis in range(len(self.order)))
 
 
 class Tensor(NamedTuple):

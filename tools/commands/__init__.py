@@ -12,6 +12,7 @@ COMMANDS: dict[str, str] = {
     "demo": "Run the main job end to end: SFT, RL, a killed worker, report.",
     "eval": "Evaluate a run's checkpoint on held-out problems.",
     "serve": "Answer over HTTP, in OpenAI's protocol, by a run's policy.",
+    "convert": "Convert checkpoints from and to Hugging Face's form.",
     "models": "List the published models that are built in, and show what one costs.",
     "data": "Prepare data: train a tokenizer on your texts.",
     "aot": "Compile a step for TPUs that are not there: does it fit, and how fast could it be.",

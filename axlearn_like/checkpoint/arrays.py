@@ -1,0 +1,84 @@
+"""The saved parameters of one step, read part by part, where all of them have no room in memory."""
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from axlearn_like.checkpoint import reader
+from axlearn_like.checkpoint.chunks import Layout, directory_name
+from axlearn_like.checkpoint.manifest import CheckpointError, Manifest
+
+_KEPT = 4  # chunks in memory: of several parameters that lie in one tensor elsewhere
+
+
+class SavedParams:
+    """The parameters of a checkpoint by their names in the manifest; what is read is compared with it."""
+
+    def __init__(self, path: str | Path):
+        """`path`: as for `restore_params`. CheckpointError: there is no checkpoint, or it cannot be read."""
+        self.path = reader.step_directory(Path(path).absolute())
+        self.manifest: Manifest = reader.read_manifest(self.path)[reader.PARAMS]
+        self._described = json.loads((self.path / reader.PARAMS / "_METADATA").read_text())
+        self._stores: dict[str, Any] = {}
+        self._chunks: OrderedDict[tuple[str, tuple[int, ...]], np.ndarray] = OrderedDict()
+        self._sums: dict[str, tuple[int, int]] = {}
+
+    def entry(self, name: str, index: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
+        """Return one entry of a stack, its axes in this order, contiguous.
+
+        Raises:
+            CheckpointError: with the last entry of the parameter, that what was read is not what was saved.
+        """
+        store = self._store(name)
+        stacked, shape = len(index), tuple(store.shape)
+        sizes = store.chunk_layout.read_chunk.shape[:stacked]
+        grid = tuple(i // size for i, size in zip(index, sizes, strict=True))
+        if (name, grid) not in self._chunks:
+            part = tuple(
+                slice(g * size, min((g + 1) * size, n)) for g, size, n in zip(grid, sizes, shape, strict=False)
+            )
+            axes = (*range(stacked), *(stacked + axis for axis in order))
+            try:
+                found = store[part].transpose(axes).read(order="C").result()
+            except Exception as error:
+                raise CheckpointError(
+                    f"checkpoint {self.path}: {name} cannot be read ({reader.summary(error)})"
+                ) from None
+            self._chunks[name, grid] = np.ascontiguousarray(found)
+            while len(self._chunks) > _KEPT:
+                self._chunks.popitem(last=False)
+        self._chunks.move_to_end((name, grid))
+        local = tuple(i % size for i, size in zip(index, sizes, strict=True))
+        entry = self._chunks[name, grid][local]
+        self._compare(name, entry, Layout(shape, str(entry.dtype), stacked, order, 1, 1), index)
+        return entry
+
+    def _store(self, name: str) -> Any:
+        if name not in self._stores:
+            import tensorstore as ts
+
+            folder = f"{self.path / reader.PARAMS}/"
+            if (self.path / reader.PARAMS / "manifest.ocdbt").exists():
+                where = {"driver": "ocdbt", "base": f"file://{folder}", "path": f"{directory_name(name)}/"}
+            else:
+                where = {"driver": "file", "path": f"{folder}{directory_name(name)}/"}
+            driver = "zarr3" if self._described.get("use_zarr3") else "zarr"
+            try:
+                self._stores[name] = ts.open({"driver": driver, "kvstore": where}, open=True, read=True).result()
+            except Exception as error:
+                raise CheckpointError(
+                    f"checkpoint {self.path}: {name} cannot be read ({reader.summary(error)})"
+                ) from None
+        return self._stores[name]
+
+    def _compare(self, name: str, entry: np.ndarray, layout: Layout, index: tuple[int, ...]) -> None:
+        count = int(np.prod(layout.shape[: layout.stacked]))
+        total, seen = self._sums.get(name, (0, 0))
+        self._sums[name] = total, seen = total + layout.checksum(entry, index, 0), seen + 1
+        if seen == count and total % 2**32 != self.manifest[name]["checksum"]:
+            raise CheckpointError(
+                f"checkpoint {self.path} is damaged (the content of {name!r} does not match its checksum)"
+            )

@@ -1,0 +1,219 @@
+"""A checkpoint of parameters that is written chunk by chunk, where a whole parameter has no room in memory.
+
+Each parameter is a zarr array whose chunks are files of plain numbers. Orbax reads it as it reads its own, with a
+manifest as any; a chunk may have its axes in another order than the parameter, which the reader transposes. So the
+tensors of other programs' files become chunks by copying their bytes.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_like.checkpoint import reader
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+
+CHUNK_BYTES = 64 << 20  # of a chunk where nothing else decides
+_ROW = 2048  # numbers
+
+
+class Layout(NamedTuple):
+    """The chunks of one parameter.
+
+    Attributes:
+        shape: of the parameter.
+        dtype: of the parameter, as numpy names it.
+        stacked: number of axes in front that are stacks of entries.
+        order: axes of an entry, in the order in which they are stored.
+        group: entries of the last stack in one chunk.
+        rows: indices of the first stored axis in one chunk.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    stacked: int
+    order: tuple[int, ...]
+    group: int
+    rows: int
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], dtype: str, stacked: int, order: tuple[int, ...], limit: int = CHUNK_BYTES
+    ) -> "Layout":
+        """Return the layout whose chunks have at most `limit` bytes, if an index of the first axis has no more."""
+        entry = shape[stacked:]
+        size = math.prod(entry) * jnp.dtype(dtype).itemsize
+        first = entry[order[0]] if order else 1
+        if stacked and size <= limit:
+            group = max(n for n in range(1, shape[stacked - 1] + 1) if not shape[stacked - 1] % n and n * size <= limit)
+            return cls(shape, dtype, stacked, order, group, first)
+        return cls(shape, dtype, stacked, order, 1, math.ceil(first / max(1, math.ceil(size / limit))))
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        """The shape of a chunk, in the axes of the parameter."""
+        stack = [1] * (self.stacked - 1) + [self.group] * (self.stacked > 0)
+        entry = list(self.shape[self.stacked :])
+        if self.order:
+            entry[self.order[0]] = self.rows
+        return (*stack, *entry)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the parameter."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def position(self, index: tuple[int, ...], row: int) -> tuple[str, int]:
+        """Return the name of the chunk that has this entry's row, and the first byte of the row in it."""
+        grid = [0] * len(self.shape)
+        entry = math.prod(self.chunk[self.stacked :]) * jnp.dtype(self.dtype).itemsize
+        place = 0
+        if self.stacked:
+            grid[: self.stacked] = [*index[:-1], index[-1] // self.group]
+            place = index[-1] % self.group * entry
+        if self.order:
+            grid[self.stacked + self.order[0]] = row // self.rows
+            place += row % self.rows * (entry // self.rows)
+        return "c" + "".join(f".{number}" for number in grid), place
+
+    def checksum(self, block: np.ndarray, index: tuple[int, ...], row: int) -> int:
+        """Return what a block of one entry, in stored order and from `row` on, adds to the manifest's checksum."""
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        first = sum(i * stride for i, stride in zip(index, strides, strict=False))
+        own = [strides[self.stacked + axis] for axis in self.order]
+        return part_checksum(block, own, first + (row * own[0] if own else 0))
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the `zarr.json`."""
+        order = [*range(self.stacked), *(self.stacked + axis for axis in self.order)]
+        transpose = {"name": "transpose", "configuration": {"order": order}}
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": self.dtype,
+            "fill_value": 0.0,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.chunk)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "codecs": [
+                *([transpose] if order != sorted(order) else []),
+                {"name": "bytes", "configuration": {"endian": "little"}},
+            ],
+        }
+
+
+def part_checksum(block: np.ndarray, strides: Sequence[int], first: int) -> int:
+    """Return the part of an array's checksum (`manifest.checksum`) that a block of it adds, modulo 2**32.
+
+    Args:
+        block: contiguous.
+        strides: for each axis of the block, how far apart in the array its neighbours are, in numbers.
+        first: place of the first number in the array.
+    """
+    bits = block.view(np.dtype(f"uint{8 * block.dtype.itemsize}"))
+    shape, steps = _merged(block.shape, strides)
+    if len(shape) == 1 and shape[0] > _ROW:  # as rows, and what is left
+        cut, step = shape[0] // _ROW * _ROW, steps[0]
+        bits = bits.reshape(-1)
+        left = _sum_of_places(bits[cut:], [step], first + cut * step)
+        return (_sum_of_places(bits[:cut].reshape(-1, _ROW), [_ROW * step, step], first) + left) % 2**32
+    return _sum_of_places(bits.reshape(shape), steps, first) % 2**32
+
+
+def _sum_of_places(bits: np.ndarray, strides: Sequence[int], first: int) -> int:
+    """Return the sum of bits * (2 * place + 1), by the sums of each axis's slices alone: a place is a sum over axes."""
+    if not bits.ndim:
+        return (2 * first + 1) * int(bits)
+    total, axes = 0, range(bits.ndim)
+    for axis, step in enumerate(strides):
+        others = tuple(other for other in axes if other != axis)
+        sums = (bits.sum(axis=others, dtype=np.uint32) if others else bits).astype(np.uint64)
+        places = np.arange(len(sums), dtype=np.uint64) * np.uint64(2 * step % 2**32) & np.uint64(0xFFFFFFFF)
+        total += int(np.sum(sums * places, dtype=np.uint64))
+        if axis == 0:
+            total += (2 * first + 1) * int(np.sum(sums, dtype=np.uint64))
+    return total
+
+
+def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return shape and strides with neighbouring axes merged that are neighbours in the array, too."""
+    sizes: list[int] = []
+    steps: list[int] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if sizes and steps[-1] == stride * size:
+            sizes[-1], steps[-1] = sizes[-1] * size, stride
+        else:
+            sizes.append(size)
+            steps.append(stride)
+    return sizes, steps
+
+
+def create(folder: Path, layouts: Mapping[str, Layout]) -> Path:
+    """Write everything of a checkpoint of step 0 but its chunks, and return the directory for the parameters.
+
+    Args:
+        folder: the `checkpoints` directory to be.
+        layouts: path of the parameter, its keys joined by slashes -> layout.
+    """
+    # Orbax writes what is Orbax's, around parameters of one number each, which are replaced then.
+    small: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        *parents, last = name.split("/")
+        node = small
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = np.zeros((1,), jnp.dtype(layout.dtype))
+    saver = Checkpointer.Config(asynchronous=False).build(directory=folder)
+    saver.save(0, {"params": small, "step": np.int32(0)}, {})
+    saver.close()
+    params = folder / "0" / reader.PARAMS
+    described = json.loads((params / "_METADATA").read_text())
+    described |= {"use_ocdbt": False, "use_zarr3": True}
+    for entry in described["tree_metadata"].values():
+        entry["value_metadata"].pop("write_shape", None)
+    shutil.rmtree(params)
+    params.mkdir()
+    (params / "_METADATA").write_text(json.dumps(described))
+    for name, layout in layouts.items():
+        array = params / directory_name(name)
+        array.mkdir()
+        (array / "zarr.json").write_text(json.dumps(layout.metadata()))
+    return params
+
+
+def chunk_bytes(layout: Layout) -> int:
+    """Return the bytes of each chunk's file."""
+    return math.prod(layout.chunk) * jnp.dtype(layout.dtype).itemsize
+
+
+def directory_name(name: str) -> str:
+    """Return the name of a parameter's directory."""
+    return name.replace("/", ".")
+
+
+def finish(folder: Path, layouts: Mapping[str, Layout], checksums: Mapping[str, int]) -> None:
+    """Write the manifest; now the checkpoint is complete. Everything is on disk when this returns."""
+    path = folder / "0" / reader.MANIFEST / "metadata"
+    manifest = json.loads(path.read_text())
+    manifest[reader.PARAMS] = {
+        name: {"shape": list(layout.shape), "dtype": layout.dtype, "checksum": checksums[name] % 2**32}
+        for name, layout in layouts.items()
+    }
+    path.write_text(json.dumps(manifest))
+    sync(p for p in folder.rglob("*") if p.is_dir() or not p.name.startswith("c."))
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Wait until these files and directories are on the disk."""
+    for path in paths:
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)

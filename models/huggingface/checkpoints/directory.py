@@ -1,0 +1,193 @@
+"""A directory, or one file, in Hugging Face's form: what it holds, checked before a tensor is read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from axlearn_like.layers.decoder import Decoder
+from mesh.errors import UserError
+from models.huggingface.architecture import Architecture
+from models.huggingface.architectures import read_decoder
+from models.huggingface.checkpoints.safetensors import Stored, read_header
+from models.huggingface.config_json import FILE, ConfigJson
+from models.huggingface.convert import check_tensors, expected_tensors
+from models.huggingface.rows import ConversionError, Tensor
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Besides weights: everything that says how to use the model, and nothing that is run.
+_KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
+
+
+@dataclass(frozen=True)
+class HuggingFaceDirectory:
+    """A model whose tensors are those of its `config.json`.
+
+    Attributes:
+        path: of the directory.
+        architecture: that `config.json` names.
+        decoder: that `config.json` describes.
+        tensors: name -> where its bytes are; with copies and ignored ones.
+        expected: name -> shape, and the parameters here that it fills.
+        notes: of what was ignored, for the user.
+    """
+
+    path: Path
+    architecture: Architecture
+    decoder: Decoder.Config
+    tensors: Mapping[str, Stored]
+    expected: Mapping[str, Tensor]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def open(cls, path: str | Path) -> "HuggingFaceDirectory":
+        """Read `config.json`, the index and the headers; names, shapes and dtypes are checked, no tensor is read.
+
+        Args:
+            path: a directory, or a safetensors file beside its `config.json`.
+
+        Raises:
+            UserError: names the file, the field or tensor, what was expected and what was found.
+        """
+        path = Path(path).expanduser().absolute()
+        if not path.exists():
+            raise ConversionError(f"{path}: there is no such file or directory")
+        folder = path if path.is_dir() else path.parent
+        if not path.is_dir() and path.suffix != ".safetensors":
+            raise _refused(path)
+        json = ConfigJson.load(folder / FILE)
+        architecture, decoder = read_decoder(json)
+        files = _files(folder) if path.is_dir() else {path: None}
+        tensors = _tensors(files)
+        expected = expected_tensors(decoder, architecture)
+        _check(folder, tensors, expected, architecture)
+        unread = json.unread()
+        notes = [f"{json.file}: unknown fields, ignored: {', '.join(unread)}"] if unread else []
+        return cls(folder, architecture, decoder, tensors, expected, tuple(notes))
+
+    def check_copies(self) -> None:
+        """Refuse a copy of a tied tensor that is not equal to it (ConversionError); both are read."""
+        for copy, original in self.architecture.copies.items():
+            if copy in self.tensors and copy not in self.expected:
+                first, second = self.tensors[copy].map(), self.tensors[original].map()
+                step = max(1, (16 << 20) // max(1, first[0].nbytes))
+                parts = range(0, len(first), step)
+                if not all(np.array_equal(first[i : i + step], second[i : i + step]) for i in parts):
+                    raise ConversionError(
+                        f"{self.tensors[copy].path}: {copy} differs from {original}, of which it should be a copy: "
+                        f"{FILE} says tie_word_embeddings"
+                    )
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype that holds a parameter's tensors exactly: parameter -> "float32" or "bfloat16"."""
+        found: dict[str, set[str]] = {}
+        for name, tensor in self.expected.items():
+            for piece in tensor.pieces:
+                found.setdefault(piece.parameter, set()).add(self.tensors[name].dtype)
+        return {parameter: "bfloat16" if kinds == {"BF16"} else "float32" for parameter, kinds in found.items()}
+
+    def kept_files(self) -> list[Path]:
+        """Return the files besides the weights that an export gives back, such as the tokenizer's."""
+        found = {file for pattern in _KEPT for file in self.path.glob(pattern) if file.is_file()}
+        return sorted(
+            file for file in found if file.name != INDEX and not file.name.endswith(".safetensors.index.json")
+        )
+
+
+def is_huggingface(path: str | Path) -> bool:
+    """Return True for a directory in Hugging Face's form, or a safetensors file."""
+    path = Path(path).expanduser()
+    if path.is_file():
+        return path.suffix == ".safetensors"
+    return (path / FILE).is_file() and not (path / "config.txt").is_file()
+
+
+def _files(folder: Path) -> dict[Path, dict[str, str] | None]:
+    """Return the files with tensors; with an index, the tensors that it says are in each."""
+    if (folder / INDEX).is_file():
+        return _indexed(folder / INDEX)
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: None}
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return {found[0]: None}
+    if found:
+        names = ", ".join(file.name for file in found[:4])
+        raise ConversionError(f"{folder}: expected {INDEX} beside several files ({names}), got none; name one of them")
+    raise _refused(folder)
+
+
+def _refused(path: Path) -> UserError:
+    """Return the error of a path without safetensors."""
+    pickled = [path] if path.is_file() else sorted(file for p in _PICKLED for file in path.glob(p))
+    if pickled and any(pickled[0].match(pattern) for pattern in _PICKLED):
+        return ConversionError(
+            f"{pickled[0]}: expected safetensors, got a pickled file, which runs code when it is read. Where you trust "
+            "it, convert it: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('DIR')"
+            ".save_pretrained('OUT')\""
+        )
+    return ConversionError(f"{path}: expected {SINGLE} or {INDEX}, got neither")
+
+
+def _indexed(index: Path) -> dict[Path, dict[str, str] | None]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        by_file: dict[str, dict[str, str]] = {}
+        for tensor, file in weight_map.items():
+            by_file.setdefault(file, {})[tensor] = file
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{index}: expected JSON with `weight_map`, tensor to file ({error!r})") from None
+    for file, tensors in by_file.items():
+        if Path(file).name != file or file in ("", ".", "..") or "\\" in file:
+            raise ConversionError(
+                f"{index}: {min(tensors)}: expected the name of a file beside the index, got {file!r}"
+            )
+        if not (index.parent / file).is_file():
+            raise ConversionError(
+                f"{index.parent / file}: there is no such file; the index has {len(tensors)} tensors in it, such as "
+                f"{min(tensors)}"
+            )
+    return {index.parent / file: tensors for file, tensors in sorted(by_file.items())}
+
+
+def _tensors(files: Mapping[Path, dict[str, str] | None]) -> dict[str, Stored]:
+    """Return the tensors of all files, each in exactly the file that the index says."""
+    tensors: dict[str, Stored] = {}
+    for path in files:
+        for name, stored in read_header(path).items():
+            if name in tensors:
+                raise ConversionError(f"{path}: {name} is in {tensors[name].path.name} already")
+            tensors[name] = stored
+    for path, indexed in files.items():
+        for name in indexed or ():
+            if name not in tensors or tensors[name].path != path:
+                where = tensors[name].path.name if name in tensors else "no file"
+                raise ConversionError(f"{path}: {name}: expected here by {INDEX}, got it in {where}")
+    indexed_names = {name for names in files.values() for name in names or ()}
+    extra = [name for name in tensors if name not in indexed_names]
+    if extra and indexed_names:
+        raise ConversionError(f"{tensors[extra[0]].path}: {extra[0]}: not in {INDEX}, which has every other tensor")
+    return tensors
+
+
+def _check(
+    folder: Path, tensors: Mapping[str, Stored], expected: Mapping[str, Tensor], architecture: Architecture
+) -> None:
+    """Refuse tensors that are not those of the decoder, and dtypes other than floats of 16 or 32 bits."""
+    shapes = {name: stored.shape for name, stored in tensors.items()}
+    for name, tensor in expected.items():
+        if name in shapes and name in architecture.vocabulary and shapes[name] != tensor.shape:
+            there, here = shapes[name][:1], tensor.shape[:1]
+            if shapes[name][1:] == tensor.shape[1:]:
+                raise ConversionError(
+                    f"{tensors[name].path}: {name}: expected {here[0]} rows, vocab_size of {FILE}, got {there[0]}"
+                )
+    check_tensors(shapes, expected, architecture, where=f"{folder}: the tensors")
+    for name in expected:
+        if tensors[name].dtype not in FLOATS:
+            found = tensors[name]
+            raise ConversionError(f"{found.path}: {name}: expected dtype {' or '.join(FLOATS)}, got {found.dtype}")

@@ -1,0 +1,219 @@
+"""Export: parameters of a checkpoint as a directory in Hugging Face's form, tensor by tensor."""
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_like.checkpoint.arrays import SavedParams
+from axlearn_like.checkpoint.chunks import sync
+from axlearn_like.checkpoint.manifest import check_structure
+from axlearn_like.layers.decoder import Decoder
+from axlearn_like.run.disk import is_full_disk
+from models.huggingface.architecture import Architecture
+from models.huggingface.architectures import architecture_for, config_json, read_decoder, same_function
+from models.huggingface.checkpoints.directory import FLOATS, INDEX, SINGLE
+from models.huggingface.checkpoints.importing import ORIGINAL, RECORD, check_free
+from models.huggingface.checkpoints.plan import manifest_name
+from models.huggingface.checkpoints.safetensors import DTYPES, SafetensorsWriter, shards
+from models.huggingface.config_json import FILE, ConfigJson
+from models.huggingface.convert import abstract_params, expected_tensors
+from models.huggingface.rows import ConversionError, Tensor
+
+GENERATION = "generation_config.json"
+_CODES = {name: code for code, name in FLOATS.items()}
+
+
+class Original(NamedTuple):
+    """The parts of a model besides its parameters that an import kept.
+
+    Attributes:
+        files: directory of its files besides weights; None: there is none.
+        dtypes: tensor -> dtype there; the entry "" is that of all others. Empty: not known.
+    """
+
+    files: Path | None = None
+    dtypes: Mapping[str, str] = {}
+
+    @classmethod
+    def of(cls, directory: Path | None) -> "Original":
+        """Return that of a directory that was imported, or of one in Hugging Face's form."""
+        if directory is None:
+            return cls()
+        if (directory / RECORD).is_file():
+            record = json.loads((directory / RECORD).read_text())
+            return cls(directory / ORIGINAL, {"": record["tensor_dtype"], **record["other_dtypes"]})
+        return cls(directory if (directory / FILE).is_file() else None)
+
+
+NO_ORIGINAL = Original()
+
+
+class Exported(NamedTuple):
+    """The result of an export."""
+
+    directory: Path
+    architecture: str
+    tensors: int
+    nbytes: int
+    files: int
+
+
+def export_checkpoint(
+    params: SavedParams,
+    decoder: Decoder.Config,
+    target: Path,
+    *,
+    original: Original = NO_ORIGINAL,
+    dtype: str | None = None,
+    max_shard_size: int = 5 * 10**9,
+    token_ids: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
+    """Write safetensors (several files with an index if one would be too large), `config.json` and other files.
+
+    Args:
+        params: of the checkpoint.
+        decoder: whose parameters they are.
+        target: a directory that is not there, or empty.
+        original: of the model that they come from; its files are copied.
+        dtype: of all tensors; None: as they were in the original, else as they are in the checkpoint.
+        max_shard_size: bytes of a file with tensors.
+        token_ids: fields of `config.json` that the tokenizer says, where there is no original.
+        progress: called with the bytes written and all bytes.
+
+    Raises:
+        UserError: no architecture has such decoders, the target is there, a full disk, a damaged checkpoint. Nothing
+            stays behind.
+    """
+    target = target.expanduser().absolute()
+    check_free(target, "axl convert export")
+    architecture, config = _config(decoder, original, dtype, params, dict(token_ids or {}))
+    expected = expected_tensors(decoder, architecture)
+    _check_params(params, decoder)
+    kinds = _dtypes(expected, params, original, dtype)
+    described = {name: (kinds[name], tensor.shape) for name, tensor in expected.items()}
+    sizes = {name: math.prod(shape) * np.dtype(DTYPES[kind]).itemsize for name, (kind, shape) in described.items()}
+    groups = list(shards(sizes, max_shard_size))
+    total, done = sum(sizes.values()), 0
+    with _work_directory(target, total) as work:
+        for number, names in enumerate(groups, 1):
+            with SafetensorsWriter(work / _shard(number, len(groups)), {n: described[n] for n in names}) as file:
+                for name in names:
+                    file.write(name, _tensor(expected[name], params, described[name]))
+                    done += sizes[name]
+                    progress(done, total)
+        if len(groups) > 1:
+            files = {name: _shard(number, len(groups)) for number, names in enumerate(groups, 1) for name in names}
+            _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
+        _write_others(work, original, config)
+    return Exported(target, architecture.name, len(expected), total, len(groups))
+
+
+def _config(
+    decoder: Decoder.Config, original: Original, dtype: str | None, params: SavedParams, token_ids: dict[str, Any]
+) -> tuple[Architecture, dict[str, Any] | bytes]:
+    """Return the architecture and `config.json`: the original's bytes if they say what is written."""
+    if original.files is not None:
+        content = (original.files / FILE).read_bytes()
+        fields = json.loads(content)
+        architecture, there = read_decoder(ConfigJson(fields, str(original.files / FILE)))
+        if same_function(there, decoder):
+            if dtype is None or dtype == fields.get("dtype", fields.get("torch_dtype")):
+                return architecture, content
+            return architecture, {**fields, **{key: dtype for key in ("dtype", "torch_dtype") if key in fields}}
+        token_ids = {key: value for key, value in fields.items() if key.endswith("_token_id")} | token_ids
+    saved = {entry["dtype"] for entry in params.manifest.values()}
+    kind = dtype or FLOATS.get(original.dtypes.get("", ""), "bfloat16" if saved == {"bfloat16"} else "float32")
+    architecture = architecture_for(decoder)
+    return architecture, config_json(decoder, kind, architecture, **token_ids)
+
+
+def _check_params(params: SavedParams, decoder: Decoder.Config) -> None:
+    """Refuse a checkpoint of another model; dtypes may differ."""
+    kinds = {"bfloat16": "float32"}
+    as_wanted = {
+        name: {**entry, "dtype": kinds.get(entry["dtype"], entry["dtype"])} for name, entry in params.manifest.items()
+    }
+    check_structure(f"checkpoint {params.path}", abstract_params(decoder), as_wanted)
+
+
+def _dtypes(
+    expected: Mapping[str, Tensor], params: SavedParams, original: Original, dtype: str | None
+) -> dict[str, str]:
+    """Return the dtype of each tensor, as safetensors names it."""
+    if dtype is not None:
+        return dict.fromkeys(expected, _CODES[dtype])
+
+    def kind(name: str, tensor: Tensor) -> str:
+        saved = {params.manifest[manifest_name(piece.parameter)]["dtype"] for piece in tensor.pieces}
+        return original.dtypes.get(name) or original.dtypes.get("") or _CODES[max(saved)]  # float32 holds bfloat16
+
+    return {name: kind(name, tensor) for name, tensor in expected.items()}
+
+
+def _tensor(tensor: Tensor, params: SavedParams, described: tuple[str, tuple[int, ...]]) -> np.ndarray:
+    code, shape = described
+    array: np.ndarray = np.empty(shape, jnp.dtype(DTYPES[code]))
+    for piece in tensor.pieces:
+        entry = params.entry(manifest_name(piece.parameter), piece.index, piece.stored_axes)
+        if code == "F16" and not np.all(np.abs(entry.astype(np.float32)) <= np.finfo(np.float16).max):
+            raise ConversionError(f"{piece.parameter}: too large a number for float16; export with --dtype bfloat16")
+        piece.stored(array)[...] = entry
+    return array
+
+
+def _shard(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+@contextlib.contextmanager
+def _work_directory(target: Path, needed: int) -> Iterator[Path]:
+    """Yield a directory that gets the name of `target` in the end; after an error it is removed."""
+    work = target.parent / f".{target.name}.exporting"
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        free = shutil.disk_usage(work).free
+        if free < needed:
+            raise ConversionError(f"{target}: no space left: expected {needed:,} bytes free, got {free:,}")
+        yield work
+        sync([*(file for file in work.iterdir() if file.suffix != ".safetensors"), work])
+        with contextlib.suppress(FileNotFoundError):
+            target.rmdir()  # an empty one
+        work.rename(target)
+        sync([target.parent])
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if is_full_disk(error):
+            raise ConversionError(
+                f"{target}: no space left on the device; expected {needed:,} bytes. Nothing is left of the export"
+            ) from error
+        if isinstance(error, OSError):
+            raise ConversionError(f"{target}: cannot be written ({error})") from error
+        raise
+
+
+def _write_others(work: Path, original: Original, config: dict[str, Any] | bytes) -> None:
+    for file in sorted(original.files.iterdir()) if original.files is not None else ():
+        kept = file.is_file() and not file.match("*.safetensors*") and file.name != FILE
+        if kept and not any(file.match(pattern) for pattern in ("*.bin", "*.pt", "*.pth", "*.py")):
+            shutil.copyfile(file, work / file.name)
+    if isinstance(config, bytes):
+        (work / FILE).write_bytes(config)
+    else:
+        _write_json(work / FILE, config)
+    if not (work / GENERATION).exists():
+        fields = json.loads((work / FILE).read_text())
+        ids = {key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in fields}
+        _write_json(work / GENERATION, {"_from_model_config": True, **ids})
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,191 @@
+"""Safetensors files: the header checked in full, tensors as views of the mapped file; and files written in place.
+
+The `safetensors` library copies each tensor that it reads, and writes files that are in memory as a whole; here neither
+has to be. The format: eight bytes with the length of a JSON header, the header, and the tensors' bytes.
+"""
+
+import json
+import math
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_like.checkpoint.direct_file import DirectFile
+from models.huggingface.rows import ConversionError
+
+DTYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "F32": np.float32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F64": np.float64,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+}
+_LONGEST_HEADER = 100_000_000  # bytes; the limit of the library
+
+
+class Stored(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        path: of the file.
+        dtype: as the format names it.
+        shape: of the tensor.
+        start: its first byte in the file.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor."""
+        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
+
+    def map(self) -> np.ndarray:
+        """Return the tensor as a read-only view of the file; memory is taken and given back by the operating system."""
+        if not self.nbytes:
+            return np.zeros(self.shape, DTYPES[self.dtype])
+        begin = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with open(self.path, "rb") as file:
+            pages = mmap.mmap(file.fileno(), self.start - begin + self.nbytes, access=mmap.ACCESS_READ, offset=begin)
+        array = np.frombuffer(pages, np.uint8, self.nbytes, self.start - begin)
+        if self.start % np.dtype(DTYPES[self.dtype]).itemsize:
+            array = array.copy()  # of a file whose header has no padding
+        return array.view(DTYPES[self.dtype]).reshape(self.shape)
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a file; every byte of it must belong to one of them.
+
+    Raises:
+        ConversionError: truncated, damaged, or not a safetensors file; names the file, and the tensor at fault.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+                raise _damaged(
+                    path, f"a header of {length:,} bytes in a file of {size:,}: truncated, or no safetensors"
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise ConversionError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        header = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    except ValueError as error:
+        raise _damaged(path, f"the header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise _damaged(path, "the header is not a JSON object")
+    header.pop("__metadata__", None)
+    tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
+    _check_spans(path, tensors, 8 + length, size)
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: Any, data: int) -> Stored:
+    """Return the tensor of a header's entry; its bytes are the number that dtype and shape say."""
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
+    except (KeyError, TypeError, ValueError):
+        raise _damaged(path, f"{name}: expected dtype, shape and data_offsets, got {entry!r}"[:300]) from None
+    if not whole:
+        raise _damaged(path, f"{name}: shape {shape} and data_offsets {[start, stop]} are not numbers from 0 on")
+    if dtype not in DTYPES:
+        raise ConversionError(f"{path}: {name}: dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+    tensor = Stored(path, dtype, shape, data + start)
+    if tensor.nbytes != stop - start:
+        raise _damaged(path, f"{name}: {dtype} {shape} has {tensor.nbytes:,} bytes, the file {stop - start:,}")
+    return tensor
+
+
+def _check_spans(path: Path, tensors: Mapping[str, Stored], begin: int, size: int) -> None:
+    """Refuse tensors that overlap, leave bytes unused, or lie beyond the end of the file."""
+    last, end = "the header", begin
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if tensor.start != end:
+            verb = "overlap" if tensor.start < end else f"are {tensor.start - end:,} bytes apart"
+            raise _damaged(path, f"{last} and {name} {verb}")
+        last, end = name, tensor.start + tensor.nbytes
+    if end != size:
+        what = "truncated" if size < end else "bytes after the last tensor"
+        raise _damaged(path, f"{what}: expected {end:,} bytes up to the end of {last}, got {size:,}")
+
+
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _damaged(path, f"{name} is in the header twice")
+        found[name] = value
+    return found
+
+
+def _damaged(path: Path, what: str) -> ConversionError:
+    return ConversionError(f"{path}: {what}")
+
+
+class SafetensorsWriter:
+    """A file of tensors of known shapes, written one after the other; complete after the `with` block."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]):
+        """`tensors`: name -> dtype as the format names it, and shape; in the order of the file."""
+        entries, end = {}, 0
+        for name, (dtype, shape) in tensors.items():
+            start, end = end, end + math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        # The library itself writes this field, and some readers ask for it.
+        text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._left = list(entries.items())
+        self._file = DirectFile(path)
+        self._file.append(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Write the next tensor: contiguous, of the shape and dtype that were announced."""
+        expected, entry = self._left.pop(0)
+        start, stop = entry["data_offsets"]
+        assert name == expected and array.shape == tuple(entry["shape"]) and array.nbytes == stop - start, name
+        self._file.append(array)
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert error is not None or not self._left, "not all tensors were written"
+        self._file.__exit__(kind, error, trace)
+
+
+def shards(sizes: Mapping[str, int], limit: int) -> Iterable[list[str]]:
+    """Yield the names of each file's tensors: in order, as many as `limit` bytes hold, at least one."""
+    names: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if names and held + size > limit:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += size
+    if names:
+        yield names

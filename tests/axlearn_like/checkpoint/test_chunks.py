@@ -1,0 +1,124 @@
+"""Checkpoints written chunk by chunk: read by the same reader, with the same checksums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_like.checkpoint import chunks
+from axlearn_like.checkpoint.arrays import SavedParams
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.direct_file import DirectFile
+from axlearn_like.checkpoint.manifest import CheckpointError, checksum, make_manifest
+from axlearn_like.checkpoint.reader import restore_params, verify_latest
+
+
+def random(shape, dtype, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(), (5000,), (3, 4100), (3, 4, 5, 6)])
+def test_the_checksum_of_parts_is_that_of_the_array(shape, dtype):
+    array = random(shape, dtype)
+    wanted = int(checksum(jnp.asarray(array)))
+    strides = [int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
+    assert chunks.part_checksum(array, strides, 0) == wanted
+    if shape:
+        order = tuple(reversed(range(len(shape))))
+        turned = [np.ascontiguousarray(part.transpose(order)) for part in (array[:1], array[1:])]
+        sums = [
+            chunks.part_checksum(part, strides[::-1], first)
+            for part, first in zip(turned, (0, strides[0]), strict=True)
+        ]
+        assert sum(sums) % 2**32 == wanted
+
+
+def write(folder, params, orders, limit):
+    """A checkpoint of nested arrays, each with the axes of its entries in another order."""
+    named = {f"layers/{name}": array for name, array in params["layers"].items()}
+    layouts = {
+        name: chunks.Layout.of(array.shape, str(array.dtype), 1, orders[name.partition("/")[2]], limit)
+        for name, array in named.items()
+    }
+    directory = chunks.create(folder, layouts)
+    sums = dict.fromkeys(layouts, 0)
+    for name, layout in layouts.items():
+        files: dict[str, list[tuple[int, np.ndarray]]] = {}
+        for index, entry in enumerate(named[name]):
+            stored = np.ascontiguousarray(entry.transpose(layout.order))
+            for row in range(0, len(stored), layout.rows):
+                block = stored[row : row + layout.rows]
+                chunk, place = layout.position((index,), row)
+                files.setdefault(chunk, []).append((place, block))
+                sums[name] += layout.checksum(block, (index,), row)
+        for chunk, blocks in files.items():
+            with DirectFile(directory / chunks.directory_name(name) / chunk) as file:
+                for place, block in blocks:
+                    assert file.size == place
+                    file.append(block)
+                file.append(bytes(chunks.chunk_bytes(layout) - file.size))
+    chunks.finish(folder, layouts, sums)
+    return layouts
+
+
+PARAMS = {"layers": {"q_dkh": random((4, 6, 3, 2), jnp.bfloat16), "down_fd": random((4, 7, 5), np.float32, 1)}}
+ORDERS = {"q_dkh": (1, 2, 0), "down_fd": (1, 0)}
+
+
+@pytest.mark.parametrize(("limit", "chunk"), [(10**6, (4, 7, 5)), (2 * 140, (2, 7, 5)), (60, (1, 7, 2))])
+def test_orbax_reads_chunks_with_their_axes_in_another_order(tmp_path, limit, chunk):
+    """Stacks of layers in one chunk, and rows of one layer in several, the last of them shorter."""
+    layouts = write(tmp_path / "checkpoints", PARAMS, ORDERS, limit)
+    assert layouts["layers/down_fd"].chunk == chunk
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), PARAMS)
+    for found in (restore_params(tmp_path, abstract), restore_params(tmp_path)):
+        for name, array in PARAMS["layers"].items():
+            np.testing.assert_array_equal(np.asarray(found["layers"][name]), array)
+    verify_latest(tmp_path / "checkpoints")
+
+
+def test_a_flipped_bit_is_damage(tmp_path):
+    write(tmp_path / "checkpoints", PARAMS, ORDERS, 60)
+    (path, *_) = sorted((tmp_path / "checkpoints/0/params/layers.down_fd").glob("c.*"))
+    content = bytearray(path.read_bytes())
+    content[5] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"layers/down_fd' does not match its checksum"):
+        restore_params(tmp_path)
+    saved = SavedParams(tmp_path)
+    with pytest.raises(CheckpointError, match=r"layers/down_fd' does not match its checksum"):
+        for index in range(4):
+            saved.entry("layers/down_fd", (index,), (1, 0))
+
+
+@pytest.mark.parametrize("by_orbax", [True, False])
+def test_entries_are_read_one_by_one_in_any_order_of_axes(tmp_path, by_orbax):
+    if by_orbax:
+        saver = Checkpointer.Config(asynchronous=False).build(directory=tmp_path / "checkpoints")
+        saver.save(0, {"params": jax.tree.map(jnp.asarray, PARAMS), "step": np.int32(0)}, {})
+        saver.close()
+    else:
+        write(tmp_path / "checkpoints", PARAMS, ORDERS, 2 * 140)
+    saved = SavedParams(tmp_path)
+    for name, array in PARAMS["layers"].items():
+        for index in range(4):
+            entry = saved.entry(f"layers/{name}", (index,), ORDERS[name])
+            assert entry.flags.c_contiguous
+            np.testing.assert_array_equal(entry, array[index].transpose(ORDERS[name]))
+
+
+def test_the_manifest_is_the_one_that_a_save_makes(tmp_path):
+    write(tmp_path / "checkpoints", PARAMS, ORDERS, 60)
+    assert SavedParams(tmp_path).manifest == make_manifest(PARAMS)
+
+
+@pytest.mark.parametrize("size", [0, 5, 4096, 5 * 2**20 + 3])
+def test_a_direct_file_has_every_byte(tmp_path, size):
+    content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    with DirectFile(tmp_path / "file") as file:
+        for start in range(0, size, 999_999):
+            file.append(content[start : start + 999_999])
+        assert file.size == size
+    assert (tmp_path / "file").read_bytes() == content.tobytes()

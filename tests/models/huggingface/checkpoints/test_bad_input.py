@@ -1,0 +1,238 @@
+"""Bad input of an import: one message with file, tensor, expected and found; nothing is written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mesh.errors import UserError
+from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+from models.huggingface.checkpoints.importing import import_checkpoint
+from tests.models.huggingface.checkpoints.made import dense_model, make, write
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+INDEX = "model.safetensors.index.json"
+SECOND = "model-00002-of-00002.safetensors"
+
+
+def edit_header(path: Path, change: Callable[[dict], object]) -> None:
+    """Change the header of a file, and keep the bytes of the tensors."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def single(change: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: change(folder / "model.safetensors")
+
+
+def header(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    return single(lambda path: edit_header(path, change))
+
+
+def tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], object]:
+    def rewrite(folder: Path) -> None:
+        found = {name: stored.map().copy() for name, stored in HuggingFaceDirectory.open(folder).tensors.items()}
+        change(found)
+        write(folder, found)
+
+    return rewrite
+
+
+def edit_json(name: str, **fields: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return change
+
+
+def twice(path: Path) -> None:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    text = content[8 : 8 + length].rstrip()[:-1] + b', "norm": {}, "norm": {}}'
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def moved(path: Path) -> None:
+    """Two tensors with the same bytes."""
+
+    def overlap(header: dict) -> None:
+        header["model.norm.weight"]["data_offsets"] = [0, 32]
+
+    edit_header(path, overlap)
+
+
+ONE = {
+    "truncated": (
+        single(lambda path: path.write_bytes(path.read_bytes()[:-10])),
+        r"model\.safetensors: truncated: expected [\d,]+ bytes up to the end of model\.norm\.weight, got",
+    ),
+    "truncated header": (
+        single(lambda path: path.write_bytes(path.read_bytes()[:100])),
+        r"model\.safetensors: a header of [\d,]+ bytes in a file of 100: truncated, or no safetensors",
+    ),
+    "empty": (single(lambda path: path.write_bytes(b"")), r"model\.safetensors: a header of 0 bytes in a file of 0"),
+    "not safetensors": (
+        single(lambda path: path.write_bytes(b"\x80\x02}q\x00" * 100)),
+        r"model\.safetensors: a header of",
+    ),
+    "header is no JSON": (
+        single(lambda path: path.write_bytes((20).to_bytes(8, "little") + b"x" * 40)),
+        r"model\.safetensors: the header is not JSON",
+    ),
+    "bytes after the end": (
+        single(lambda path: path.write_bytes(path.read_bytes() + b"12345")),
+        r"model\.safetensors: bytes after the last tensor",
+    ),
+    "size against shape": (
+        header(lambda h: h[QUERY].update(shape=[32, 15])),
+        rf"model\.safetensors: {QUERY}: BF16 \(32, 15\) has 960 bytes, the file 1,024",
+    ),
+    "overlap": (single(moved), r"model\.safetensors: .* and .* (overlap|are [\d,]+ bytes apart)"),
+    "negative": (header(lambda h: h[QUERY].update(shape=[-1, 2])), rf"{QUERY}: shape \(-1, 2\) and data_offsets"),
+    "no offsets": (header(lambda h: h[QUERY].pop("data_offsets")), rf"{QUERY}: expected dtype, shape and data_offsets"),
+    "unknown dtype": (header(lambda h: h[QUERY].update(dtype="F4")), rf"{QUERY}: dtype 'F4'; expected one of BOOL"),
+    "integers": (
+        header(lambda h: h[QUERY].update(dtype="I16")),
+        rf"{QUERY}: expected dtype F32 or BF16 or F16, got I16",
+    ),
+    "twice in the header": (single(twice), r"model\.safetensors: norm is in the header twice"),
+    "missing tensor": (
+        tensors(lambda t: t.pop(QUERY)),
+        rf"the tensors are not those of this Qwen2ForCausalLM; missing: {QUERY}",
+    ),
+    "extra tensor": (
+        tensors(lambda t: t.update({"model.layers.4.mlp.up_proj.weight": t[QUERY]})),
+        r"unknown: model\.layers\.4\.mlp\.up_proj\.weight",
+    ),
+    "wrong shape": (
+        tensors(lambda t: t.update({QUERY: t[QUERY].T.copy()})),
+        rf"wrong shape: {QUERY} \(16, 32\), expected \(32, 16\)",
+    ),
+    "vocabulary": (
+        edit_json("config.json", vocab_size=40),
+        r"model\.safetensors: model\.embed_tokens\.weight: expected 40 rows, vocab_size of config\.json, got 37",
+    ),
+    "a head that is no copy": (
+        edit_json("config.json", tie_word_embeddings=True),
+        r"model\.safetensors: lm_head\.weight differs from model\.embed_tokens\.weight, of which it should be a copy",
+    ),
+    "unknown architecture": (
+        edit_json("config.json", architectures=["Qwen22ForCausalLM"]),
+        r"config\.json: architectures: no architecture 'Qwen22ForCausalLM' here; did you mean 'Qwen2ForCausalLM'",
+    ),
+    "rope type": (
+        edit_json("config.json", rope_parameters={"rope_type": "su", "rope_theta": 1e4}),
+        r"config\.json: rope_parameters: rope_type: expected 'default' or .*, got 'su', which no layer here computes",
+    ),
+    "activation": (
+        edit_json("config.json", hidden_act="xielu"),
+        r"config\.json: hidden_act: expected 'silu' .* 'xielu'",
+    ),
+    "no config.json": (lambda folder: (folder / "config.json").unlink(), r"config\.json: there is no such file"),
+    "config.json cut off": (
+        lambda folder: (folder / "config.json").write_text('{"vocab'),
+        r"config\.json: expected JSON, Unterminated string",
+    ),
+    "pickled": (
+        single(lambda path: path.rename(path.parent / "pytorch_model.bin")),
+        r"pytorch_model\.bin: expected safetensors, got a pickled file, which runs code .*save_pretrained\('OUT'\)",
+    ),
+    "nothing": (
+        single(lambda path: path.unlink()),
+        r"hf: expected model\.safetensors or model\.safetensors\.index\.json",
+    ),
+}
+
+TWO = {
+    "missing shard": (
+        lambda folder: (folder / SECOND).unlink(),
+        rf"{SECOND}: there is no such file; the index has \d+ tensors in it, such as",
+    ),
+    "path traversal": (
+        edit_json(INDEX, weight_map={QUERY: "../../etc/passwd"}),
+        rf"{INDEX}: {QUERY}: expected the name of a file beside the index, got '\.\./\.\./etc/passwd'",
+    ),
+    "absolute path": (
+        edit_json(INDEX, weight_map={QUERY: "/etc/passwd"}),
+        r"the name of a file beside the index, got '/etc",
+    ),
+    "index without a map": (edit_json(INDEX, weight_map=None), rf"{INDEX}: expected JSON with `weight_map`"),
+    "index without a tensor": (
+        lambda folder: edit_map(folder, lambda m: m.pop(QUERY)),
+        rf"{QUERY}: not in {INDEX}, which has every other tensor",
+    ),
+    "index with another tensor": (
+        lambda folder: edit_map(folder, lambda m: m.update(other=SECOND)),
+        rf"{SECOND}: other: expected here by {INDEX}, got it in no file",
+    ),
+    "in the other file": (
+        lambda folder: edit_map(folder, lambda m: m.update(swapped(m))),
+        rf"{QUERY}: expected here by {INDEX}, got it in model-0000",
+    ),
+    "in both files": (
+        lambda folder: (folder / SECOND).write_bytes((folder / "model-00001-of-00002.safetensors").read_bytes()),
+        rf"{SECOND}: .* is in model-00001-of-00002\.safetensors already",
+    ),
+    "no index": (lambda folder: (folder / INDEX).unlink(), rf"hf: expected {INDEX} beside several files"),
+}
+
+
+def edit_map(folder: Path, change: Callable[[dict], object]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def swapped(weight_map: dict[str, str]) -> dict[str, str]:
+    return {QUERY: next(file for file in weight_map.values() if file != weight_map[QUERY])}
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_each_is_refused_in_one_message_and_nothing_is_written(tmp_path, files, subtests):
+    """One test for all: that a model is made once, and copied."""
+    for name, (damage, message) in (ONE if files == 1 else TWO).items():
+        folder = tmp_path / name.replace(" ", "_")
+        folder.mkdir()
+        make(folder / "hf", dense_model(), files=files)
+        damage(folder / "hf")
+        before = sorted(folder.rglob("*"))
+        with subtests.test(name):
+            with pytest.raises(UserError, match=message) as error:
+                import_checkpoint(HuggingFaceDirectory.open(folder / "hf"), folder / "run")
+            assert "\n" not in str(error.value)
+            assert sorted(folder.rglob("*")) == before
+
+
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path):
+    make(tmp_path / "hf", dense_model())
+    (tmp_path / "hf" / "model.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"model\.pt: expected safetensors, got a pickled file"):
+        HuggingFaceDirectory.open(tmp_path / "hf" / "model.pt")
+    with pytest.raises(UserError, match="there is no such file or directory"):
+        HuggingFaceDirectory.open(tmp_path / "nowhere")
+
+
+def test_links_to_files_elsewhere_are_followed(tmp_path):
+    """A cache of downloads keeps files under their digests, and links to them."""
+    make(tmp_path / "hf", dense_model())
+    (tmp_path / "blobs").mkdir()
+    for file in list((tmp_path / "hf").iterdir()):
+        file.rename(tmp_path / "blobs" / file.name)
+        file.symlink_to(Path("../blobs") / file.name)
+    import_checkpoint(HuggingFaceDirectory.open(tmp_path / "hf"), tmp_path / "run")
+    assert not (tmp_path / "run" / "huggingface" / "config.json").is_symlink()
+
+
+def test_tables_of_rotations_in_old_files_are_ignored(tmp_path):
+    found = make(tmp_path / "hf", dense_model(tied=True))
+    found["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    found["lm_head.weight"] = found["model.embed_tokens.weight"]
+    write(tmp_path / "hf", found)
+    assert HuggingFaceDirectory.open(tmp_path / "hf").check_copies() is None

@@ -1,0 +1,201 @@
+"""Import and export: every tensor once, to the byte, in whatever files; killed and gone on."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from axlearn_like.checkpoint.arrays import SavedParams
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.manifest import CheckpointError
+from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.config import from_text
+from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+from models.huggingface.checkpoints.exporting import Original, export_checkpoint
+from models.huggingface.checkpoints.importing import import_checkpoint
+from models.huggingface.convert import by_name, from_huggingface
+from models.huggingface.rows import ConversionError
+from tests.models.huggingface.checkpoints.made import dense_model, make, mixture_model
+
+ROOT = Path(__file__).parents[4]
+
+
+def imported(source, target, **options):
+    return import_checkpoint(HuggingFaceDirectory.open(source), target, **options)
+
+
+def exported(source, target, **options):
+    decoder = from_text((source / "config.txt").read_text())
+    return export_checkpoint(SavedParams(source), decoder, target, original=Original.of(source), **options)  # pyright: ignore
+
+
+def tensors_below(folder):
+    """Name -> dtype, shape and bytes, of all files."""
+    found = HuggingFaceDirectory.open(folder).tensors
+    return {name: (stored.dtype, stored.shape, stored.map().tobytes()) for name, stored in found.items()}
+
+
+CASES = {
+    "dense, one file": (dense_model, {}, 64 << 20),
+    "tied, three files, chunks of rows": (lambda: dense_model(tied=True), {"files": 3}, 200),
+    "mixture, chunks of some experts": (mixture_model, {"files": 2}, 1000),
+    "float32 norms": (dense_model, {"dtype": "BF16", "weight": "BF16", "bias": "F32"}, 500),
+    "float16": (dense_model, {"dtype": "F16"}, 64 << 20),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_those_of_the_tensors_and_an_export_gives_the_bytes_back(tmp_path, case):
+    model, options, chunk_bytes = CASES[case]
+    cfg = model()
+    tensors = make(tmp_path / "hf", cfg, **options)
+    done = imported(tmp_path / "hf", tmp_path / "run", chunk_bytes=chunk_bytes)
+    assert done.tensors == len(tensors) and done.resumed == 0
+    ours = by_name(restore_params(tmp_path / "run"))
+    wanted = by_name(from_huggingface(tensors, cfg))
+    assert ours.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(ours[name].astype(np.float32), array, err_msg=name)
+    exported(tmp_path / "run", tmp_path / "back", max_shard_size=3000)
+    assert tensors_below(tmp_path / "back") == tensors_below(tmp_path / "hf")
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_export_import_export_changes_no_byte(tmp_path):
+    """A model of our own, which never had another form."""
+    cfg = mixture_model()
+    params = jax.tree.map(jnp.asarray, from_huggingface(make(tmp_path / "made", cfg, dtype="F32"), cfg))
+    saver = Checkpointer.Config(asynchronous=False).build(directory=tmp_path / "checkpoints")
+    saver.save(7, {"params": params, "step": jnp.int32(7)}, {})
+    saver.close()
+    options = {"max_shard_size": 20_000, "token_ids": {"eos_token_id": 1}}
+    first = export_checkpoint(SavedParams(tmp_path), cfg, tmp_path / "first", **options)
+    assert first.architecture == "Qwen3MoeForCausalLM" and first.files > 1
+    imported(tmp_path / "first", tmp_path / "run")
+    exported(tmp_path / "run", tmp_path / "second", max_shard_size=20_000)
+    files = sorted(path.name for path in (tmp_path / "first").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "second").iterdir())
+    for name in files:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+    assert tensors_below(tmp_path / "first") == tensors_below(tmp_path / "made")
+
+
+def test_the_library_reads_what_is_written_and_the_other_way_round(tmp_path):
+    tensors = make(tmp_path / "hf", dense_model(), dtype="F32")
+    found = safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(found[name], tensor)
+    safetensors.numpy.save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    imported(tmp_path / "hf" / "model.safetensors", tmp_path / "run")
+    exported(tmp_path / "run", tmp_path / "back")
+    assert {name: value[2] for name, value in tensors_below(tmp_path / "back").items()} == {
+        name: tensor.tobytes() for name, tensor in tensors.items()
+    }
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+from models.huggingface.checkpoints.importing import import_checkpoint
+
+def kill(done, total):
+    if done > total / 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+import_checkpoint(HuggingFaceDirectory.open(sys.argv[1]), Path(sys.argv[2]), chunk_bytes=1000, progress=kill)
+"""
+
+
+def test_after_kill_9_the_import_goes_on_where_it_was(tmp_path):
+    make(tmp_path / "hf", mixture_model(), files=2)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "hf"), str(tmp_path / "run")]
+    process = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+    assert not (tmp_path / "run").exists()
+    (work,) = tmp_path.glob(".run.*")
+    before = {path: path.stat().st_ino for path in work.rglob("c.*") if path.suffix != ".part"}
+    done = imported(tmp_path / "hf", tmp_path / "run", chunk_bytes=1000)
+    assert done.nbytes / 2 < done.resumed < done.nbytes and before
+    kept = [tmp_path / "run" / path.relative_to(work) for path in before]
+    assert sum(path.stat().st_ino == inode for path, inode in zip(kept, before.values(), strict=True)) >= 5
+    exported(tmp_path / "run", tmp_path / "back")
+    assert tensors_below(tmp_path / "back") == tensors_below(tmp_path / "hf")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_other_files_are_not_gone_on_with(tmp_path):
+    make(tmp_path / "hf", dense_model())
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        imported(tmp_path / "hf", tmp_path / "run", chunk_bytes=1000, progress=stop)
+    assert list(tmp_path.glob(".run.*"))
+    os.utime(tmp_path / "hf" / "model.safetensors", ns=(1, 1))
+    assert imported(tmp_path / "hf", tmp_path / "run", chunk_bytes=1000).resumed == 0
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_dtype_may_be_chosen(tmp_path):
+    tensors = make(tmp_path / "hf", dense_model(), dtype="F32")
+    imported(tmp_path / "hf", tmp_path / "run", dtype="bfloat16")
+    assert {array.dtype for array in by_name(restore_params(tmp_path / "run")).values()} == {np.dtype(jnp.bfloat16)}
+    exported(tmp_path / "run", tmp_path / "back", dtype="bfloat16")
+    found = tensors_below(tmp_path / "back")
+    for name, tensor in tensors.items():
+        assert found[name] == ("BF16", tensor.shape, tensor.astype(jnp.bfloat16).tobytes())
+    assert '"torch_dtype": "bfloat16"' in (tmp_path / "back" / "config.json").read_text()
+
+
+def test_a_target_that_is_there_is_left_alone(tmp_path):
+    make(tmp_path / "hf", dense_model())
+    (tmp_path / "run").mkdir()
+    imported(tmp_path / "hf", tmp_path / "run")  # empty
+    for attempt in (imported, exported):
+        source = tmp_path / ("hf" if attempt is imported else "run")
+        with pytest.raises(ConversionError, match=r"run: axl convert \w+ expects a directory that is not there yet"):
+            attempt(source, tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    make(tmp_path / "hf", dense_model())
+    imported(tmp_path / "hf", tmp_path / "run")
+    chunk = next((tmp_path / "run/checkpoints/0/params/norm.scale").glob("c.*"))
+    chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match=r"norm/scale' does not match its checksum"):
+        exported(tmp_path / "run", tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
+
+
+@pytest.mark.parametrize("attempt", [imported, exported])
+def test_a_full_disk_leaves_nothing_behind(tmp_path, attempt, monkeypatch):
+    make(tmp_path / "hf", dense_model())
+    imported(tmp_path / "hf", tmp_path / "run")
+    source = tmp_path / ("hf" if attempt is imported else "run")
+    before = sorted(tmp_path.rglob("*"))
+    free = type("Usage", (), {"free": 1000})
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: free)
+        with pytest.raises(ConversionError, match=r"new: no space left: expected [\d,]+ bytes free, got 1,000"):
+            attempt(source, tmp_path / "new")
+
+    def full(file, data, place):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", full)
+        with pytest.raises(ConversionError, match=r"new: no space left on the device; .* Nothing is left"):
+            attempt(source, tmp_path / "new")
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,72 @@
+"""`axl convert import` and `export`, on a small model and on a run of a trainer."""
+
+import json
+
+import numpy as np
+import pytest
+
+from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+from models.tiny import tiny
+from tests.axlearn_like.tiny import tiny_trainer
+from tests.models.huggingface.checkpoints.made import dense_model, make
+from tools.cli import main
+
+
+def last_json(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_import_and_export(tmp_path, capsys):
+    tensors = make(tmp_path / "hf", dense_model())
+    assert main(["convert", "import", str(tmp_path / "hf"), str(tmp_path / "run"), "--json"]) == 0
+    done = last_json(capsys)
+    assert done["architecture"] == "Qwen2ForCausalLM" and done["tensors"] == len(tensors)
+    assert done["bytes"] == sum(tensor.nbytes for tensor in tensors.values()) and done["resumed_bytes"] == 0
+    size = ["--max-shard-size", "2KB"]
+    assert main(["convert", "export", str(tmp_path / "run"), str(tmp_path / "back"), *size, "--json"]) == 0
+    done = last_json(capsys)
+    assert done["files"] > 1 and done["tensors"] == len(tensors)
+    assert main(["convert", "export", str(tmp_path / "run" / "checkpoints" / "0"), str(tmp_path / "one")]) == 0
+    assert "Qwen2ForCausalLM" in capsys.readouterr().out
+    for folder in ("back", "one"):
+        for name, stored in HuggingFaceDirectory.open(tmp_path / folder).tensors.items():
+            np.testing.assert_array_equal(stored.map(), tensors[name])
+
+
+def test_a_run_of_a_trainer_is_exported(tmp_path, capsys):
+    """A model that never had another form, by the newest of its checkpoints."""
+    trainer = tiny_trainer(2, model=tiny(vocab_size=48, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, hidden=48))
+    trainer.build().run(tmp_path / "run", progress=False)
+    assert (
+        main(["convert", "export", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "bfloat16", "--json"]) == 0
+    )
+    done = last_json(capsys)
+    assert done["architecture"] == "Qwen3ForCausalLM" and done["checkpoint"].endswith("checkpoints/2")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {stored.dtype for stored in HuggingFaceDirectory.open(tmp_path / "hf").tensors.values()} == {"BF16"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["import", "nowhere", "run"], "nowhere: there is no such file or directory"),
+        (["export", "nowhere", "out"], "nowhere: expected a run directory or a checkpoint in one"),
+        (
+            ["export", ".", "out", "--max-shard-size", "5 parsecs"],
+            "expected a size such as 5GB or 500MB, got '5 parsecs'",
+        ),
+    ],
+)
+def test_bad_arguments_are_one_message(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_fields_are_named_and_ignored(tmp_path, capsys):
+    make(tmp_path / "hf", dense_model())
+    fields = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**fields, "unsloth_version": "2026.1"}))
+    assert main(["convert", "import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    assert "warning" in (error := capsys.readouterr().err) and "unsloth_version" in error

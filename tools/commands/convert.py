@@ -1,0 +1,169 @@
+"""`axl convert`: checkpoints from and to Hugging Face's form."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mesh.errors import UserError
+from tools.bytes_progress import bytes_progress
+from tools.experiment import code_option
+
+if TYPE_CHECKING:
+    from axlearn_like.config import ConfigBase
+    from axlearn_like.layers.decoder import Decoder
+    from axlearn_like.run.directory import RunDirectory
+
+_DTYPES = click.Choice(["float32", "bfloat16", "float16"])
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@click.group("convert")
+def command() -> None:
+    """Convert checkpoints from and to Hugging Face's form."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # bytes alone: no accelerator is taken
+
+
+@command.command("import")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Of all parameters. Default: bfloat16 where the tensors are, else float32, so that nothing is lost.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+def _import(source: Path, target: Path, dtype: str | None, as_json: bool) -> None:
+    """Import SOURCE, a directory in Hugging Face's form or a safetensors file in one, as the directory TARGET.
+
+    The model is the one that config.json describes. Everything is checked before anything is written; tensors are
+    copied without holding them, and the same command goes on after a kill. TARGET can be served, exported, and named
+    wherever a run starts from another.
+    """
+    from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+    from models.huggingface.checkpoints.importing import import_checkpoint
+
+    began = time.monotonic()
+    found = HuggingFaceDirectory.open(source)
+    for note in found.notes:
+        click.echo(f"axl: warning: {note}", err=True)
+    with bytes_progress("import") as progress:
+        done = import_checkpoint(found, target, dtype=dtype, progress=progress)
+    seconds = time.monotonic() - began
+    if as_json:
+        result = {"directory": str(done.directory), "architecture": found.architecture.name, "tensors": done.tensors}
+        click.echo(json.dumps({**result, "bytes": done.nbytes, "resumed_bytes": done.resumed, "seconds": seconds}))
+        return
+    resumed = f", {done.resumed / 1e9:.2f} GB of it before" if done.resumed else ""
+    click.echo(
+        f"{done.directory}: {found.architecture.name}, {done.tensors} tensors, {done.nbytes / 1e9:.2f} GB in "
+        f"{seconds:.1f} s{resumed}"
+    )
+
+
+@command.command("export")
+@code_option
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype", type=_DTYPES, help="Of all tensors. Default: as imported, else as the checkpoint has the parameters."
+)
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    metavar="SIZE",
+    callback=lambda _, __, text: _size(text),
+    help="Tensors beyond it go into further files, with an index.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, as_json: bool) -> None:
+    """Export SOURCE, a run or one step of it, as TARGET, a directory in Hugging Face's form.
+
+    SOURCE is a run directory (its newest weights are taken), a checkpoint in one, or what `axl convert import` made.
+    The tokenizer and the other files of a model that was imported are given back.
+    """
+    from axlearn_like.checkpoint.arrays import SavedParams
+    from axlearn_like.config import from_text
+    from models.huggingface.checkpoints.exporting import Original, export_checkpoint
+    from rl.serving.policy import find_run, newest_weights
+
+    began = time.monotonic()
+    run = find_run(source)
+    if run is None:
+        raise UserError(f"{source}: expected a run directory or a checkpoint in one, got none: it has no config.txt")
+    cfg = from_text(run.config_path.read_text())
+    decoder = _decoder(cfg, run)
+    weights = newest_weights(run, source.expanduser().absolute())
+    params = SavedParams(run.path if weights is None else weights.path)
+    with bytes_progress("export") as progress:
+        done = export_checkpoint(
+            params,
+            decoder,
+            target,
+            original=Original.of(_origin(cfg, run)),
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            token_ids=_token_ids(cfg),
+            progress=progress,
+        )
+    seconds = time.monotonic() - began
+    if as_json:
+        result = {"directory": str(done.directory), "architecture": done.architecture, "tensors": done.tensors}
+        files = {"files": done.files, "checkpoint": str(params.path)}
+        click.echo(json.dumps({**result, **files, "bytes": done.nbytes, "seconds": seconds}))
+        return
+    click.echo(
+        f"{done.directory}: {done.architecture}, {done.tensors} tensors in {done.files} "
+        f"{'file' if done.files == 1 else 'files'}, {done.nbytes / 1e9:.2f} GB in {seconds:.1f} s, from {params.path}"
+    )
+
+
+def _decoder(cfg: ConfigBase[Any], run: RunDirectory) -> Decoder.Config:
+    """Return the decoder of a directory's config: an imported one's, a trainer's model, an experiment's policy."""
+    from axlearn_like.layers.decoder import Decoder
+
+    for found in (cfg, getattr(cfg, "policy", None), getattr(cfg, "model", None)):
+        if isinstance(found, Decoder.Config):
+            return found
+    raise UserError(f"{run.path}: expected a run of a decoder, got {run.config_path.read_text().partition(chr(10))[0]}")
+
+
+def _origin(cfg: ConfigBase[Any], run: RunDirectory) -> Path | None:
+    """Return the directory of the model that a run began with, if it was in Hugging Face's form, or imported."""
+    from axlearn_like.checkpoint.convert import StartFrom
+    from axlearn_like.config import walk_configs
+    from models.huggingface.checkpoints.importing import RECORD
+    from rl.serving.policy import find_run
+
+    starts = [Path(node.path) for _, node in walk_configs(cfg) if isinstance(node, StartFrom.Config)]
+    for path in (run.path, *starts):
+        imported = find_run(path)
+        if imported is not None and (imported.path / RECORD).is_file():
+            return imported.path
+        if imported is None and path.is_dir():
+            return path
+    return None
+
+
+def _token_ids(cfg: ConfigBase[Any]) -> dict[str, int]:
+    """Return the fields of `config.json` that the tokenizer of an experiment says."""
+    tokenizer = getattr(cfg, "tokenizer", None)
+    if tokenizer is None:
+        return {}
+    built = tokenizer.build()
+    return {"bos_token_id": built.bos, "eos_token_id": built.eos}
+
+
+def _size(text: str) -> int:
+    """Return the bytes that a text such as 5GB means."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+        raise click.BadParameter(f"expected a size such as 5GB or 500MB, got {text!r}")
+    return max(1, int(float(found[1]) * _UNITS[found[2].upper()]))
