@@ -37,9 +37,14 @@ from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import ShardServer
+from rl.parameter_server.transport.tls import Tls
 from rl.roles.protocols import BatchSource, LeaseSource, ScoreSource
 from rl.roles.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner.follower import Follower
+from rl.rollout.model_runner.followers import Followers
+from rl.rollout.model_runner.pulls import GroupReceiver
+from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.worker import RolloutWorker
 from rl.tasks.prompts import check_prompts
@@ -245,9 +250,10 @@ class RLExperiment(Configurable):
         """Build the verification service."""
         return self.cfg.verifier.build()
 
-    def make_engine(self, **changes: Any) -> RolloutEngine:
-        """Build a rollout engine; `changes` are fields of its config."""
-        return self.engine_cfg.clone(**changes).build(decode=partial(completion_text, self.tokenizer))
+    def make_engine(self, followers: Followers | None = None, **changes: Any) -> RolloutEngine:
+        """Build a rollout engine; `changes` are fields of its config, `followers` its other processes."""
+        decode = partial(completion_text, self.tokenizer)
+        return self.engine_cfg.clone(**changes).build(decode=decode, followers=followers)
 
     def make_worker(
         self,
@@ -257,27 +263,59 @@ class RLExperiment(Configurable):
         weights: ParameterServerClient,
         verifier: ScoreSource,
         began: float | None = None,
+        processes: ProcessGroup | None = None,
+        token: str = "",
     ) -> RolloutWorker:
-        """Build a rollout worker; `began`: when its process started, if not now (`time.time()`)."""
-        engine = self.make_engine()
-        receiver = weights.receiver(engine.weights_like, worker=name)
+        """Build a rollout worker.
+
+        Args:
+            name: of the worker.
+            run: the run directory.
+            controller: leases to it.
+            weights: of the parameter server.
+            verifier: scores its rollouts.
+            began: when its process started, if not now (`time.time()`).
+            processes: of a worker that has several, of which this is the leader; the others call `make_follower`.
+            token: the secret of the run, by which these know each other.
+        """
+        followers = None if processes is None else Followers.meet(processes, token, self._tls())
+        engine = self.make_engine(followers)
         return RolloutWorker(
             name=name,
             engine=engine,
             tokenizer=self.tokenizer,
             seed=self.cfg.seed,
             controller=controller,
-            weights=Prefetcher(
-                receiver,
-                lambda params: engine.place(params, receiver.approximations),
-                newest=self.cfg.controller.weights != "pinned",
-                background=weights.remote,
-            ),
+            weights=self._prefetcher(engine, weights, name, followers),
             verifier=verifier,
             events=EventLog(run.events_path),
             swap=self.cfg.swap,
             began=began,
         )
+
+    def make_follower(
+        self, weights: ParameterServerClient, processes: ProcessGroup, token: str, host: str = "127.0.0.1"
+    ) -> Follower:
+        """Build what a process of a rollout worker runs that is not its leader; `host`: its address."""
+        runner = ModelRunner(self.engine_cfg)
+        receiver = weights.receiver(runner.weights_like, worker=processes.name)
+        return Follower(runner, receiver, token, host=host, tls=self._tls()).meet(processes)
+
+    def _prefetcher(
+        self, engine: RolloutEngine, weights: ParameterServerClient, name: str, followers: Followers | None
+    ) -> Prefetcher:
+        receiver = weights.receiver(engine.weights_like, worker=name)
+        newest = self.cfg.controller.weights != "pinned"
+        if followers is None:
+            place = lambda params: engine.place(params, receiver.approximations)  # noqa: E731
+            return Prefetcher(receiver, place, newest=newest, background=weights.remote)
+        group = GroupReceiver(receiver, followers)
+        finish = partial(engine.place_pulled, receiver=group)
+        return Prefetcher(group, lambda pulled: pulled, newest=newest, background=weights.remote, finish=finish)
+
+    def _tls(self) -> Tls | None:
+        cfg = self.cfg.parameter_server.tls
+        return None if cfg is None else cfg.build()
 
     def make_trainer(
         self,

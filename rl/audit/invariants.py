@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 
+from mesh.distributed import process_name
 from rl.audit.records import Records, Row
+from rl.fleet.devices import HERE
+from rl.fleet.fleet import Fleet
 
 SILENCE = 300.0  # seconds that a trainer may do nothing that it has a word for
 _MOST_TRIED = 12  # generations of one step among which the batch is searched
@@ -184,7 +187,9 @@ def deaths_followed(records: Records) -> Finding:
     Workers that have joined from outside may go for good.
     """
     ours = {"trainer", "controller", "parameter-server", "verifier", "driver"}
-    ours |= {f"worker-{number}" for number in range(records.setting("workers", 0))}
+    hosts = range(Fleet.Config(workers=records.setting("fleet.workers", HERE)).worker_hosts)
+    workers = range(records.setting("workers", 0))
+    ours |= {process_name(f"worker-{worker}", index) for worker in workers for index in hosts}
     ours |= {f"trainer-{number}" for number in range(1, records.setting("trainer.processes", 1))}
     ours |= {f"parameter-server-{number}" for number in range(1, records.setting("parameter_server.shard_servers", 1))}
     broken, checked, unseen = [], 0, 0

@@ -83,7 +83,7 @@ class RoleDevices:
 
 def parse_count(text: str, field: str) -> tuple[int, str]:
     """Split `64 x v5p:2x2x1` into number and devices; the number is 1 where there is none (UserError: it is 0)."""
-    found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\S+)\s*", text)
+    found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?((?:\d+\s*x\s*)?\S+)\s*", text)
     if found is None or found[1] and not int(found[1]):
         raise UserError(f"{field}={text!r}: expected devices such as v5p:4x4x4, 64 x v5p:2x2x1, h100:8 or {HERE}")
     return int(found[1] or 1), found[2]

@@ -19,14 +19,22 @@ class Fleet(Configurable):
         # "v5p:8x8x8"; "2 x v5p:8x8x8": one trainer over two slices; "h100:8"; "h100:0.5": half of one; "cpu:4";
         # here: this machine
         trainer: str = HERE
-        # "64 x v5p:2x2x1": as many workers, each with that; here: this machine, shared; trainer: one that shares the
-        # trainer's devices and process (--runtime inprocess).
+        # "64 x v5p:2x2x2": as many workers, each with that; "4 x 2 x h100:4": each over two hosts; here: this machine,
+        # shared; trainer: one that shares the trainer's devices and process (--runtime inprocess).
         workers: str = HERE
 
         @property
         def here(self) -> bool:
             """True if all roles share this machine."""
             return self.trainer == HERE and self.workers in (HERE, TRAINER)
+
+        @property
+        def worker_hosts(self) -> int:
+            """Hosts of a worker, with a process each."""
+            if self.workers in (HERE, TRAINER):
+                return 1
+            _, hosts, text = parse_worker(self.workers)
+            return 1 if text == HERE else parse_devices(text, "fleet.workers", hosts).hosts
 
         def edited(self, text: str) -> Self:
             """Return a copy changed by a text such as `trainer=v5p:8x8x8,workers=64xv5p:2x2x1`.
@@ -46,16 +54,26 @@ class Fleet(Configurable):
     def __init__(self, cfg: Config):
         slices, text = parse_count(cfg.trainer, "fleet.trainer")
         self.trainer: RoleDevices = parse_devices(text, "fleet.trainer", slices)
-        number, text = parse_count(cfg.workers, "fleet.workers")
+        number, hosts, text = parse_worker(cfg.workers)
         self.together = cfg.workers == TRAINER  # trainer and worker are one process
         shared = self.together or cfg.here
-        self.worker: RoleDevices = self.trainer if shared else parse_devices(text, "fleet.workers")  # each
+        self.worker: RoleDevices = self.trainer if shared else parse_devices(text, "fleet.workers", hosts)  # each
         self.workers = None if cfg.workers == HERE else number  # None: as the experiment says
         if self.together and self.trainer.hosts > 1:
             hosts = f"{cfg.trainer} has {self.trainer.hosts}"
             raise UserError(
                 f"fleet.workers='{TRAINER}': expected a trainer on one host, for it is one process; {hosts}"
             )
+
+
+def parse_worker(text: str) -> tuple[int, int, str]:
+    """Split `4 x 2 x h100:4` into workers, hosts or slices of each, and devices of such a one.
+
+    Raises:
+        UserError: a number is 0, or there are no devices.
+    """
+    workers, each = parse_count(text, "fleet.workers")
+    return workers, *parse_count(each, "fleet.workers")
 
 
 class Placeable(Protocol):

@@ -14,6 +14,7 @@ from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE, RoleDevices
 from rl.fleet.fleet import Placed
+from rl.fleet.hosts import count_hosts
 from rl.fleet.memory import ProgramMemory, program_memory
 from rl.rollout.model_runner.runner import ModelRunner
 
@@ -70,11 +71,13 @@ class RolePlan:
 
     def impossible(self) -> list[str]:
         """Describe what the code cannot start."""
-        if self.role != "worker" or self.devices.hosts == 1:
+        used, there = math.prod(self.mesh.values()), len(self.devices.described)
+        if self.role != "worker" or self.devices.hosts == 1 or used == there:
             return []
         return [
-            f"worker: {self.devices.text} is {self.devices.hosts} hosts of {self.devices.each_host} devices, and an "
-            "engine is one process, so it has the devices of one host; expected a slice of one host"
+            f"worker: {self.devices.text} is {self.devices.hosts} hosts of {self.devices.each_host} devices, and "
+            f"engine.mesh has {used} of them, so that a process would have none or a part; expected all, such as "
+            f"engine.mesh={{'tensor': {there}}}"
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,10 +128,10 @@ class FleetPlan:
         """Return it as JSON-able data; bytes and counts."""
         roles = {"trainer": self.trainer, "worker": self.worker}
         shared = self.together or self.trainer.devices.text == self.worker.devices.text == HERE
-        each = [(role.count * role.devices.share, role.devices) for role in roles.values()]
+        each = [(role.count, role.devices) for role in roles.values()]
         return {
-            "hosts": 1 if shared else _whole(count * one.hosts for count, one in each),
-            "chips": self.trainer.devices.chips if shared else _whole(count * one.chips for count, one in each),
+            "hosts": 1 if shared else count_hosts(each),
+            "chips": self.trainer.devices.chips if shared else _whole(n * one.share * one.chips for n, one in each),
             "processes": 1 if self.together else sum(role.count * role.processes for role in roles.values()),
             "fits": not any(role.shortages() for role in roles.values()),
             "startable": not self.refusals,
@@ -194,7 +197,7 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
             "worker",
             cfg.workers,
             fleet.worker,
-            1,
+            fleet.worker.hosts,
             _sizes(engine_mesh),
             {**draws, **following, **also},
             programs(fleet.worker, engine_mesh.size, ("prefill", "decode")),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mesh import UserError
 from mesh.topology import Topology, generation_of
 from rl.fleet.devices import HERE, RoleDevices, gpu_text, parse_count, parse_devices
-from rl.fleet.fleet import Placeable
+from rl.fleet.fleet import Placeable, parse_worker
 
 MEMORY_FRACTION, OLD_MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # Of a GPU that processes share, what jax may allocate in all of them together: the CUDA context of each process, and
@@ -86,10 +86,10 @@ def role_requests(cfg: Placeable, here: Sequence[Any]) -> dict[str, RoleRequest]
         found = _sharing(cfg.workers, here)
     else:
         slices, trainer = parse_count(cfg.fleet.trainer, "fleet.trainer")
-        _, worker = parse_count(cfg.fleet.workers, "fleet.workers")
+        _, hosts, worker = parse_worker(cfg.fleet.workers)
         found = {
             "trainer": _request("trainer", 1, trainer, "fleet.trainer", slices, here),
-            "worker": _request("worker", cfg.workers, worker, "fleet.workers", 1, here),
+            "worker": _request("worker", cfg.workers, worker, "fleet.workers", hosts, here),
         }
     processes, given = cfg.trainer.processes, found.get("trainer")
     if given is not None and given.processes != processes:

@@ -19,6 +19,8 @@ from mesh import UserError
 from rl.roles.messages import Rollout
 from rl.rollout.config import EngineConfig
 from rl.rollout.engine_core import EngineCore
+from rl.rollout.model_runner.followers import Followers
+from rl.rollout.model_runner.pulls import GroupReceiver, Pulled
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import OnTokens, Request, RequestOutput
 from rl.rollout.sampling import Sampler
@@ -34,11 +36,17 @@ class RolloutEngine(Configurable):
     class Config(EngineConfig["RolloutEngine"]):
         """See `EngineConfig`."""
 
-    def __init__(self, cfg: Config, *, decode: Callable[[Any], str] | None = None):
-        """`decode` gives the text of tokens; without it requests cannot have stop strings."""
+    def __init__(self, cfg: Config, *, decode: Callable[[Any], str] | None = None, followers: Followers | None = None):
+        """Build the engine, without weights.
+
+        Args:
+            cfg: sizes and defaults.
+            decode: gives the text of tokens; without it requests cannot have stop strings.
+            followers: the other processes of an engine whose mesh goes over several, of which this one leads.
+        """
         self.cfg, self._has_text = cfg, decode is not None
         self.paused = False
-        self._core = EngineCore(cfg, decode)
+        self._core = EngineCore(cfg, decode, followers)
         self._runner, self._lifecycle = self._core.runner, self._core.lifecycle
         Sampler.check(cfg.sampler, self._runner.vocab, "RolloutEngine.sampler")
         self._submitted, self._aborted = 0, 0
@@ -64,9 +72,21 @@ class RolloutEngine(Configurable):
         Another thread may call it while the engine draws. `approximations`: tags for rollouts drawn with them.
 
         Raises:
-            UserError: other arrays than the model has.
+            UserError: other arrays than the model has, or the engine has several processes (see `place_pulled`).
         """
+        if not self._core.executor.alone:
+            raise UserError("an engine of several processes takes its weights from a parameter server only")
         return PlacedWeights(self._runner.place(params), approximations)
+
+    def place_pulled(self, pulled: Pulled, receiver: GroupReceiver) -> PlacedWeights:
+        """Put slices that all processes of the engine have pulled into the form that `set_weights` takes.
+
+        On the thread of the engine, between two steps.
+
+        Raises:
+            WeightsError: they are not what the trainer had.
+        """
+        return receiver.place(pulled, self._core.executor)
 
     def set_weights(
         self, params: Params | PlacedWeights, version: int, *, swap: Swap = "keep_cache", rewind: bool = False
@@ -114,6 +134,17 @@ class RolloutEngine(Configurable):
         if self._lifecycle.groups:
             raise UserError(f"the engine cannot sleep: {len(self._lifecycle.groups)} requests are unfinished")
         self._core.sleep()
+
+    # ---- other processes
+
+    @property
+    def leaving(self) -> bool:
+        """True if another process of the engine was asked to end: what is under way should be handed back."""
+        return self._core.executor.leaving
+
+    def close(self) -> None:
+        """End the loops of the engine's other processes."""
+        self._core.executor.close()
 
     # ---- requests
 

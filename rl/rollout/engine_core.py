@@ -9,6 +9,8 @@ import jax
 from rl.rollout.config import EngineConfig
 from rl.rollout.kv_cache.manager import KVCacheManager
 from rl.rollout.lifecycle import Lifecycle
+from rl.rollout.model_runner.executor import Executor
+from rl.rollout.model_runner.followers import Followers
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import RequestOutput
@@ -19,13 +21,14 @@ from rl.rollout.sequence import Sequence
 class EngineCore:
     """One iteration prefills chunks of new prompts, and draws tokens of every running sequence in one dispatch."""
 
-    def __init__(self, cfg: EngineConfig[Any], decode: Callable[[Any], str] | None):
-        """`decode` gives the text of tokens."""
+    def __init__(self, cfg: EngineConfig[Any], decode: Callable[[Any], str] | None, followers: Followers | None = None):
+        """`decode` gives the text of tokens; `followers`: other processes over which the mesh goes."""
         self._cfg = cfg
         self.version = -1
         kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching)
         self.scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
         self.runner = ModelRunner(cfg)
+        self.executor = Executor(self.runner, followers)
         self.lifecycle = Lifecycle(self.scheduler, self.runner.vocab, decode)
         self._next_weights: tuple[PlacedWeights, int] | None = None  # for when all running requests have ended
         self._approximations: tuple[str, ...] = ()  # of the weights in place
@@ -49,8 +52,8 @@ class EngineCore:
     def install(self, placed: PlacedWeights, version: int, *, recompute: bool) -> None:
         """Switch to a policy now. `recompute`: keys and values of running sequences are computed again."""
         scheduler = self.scheduler
-        self.runner.wake()
-        self.runner.params, self._next_weights = placed.params, None
+        self.executor.install(placed)
+        self._next_weights = None
         self._approximations = placed.approximations
         self.version = scheduler.version = version
         scheduler.draining = False
@@ -64,7 +67,7 @@ class EngineCore:
     def sleep(self) -> None:
         """Give back the memory of weights and cache, until `install`. Nothing may be unfinished."""
         self.scheduler.kv_cache.forget()
-        self.runner.sleep()
+        self.executor.sleep()
         self.version, self._next_weights = -1, None
 
     def _started(self) -> bool:
@@ -98,20 +101,20 @@ class EngineCore:
         while (prefills < self._cfg.prefills_per_iteration or not scheduler.running) and self._prefill():
             prefills += 1
         rows, copies = scheduler.to_decode(self._cfg.steps_per_dispatch)
-        self.runner.copy(copies)
+        self.executor.copy(copies)
         if not rows:
             return [], None
-        rows.sort(key=self.runner.buckets.reach, reverse=True)
+        rows.sort(key=self.executor.buckets.reach, reverse=True)
         self._counts["dispatches"] += 1
-        return rows, self.runner.decode(rows, waiting=scheduler.waiting > 0)
+        return rows, self.executor.decode(rows, waiting=scheduler.waiting > 0)
 
     def _prefill(self) -> bool:
         """Make one dispatch; returns False if there is nothing to prefill, or no room for it."""
-        chosen, copies = self.scheduler.to_prefill(self.runner.buckets.prefill)
-        self.runner.copy(copies)
+        chosen, copies = self.scheduler.to_prefill(self.executor.buckets.prefill)
+        self.executor.copy(copies)
         if work := [(sequence, count) for sequence, count in chosen if count]:
             self._counts["dispatches"] += 1
-            self.runner.prefill(work)
+            self.executor.prefill(work)
         for sequence, count in chosen:
             if sequence.ended:
                 continue  # by another's agent loop, in this very loop
@@ -160,7 +163,7 @@ class EngineCore:
         """Overwrite NaNs: they would spoil the next holder of the page, though masked (0 x NaN is NaN)."""
         kv_cache = self.scheduler.kv_cache
         kv_cache.forget()
-        self.runner.zero(kv_cache.pool.free_pages())
+        self.executor.zero(kv_cache.pool.free_pages())
 
     # ---- figures
 

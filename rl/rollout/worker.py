@@ -54,12 +54,13 @@ class RolloutWorker:
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Work until the controller says that the run is over, or until `stop()`; then hand back unfinished work."""
-        self._stop = stop
+        self._stop = lambda: stop() or self._engine.leaving
         self._controller.join(self.name)
-        while not stop() and not self._controller.status()["stopped"]:
+        while not self._stop() and not self._controller.status()["stopped"]:
             while self.run_once(timeout=2.0):
                 pass
         self._controller.leave(self.name)
+        self._engine.close()
 
     def run_once(self, timeout: float = 0.0) -> bool:
         """Carry out one lease; returns False if there was none, or it was handed back."""

@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from axlearn_like.layers.base import Params
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.pull.receiver import PullStats, Receiver
+from rl.parameter_server.pull.receiver import PullStats, VersionSource
 
 _WAIT = 2.0  # seconds that one request for newer versions waits at the directory
 
@@ -17,11 +16,12 @@ class Prefetcher:
 
     def __init__(
         self,
-        receiver: Receiver,
-        place: Callable[[Params], Any],
+        receiver: VersionSource,
+        place: Callable[[Any], Any],
         *,
         newest: bool,
         background: bool = True,
+        finish: Callable[[Any], Any] = lambda placed: placed,
     ):
         """Store the settings; `take` and `newer` pull.
 
@@ -30,6 +30,7 @@ class Prefetcher:
             place: converts the arrays to what the engine uses (see `RolloutEngine.place`).
             newest: always fetch the newest version; else the one that follows the version in use.
             background: fetch ahead at all.
+            finish: what is left to be done with the result of `place` on the worker's thread, when it takes it.
         """
         self._receiver, self._place, self._newest = receiver, place, newest
         self._pulling = threading.Lock()  # one pull at a time
@@ -37,7 +38,7 @@ class Prefetcher:
         self._used = -1
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
-        self._background = background
+        self._background, self._finish = background, finish
 
     def take(self, version: int, timeout: float = 0.0) -> tuple[Any, PullStats]:
         """Return exactly this version, as the engine uses it, and the statistics of its pull.
@@ -65,6 +66,8 @@ class Prefetcher:
                 self._ready = None
                 return None
             return (self._ready[0], *self._hand_out(self._ready))
+        except WeightsError:
+            return None  # the next pull brings it, or the worker gets the error when it needs the version
         finally:
             self._pulling.release()
 
@@ -85,10 +88,12 @@ class Prefetcher:
             return False
 
     def _hand_out(self, ready: tuple[int, Any, PullStats]) -> tuple[Any, PullStats]:
-        self._used, self._ready = ready[0], None
+        self._ready = None
+        placed = self._finish(ready[1])
+        self._used = ready[0]
         if self._background and not self._thread.is_alive() and not self._closed.is_set():
             self._thread.start()
-        return ready[1:]
+        return placed, ready[2]
 
     def _pull(self, version: int, timeout: float) -> tuple[int, Any, PullStats]:
         began = time.monotonic()

@@ -42,6 +42,18 @@ class VersionDirectory(Protocol):
     def failed(self, grant: int, source_is_dead: bool) -> None: ...
 
 
+class VersionSource(Protocol):
+    """A receiver as a prefetcher uses it: of one process, or of several together."""
+
+    @property
+    def directory(self) -> VersionDirectory: ...
+    @property
+    def stats(self) -> PullStats: ...
+    @property
+    def approximations(self) -> tuple[str, ...]: ...
+    def pull(self, version: int, timeout: float = 0.0) -> Any: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
     """Role of a worker's process in the peer-to-peer broadcast.
@@ -119,17 +131,45 @@ class Receiver:
         while True:
             manifest = self.directory.manifest(version, max(0.0, end - time.monotonic()))
             began = time.monotonic()
-            self._check_shapes(manifest)
             try:
-                params = self._place(self._fetch(manifest, end))
+                params = self.fetch(manifest, max(0.0, end - time.monotonic()))
             except VersionGone:  # a server was restarted: the trainer is about to publish again
                 if time.monotonic() >= end:
                     raise
                 time.sleep(_PAUSE)
                 continue
-            self._check_contents(manifest, params)
+            self.check(manifest, params)
             self.stats.seconds = time.monotonic() - began
             return params
+
+    def fetch(self, manifest: Manifest, timeout: float = 0.0) -> Params:
+        """Return the arrays of a version with this process's slices on its devices; `check` is still to come.
+
+        Runs no program on the devices, so it may be called beside programs of several processes. `timeout`: seconds to
+        wait for a source to read from.
+
+        Raises:
+            VersionGone: a server has lost it. WeightsError: damaged, or of other shapes than the policy's.
+        """
+        self._check_shapes(manifest)
+        return self._place(self._fetch(manifest, time.monotonic() + timeout))
+
+    def check(self, manifest: Manifest, params: Params) -> None:
+        """Check the contents on the devices; all processes that share the arrays must call this together.
+
+        Raises:
+            WeightsError: they are not what the trainer had; in all processes alike.
+        """
+        if not (self._verify and self._codec.lossless):
+            return
+        ours = {spec.path for spec in manifest.tensors if spec.dtype == self._dtypes[spec.path].name}
+        found = fingerprints(params)
+        for name in ours:
+            if found[name] != manifest.fingerprints[name]:
+                raise WeightsError(
+                    f"version {manifest.version}: {name} on this worker's devices is not what the trainer had: "
+                    f"fingerprint {found[name]}, expected {manifest.fingerprints[name]}"
+                )
 
     # ---- internals
 
@@ -248,15 +288,3 @@ class Receiver:
                 f"version {manifest.version}: {name} is {theirs.get(name, 'not there')} at the parameter server and "
                 f"{ours.get(name, 'not there')} in this worker's policy; are both of one run?"
             )
-
-    def _check_contents(self, manifest: Manifest, params: Params) -> None:
-        if not (self._verify and self._codec.lossless):
-            return
-        ours = {spec.path for spec in manifest.tensors if spec.dtype == self._dtypes[spec.path].name}
-        found = fingerprints(params)
-        for name in ours:
-            if found[name] != manifest.fingerprints[name]:
-                raise WeightsError(
-                    f"version {manifest.version}: {name} on this worker's devices is not what the trainer had: "
-                    f"fingerprint {found[name]}, expected {manifest.fingerprints[name]}"
-                )

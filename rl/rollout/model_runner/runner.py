@@ -1,6 +1,7 @@
-"""The model runner: weights, the page pool, and compiled dispatches of few shapes.
+"""The model runner: weights, the page pool, and compiled dispatches of few shapes, in one process of an engine.
 
-Every array that goes in has one of a few sizes, so after each has been met once nothing is compiled.
+Every array that goes in has one of a few sizes, so after each has been met once nothing is compiled. Where the mesh
+spans processes, all of them make the same calls with the same arrays in the same order (see executor.py).
 """
 
 import dataclasses
@@ -13,19 +14,17 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.base import Params, bind
-from axlearn_like.layers.contexts.paged import NULL_PAGE, make_pool
+from axlearn_like.layers.contexts.paged import make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.rollout.config import EngineConfig
-from rl.rollout.kv_cache.manager import PageCopy
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
-from rl.rollout.model_runner.buckets import Buckets, bucket, halvings
+from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
 from rl.rollout.model_runner.weights import WeightLayout
 from rl.rollout.sampling import Sampler, plain
-from rl.rollout.sequence import Sequence
 
-_COPIES = 64  # pages in one copying dispatch
+COPIES = 64  # pages in one copying dispatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +56,11 @@ class Dispatch:
 
 
 class ModelRunner:
-    """Runs prefill and decoding for sequences; knows nothing of queues."""
+    """Runs prefill and decoding of batches; knows nothing of sequences and queues."""
 
     def __init__(self, cfg: EngineConfig[Any], described: Items[Any] | None = None):
         """`described`: devices to compile for that are not there (see aot.py); nothing is allocated on them."""
-        self._cfg, self._pages = cfg, cfg.pool_pages
+        self._cfg, self._pages, self.page_size = cfg, cfg.pool_pages, cfg.page_size
         self.mesh = make_mesh(cfg.mesh, described)
         platform = self.mesh.devices.flat[0].platform
         self._kernel = platform == "tpu"
@@ -141,6 +140,11 @@ class ModelRunner:
         """
         return self._weights.place(params)
 
+    def install(self, params: Params) -> None:
+        """Switch to placed weights, and take the memory of the pages if it was given back."""
+        self.wake()
+        self.params = params
+
     # ---- memory
 
     def sleep(self) -> None:
@@ -158,7 +162,7 @@ class ModelRunner:
 
     def _empty_pool(self) -> Any:
         """Return the pages of all layers."""
-        (heads, width), page_size = self._cache_shape, self._cfg.page_size
+        (heads, width), page_size = self._cache_shape, self.page_size
         if self._kernel:
             from axlearn_like.kernels.ragged_paged_attention import make_pool as make_kernel_pool
 
@@ -172,50 +176,36 @@ class ModelRunner:
             dtype=self._dtype,
         )
 
-    def copy(self, copies: Items[PageCopy]) -> None:
-        """Copy pages, in order; all reads of a batch come before its writes."""
-        for first in range(0, len(copies), _COPIES):
-            part = list(copies[first : first + _COPIES])
-            part += [(NULL_PAGE, NULL_PAGE)] * (bucket(len(part), halvings(_COPIES, 4)) - len(part))
-            sources, targets = np.array(part, np.int32).T
-            with jax.set_mesh(self.mesh):
-                self.pool = self._run_copy(self.pool, sources, targets)
+    def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy pages, int32 [n] each; all reads come before the writes."""
+        with jax.set_mesh(self.mesh):
+            self.pool = self._run_copy(self.pool, sources, targets)
 
-    def zero(self, pages: Items[int]) -> None:
-        """Fill pages with zeros."""
-        for first in range(0, len(pages), _COPIES):
-            targets = np.full(_COPIES, NULL_PAGE, np.int32)
-            part = pages[first : first + _COPIES]
-            targets[: len(part)] = part
-            with jax.set_mesh(self.mesh):
-                self.pool = self._run_zero(self.pool, targets)
+    def zero(self, targets: np.ndarray) -> None:
+        """Fill pages with zeros, int32 [n]."""
+        with jax.set_mesh(self.mesh):
+            self.pool = self._run_zero(self.pool, targets)
 
     # ---- dispatches
 
-    def prefill(self, chosen: Items[tuple[Sequence, int]]) -> None:
-        """Put the next `count` tokens of each sequence into the pool."""
-        _, chunk = self.buckets.prefill(max(count for _, count in chosen))
-        rows = self.buckets.prefill_rows(len(chosen), chunk)
-        width = self.buckets.width(max(sequence.cached + count for sequence, count in chosen))
-        batch = pack_prefill(chosen, rows, chunk, width // self._cfg.page_size)
+    def prefill(self, batch: PrefillBatch) -> None:
+        """Put the tokens of a batch into the pool."""
         with jax.set_mesh(self.mesh):
             self.pool = self._run_prefill(self.params, self.pool, batch)
 
-    def decode(self, sequences: Items[Sequence], *, waiting: bool) -> dict[str, jax.Array]:
+    def decode(self, batch: DecodeBatch, *, quorum: int, plain: bool) -> dict[str, jax.Array]:
         """Start drawing; returns the arrays of `decode.decode`.
 
         Args:
-            sequences: best the longest first.
-            waiting: other sequences could use a row that becomes free.
+            batch: one of the numbers of rows in `buckets`.
+            quorum: rows left with which the dispatch ends.
+            plain: the sampling parameters of every row are.
         """
-        size = self.buckets.rows(len(sequences))
-        quorum = self.buckets.quorum(len(sequences), waiting=waiting)
-        samplers = [sequence.group.sampler for sequence in sequences]
-        samplers += [Sampler.Config()] * (size - len(sequences))
-        batch = pack_decode(sequences, samplers, pages=self._pages_of_a_row, vocab=self.vocab)
+        size = len(batch.feed)
         with jax.set_mesh(self.mesh):
+            windows = self._windows_of(size)
             self.pool, windows, out = self._run_decode(
-                self.params, self.pool, self._windows_of(size), batch, np.int32(quorum), plain=all(map(plain, samplers))
+                self.params, self.pool, windows, batch, np.int32(quorum), plain=plain
             )
         for layer, groups in enumerate(windows):
             for key, cells in zip(enumerate(self.buckets.groups(size)), groups, strict=True):
@@ -223,8 +213,9 @@ class ModelRunner:
         return out
 
     @property
-    def _pages_of_a_row(self) -> int:
-        return self.buckets.widest // self._cfg.page_size
+    def pages_of_a_row(self) -> int:
+        """Entries of a row of the page table, so that the longest sequence fits."""
+        return self.buckets.widest // self.page_size
 
     def _windows_of(self, rows: int) -> list[list[Any]]:
         """Return windows to decode in, by layer and group of rows. Kept: allocation takes a tenth of a dispatch."""
@@ -248,14 +239,14 @@ class ModelRunner:
         every_rule = Sampler.Config(top_p=0.9, repetition_penalty=1.1, logit_bias=((0, 1.0),))
 
         def trace_prefill(rows: int, chunk: int) -> Any:
-            return self._run_prefill.trace(self.params, self.pool, pack_prefill([], rows, chunk, self._pages_of_a_row))
+            return self._run_prefill.trace(self.params, self.pool, pack_prefill([], rows, chunk, self.pages_of_a_row))
 
         def trace_decode(sampler: Sampler.Config) -> Any:
-            batch = pack_decode([], [sampler] * rows, pages=self._pages_of_a_row, vocab=self.vocab)
+            batch = pack_decode([], [sampler] * rows, pages=self.pages_of_a_row, vocab=self.vocab)
             windows = self._windows_of(rows)
             return self._run_decode.trace(self.params, self.pool, windows, batch, np.int32(1), plain=plain(sampler))
 
-        pages = np.zeros(_COPIES, np.int32)
+        pages = np.zeros(COPIES, np.int32)
         shapes = [self.buckets.prefill(chunk) for chunk in self.buckets.chunks]
         return [
             *(Dispatch("prefill", partial(trace_prefill, rows, chunk), rows, chunk) for rows, chunk in shapes),

@@ -23,10 +23,12 @@ class PlacedWeights:
 
     Attributes:
         approximations: tags of rollouts drawn with them, if they are not the trainer's to the bit.
+        key: of the version, by which all processes of an engine know their parts; None: the engine is one process.
     """
 
     params: Params
     approximations: tuple[str, ...] = ()
+    key: int | None = None
 
 
 class WeightLayout:
@@ -75,12 +77,13 @@ class WeightLayout:
             UserError: an array is missing, or has another shape.
         """
         self._check(params)
-        if self._unwrap is not None:
-            with jax.set_mesh(self._mesh):
-                params = self._unwrap(jax.tree.map(lambda leaf, like: place(leaf, like, like), params, self._arriving))
-        if not self._stacked:
-            params = self.model.unstack_params(params)
         with jax.set_mesh(self._mesh):
+            if self._unwrap is None:
+                params = jax.tree.map(_on_devices, params, self._arriving)
+            else:
+                params = self._unwrap(jax.tree.map(lambda leaf, like: place(leaf, like, like), params, self._arriving))
+            if not self._stacked:
+                params = self.model.unstack_params(params)
             return jax.tree_util.tree_map_with_path(
                 lambda path, leaf, like: place(leaf, like, self._stored(path, like)), params, self._placed
             )
@@ -104,6 +107,11 @@ class WeightLayout:
 
     def _dtype(self, path: Any, like: jax.ShapeDtypeStruct) -> Any:
         return like.dtype if _name(path).endswith(("scale", "norm.bias")) else self.model.dtype
+
+
+def _on_devices(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+    """Return an array of other devices or sharding as the model has it; one of the host is cut there."""
+    return jax.device_put(leaf, like.sharding) if isinstance(leaf, jax.Array) else leaf
 
 
 def place(leaf: Any, like: jax.ShapeDtypeStruct, stored: jax.ShapeDtypeStruct) -> jax.Array:

@@ -29,7 +29,8 @@ from rl.parameter_server.rpc import RemoteShardServer
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
-from rl.runtime.ray.proxies import CALL_MARGIN, connect_services, result, server_names, trainer_names
+from rl.rollout.worker import RolloutWorker
+from rl.runtime.ray.proxies import CALL_MARGIN, connect_services, group_of, result, server_names
 from rl.runtime.ray.shutdown import GracefulShutdown
 from rl.training.warm_start import run_warm_start
 
@@ -60,7 +61,7 @@ class RoleHost:
         self._run = RunDirectory.attach(run_path)
         self._events = EventLog(self._run.events_path)
         self._services: dict[str, Any] = {}
-        self._processes: ProcessGroup | None = None  # of a trainer that has joined
+        self._processes: ProcessGroup | None = None  # of a trainer or worker that has joined
         self._building = threading.Lock()
         self._role: Any = None
         self._stopping = False
@@ -79,17 +80,32 @@ class RoleHost:
         """Return the address at which this parameter server process listens."""
         return self._built().listen(ray.util.get_node_ip_address())
 
-    def run_worker(self, services: dict[str, Any]) -> dict[str, Any]:
-        """Run the worker's loop until the controller stops the run. `services`: actors of the roles that it calls."""
+    def run_worker(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
+        """Run the worker's loop until the controller stops the run, or follow the process that does.
+
+        Args:
+            services: actors of the roles that it calls.
+            meeting: the address where several processes of one worker join.
+        """
         self._services, self._shutdown.has_loop = services, True
-        worker = self._built()
-        self._shutdown.abandon = worker.abandon
-        with jax.set_mesh(make_mesh()):
-            worker.run(stop=lambda: self._shutdown.requested)
+        if meeting and self._processes is None:
+            self._processes = self._joined(self._experiment.cfg, meeting)
+        role = self._built()
+        if self._processes is None:
+            with jax.set_mesh(make_mesh()):
+                self._work(role)
+        elif self._processes.leader:
+            self._work(role)
+        else:
+            role.run(leaving=lambda: self._shutdown.requested)
         return self._end_of_loop()
 
+    def _work(self, worker: RolloutWorker) -> None:
+        self._shutdown.abandon = worker.abandon
+        worker.run(stop=lambda: self._shutdown.requested)
+
     def meeting_place(self) -> str:
-        """Return an address on this host where the trainer processes can join."""
+        """Return an address on this host where the processes of one role can join."""
         return free_address(ray.util.get_node_ip_address())
 
     def run_trainer(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
@@ -101,6 +117,8 @@ class RoleHost:
         stop = lambda: self._stopping or self._shutdown.requested  # noqa: E731
         if self._processes is None:
             cfg = self._experiment.cfg
+            if cfg.trainer.mesh or cfg.warm_start is not None:  # as the command described them to check the mesh
+                configure_cpu_devices(cfg.trainer.mesh, cfg.trainer.processes)
             self._processes = self._joined(cfg, meeting)
             if not run_warm_start(cfg.warm_start, self._run, stop):
                 self._processes.barrier()  # a process that ends now takes nothing from the others
@@ -153,27 +171,29 @@ class RoleHost:
         controller, weights, verifier = connect_services(self._name, self._services, experiment.cfg, self._events)
         if self._kind == "trainer":
             return experiment.make_trainer(self._run, controller, weights, self._processes)
-        self._check_devices()
+        several = {"processes": self._processes, "token": self._token}
+        if self._processes is None:
+            self._check_devices()
+        elif not self._processes.leader:
+            return experiment.make_follower(weights, **several, host=ray.util.get_node_ip_address())
         began = psutil.Process().create_time()
-        return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began)
+        return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began, **several)
 
     def _joined(self, cfg: RLExperiment.Config, meeting: str) -> ProcessGroup:
-        """Join the trainer's other processes, if there are several, and configure the devices of this one."""
-        names, timeouts = trainer_names(cfg), cfg.timeouts
-        if cfg.trainer.mesh or cfg.warm_start is not None:
-            configure_cpu_devices(cfg.trainer.mesh, len(names))  # as the command described them to check the mesh
+        """Join the other processes of this trainer or worker, if there are several, and open this one's devices."""
+        names, timeouts = group_of(self._name, cfg), cfg.timeouts
         if len(names) > 1:
             index = names.index(self._name)
             os.environ |= self._slice_variables(meeting, index)
             beyond = timeouts.unresponsive + CALL_MARGIN  # by then the driver has killed a process that does not answer
-            join(meeting, index, len(names), role="trainer", timeout=beyond, heartbeat=beyond)
+            join(meeting, index, len(names), role=names[0], timeout=beyond, heartbeat=beyond)
         self._check_devices()
 
         def on_wait(who: str, seconds: float) -> None:
             what = f"{who} to reach the same step"
             self._events.append(self._name, "waiting", who=self._name, what=what, seconds=round(seconds, 1))
 
-        return ProcessGroup("trainer", on_wait=on_wait, warn_after=timeouts.warn_after, limit=2 * timeouts.batch)
+        return ProcessGroup(names[0], on_wait=on_wait, warn_after=timeouts.warn_after, limit=2 * timeouts.batch)
 
     def _slice_variables(self, meeting: str, index: int) -> dict[str, str]:
         """Return the variables by which libtpu joins several slices to one program; empty for one slice."""

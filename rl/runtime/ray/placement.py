@@ -11,6 +11,7 @@ from axlearn_like.run.directory import RunDirectory
 from rl.experiment import RLExperiment
 from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
 from rl.runtime.ray.actors import RoleHost
+from rl.runtime.ray.proxies import trainer_names, worker_names
 from rl.runtime.ray.reservation import Slot
 
 SERVICES = ("controller", "parameter_server", "verifier")  # kinds of roles that others call; they use no accelerator
@@ -63,8 +64,8 @@ def _node(cfg: RLExperiment.Config, kind: str, name: str) -> Any:
     if kind in SERVICES or (kind == "trainer" and cfg.trainer.processes == 1):
         return "DEFAULT"
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    index = int(name.removeprefix(kind).removeprefix("-") or 0) % len(nodes)
-    return NodeAffinitySchedulingStrategy(nodes[index], soft=True)
+    index = (trainer_names(cfg) if kind == "trainer" else worker_names(cfg)).index(name)
+    return NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=True)
 
 
 def _environment(kind: str, slot: Slot | None) -> dict[str, str]:

@@ -26,7 +26,7 @@ def check_machine(cfg: RLExperiment.Config) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         check_cluster(address)
     else:
-        check_memory(cfg.workers, psutil.virtual_memory().available, cfg.trainer.processes)
+        check_memory(cfg.workers * cfg.fleet.worker_hosts, psutil.virtual_memory().available, cfg.trainer.processes)
         for shard in range(cfg.parameter_server.shard_servers):
             check_port(cfg.parameter_server.host, cfg.parameter_server.port and cfg.parameter_server.port + shard)
 

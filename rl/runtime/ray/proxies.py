@@ -118,9 +118,20 @@ def trainer_names(cfg: RLExperiment.Config) -> list[str]:
     return [process_name("trainer", index) for index in range(cfg.trainer.processes)]
 
 
+def worker_groups(cfg: RLExperiment.Config) -> list[list[str]]:
+    """Return the names of the workers' actors, worker by worker, the leader of each first."""
+    processes = range(cfg.fleet.worker_hosts)
+    return [[process_name(f"worker-{worker}", index) for index in processes] for worker in range(cfg.workers)]
+
+
 def worker_names(cfg: RLExperiment.Config) -> list[str]:
-    """Return the names of the workers' actors."""
-    return [f"worker-{index}" for index in range(cfg.workers)]
+    """Return the names of all workers' actors, worker by worker."""
+    return [name for group in worker_groups(cfg) for name in group]
+
+
+def group_of(name: str, cfg: RLExperiment.Config) -> list[str]:
+    """Return the names of all processes of a trainer's or worker's process, the leader first."""
+    return next((names for names in (trainer_names(cfg), *worker_groups(cfg)) if name in names), [name])
 
 
 def connect_services(

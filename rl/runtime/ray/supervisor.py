@@ -21,9 +21,9 @@ from rl.runtime.cluster_file import advertise, withdraw
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.health import HealthMonitor
 from rl.runtime.ray.placement import start_actor
-from rl.runtime.ray.proxies import RemoteRole, result, server_names, trainer_names, worker_names
+from rl.runtime.ray.proxies import RemoteRole, result, server_names, trainer_names, worker_groups
 from rl.runtime.ray.reservation import Reservation
-from rl.runtime.ray.trainer_group import Awaited, TrainerGroup
+from rl.runtime.ray.role_group import Awaited, RoleGroup
 from rl.training.warm_start import is_warm_start_due
 
 MAX_DEATHS = 5  # of one role without an update in between; more are a fault of the run
@@ -67,10 +67,13 @@ class Supervisor:
         self._services = {name: self._start("parameter_server", name) for name in server_names(cfg)}
         self._services |= {kind: self._start(kind, kind) for kind in ("controller", "verifier")}
         self._loops = {name: self._start("trainer", name) for name in trainer_names(cfg)}
-        self._group = TrainerGroup(dict(self._loops))
-        for name in worker_names(cfg):
-            self._loops[name] = self._start("worker", name)
-        self._idle_workers = [name for name in self._loops if name not in self._group.names]
+        self._trainer = RoleGroup(dict(self._loops))
+        self._groups = dict.fromkeys(self._loops, self._trainer)  # by the name of a process
+        for names in worker_groups(cfg):
+            actors = {name: self._start("worker", name) for name in names}
+            self._loops |= actors
+            self._groups |= dict.fromkeys(names, RoleGroup(actors))
+        self._idle_workers = [name for name in self._loops if name not in self._trainer.names]
         self._health = HealthMonitor({**self._services, **self._loops}, cfg.timeouts, self._log, say)
         self._waiting: dict[Any, tuple[str, Awaited]] = {}
 
@@ -90,7 +93,7 @@ class Supervisor:
 
         `check()` raises if Ray itself has died, which is the cause of all other errors then.
         """
-        for name in self._group.names:
+        for name in self._trainer.names:
             self._begin(name)
         if not is_warm_start_due(self._cfg.warm_start, self._run):
             self._begin_workers()
@@ -110,7 +113,7 @@ class Supervisor:
                 value = self._outcome(name, what, reference)
                 if name == "trainer" and value is not None and (asked or value["finished"]):
                     return value["step"]
-                if name in self._group.names and value is None and asked:
+                if name in self._trainer.names and value is None and asked:
                     return self._step  # it died before it could save: a resumed run starts from the last checkpoint
             if asked and preempted() and time.monotonic() > asked + self._cfg.timeouts.grace:
                 self._say(f"the trainer did not end within timeouts.grace={self._cfg.timeouts.grace:g} s of SIGTERM")
@@ -139,17 +142,21 @@ class Supervisor:
         return start_actor(self._cfg, self._run, kind, name, slot, **known)
 
     def _begin(self, name: str, incarnation: str = "") -> None:
-        """Start the loop of a process; with several trainer processes, as soon as all of them have started."""
+        """Start the loop of a process; of one among several of its role, as soon as all of them have started."""
         self._left.discard(name)
-        actor = self._loops[name]
-        if name not in self._group.names:
-            self._waiting[actor.run_worker.remote(self._services)] = (name, "loop")
-        elif not self._group.several:
-            self._waiting[actor.run_trainer.remote(self._services)] = (name, "loop")
+        group = self._groups[name]
+        if not group.several:
+            self._run_loop(name)
         elif not incarnation:
             self._await_restart(name)
-        elif self._group.started(name, incarnation):
-            self._waiting[self._loops[self._group.leader].meeting_place.remote()] = (self._group.leader, "meeting")
+        elif group.started(name, incarnation):
+            self._waiting[self._loops[group.leader].meeting_place.remote()] = (group.leader, "meeting")
+
+    def _run_loop(self, name: str, meeting: str = "") -> None:
+        """Start the loop of a process; `meeting`: the address where several of its role join."""
+        actor = self._loops[name]
+        run = actor.run_trainer if name in self._trainer.names else actor.run_worker
+        self._waiting[run.remote(self._services, meeting)] = (name, "loop")
 
     def _begin_workers(self) -> None:
         """Start the loops of all workers, once; they would only wait while the trainer makes its warm start."""
@@ -171,10 +178,9 @@ class Supervisor:
         if what == "loop":
             return self._note_return(name, value)
         if what == "meeting":
-            self._group.begin()
-            for member in self._group.names:
-                loop = self._loops[member].run_trainer.remote(self._services, value)
-                self._waiting[loop] = (member, "loop")
+            self._groups[name].begin()
+            for member in self._groups[name].names:
+                self._run_loop(member, value)
         elif value == self._former.get(name):
             self._await_restart(name)
         else:
@@ -195,39 +201,35 @@ class Supervisor:
         Raises:
             The error, if it is not the death of a process and would come again.
         """
+        group = self._groups[name]
         if what != "loop":
             if not isinstance(error, RayActorError):
                 raise error
-            self._group.lost(name)
+            group.lost(name)
             return self._await_restart(name)
-        dead = self._group.dead(name, error) if name in self._group.names else []
-        if dead:
-            for one in (first := self._group.first(dead)):
+        if dead := group.dead(name, error):
+            for one in (first := group.first(dead)):
                 self._note_loss(one, error)
             return self._restart(first, dead)
-        if isinstance(error, RayActorError):
-            self._note_loss(name, error)
-        elif isinstance(error, UserError):
+        if isinstance(error, UserError):
             raise error
-        else:
-            self._note_failure(name, error)
+        self._note_failure(name, error)
         self._restart([name], [name])
 
     def _restart(self, first: list[str], dead: list[str]) -> None:
-        """Await the restart of a process that has ended; if it is a trainer process, restart all of them.
+        """Await the restart of a process that has ended, and restart all others of its role.
 
         `first`: the processes that ended first; `dead`: all that have ended by themselves.
         """
-        if first[0] not in self._group.names:
-            return self._await_restart(first[0])
-        self._waiting = {r: waiting for r, waiting in self._waiting.items() if waiting[0] not in self._group.names}
-        self._former |= self._group.reset()
-        for name in self._group.names:
+        group = self._groups[first[0]]
+        self._waiting = {r: waiting for r, waiting in self._waiting.items() if waiting[0] not in group.names}
+        self._former |= group.reset()
+        for name in group.names:
             if name not in first:
                 self._log.append("driver", "ended", target=name, cause=first[0])
             if name not in dead:
                 ray.kill(self._loops[name], no_restart=False)
-        for name in self._group.names:
+        for name in group.names:
             self._await_restart(name)
 
     def _await_restart(self, name: str) -> None:
@@ -263,8 +265,8 @@ class Supervisor:
                 f"{name} died {MAX_DEATHS} times without an update in between, at update {self._step}; "
                 f"its output is in the logs of Ray's session. {error}"
             )
-        if name not in self._group.names:  # should the call fail, the worker releases its lease when it joins again
-            self._services["controller"].call.remote("release", (name, "worker died"), {})
+        if name not in self._trainer.names:  # should the call fail, the worker releases its lease when it joins again
+            self._services["controller"].call.remote("release", (self._groups[name].leader, "worker died"), {})
 
     def _note_shutdown(self, name: str) -> None:
         self._say(f"{self._process(name)} shut down on SIGTERM; restarting {self._restarted(name)}")
@@ -273,7 +275,8 @@ class Supervisor:
         return f"{name} (pid {self._pids.get(name, 'unknown')})"
 
     def _restarted(self, name: str) -> str:
-        return "all trainer processes" if self._group.several and name in self._group.names else "it"
+        group = self._groups[name]
+        return f"all {group.leader} processes" if group.several else "it"
 
     def _read_logs(self) -> None:
         """Read the new rows of the metrics and of the event log."""
@@ -290,9 +293,10 @@ class Supervisor:
     def _check_health(self) -> None:
         """Record which processes have died."""
         for name in self._health.check():
-            if self._group.lost(name):  # before its loop began
-                self._await_restart(name)
-            elif name not in self._loops and name not in self._left:  # the end of a loop is recorded elsewhere
+            if name in self._groups:
+                if self._groups[name].lost(name):  # before its loop began
+                    self._await_restart(name)
+            elif name not in self._left:  # the end of a loop is recorded elsewhere
                 self._log.append("driver", "died", target=name)
 
     def _read_event(self, row: dict[str, Any]) -> None:
@@ -300,7 +304,7 @@ class Supervisor:
             case "start" if "pid" in row:
                 self._pids[row["role"]] = row["pid"]
                 self._left.discard(row["role"])
-                if row["role"] == self._group.leader:
+                if row["role"] == self._trainer.leader:
                     self._begin_workers()
             case "shutdown":
                 self._left.add(row["role"])

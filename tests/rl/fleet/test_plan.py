@@ -33,7 +33,7 @@ def test_hosts_meshes_bytes_and_processes_are_counted():
     cfg.engine.mesh = {"tensor": 2}
     plan = plan_fleet(place(cfg))
     data = plan.as_dict()
-    assert (data["hosts"], data["chips"], data["processes"]) == (2 + 3, 16 + 6, 2 + 3)
+    assert (data["hosts"], data["chips"], data["processes"]) == (2 + 1, 16 + 6, 2 + 3)
     assert data["roles"]["trainer"]["mesh"] == {"data": 4, "fsdp": 4}
     assert data["roles"]["trainer"]["devices_per_process"] == 8
     assert data["roles"]["worker"]["mesh"] == {"tensor": 2}
@@ -86,12 +86,25 @@ def test_a_program_needs_what_lies_beside_its_arguments_too():
     assert dataclasses.replace(role, beside={}).shortages() == []
 
 
-def test_an_engine_over_several_hosts_is_refused_for_the_code_cannot_start_it():
-    cfg = experiment("h100:1", "2 x h100:16")
+def test_a_worker_over_several_hosts_has_a_process_on_each_and_all_devices_in_its_mesh():
+    cfg = experiment("h100:1", "3 x 2 x h100:1")
     plan = plan_fleet(place(cfg))
     [line] = plan.refusals
-    assert "h100:16 is 2 hosts of 8 devices, and an engine is one process" in line
+    assert "2 x h100:1 is 2 hosts of 1 devices, and engine.mesh has 1 of them" in line
+    assert "expected all, such as engine.mesh={'tensor': 2}" in line
     assert plan.as_dict()["fits"] and not plan.as_dict()["startable"]
+    cfg.engine.mesh = {"tensor": 2}
+    data = plan_fleet(place(cfg)).as_dict()
+    assert data["startable"] and (data["hosts"], data["chips"], data["processes"]) == (2, 1 + 6, 1 + 6)
+    worker = data["roles"]["worker"]
+    assert (worker["hosts"], worker["processes"], worker["devices_per_process"]) == (2, 2, 1)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused_by_the_layer():
+    cfg = experiment("h100:1", "h100:16")
+    cfg.engine.mesh = {"tensor": 16}
+    with pytest.raises(UserError, match="num_kv_heads=2 do not divide evenly over the mesh .tensor 16"):
+        plan_fleet(place(cfg))
 
 
 def test_a_mesh_that_does_not_fit_the_roles_devices_is_refused_by_the_field():
@@ -107,7 +120,7 @@ def test_the_command_prints_the_plan_and_ends_with_one_object(capsys: pytest.Cap
     assert cli.main(["rl", name, "--plan", "--json", *fleet]) == 0
     printed = capsys.readouterr()
     data = json.loads(printed.out.splitlines()[-1])
-    assert (data["hosts"], data["chips"], data["fits"]) == (5, 5, True) and data["seconds"] > 0
+    assert (data["hosts"], data["chips"], data["fits"]) == (1, 5, True) and data["seconds"] > 0
     assert cli.main(["rl", name, "--plan", "--json", *fleet, "--set", "engine.pages=90000000"]) == 2
     refused = capsys.readouterr()
     assert json.loads(refused.out.splitlines()[-1])["fits"] is False

@@ -48,6 +48,23 @@ def test_slices_have_their_hosts_and_gpus_their_model():
     assert requests("h100:16", "gpu:1")["trainer"].slices == 1
 
 
+@pytest.mark.parametrize(
+    ("workers", "kind", "instances", "processes", "each"),
+    [
+        ("64 x v5p:2x2x2", "TPU", 64, 2, 4.0),
+        ("2 x h100:16", "GPU", 2, 2, 8.0),
+        ("3 x 2 x h100:4", "GPU", 3, 2, 4.0),
+        ("1 x 2 x cpu:2", "CPU", 1, 2, 0.0),
+    ],
+)
+def test_a_worker_has_a_process_on_each_of_its_hosts(
+    workers: str, kind: str, instances: int, processes: int, each: float
+):
+    one = requests("h100:1", workers)["worker"]
+    assert (one.kind, one.instances, one.processes, one.each) == (kind, instances, processes, each)
+    assert Fleet.Config(workers=workers).worker_hosts == processes
+
+
 def test_processes_of_the_trainer_must_be_its_hosts():
     cfg = place(tiny_experiment(fleet=Fleet.Config(trainer="h100:16", workers="h100:1"))).cfg
     cfg.trainer.processes = 4

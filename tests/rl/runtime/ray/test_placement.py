@@ -203,6 +203,22 @@ def test_a_trainer_has_the_hosts_of_one_slice_in_their_order_and_workers_have_pa
     assert not any("TPU_CHIPS_PER_PROCESS_BOUNDS" in one for one in hosts)
 
 
+def test_each_worker_over_several_hosts_has_a_slice_of_its_own(cluster: Any, tmp_path: Path) -> None:
+    with Reserved("h100:1", "2 x v5p:2x2x2", tmp_path) as reserved:
+        seen = reserved.seen("worker")
+    workers = [[seen[name] for name in names] for names in (("worker-0", "worker-0-1"), ("worker-1", "worker-1-1"))]
+    for hosts in workers:
+        assert [one["TPU_WORKER_ID"] for one in hosts] == ["0", "1"] and len({one["TPU_NAME"] for one in hosts}) == 1
+    assert {hosts[0]["TPU_NAME"] for hosts in workers} == {"first", "second"}
+
+
+@pytest.mark.full
+def test_gpus_of_a_worker_over_hosts_are_on_several(cluster: Any, tmp_path: Path) -> None:
+    with Reserved("h100:1", "1 x 2 x gpu:1", tmp_path) as reserved:
+        seen = reserved.seen("worker")
+    assert {one["host"] for one in seen.values()} == {"127.0.0.1", GPUS}
+
+
 @pytest.mark.full
 def test_a_small_part_of_a_host_does_not_break_a_larger_one(cluster: Any, tmp_path: Path) -> None:
     with Reserved("v6e:1x1", "v6e:2x2", tmp_path) as reserved:

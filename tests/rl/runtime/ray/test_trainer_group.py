@@ -2,13 +2,11 @@
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rl.audit.invariants import check_run
 from rl.roles.timeouts import Timeouts
-from rl.runtime.ray.trainer_group import TrainerGroup
 from rl.training.trainer import PolicyTrainer
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow
 from tests.rl.runtime.ray.test_preemption import Scenario, run_with
@@ -110,25 +108,3 @@ def test_others_die_and_one_of_them_is_silent(tmp_path: Path) -> None:
     assert any(line.startswith("trainer-1 has not answered for ") for line in said)
     assert all(scenario.starts(name) >= 2 for name in BOTH)
     assert_sound(tmp_path)
-
-
-# ---- the driver's view of the group
-
-
-def test_they_begin_when_all_have_started_and_one_that_is_lost_before_has_to_restart() -> None:
-    actors: dict[str, Any] = dict.fromkeys(("trainer", "trainer-1", "trainer-2"))
-    group = TrainerGroup(actors)
-    assert group.leader == "trainer" and group.several
-    assert not group.started("trainer", "a") and not group.started("trainer-2", "b")
-    assert group.lost("trainer-2") and not group.lost("trainer-2")
-    assert not group.started("trainer-1", "c") and group.started("trainer-2", "d")
-    group.begin()
-    assert not group.lost("trainer"), "the end of its loop is recorded"
-    assert group.reset() == {"trainer": "a", "trainer-1": "c", "trainer-2": "d"}
-    assert not group.started("trainer", "e")
-
-
-def test_the_death_of_the_leader_is_that_of_the_others_too() -> None:
-    group = TrainerGroup(dict.fromkeys(("trainer", "trainer-1", "trainer-2")))
-    assert group.first(["trainer-2", "trainer"]) == ["trainer"]
-    assert group.first(["trainer-2", "trainer-1"]) == ["trainer-2", "trainer-1"]

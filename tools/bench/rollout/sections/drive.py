@@ -124,12 +124,13 @@ class Watch:
 
     def __init__(self, engine: RolloutEngine, *, timed: bool = False):
         self._runner: Any = engine._runner
+        self._executor: Any = engine._core.executor
         self._timed = timed
         self._decodes: list[tuple[int, int, jax.Array, Clock | None]] = []
         self.prefills = 0
 
     def __enter__(self) -> Self:
-        decode, prefill = self._runner.decode, self._runner.prefill
+        decode, prefill = self._executor.decode, self._executor.prefill
 
         def watched_decode(sequences: Any, **options: Any) -> dict[str, jax.Array]:
             if self._timed:
@@ -144,11 +145,11 @@ class Watch:
             self.prefills += 1
             prefill(chosen)
 
-        self._runner.decode, self._runner.prefill = watched_decode, watched_prefill
+        self._executor.decode, self._executor.prefill = watched_decode, watched_prefill
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        del self._runner.decode, self._runner.prefill  # the class's methods are visible again
+        del self._executor.decode, self._executor.prefill  # the class's methods are visible again
 
     @property
     def decodes(self) -> list[Dispatch]:

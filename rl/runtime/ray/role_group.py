@@ -1,4 +1,4 @@
-"""The process group of the trainer: one program over one mesh, whose processes start together and end together.
+"""The processes of one trainer or worker: one program over one mesh; they start together and end together.
 
 A process that dies leaves the others in a collective that will never complete. They are killed, all are restarted, and
 when all are back they join again, at another port.
@@ -14,8 +14,8 @@ _ANSWER_TIMEOUT = 3.0  # seconds for a live process to answer
 Awaited = Literal["loop", "restart", "meeting"]
 
 
-class TrainerGroup:
-    """The driver's view of the trainer processes: one, or several."""
+class RoleGroup:
+    """The driver's view of the processes of a trainer or of one worker: one, or several."""
 
     def __init__(self, actors: dict[str, Any]):
         self._actors = actors
@@ -30,7 +30,7 @@ class TrainerGroup:
 
     @property
     def several(self) -> bool:
-        """True if the trainer has more than one process."""
+        """True if there is more than one process."""
         return len(self.names) > 1
 
     def started(self, name: str, incarnation: str) -> bool:

@@ -1,0 +1,105 @@
+"""The executor: packs sequences into batches, and lets every process of an engine run them in the same order."""
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_like.layers.contexts.paged import NULL_PAGE
+from rl.rollout.kv_cache.manager import PageCopy
+from rl.rollout.model_runner.batches import pack_decode, pack_prefill
+from rl.rollout.model_runner.buckets import bucket, halvings
+from rl.rollout.model_runner.calls import Call
+from rl.rollout.model_runner.followers import Followers
+from rl.rollout.model_runner.runner import COPIES, ModelRunner
+from rl.rollout.model_runner.weights import PlacedWeights
+from rl.rollout.sampling import Sampler, plain
+from rl.rollout.sequence import Sequence
+
+
+class Executor:
+    """The calls of the model runners of all processes of an engine: this one's, and the followers'."""
+
+    def __init__(self, runner: ModelRunner, followers: Followers | None = None):
+        """`followers`: the other processes; None: the engine is this one alone."""
+        self.runner, self.buckets, self._followers = runner, runner.buckets, followers
+
+    @property
+    def alone(self) -> bool:
+        """True if the engine has no other process."""
+        return self._followers is None
+
+    @property
+    def leaving(self) -> bool:
+        """True if another process of the engine was asked to end."""
+        return self._followers is not None and self._followers.leaving()
+
+    def close(self) -> None:
+        """Let the other processes end their loops; no call follows."""
+        if self._followers is not None:
+            self._followers.close()
+
+    # ---- weights
+
+    def install(self, placed: PlacedWeights) -> None:
+        """Switch to placed weights."""
+        self._order("install", key=placed.key)
+        self.runner.install(placed.params)
+
+    def order_place(self, key: int) -> None:
+        """Let the others place the weights that they have pulled under this key; the caller does the same here."""
+        self._order("place", key=key)
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and pages."""
+        self._run("sleep")
+
+    # ---- pages
+
+    def copy(self, copies: Items[PageCopy]) -> None:
+        """Copy pages, in order; all reads of a batch come before its writes."""
+        for first in range(0, len(copies), COPIES):
+            part = list(copies[first : first + COPIES])
+            part += [(NULL_PAGE, NULL_PAGE)] * (bucket(len(part), halvings(COPIES, 4)) - len(part))
+            sources, targets = np.array(part, np.int32).T
+            self._run("copy", sources, targets)
+
+    def zero(self, pages: Items[int]) -> None:
+        """Fill pages with zeros."""
+        for first in range(0, len(pages), COPIES):
+            targets = np.full(COPIES, NULL_PAGE, np.int32)
+            part = pages[first : first + COPIES]
+            targets[: len(part)] = part
+            self._run("zero", targets)
+
+    # ---- dispatches
+
+    def prefill(self, chosen: Items[tuple[Sequence, int]]) -> None:
+        """Put the next `count` tokens of each sequence into the pool."""
+        _, chunk = self.buckets.prefill(max(count for _, count in chosen))
+        rows = self.buckets.prefill_rows(len(chosen), chunk)
+        width = self.buckets.width(max(sequence.cached + count for sequence, count in chosen))
+        self._run("prefill", pack_prefill(chosen, rows, chunk, width // self.runner.page_size))
+
+    def decode(self, sequences: Items[Sequence], *, waiting: bool) -> dict[str, jax.Array]:
+        """Start drawing; returns the arrays of `decode.decode`.
+
+        Args:
+            sequences: best the longest first.
+            waiting: other sequences could use a row that becomes free.
+        """
+        size = self.buckets.rows(len(sequences))
+        quorum = self.buckets.quorum(len(sequences), waiting=waiting)
+        samplers = [sequence.group.sampler for sequence in sequences]
+        samplers += [Sampler.Config()] * (size - len(sequences))
+        batch = pack_decode(sequences, samplers, pages=self.runner.pages_of_a_row, vocab=self.runner.vocab)
+        return self._run("decode", batch, quorum=quorum, plain=all(map(plain, samplers)))
+
+    def _run(self, name: str, *arguments: Any, **options: int) -> Any:
+        self._order(name, *arguments, **options)
+        return getattr(self.runner, name)(*arguments, **options)
+
+    def _order(self, name: str, *arguments: Any, **options: int | None) -> None:
+        if self._followers is not None:
+            self._followers.send(Call(name, arguments, options))

@@ -1,0 +1,123 @@
+"""A worker of two processes: either may die or leave, and the run has the bits of an undisturbed one in one process."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from axlearn_like.config import to_text
+from axlearn_like.run.directory import RunDirectory
+from rl.audit.invariants import check_run
+from rl.experiment import RLExperiment
+from rl.fleet.fleet import Fleet, place
+from rl.rollout.engine import RolloutEngine
+from rl.runtime.ray.runtime import run_ray
+from tests.elsewhere import elsewhere
+from tests.rl.runtime.ray.experiments import assert_same_outcome, events, run_here, slow
+from tests.rl.runtime.ray.test_preemption import Scenario
+
+pytestmark = pytest.mark.timeout(900)
+
+BOTH = ("worker-0", "worker-0-1")
+ENGINE = RolloutEngine.Config(max_num_seqs=4, steps_per_dispatch=1, mesh={"tensor": 2})
+
+
+def config(num_steps: int, **changes: Any) -> RLExperiment.Config:
+    return slow(num_steps=num_steps, engine=ENGINE, **changes)
+
+
+def alone(path: str, num_steps: int) -> str:
+    """Run undisturbed in one process with as many devices as the worker's two processes have."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    return str(run_here(Path(path), config(num_steps)))
+
+
+def undisturbed(path: Path, num_steps: int) -> Path:
+    path.mkdir()
+    return Path(elsewhere(alone, str(path), num_steps, timeout=400))
+
+
+def run_with(scenario: Scenario, cfg: RLExperiment.Config) -> list[str]:
+    """Run with a worker of two processes; returns the lines printed, except for waits."""
+    cfg = place(cfg.set(fleet=Fleet.Config(workers="1 x 2 x cpu:1"))).cfg
+    said: list[str] = []
+    with RunDirectory.open(scenario.path, to_text(cfg)) as run:
+        assert run_ray(cfg.build(), run, lambda: False, scenario, said.append) == cfg.num_steps
+    assert scenario.acts == [], "all acts were done"
+    return [line for line in said if not line.startswith("waiting ")]
+
+
+def strikes(path: Path, *signals: tuple[str, signal.Signals]) -> Scenario:
+    """Send signals to the worker's processes, each two updates after both have restarted from the one before."""
+    scenario, since = Scenario(path), [0]
+
+    def strike(role: str, signum: signal.Signals) -> None:
+        since[0] = scenario.step
+        scenario.send(role, signum)
+
+    for number, (role, signum) in enumerate(signals, start=1):
+        back = lambda number=number: all(scenario.starts(name) == number for name in BOTH)  # noqa: E731
+        ready = lambda back=back: scenario.step >= since[0] + 2 and back()  # noqa: E731
+        scenario.when(ready, lambda role=role, signum=signum: strike(role, signum))
+    return scenario
+
+
+def assert_sound(path: Path) -> None:
+    assert [line for finding in check_run(path) for line in finding.broken] == []
+
+
+@pytest.mark.usefixtures("shared_session")
+def test_a_follower_is_killed_and_the_result_is_that_of_one_undisturbed_process(tmp_path: Path) -> None:
+    expected = undisturbed(tmp_path / "alone", 5)
+    scenario = strikes(tmp_path / "run", ("worker-0-1", signal.SIGKILL))
+    [line] = run_with(scenario, config(5))
+    assert_same_outcome(scenario.path, expected)
+    assert line.startswith("worker-0-1 (pid ") and line.endswith("; restarting all worker-0 processes")
+    assert [row["target"] for row in events(scenario.path, "died")] == ["worker-0-1"]
+    assert [(row["target"], row["cause"]) for row in events(scenario.path, "ended")] == [("worker-0", "worker-0-1")]
+    assert [scenario.starts(name) for name in (*BOTH, "trainer")] == [2, 2, 1]
+    assert_sound(scenario.path)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("shared_session")
+def test_each_is_killed_and_nothing_changes(tmp_path: Path) -> None:
+    expected = undisturbed(tmp_path / "alone", 9)
+    ordeal = (("worker-0", signal.SIGKILL), ("worker-0-1", signal.SIGKILL), ("worker-0", signal.SIGKILL))
+    scenario = strikes(tmp_path / "run", *ordeal)
+    said = run_with(scenario, config(9))
+    assert_same_outcome(scenario.path, expected)
+    assert_sound(scenario.path)
+    assert [line.split(" ")[0] for line in said] == ["worker-0", "worker-0-1", "worker-0"]
+    assert [row["target"] for row in events(scenario.path, "died")] == ["worker-0", "worker-0-1", "worker-0"]
+    lost = events(scenario.path, "lease_expired")
+    assert {(row["worker"], row["reason"]) for row in lost} == {("worker-0", "worker died")}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("shared_session")
+def test_each_is_asked_to_leave_and_the_lease_is_handed_back(tmp_path: Path) -> None:
+    """Over several devices, what is continued has the same bits as what is drawn at once up to rounding only."""
+    scenario = strikes(tmp_path, ("worker-0-1", signal.SIGTERM), ("worker-0", signal.SIGTERM))
+    said = run_with(scenario, config(8))
+    assert_sound(tmp_path)
+    assert [line.split(" ")[0] for line in said] == ["worker-0-1", "worker-0"]
+    assert all(line.endswith("shut down on SIGTERM; restarting all worker-0 processes") for line in said)
+    left = events(tmp_path, "shutdown")
+    assert [row["role"] for row in left] == ["worker-0-1", "worker-0"]
+    assert all("abandoned" not in row and row["seconds"] < 25 for row in left)
+    assert not events(tmp_path, "died") and not events(tmp_path, "lease_expired")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("shared_session")
+def test_newer_weights_come_in_flight_to_both(tmp_path: Path) -> None:
+    """Versions within a sequence depend on time, so there is no other run to compare with."""
+    cfg = config(6, staleness=1, controller=slow().controller.clone(weights="in_flight"))
+    scenario = Scenario(tmp_path / "run")
+    assert run_with(scenario, cfg) == []
+    assert_sound(scenario.path)
+    swaps = events(scenario.path, "swap", "worker-0")
+    assert {row["version"] for row in swaps} >= {0, 3}
