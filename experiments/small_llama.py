@@ -34,7 +34,7 @@ def small_model() -> ConfigBase:
         theta=1e4,
         eps=1e-5,
         max_length=1024,
-    ).set(dtype="bfloat16")  # 2.6 CPU seconds a step where float32 takes 3.2
+    ).set(dtype="bfloat16")  # a fifth faster than float32 on CPUs that have it
 
 
 def problems(split: str) -> JsonLines.Config:
@@ -45,7 +45,7 @@ def problems(split: str) -> JsonLines.Config:
 
 
 @experiment
-def small_llama(*, steps: int = 240, seed: int = 0) -> Trainer.Config:
+def small_llama(*, steps: int = 500, seed: int = 0) -> Trainer.Config:
     """A 5.2 M-parameter Llama learns grade-school problems and Shakespeare's lines, in minutes on two cores."""
     plays = PlainText.Config(
         files=f"{DATA}/text/tinyshakespeare.txt.gz", tokenizer=TOKENIZER.clone(), origin=SHAKESPEARE
@@ -56,7 +56,7 @@ def small_llama(*, steps: int = 240, seed: int = 0) -> Trainer.Config:
         Part.Config(name="plays", source=plays, weight=0.5),
     )
     rows = SupervisedInput.Config(
-        source=Mixture.Config(parts=parts), seq_len=256, batch_size=16, long="split", seed=seed
+        source=Mixture.Config(parts=parts), seq_len=256, batch_size=8, long="split", seed=seed
     )
     return Trainer.Config(
         model=small_model(),
@@ -64,7 +64,7 @@ def small_llama(*, steps: int = 240, seed: int = 0) -> Trainer.Config:
         learner=Learner.Config(
             optimizer=AdamW.Config(b1=0.9, b2=0.98, weight_decay=0.1),
             schedule=WarmupCosine.Config(
-                peak_lr=3e-3, warmup_steps=max(1, steps // 12), total_steps=steps, end_lr=1e-4
+                peak_lr=2e-3, warmup_steps=max(1, steps // 12), total_steps=steps, end_lr=1e-4
             ),
         ),
         checkpoint=Checkpointer.Config(save_every=100, keep=1),

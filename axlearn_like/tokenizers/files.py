@@ -34,7 +34,7 @@ class TokenizerFiles:
         spec: the content of tokenizer.json, or one made of a pair of files.
         settings: of each other file by its name; {} where it is not there.
         template: the chat template, if there is one.
-        digest: of the content of all files.
+        digest: of the content of all files but generation_config.json.
     """
 
     where: Path
@@ -86,7 +86,7 @@ def read_files(path: str | Path) -> TokenizerFiles:
     if where.name != "tokenizer.json":
         _check_class(where, settings["tokenizer_config.json"])
     digest = xxhash.xxh3_128()
-    for name in sorted(contents):
+    for name in sorted(contents.keys() - {_SETTINGS[2]}):  # of how to sample, ids do not depend on it
         digest.update(f"{name}\n{len(contents[name])}\n".encode() + contents[name])
     return TokenizerFiles(where, spec, settings, _template(folder, settings, digest), digest.hexdigest())
 
@@ -203,3 +203,22 @@ def is_tokenizer(path: str | os.PathLike[str]) -> bool:
     """Return True if a directory has the files of a tokenizer."""
     folder = Path(path)
     return any(_existing(folder, name) for name in ("tokenizer.json", *(pair[0] for pair in _PAIRS)))
+
+
+def copy_tokenizer(path: str | Path, target: Path) -> None:
+    """Write a tokenizer's files into a directory, in the form that transformers reads: with a tokenizer.json.
+
+    Raises:
+        TokenizerError: see `read_files`; OSError: the directory cannot be written.
+    """
+    files = read_files(path)
+    source = files.where if files.where.is_file() else None
+    if source is not None and source.name == "tokenizer.json":
+        (target / source.name).write_bytes(source.read_bytes())
+    else:
+        (target / "tokenizer.json").write_text(json.dumps(files.spec, ensure_ascii=False), encoding="utf-8")
+    for name, settings in files.settings.items():
+        if settings and not (target / name).exists():
+            (target / name).write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    if files.template is not None and "chat_template" not in files.settings["tokenizer_config.json"]:
+        (target / _TEMPLATE).write_text(files.template, encoding="utf-8")

@@ -55,7 +55,7 @@ class HuggingFaceTokenizer(Configurable):
             self.chat_template = JinjaTemplate(source, files.named, where=str(files.where.parent))
         settings = strip_comments(to_text(cfg.clone(path="", chat_template=None)))
         template = "" if self.chat_template is None else self.chat_template.source
-        self.digest = xxhash.xxh3_128_hexdigest(f"{files.digest}\n{settings}\n{template}".encode())
+        self.digest = xxhash.xxh3_128_hexdigest(f"{files.digest}\n{settings}\n{template}\n{self.stop_ids}".encode())
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of a text; `special`: special tokens spelled out in it are themselves."""

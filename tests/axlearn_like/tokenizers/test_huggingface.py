@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axlearn_like.tokenizers.files import is_tokenizer, read_files
+from axlearn_like.tokenizers.files import copy_tokenizer, is_tokenizer, read_files
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 from axlearn_like.tokenizers.protocol import TokenizerError, begin, completion_text
 from tests.axlearn_like.tokenizers.golden_files import FOLDER, rendered, tokenizer
@@ -131,12 +131,27 @@ def test_the_digest_is_of_the_content(directory: Path, tmp_path: Path) -> None:
     digest = build(directory).digest
     moved = shutil.copytree(directory, tmp_path / "elsewhere")
     assert build(moved).digest == build(moved / "tokenizer.json").digest == digest
+    write(moved, "generation_config.json", temperature=0.5)
+    assert build(moved).digest == digest
     others = {build(moved, eos_token="<s>").digest, build(moved, vocab_size=512).digest}
     write(moved, "tokenizer_config.json", add_bos_token=True)
     others.add(build(moved).digest)
     (moved / "chat_template.jinja").write_text("{{ messages }}")
     others.add(build(moved).digest)
-    assert len(others | {digest}) == 5
+    write(moved, "generation_config.json", eos_token_id=[3])
+    others.add(build(moved).digest)
+    assert len(others | {digest}) == 6
+
+
+def test_a_copy_is_what_transformers_reads(gpt2: HuggingFaceTokenizer, shared_data: Path, tmp_path: Path) -> None:
+    """Of a pair of files too, which becomes a tokenizer.json."""
+    for source, name in ((shared_data / "gpt2-bpe", "pair"), (FOLDER / "byte_level", "whole")):
+        (tmp_path / name).mkdir()
+        copy_tokenizer(source, tmp_path / name)
+    assert (tmp_path / "whole" / "tokenizer.json").read_bytes() == (FOLDER / "byte_level/tokenizer.json").read_bytes()
+    assert build(tmp_path / "whole").encode("Hello é") == tokenizer("byte_level").encode("Hello é")
+    text = "Grüße, 世界 <|endoftext|> it's 1234"
+    assert build(tmp_path / "pair").encode(text) == gpt2.encode(text) and build(tmp_path / "pair").eos == gpt2.eos
 
 
 def test_a_pair_of_files_compressed_or_not_is_the_same(shared_data: Path, tmp_path: Path) -> None:
