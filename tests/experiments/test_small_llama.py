@@ -1,6 +1,7 @@
 """The small model of our own trains on the published texts, and answers; its tokenizer is what the command makes."""
 
 import gzip
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from axlearn_like.config import to_text
 from axlearn_like.input import InputError
 from axlearn_like.run.metrics import read_rows
+from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 from experiments.registry import get
 from experiments.small_llama import TOKENIZER
 from tools import cli
@@ -46,6 +48,11 @@ def test_it_learns_and_its_run_answers(some_data: Path, checkout: Path, tmp_path
     complete = runpy.run_path(str(checkout / "examples" / "complete_text.py"))["complete"]
     one, same, other = complete(tmp_path / "run", ["How many?", "How many?", "Tom has 3 apples."], max_new=8)
     assert one == same and other
+    assert cli.main(["convert", "export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["bos_token_id"], config["eos_token_id"]) == ("llama", 0, 1)
+    exported, own = HuggingFaceTokenizer.Config(path=str(tmp_path / "hf")).build(), TOKENIZER.build()
+    assert exported.encode("Tom has 12 é") == own.encode("Tom has 12 é") and exported.stop_ids == own.stop_ids
 
 
 def test_without_the_texts_it_says_where_they_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

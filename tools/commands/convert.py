@@ -87,7 +87,7 @@ def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, 
     """Export SOURCE, a run or one step of it, as TARGET, a directory in Hugging Face's form.
 
     SOURCE is a run directory (its newest weights are taken), a checkpoint in one, or what `axl convert import` made.
-    The tokenizer and the other files of a model that was imported are given back.
+    The tokenizer and the other files of a model that was imported are given back; else those of the run's tokenizer.
     """
     from axlearn_like.checkpoint.arrays import SavedParams
     from axlearn_like.config import from_text
@@ -101,6 +101,7 @@ def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, 
     cfg = from_text(run.config_path.read_text())
     decoder = _decoder(cfg, run)
     weights = newest_weights(run, source.expanduser().absolute())
+    tokenizer, token_ids = _tokenizer(cfg)
     params = SavedParams(run.path if weights is None else weights.path)
     with bytes_progress("export") as progress:
         done = export_checkpoint(
@@ -110,7 +111,8 @@ def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, 
             original=Original.of(_origin(cfg, run)),
             dtype=dtype,
             max_shard_size=max_shard_size,
-            token_ids=_token_ids(cfg),
+            token_ids=token_ids,
+            tokenizer=tokenizer,
             progress=progress,
         )
     seconds = time.monotonic() - began
@@ -152,13 +154,19 @@ def _origin(cfg: ConfigBase[Any], run: RunDirectory) -> Path | None:
     return None
 
 
-def _token_ids(cfg: ConfigBase[Any]) -> dict[str, int]:
-    """Return the fields of `config.json` that the tokenizer of an experiment says."""
-    tokenizer = getattr(cfg, "tokenizer", None)
+def _tokenizer(cfg: ConfigBase[Any]) -> tuple[str | None, dict[str, int]]:
+    """Return the path of an experiment's tokenizer, if it has files, and the fields of `config.json` that it says."""
+    from axlearn_like.config import ConfigBase, walk_configs
+    from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
+
+    found = (getattr(node, "tokenizer", None) for _, node in walk_configs(cfg))
+    tokenizer = next((each for each in found if isinstance(each, ConfigBase)), None)
     if tokenizer is None:
-        return {}
+        return None, {}
     built = tokenizer.build()
-    return {"bos_token_id": built.bos, "eos_token_id": built.eos}
+    ids = {"bos_token_id": built.bos, "eos_token_id": built.eos}
+    path = tokenizer.path if isinstance(tokenizer, HuggingFaceTokenizer.Config) else None
+    return path, {name: i for name, i in ids.items() if i is not None}
 
 
 def _size(text: str) -> int:

@@ -16,6 +16,7 @@ from axlearn_like.checkpoint.chunks import sync
 from axlearn_like.checkpoint.manifest import check_structure
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.run.disk import is_full_disk
+from axlearn_like.tokenizers.files import copy_tokenizer, is_tokenizer
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import architecture_for, config_json, read_decoder, same_function
 from models.huggingface.checkpoints.directory import FLOATS, INDEX, SINGLE
@@ -74,6 +75,7 @@ def export_checkpoint(
     dtype: str | None = None,
     max_shard_size: int = 5 * 10**9,
     token_ids: Mapping[str, Any] | None = None,
+    tokenizer: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
     """Write safetensors (several files with an index if one would be too large), `config.json` and other files.
@@ -86,6 +88,7 @@ def export_checkpoint(
         dtype: of all tensors; None: as they were in the original, else as they are in the checkpoint.
         max_shard_size: bytes of a file with tensors.
         token_ids: fields of `config.json` that the tokenizer says, where there is no original.
+        tokenizer: path of the files of one; written where the original has none.
         progress: called with the bytes written and all bytes.
 
     Raises:
@@ -113,6 +116,8 @@ def export_checkpoint(
             files = {name: _shard(number, len(groups)) for number, names in enumerate(groups, 1) for name in names}
             _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
         _write_others(work, original, config)
+        if tokenizer is not None and not is_tokenizer(work):
+            copy_tokenizer(tokenizer, work)
     return Exported(target, architecture.name, len(expected), total, len(groups))
 
 

@@ -144,7 +144,7 @@ def test_the_digest_is_of_the_content(directory: Path, tmp_path: Path) -> None:
 
 
 def test_a_copy_is_what_transformers_reads(gpt2: HuggingFaceTokenizer, shared_data: Path, tmp_path: Path) -> None:
-    """Of a pair of files too, which becomes a tokenizer.json."""
+    """Files of a pair become a tokenizer.json."""
     for source, name in ((shared_data / "gpt2-bpe", "pair"), (FOLDER / "byte_level", "whole")):
         (tmp_path / name).mkdir()
         copy_tokenizer(source, tmp_path / name)
