@@ -20,7 +20,7 @@ class EngineConfig[T](ConfigBase[T]):
     enable_prefix_caching: bool = True  # cache prompts for requests that begin alike, until the weights change
     keep_completions: bool = True  # cache completions too, for conversations that continue
     max_queue: int | None = None  # unfinished requests; more are refused
-    mesh: dict[str, int] = {}  # {}: one device; {"tensor": n}: n devices
+    mesh: dict[str, int] = {}  # {}: one device; {"tensor": n}: n devices; {"tensor": n, "expert": m}: n * m, for MoE
     mesh_rules: MeshRules = ()  # edits by the devices of a worker (axlearn_like/config/mesh_rules.py)
     sampler: Sampler.Config = Sampler.Config()
 
@@ -41,6 +41,6 @@ class EngineConfig[T](ConfigBase[T]):
         self.require("page_size", self.page_size >= 1 and 64 % self.page_size == 0, "a divisor of 64")
         self.require_least(2, "pages")  # page 0 never holds a sequence
         self.require_least(64, "prefill_tokens")
-        others = [axis for axis, size in self.mesh.items() if axis != "tensor" and size != 1]
-        expected = "tensor alone, as an engine is one tensor-parallel group: for more, run more workers"
+        others = [axis for axis, size in self.mesh.items() if axis not in ("tensor", "expert") and size != 1]
+        expected = "tensor and expert alone, as all devices of an engine have all rows: for more, run more workers"
         self.require("mesh", not others, expected)

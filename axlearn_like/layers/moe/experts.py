@@ -2,7 +2,8 @@
 
 Dropless: rows are sorted by expert and go through grouped matrix products, so no expert has a fixed capacity. Over a
 mesh, experts are sharded by the axis `expert`, their width by `tensor`, and their inputs by `fsdp`. Tokens are sent to
-their experts' devices and back (`axlearn_like.layers.moe.all_to_all`).
+their experts' devices and back (`axlearn_like.layers.moe.all_to_all`). Where all devices of that axis have the same
+tokens, as in a rollout engine, each computes the part of its own experts, and the parts are added up.
 """
 
 from typing import Any, NamedTuple, override
@@ -110,13 +111,17 @@ class Experts(Layer):
         axes = {"gate": 1, "up": 1, "down": 2}
         matrices = shards._replace(**{name: _gathered(getattr(shards, name), axis) for name, axis in axes.items()})
         # Declared here, sums over devices happen once per gradient instead of wherever two kinds of arrays meet.
+        shared = _expert_axis_size() > 1 and "expert" not in varying(x)  # all devices with experts have these tokens
         everywhere = frozenset[str]().union(*map(varying, (x, *matrices[:3])))
         x, experts, weights, matrices = jax.tree.map(lambda a: vary(a, everywhere), (x, experts, weights, matrices))
-        y, dropped = self._local(x, experts, weights, matrices)
-        return jax.lax.psum(y, tuple(manual_axis_sizes("hidden"))), jax.lax.pmean(dropped, tuple(everywhere))
+        y, dropped = self._local(x, experts, weights, matrices, shared=shared)
+        summed = tuple(manual_axis_sizes("hidden"))
+        if shared:  # in one sum, over the axes that have parts of it
+            summed = tuple(name for name in (*summed, "expert") if name in varying(y))
+        return jax.lax.psum(y, summed), jax.lax.pmean(dropped, tuple(everywhere))
 
     def _local(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Weights
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Weights, *, shared: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         (batch, length, dim), top_k = x.shape, experts.shape[-1]
         chosen = experts.reshape(-1)
@@ -126,10 +131,20 @@ class Experts(Layer):
         devices = _expert_axis_size()
         if devices == 1:
             y, dropped = self._network(rows, sizes, matrices), jnp.sum(weights * 0)
+        elif shared:
+            y, dropped = self._own_experts(rows, sizes, matrices, devices), jnp.sum(weights * 0)
         else:
             y, dropped = self._sent_to_experts(rows, sizes, matrices, devices, top_k)
         y = combine(y, order, weights.reshape(-1, top_k))
         return y.reshape(batch, length, dim), dropped
+
+    def _own_experts(self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int) -> jax.Array:
+        """Return `_network` for the rows of this device's experts, and zeros for all others."""
+        mine = self._num_experts // devices
+        first = jax.lax.axis_index("expert") * mine
+        before = jnp.sum(jnp.where(jnp.arange(self._num_experts) < first, sizes, 0))
+        own = jax.lax.dynamic_slice_in_dim(sizes, first, mine)
+        return jnp.roll(self._network(jnp.roll(rows, -before, axis=0), own, matrices), before, axis=0)
 
     def _sent_to_experts(
         self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int, top_k: int

@@ -17,6 +17,7 @@ from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.contexts.paged import make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
 from mesh import UserError, make_mesh, to_named_sharding
+from mesh.rules import use_rules
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
 from rl.rollout.model_runner.buckets import Buckets
@@ -100,17 +101,21 @@ class ModelRunner:
 
     def _compile(self) -> None:
         graphdef, pages, kernel, steps = self._weights.graphdef, self._pages, self._kernel, self._cfg.steps_per_dispatch
+        # All devices have all rows: an axis for experts shards those and nothing else.
+        rules = {"batch": ()} if self.mesh.shape["expert"] > 1 else None
 
         def run_prefill(params: Params, pool: Any, batch: PrefillBatch) -> Any:
             self.traces += 1
-            return prefill(bind(graphdef, params), pool, batch, pages=pages, kernel=kernel)
+            with use_rules(rules):
+                return prefill(bind(graphdef, params), pool, batch, pages=pages, kernel=kernel)
 
         def run_decode(
             params: Params, pool: Any, windows: Any, batch: DecodeBatch, quorum: jax.Array, plain: bool
         ) -> Any:
             self.traces += 1
             model = bind(graphdef, params)
-            return decode(model, pool, windows, batch, quorum, steps=steps, pages=pages, plain=plain, kernel=kernel)
+            with use_rules(rules):
+                return decode(model, pool, windows, batch, quorum, steps=steps, pages=pages, plain=plain, kernel=kernel)
 
         def run_copy(pool: Any, sources: jax.Array, targets: jax.Array) -> Any:
             self.traces += 1

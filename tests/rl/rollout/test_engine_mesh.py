@@ -1,34 +1,47 @@
-"""Tensor parallelism: an engine on two devices draws what one on a single device draws."""
+"""Tensor and expert parallelism: an engine on two devices draws what one on a single device draws."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SoftmaxRouter
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from tests.elsewhere import elsewhere
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 
+MOE = MoE.Config(num_experts=8, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=8))
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
-def rollouts_on(mesh: dict[str, int]) -> list[tuple[list[int], list[float], str]]:
+def rollouts_on(mesh: dict[str, int], moe: bool = False) -> list[list[Any]]:
     """Return rollouts of prompts of all lengths, with so few pages that some are preempted."""
     policy = tiny_policy(num_layers=2)
+    if moe:
+        policy.block = policy.block.clone(feed_forward=MOE)
     cfg = RolloutEngine.Config(model=policy, stop_tokens=tuple(range(0, 272, 4)), max_prompt=24, max_new=12, mesh=mesh)
     engine = cfg.set(max_num_seqs=8, page_size=8, pages=16, steps_per_dispatch=4).build()
     engine.set_weights(tiny_params(policy), 0)
     found = engine.generate([Request(make_prompt(i, 1 + 3 * i), samples=2, seed=5) for i in range(8)])
     assert engine.stats()["preemptions"] > 0
-    return [(r.tokens.tolist(), r.logprobs.tolist(), r.finish_reason) for r in found]
+    return [[r.tokens.tolist(), r.logprobs.tolist(), r.finish_reason] for r in found]
 
 
 def test_on_two_devices_it_draws_the_same_tokens():
     """Sums over heads and over the hidden width are cut in two: log-probabilities equal within 1e-5."""
     found = elsewhere(rollouts_on, {"tensor": 2}, environ=TWO_DEVICES)
     for (tokens, logprobs, reason), expected in zip(found, rollouts_on({}), strict=True):
-        assert (tokens, reason) == (expected[0], expected[2])
+        assert [tokens, reason] == [expected[0], expected[2]]
         np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=1e-5)
+
+
+def test_experts_on_two_devices_draw_the_same_bits():
+    """Each device computes its experts' outputs as one device does, and all that is added to them are zeros."""
+    assert elsewhere(rollouts_on, {"expert": 2}, True, environ=TWO_DEVICES) == rollouts_on({}, moe=True)
 
 
 def refusal(mesh: dict[str, int]) -> str:
@@ -40,5 +53,5 @@ def refusal(mesh: dict[str, int]) -> str:
 
 def test_other_axes_are_refused():
     found = elsewhere(refusal, {"data": 2}, environ=TWO_DEVICES)
-    assert found.startswith("RolloutEngine.mesh: expected tensor alone, as an engine is one tensor-parallel group")
+    assert found.startswith("RolloutEngine.mesh: expected tensor and expert alone")
     assert "needs 2 devices" in refusal({"tensor": 2})  # of which this process has one
