@@ -20,8 +20,9 @@ class SavedParams:
     def __init__(self, path: str | Path):
         """`path`: as for `restore_params`. CheckpointError: there is no checkpoint, or it cannot be read."""
         self.path = reader.step_directory(Path(path).absolute())
-        self.manifest: Manifest = reader.read_manifest(self.path)[reader.PARAMS]
-        self._described = json.loads((self.path / reader.PARAMS / "_METADATA").read_text())
+        manifest = reader.read_manifest(self.path)
+        self.manifest: Manifest = reader.params_of(manifest)
+        self._frozen = manifest.get(reader.FROZEN, {})
         self._stores: dict[str, Any] = {}
         self._chunks: OrderedDict[tuple[str, tuple[int, ...]], np.ndarray] = OrderedDict()
         self._sums: dict[str, tuple[int, int]] = {}
@@ -60,12 +61,14 @@ class SavedParams:
         if name not in self._stores:
             import tensorstore as ts
 
-            folder = f"{self.path / reader.PARAMS}/"
-            if (self.path / reader.PARAMS / "manifest.ocdbt").exists():
+            item = self.path / (reader.FROZEN if name in self._frozen else reader.PARAMS)
+            folder = f"{item}/"
+            if (item / "manifest.ocdbt").exists():
                 where = {"driver": "ocdbt", "base": f"file://{folder}", "path": f"{directory_name(name)}/"}
             else:
                 where = {"driver": "file", "path": f"{folder}{directory_name(name)}/"}
-            driver = "zarr3" if self._described.get("use_zarr3") else "zarr"
+            described = json.loads((item / "_METADATA").read_text())
+            driver = "zarr3" if described.get("use_zarr3") else "zarr"
             try:
                 self._stores[name] = ts.open({"driver": driver, "kvstore": where}, open=True, read=True).result()
             except Exception as error:

@@ -1,10 +1,11 @@
 """Checkpoints by Orbax: asynchronous, atomic, resharded on restore, verified by checksum.
 
 Orbax detects a truncated or missing file but silently loads a flipped bit, so each save also records shape, dtype and a
-checksum of every array, and a digest of the extras; a restore compares them.
+checksum of every array, and a digest of the extras; a restore compares them. Frozen parameters are written once (see
+frozen.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, override
@@ -12,6 +13,7 @@ from typing import Any, override
 from axlearn_like.checkpoint import reader
 from axlearn_like.checkpoint.manifest import CheckpointError, make_manifest
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.layers.parameter_names import only, without
 from axlearn_like.run.disk import DiskFull, is_full_disk, quieten_full_disk
 from mesh.errors import UserError
 
@@ -32,6 +34,7 @@ class Checkpointer(Configurable):
         self._cfg = cfg
         self.directory = Path(directory).absolute()
         self._manager: Any = None
+        self.frozen: Collection[str] = ()  # paths of the parameters that no update changes
 
     def should_save(self, step: int) -> bool:
         """Return True if a checkpoint is due after `step` completed updates."""
@@ -52,19 +55,25 @@ class Checkpointer(Configurable):
         if step in manager.all_steps():
             return
         rest = {key: value for key, value in state.items() if key != "params"}
+        params = without(state["params"], self.frozen)
         manifest = {
-            reader.PARAMS: make_manifest(state["params"]),
+            reader.PARAMS: make_manifest(params),
             reader.REST: make_manifest(rest),
             reader.EXTRAS: {"json": {"digest": reader.digest(extras)}},
         }
-        items = ocp.args.Composite(
-            **{
-                reader.PARAMS: ocp.args.StandardSave(state["params"]),  # pyright: ignore
-                reader.REST: ocp.args.StandardSave(rest),  # pyright: ignore
-                reader.MANIFEST: ocp.args.JsonSave(manifest),  # pyright: ignore
-                reader.EXTRAS: ocp.args.JsonSave(dict(extras)),  # pyright: ignore
-            }
-        )
+        arguments = {
+            reader.PARAMS: ocp.args.StandardSave(params),  # pyright: ignore
+            reader.REST: ocp.args.StandardSave(rest),  # pyright: ignore
+            reader.MANIFEST: ocp.args.JsonSave(manifest),  # pyright: ignore
+            reader.EXTRAS: ocp.args.JsonSave(dict(extras)),  # pyright: ignore
+        }
+        if self.frozen:
+            from axlearn_like.checkpoint.frozen import FrozenArgs
+
+            frozen = only(state["params"], self.frozen)
+            manifest[reader.FROZEN] = make_manifest(frozen)
+            arguments[reader.FROZEN] = FrozenArgs(frozen, self._written(manifest[reader.FROZEN]))
+        items = ocp.args.Composite(**arguments)
         try:
             manager.save(step, args=items, force=True)
         except Exception as error:
@@ -131,6 +140,13 @@ class Checkpointer(Configurable):
                 manager, self._manager = self._manager, None
                 manager.close()
 
+    def _written(self, frozen: Any) -> Path | None:
+        """Return the folder of the same frozen parameters in the newest complete step, if it has them."""
+        for step in self.steps()[-1:]:
+            if reader.frozen_of(self.directory / str(step)) == frozen:
+                return self.directory / str(step) / reader.FROZEN
+        return None
+
     def _open(self) -> Any:
         if self._manager is None:
             import orbax.checkpoint as ocp
@@ -148,7 +164,10 @@ class Checkpointer(Configurable):
                 self._manager = ocp.CheckpointManager(
                     self.directory,
                     options=options,
-                    item_names=(reader.PARAMS, reader.REST, reader.MANIFEST, reader.EXTRAS),
+                    item_names=(
+                        *(reader.PARAMS, reader.REST, reader.MANIFEST, reader.EXTRAS),
+                        *((reader.FROZEN,) if self.frozen else ()),
+                    ),
                 )
             except OSError as error:
                 raise self._write_error(error) from error

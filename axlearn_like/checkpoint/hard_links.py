@@ -15,11 +15,12 @@ def link_tree(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial, copy_function=_link)
+    shutil.copytree(source, partial, copy_function=link_file)
     partial.rename(target)
 
 
-def _link(source: str, target: str) -> None:
+def link_file(source: str, target: str) -> None:
+    """Give a file a second name, or copy it where the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:

@@ -13,9 +13,11 @@ import numpy as np
 import xxhash
 
 from axlearn_like.checkpoint.manifest import CheckpointError, abstract_from, check_structure, make_manifest
+from axlearn_like.layers.parameter_names import merged, only, without
 
 # One checkpoint holds these items; parameters apart, so that another run can load them alone.
 PARAMS, REST, MANIFEST, EXTRAS = "params", "rest", "manifest", "extras"
+FROZEN = "frozen"  # parameters that no update changes, if there are any
 
 
 def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
@@ -33,7 +35,7 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
     folder = step_directory(Path(path).absolute())
     try:
         if abstract_params is None:
-            abstract_params = abstract_from(read_manifest(folder)[PARAMS])
+            abstract_params = abstract_from(params_of(read_manifest(folder)))
         return read_items(folder, {PARAMS: abstract_params})[PARAMS]
     except Damaged as error:
         raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
@@ -43,7 +45,7 @@ def check_params(path: str | Path, abstract_params: Any) -> None:
     """Refuse what `restore_params` would refuse, by the manifest alone; no array is read."""
     folder = step_directory(Path(path).absolute())
     try:
-        check_structure(f"checkpoint {folder}", abstract_params, read_manifest(folder)[PARAMS])
+        check_structure(f"checkpoint {folder}", abstract_params, params_of(read_manifest(folder)))
     except Damaged as error:
         raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
@@ -116,16 +118,20 @@ def _verify(path: Path) -> None:
         rest = jax.tree.map(lambda array: np.empty(array.shape, array.dtype), getattr(recorded, "tree", recorded))
     except Exception as error:
         raise _failure(path, error) from None
-    read_items(path, {PARAMS: abstract_from(manifest[PARAMS]), REST: rest})
+    read_items(path, {PARAMS: abstract_from(params_of(manifest)), REST: rest})
 
 
 def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the items of `abstract` and the extras, verified against the manifest."""
+    """Read the items of `abstract` and the extras, verified against the manifest; frozen parameters are in PARAMS."""
     import orbax.checkpoint as ocp
 
     manifest = read_manifest(path)
     for item, tree in abstract.items():
-        check_structure(f"checkpoint {path}", tree, manifest[item])
+        check_structure(f"checkpoint {path}", tree, params_of(manifest) if item == PARAMS else manifest[item])
+    if PARAMS in abstract and FROZEN in manifest:
+        params = abstract[PARAMS]
+        parts = {PARAMS: without(params, manifest[FROZEN]), FROZEN: only(params, manifest[FROZEN])}
+        abstract = {**abstract, **parts}
     args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}  # pyright: ignore
     args[EXTRAS] = ocp.args.JsonRestore()  # pyright: ignore
     items: dict[str, Any] = {}
@@ -144,11 +150,25 @@ def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
         for name, entry in make_manifest(items[item]).items():
             if entry["checksum"] != manifest[item][name]["checksum"]:
                 raise Damaged(f"the content of {name!r} does not match its checksum")
+    if FROZEN in items:
+        items[PARAMS] = merged(items[PARAMS], items.pop(FROZEN))
     return items
 
 
+def frozen_of(path: Path) -> Any:
+    """Return the manifest of the frozen parameters of a step; None: it has none, or cannot be read."""
+    try:
+        return read_manifest(path).get(FROZEN)
+    except (CheckpointError, Damaged):
+        return None
+
+
+def params_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of all parameters, frozen ones too."""
+    return {**manifest[PARAMS], **manifest.get(FROZEN, {})}
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifests of a step's items. CheckpointError, Damaged: it cannot be read."""
     import orbax.checkpoint as ocp
 
     try:

@@ -1,6 +1,6 @@
 """All tiers of a run's checkpoints as one: the newest on the local disk, the best, and remote copies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from axlearn_like.checkpoint.best import KeepBest
@@ -20,6 +20,10 @@ class CheckpointTiers:
         self._unfinished: dict[int, float | None] = {}  # steps on their way to the disk -> value of the best metric
         self._saved: int | None = None  # the last step that `save` was called with
         self._valued_later: Callable[[int], bool] | None = None
+
+    def freeze(self, frozen: Collection[str]) -> None:
+        """Write the parameters at these paths, which no update changes, once."""
+        self._local.frozen = frozen
 
     def expect_values(self, steps: Callable[[int], bool]) -> None:
         """Hold the checkpoints of these steps, and of no others, for `offer`: their metric comes after the save."""

@@ -43,12 +43,16 @@ def without(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
     return kept(params, "")
 
 
-def with_parts(params: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested parameters with those of `parts`, which has some of their paths, in their place."""
-    return {
-        key: value if key not in parts else with_parts(value, parts[key]) if isinstance(value, Mapping) else parts[key]
-        for key, value in params.items()
-    }
+def only(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return nested parameters with those at some paths alone."""
+    every = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    return without(params, every.difference(names))
+
+
+def merged(params: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested parameters with the paths of both; where both have one, that of `others`."""
+    both = {key: merged(params[key], value) for key, value in others.items() if isinstance(params.get(key), Mapping)}
+    return {**params, **others, **both}
 
 
 def shape_suffix(name: str, ndim: int) -> str:

@@ -134,6 +134,7 @@ class Session(contextlib.ExitStack):
             params: maps abstract parameters to the initial ones; None: they are initialised from `seed`.
             also: further described arrays of a checkpoint.
         """
+        self.tiers.freeze(learner.frozen(program.state["params"]))
         latest = self._group.broadcast(self.tiers.latest_step())
         if latest is not None:
             state, extras = self.tiers.restore({**program.state, **(also or {})}, latest)

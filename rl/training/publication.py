@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from axlearn_like.layers.base import Params
-from axlearn_like.layers.parameter_names import with_parts, without
+from axlearn_like.layers.parameter_names import merged, without
 from axlearn_like.run.events import EventLog
 from mesh.distributed import ProcessGroup
 from rl.parameter_server.client import ParameterServerClient
@@ -112,7 +112,7 @@ class Publication:
 
     def restore(self, recent: dict[str, Params], versions: list[int], params: Params) -> None:
         """Take back what `saved` returned; `params` are those of the current version."""
-        whole = [with_parts(params, recent[str(i)]) for i in range(len(versions))]
+        whole = [merged(params, recent[str(i)]) for i in range(len(versions))]
         self._recent = [self._publisher.copy(one, version) for one, version in zip(whole, versions, strict=True)]
 
     def _begin(self, version: int, params: Params) -> None:

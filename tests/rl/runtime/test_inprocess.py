@@ -13,9 +13,10 @@ from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import ConfigError, to_text
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
+from experiments.modifiers import low_rank
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.runtime.inprocess import run_inprocess
-from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, run_here
+from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, parameters, run_here
 from tests.rl.tiny import tiny_experiment
 
 
@@ -27,6 +28,31 @@ def test_a_run_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -
             assert run_inprocess(cfg.build(), run, stop, seen.append) == last
     assert sorted(set(seen)) == [0, 1, 2, 3, 4]
     assert_same_outcome(tmp_path / "parts", run_here(tmp_path / "whole", cfg))
+
+
+def test_rl_of_adapters_publishes_and_saves_adapters_alone(tmp_path: Path) -> None:
+    """Also of the versions before the current one, and in a resumed run, which equals an uninterrupted one."""
+    cfg = tiny_experiment(staleness=1)
+    low_rank(cfg)
+    cfg.trainer.checkpoint.set(save_every=1)
+    seen: list[int] = []
+    for stop in (lambda: 3 in seen, lambda: False):
+        with RunDirectory.open(tmp_path / "parts", to_text(cfg)) as run:
+            run_inprocess(cfg.build(), run, stop, seen.append)
+    whole = run_here(tmp_path / "whole", cfg)
+    assert_same_outcome(tmp_path / "parts", whole)
+    params = parameters(whole)
+    adapters = sum(len(array) for name, array in params.items() if "lora" in name)
+    everything = sum(map(len, params.values()))
+    assert 0 < adapters < everything / 3  # of so small a model
+    pushes = {row["version"]: row["nbytes"] for row in events(whole, "push")}
+    assert pushes == {0: everything} | dict.fromkeys((1, 2, 3, 4), adapters)
+    step = whole / "checkpoints" / "rl" / "4"
+    assert {file.stat().st_nlink for file in (step / "frozen" / "d").iterdir()} == {3}  # 3 checkpoints are kept
+    kept = json.loads((step / "manifest" / "metadata").read_text())
+    recent = {name for name in kept["rest"] if name.startswith("recent/")}
+    assert all("lora" in name for name in (*kept["params"], *recent)) and recent
+    assert len(kept["params"]) + len(kept["frozen"]) == len(params)
 
 
 def test_every_update_is_made_of_rollouts_within_the_staleness_bound(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""Frozen parameters in checkpoints: written once, and hard links in every later step, which stays whole by itself.
+
+This file imports Orbax; it is imported when something is saved.
+"""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any, override
+
+import orbax.checkpoint as ocp
+
+from axlearn_like.checkpoint.hard_links import link_file
+
+
+@dataclasses.dataclass
+class FrozenArgs(ocp.args.CheckpointArgs):
+    """Frozen parameters to save: the files of an older step, which has the same ones, or else the arrays.
+
+    Attributes:
+        arrays: nested dict.
+        files: folder of this item in the older step; None: the arrays are written.
+    """
+
+    arrays: Any
+    files: Path | None = None
+
+
+class FrozenHandler(ocp.CheckpointHandler):
+    """Saves the item, before `save` returns; it is restored by Orbax's own handler."""
+
+    def __init__(self) -> None:
+        self._arrays = ocp.StandardCheckpointHandler()
+
+    @override
+    def save(self, directory: Any, args: FrozenArgs) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Link or write into `directory`, which is the step's until the step is complete."""
+        if args.files is None:
+            self._arrays.save(directory, args=ocp.args.StandardSave(args.arrays))  # pyright: ignore
+            self._arrays.finalize(directory)
+        elif ocp.utils.is_primary_host(0):
+            shutil.copytree(args.files, directory, copy_function=link_file, dirs_exist_ok=True)
+
+    @override
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        """Raise: Orbax's own handler reads the item."""
+        raise NotImplementedError
+
+
+ocp.args.register_with_handler(FrozenHandler, for_save=True, for_restore=True)(FrozenArgs)
