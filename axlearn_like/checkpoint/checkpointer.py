@@ -70,6 +70,7 @@ class Checkpointer(Configurable):
         if self.frozen:
             from axlearn_like.checkpoint.frozen import FrozenArgs
 
+            self.wait()  # Orbax would wait too: only one save is under way
             frozen = only(state["params"], self.frozen)
             manifest[reader.FROZEN] = make_manifest(frozen)
             arguments[reader.FROZEN] = FrozenArgs(frozen, self._written(manifest[reader.FROZEN]))

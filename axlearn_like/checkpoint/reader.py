@@ -169,6 +169,7 @@ def params_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifests of a step's items. CheckpointError, Damaged: it cannot be read."""
     import orbax.checkpoint as ocp
 
     try:
