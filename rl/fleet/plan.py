@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from axlearn_like.layers.parameter_names import only, without
 from axlearn_like.operations.memory import bytes_of_device
 from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
@@ -106,8 +107,9 @@ class FleetPlan:
     Attributes:
         trainer: the trainer.
         worker: each of the workers.
-        push: bytes of a version as the trainer publishes it.
-        pull: bytes of a version that each worker fetches, uncompressed.
+        push: bytes of a version as the trainer publishes it; of the first, the `frozen` ones too.
+        pull: bytes of a version that each worker fetches, uncompressed; of the first, the `frozen` ones too.
+        frozen: bytes of parameters that no update changes.
         seconds: that it took to make the plan.
         together: worker and trainer are one process on the same devices.
     """
@@ -116,6 +118,7 @@ class FleetPlan:
     worker: RolePlan
     push: int
     pull: int
+    frozen: int
     seconds: float
     together: bool = False
 
@@ -142,6 +145,7 @@ class FleetPlan:
                 "push_per_host": self.push // self.trainer.devices.hosts,
                 "pull": self.pull,
                 "pulls_of_all_workers": self.pull * self.worker.count,
+                "frozen": self.frozen,
             },
             "seconds": round(self.seconds, 2),
         }
@@ -177,6 +181,7 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
     draws = {"weights": bytes_of_device(runner.params), "pages": bytes_of_device(runner.pool)}
     following = {NEXT_WEIGHTS: draws["weights"]}
     # Gradients of packed rows are summed, and rollouts scored, by programs that read the parameters alone.
+    frozen = experiment.trainer_cfg.learner.build().frozen(state["params"])
     optimizer, packed = {"optimizer": bytes_of_device(state["opt_state"])}, cfg.trainer.packing is not None
     beside = {"score": optimizer, **({"train": optimizer} if packed else {})}
     updates = ("train", "update", "score") if packed else ("train", "score")
@@ -203,8 +208,9 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
             programs(fleet.worker, engine_mesh.size, ("prefill", "decode")),
             {name: {**following, **also} for name in ("prefill", "decode")},
         ),
-        push=_bytes(state["params"]),
-        pull=_bytes(runner.weights_like),
+        push=_bytes(without(state["params"], frozen)),
+        pull=_bytes(without(runner.weights_like, frozen)),
+        frozen=_bytes(only(state["params"], frozen)),
         seconds=time.monotonic() - began,
         together=fleet.together,
     )

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import pytest
 
+from experiments.modifiers import low_rank
+from experiments.registry import get
 from mesh import UserError
 from mesh.cost.ahead_of_time import compile_step
 from mesh.topology import find_compiler, parse_topology
@@ -43,9 +45,21 @@ def test_hosts_meshes_bytes_and_processes_are_counted():
         "push_per_host": weights // 2,
         "pull": weights,
         "pulls_of_all_workers": 3 * weights,
+        "frozen": 0,
     }
     assert data["fits"] and data["startable"] and plan.refusals == []
     assert json.loads(json.dumps(data)) == data
+
+
+def test_of_adapters_the_first_push_alone_has_the_frozen_parameters():
+    """LoRA of rank 4 on a model of 0.5 B parameters moves a hundredth of its bytes with each version."""
+    cfg: Any = get("qwen25_0_5b_rl")
+    cfg.fleet = Fleet.Config(trainer="h200:1", workers="h200:1")
+    weights = plan_fleet(place(cfg.clone()), compile_programs=False).push
+    low_rank(cfg)
+    plan = plan_fleet(place(cfg), compile_programs=False)
+    assert plan.frozen == weights and plan.pull == plan.push
+    assert 100 < weights / plan.push < 500
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic():
