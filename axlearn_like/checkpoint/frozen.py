@@ -27,7 +27,7 @@ class FrozenArgs(ocp.args.CheckpointArgs):
 
 
 class FrozenHandler(ocp.CheckpointHandler):
-    """Saves the item, before `save` returns; it is restored by Orbax's own handler."""
+    """Handler that has saved the item when `save` returns; Orbax's own handler restores it."""
 
     def __init__(self) -> None:
         self._arrays = ocp.StandardCheckpointHandler()
