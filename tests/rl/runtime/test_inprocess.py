@@ -31,7 +31,7 @@ def test_a_run_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -
 
 
 def test_rl_of_adapters_publishes_and_saves_adapters_alone(tmp_path: Path) -> None:
-    """Also of the versions before the current one, and in a resumed run, which equals an uninterrupted one."""
+    """Check it of versions before the current one too, and that a resumed run equals an uninterrupted one."""
     cfg = tiny_experiment(staleness=1)
     low_rank(cfg)
     cfg.trainer.checkpoint.set(save_every=1)
