@@ -6,6 +6,7 @@ number of hosts: of 64 rows, 1 was the same on two hosts. A Grain `MapDataset`, 
 examples is a source.
 """
 
+from axlearn_like.input.chat import Chat
 from axlearn_like.input.encoding import Document, PromptAnswer, TokenIds
 from axlearn_like.input.line_formats import JsonLines, PlainText
 from axlearn_like.input.mixture import Mixture, Part, Stage
@@ -16,6 +17,7 @@ from axlearn_like.input.supervised import SupervisedInput
 
 __all__ = [
     "ArrayRecord",
+    "Chat",
     "Document",
     "FirstFit",
     "FirstFitDecreasing",

@@ -1,0 +1,88 @@
+"""Conversations as training examples: written by the tokenizer's chat template, the assistant's turns are learned."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.input.encoding import Encoded
+from axlearn_like.input.source import InputError
+from axlearn_like.tokenizers.chat import encode_marked, marked_chat
+from axlearn_like.tokenizers.jinja_template import TemplateError
+from axlearn_like.tokenizers.protocol import Tokenizer
+from mesh.errors import did_you_mean
+
+
+class Chat(Configurable):
+    """A list of messages: each turn of the assistant is learned up to the token that ends it, the rest is given.
+
+    A turn is what the template writes behind the opening of an answer, so that the policy learns it behind the tokens
+    with which it will be asked. A template that writes earlier turns in another way once there are later ones, such as
+    without their reasoning, is refused: then each turn is an example of its own.
+    """
+
+    class Config(ConfigBase["Chat"]):
+        messages: str = "messages"  # field: objects with role and content, and what else the template reads
+        tools: str | None = None  # field with JSON schemas of functions; None: there are none
+
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise InputError("Chat.Config writes conversations: the source needs a tokenizer with a chat template")
+        self._tokenizer, self._messages, self._tools = tokenizer, cfg.messages, cfg.tools
+        self.fields = (cfg.messages,) + ((cfg.tools,) if cfg.tools else ())
+
+    def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
+        """Return tokens and loss mask, see `Encoding.encode`."""
+        messages, tools = self._read(record, where)
+        ids: list[int] = []
+        learned: list[bool] = []
+        try:
+            for text, answer in self._pieces(messages, tools, where):
+                piece = encode_marked(self._tokenizer, text)
+                ids += piece
+                kept = self._turn(piece) if answer else 0
+                learned += [True] * kept + [False] * (len(piece) - kept)
+        except TemplateError as error:
+            raise InputError(f"{where}: {error}") from None
+        return ids, np.asarray(learned, bool)
+
+    def _pieces(self, messages: Sequence[Any], tools: Any, where: str) -> Iterator[tuple[str, bool]]:
+        """Yield the parts of a conversation's text in order, and whether an assistant has said them."""
+        written = ""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            opening = self._render(messages[:index], tools, add_generation_prompt=True) if index else written
+            whole = self._render(messages[: index + 1], tools)
+            if not opening.startswith(written) or not whole.startswith(opening):
+                raise InputError(
+                    f"{where}: the chat template writes what is before message {index} in another way once that "
+                    "follows, so its tokens would not be those that the policy is asked with; make each turn an "
+                    "example of its own, or take a template that keeps earlier turns"
+                )
+            yield opening[len(written) :], False
+            yield whole[len(opening) :], True
+            written = whole
+        if not written:
+            raise InputError(f"{where}: no message of {self._messages!r} is the assistant's: nothing is learned")
+
+    def _render(self, messages: Sequence[Any], tools: Any, *, add_generation_prompt: bool = False) -> str:
+        return marked_chat(self._tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def _turn(self, piece: Sequence[int]) -> int:
+        """Return how many tokens of a turn a policy draws: up to the one that ends it."""
+        ends = [at for at, token in enumerate(piece) if token in self._tokenizer.stop_ids]
+        return ends[-1] + 1 if ends else len(piece)
+
+    def _read(self, record: Mapping[str, Any], where: str) -> tuple[Sequence[Any], Any]:
+        for name in self.fields:
+            if name not in record:
+                raise InputError(f"{where}: there is no field {name!r}{did_you_mean(name, map(str, record))}")
+        messages = record[self._messages]
+        fits = isinstance(messages, list) and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+        )
+        if not fits:
+            raise InputError(f"{where}: expected {self._messages!r} to be a list of objects with a role")
+        return messages, record[self._tools] or None if self._tools else None
