@@ -74,6 +74,22 @@ def first_block(block: ConfigBase[Any]) -> ConfigBase[Any]:
     return block.blocks[0] if isinstance(block, BlockPattern.Config) else block
 
 
+def segment_layers(block: ConfigBase[Any], num_layers: int) -> dict[str, range]:
+    """Return the layers of each segment of a decoder, in order, by its name."""
+    found: dict[str, range] = {}
+    first = 0
+    for name, _, count in _planned(block, num_layers):
+        found[name] = range(first, first + count)
+        first += count
+    return found
+
+
+def layer_blocks(block: ConfigBase[Any], num_layers: int) -> list[ConfigBase[Any]]:
+    """Return the config of each layer's block."""
+    planned = _planned(block, num_layers)
+    return [blocks[index % len(blocks)] for _, blocks, count in planned for index in range(count)]
+
+
 def build_segments(block: ConfigBase[Any], dim: int, keys: jax.Array) -> list[tuple[Segment, Any]]:
     """Return the segments of a decoder, in order, each with its new stack of blocks; one key for each layer.
 

@@ -11,7 +11,7 @@ from axlearn_like.config import text_lines, walk_configs
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.decoder import Decoder
 from mesh.errors import did_you_mean
-from models.huggingface import dense, mixtures
+from models.huggingface import deepseek, dense, gemma, gpt2, gpt_oss, mixtures
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson, ConfigJsonError
 from models.huggingface.rows import ConversionError
@@ -25,7 +25,9 @@ _NO_EFFECT = frozenset(
 
 # A new family is a line here.
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture for architecture in (*dense.ARCHITECTURES, *mixtures.ARCHITECTURES)
+    architecture.name: architecture
+    for family in (dense, mixtures, gemma, gpt2, gpt_oss, deepseek)
+    for architecture in family.ARCHITECTURES
 }
 
 

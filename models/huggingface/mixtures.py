@@ -51,7 +51,9 @@ def _read_qwen3(json: ConfigJson) -> Decoder.Config:
         load_balance=json.number("router_aux_loss_coef", 0.001),
     )
     experts = Experts.Config(hidden=json.integer("moe_intermediate_size"))
-    feed_forward = MoE.Config(num_experts=json.integer("num_experts"), router=router, experts=experts)
+    # transformers 5 saves it under Mixtral's name.
+    count = json.integer("num_experts" if "num_experts" in json else "num_local_experts")
+    feed_forward = MoE.Config(num_experts=count, router=router, experts=experts)
     return with_rope(mixture(feed_forward, **read_shape(json, qk_norm=True)), json)
 
 

@@ -1,6 +1,7 @@
 """Rotary embeddings from and to `config.json`: `rope_parameters`, or `rope_theta` and `rope_scaling` before it.
 
-A kind of scaling is a config of `axlearn_like.layers.attention.rope`; one that has no entry here is refused by name.
+A kind of scaling is a config of `axlearn_like.layers.attention.rope` or `rope_scaling`; one that has no entry here is
+refused by name.
 """
 
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.attention.rope import Llama3Scaling, Rope
+from axlearn_like.layers.attention.rope_scaling import DynamicScaling, LinearScaling, YarnScaling
 from models.huggingface.config_json import ConfigJson
 
 
@@ -44,9 +46,51 @@ def _write_llama3(cfg: Llama3Scaling.Config) -> dict[str, Any]:
     }
 
 
+def _read_linear(fields: ConfigJson, positions: int | None) -> LinearScaling.Config:
+    del positions
+    return LinearScaling.Config(factor=fields.number("factor"))
+
+
+def _read_dynamic(fields: ConfigJson, positions: int | None) -> DynamicScaling.Config:
+    if positions is None:
+        raise fields.error("rope_type", "max_position_embeddings in config.json beside 'dynamic'", "none")
+    return DynamicScaling.Config(factor=fields.number("factor"), original_length=positions)
+
+
+def _read_yarn(fields: ConfigJson, positions: int | None) -> YarnScaling.Config:
+    original = fields.integer("original_max_position_embeddings", positions)
+    if original is None:
+        raise fields.error("original_max_position_embeddings", "an integer", "nothing")
+    return YarnScaling.Config(
+        factor=fields.number("factor"),
+        original_length=original,
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        attention_factor=fields.number("attention_factor", None),
+        mscale=fields.number("mscale", None),
+        mscale_all_dim=fields.number("mscale_all_dim", None),
+        truncate=fields.flag("truncate", True),
+    )
+
+
+def _write_yarn(cfg: YarnScaling.Config) -> dict[str, Any]:
+    some = {name: getattr(cfg, name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+    return {
+        "factor": cfg.factor,
+        "original_max_position_embeddings": cfg.original_length,
+        "beta_fast": cfg.beta_fast,
+        "beta_slow": cfg.beta_slow,
+        "truncate": cfg.truncate,
+        **{name: value for name, value in some.items() if value is not None},
+    }
+
+
 SCALINGS: dict[str, Scaling] = {
     "default": Scaling(None, lambda fields, positions: None, lambda cfg: {}),
     "llama3": Scaling(Llama3Scaling.Config, _read_llama3, _write_llama3),
+    "linear": Scaling(LinearScaling.Config, _read_linear, lambda cfg: {"factor": cfg.factor}),
+    "dynamic": Scaling(DynamicScaling.Config, _read_dynamic, lambda cfg: {"factor": cfg.factor}),
+    "yarn": Scaling(YarnScaling.Config, _read_yarn, _write_yarn),
 }
 
 
@@ -74,13 +118,18 @@ def rope_of(fields: ConfigJson, theta: float, positions: int | None) -> Rope.Con
     return rope
 
 
-def write_rope(cfg: Rope.Config) -> dict[str, Any]:
-    """Return the fields of `config.json`, in the form of transformers 5, which older ones read too."""
+def rope_parameters(cfg: Rope.Config) -> dict[str, Any]:
+    """Return the object of fields that `rope_of` reads."""
     for name, kind in SCALINGS.items():
         if (kind.config is None and cfg.scaling is None) or (kind.config and isinstance(cfg.scaling, kind.config)):
-            scaling = kind.write(cfg.scaling)
-            parameters = {"rope_type": name, "rope_theta": cfg.theta, **scaling}
-            # Before version 5 the base was a field of its own, and `rope_scaling` null without scaling.
-            old = {"rope_type": name, **scaling} if scaling else None
-            return {"rope_parameters": parameters, "rope_theta": cfg.theta, "rope_scaling": old}
+            return {"rope_type": name, "rope_theta": cfg.theta, **kind.write(cfg.scaling)}
     raise AssertionError(f"no rope type for {cfg.scaling}")
+
+
+def write_rope(cfg: Rope.Config) -> dict[str, Any]:
+    """Return the fields of `config.json`, in the form of transformers 5, which older ones read too."""
+    parameters = rope_parameters(cfg)
+    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    # Before version 5 the base was a field of its own, and `rope_scaling` null without scaling.
+    old = None if cfg.scaling is None else scaling
+    return {"rope_parameters": parameters, "rope_theta": cfg.theta, "rope_scaling": old}

@@ -1,10 +1,11 @@
-"""`axl models`: the published models that are built in, and what one of them costs."""
+"""`axl models`: the published models that are built in, what one of them costs, and families beside transformers."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -84,6 +85,28 @@ def _show(name: str, length: int, devices_text: str | None, as_json: bool) -> No
         click.echo(f"training on {devices.text} by fsdp, a row of {length:,} tokens a device: {_memory(training)}")
         click.echo(f"rollout on a host of {devices.text}, {rollout.devices} devices an engine: {_memory(rollout)}")
         click.echo(f"  room for the keys and values of {tokens:,} tokens, {tokens // length:,} sequences of {length:,}")
+
+
+@command.command("parity")
+@click.argument("names", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+@click.option("--output", type=click.Path(dir_okay=False), help="Write the page of all families there, in Markdown.")
+def _parity(names: tuple[str, ...], as_json: bool, output: str | None) -> None:
+    """Measure tiny models of each family (or of NAMES) against what Hugging Face transformers computed.
+
+    Relative differences of logits, gradient, cached decoding, greedy tokens and exported tensors; in a checkout alone.
+    """
+    from tools import parity
+
+    found: dict[str, dict[str, float]] = {}
+    for name in names or parity.names():
+        found[name] = parity.measure(parity.load(name))
+        if not as_json:
+            click.echo(f"{name}: " + ", ".join(f"{key} {value:.1e}" for key, value in found[name].items()))
+    if output:
+        Path(output).write_text(parity.page(found), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps({"families": found, "limit": parity.LIMIT}))
 
 
 def _sizes(cfg: Decoder.Config) -> dict[str, Any]:

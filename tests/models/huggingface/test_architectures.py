@@ -5,6 +5,7 @@ import pytest
 from axlearn_like.config import to_text
 from axlearn_like.layers.attention.rope import Llama3Scaling
 from axlearn_like.layers.norm import RMSNorm
+from models.catalog import published_model
 from models.huggingface.architectures import ARCHITECTURES, architecture_for, config_json, read_decoder
 from models.huggingface.config_json import ConfigJson, ConfigJsonError
 from models.huggingface.rows import ConversionError
@@ -45,6 +46,13 @@ PUBLISHED = {
     "Qwen3-0.6B": ("Qwen3ForCausalLM", qwen),
     "Qwen3-30B-A3B": ("Qwen3MoeForCausalLM", moe),
     "Mixtral-8x7B": ("MixtralForCausalLM", moe),
+    "Mistral-7B-v0.1": ("MistralForCausalLM", published_model),
+    "Gemma-2-27B": ("Gemma2ForCausalLM", published_model),
+    "Gemma-3-1B": ("Gemma3ForCausalLM", published_model),
+    "Gemma-3-4B": ("Gemma3ForCausalLM", published_model),
+    "gpt-oss-20b": ("GptOssForCausalLM", published_model),
+    "GPT-2-124M": ("GPT2LMHeadModel", published_model),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", published_model),
 }
 
 

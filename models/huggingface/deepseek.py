@@ -1,0 +1,166 @@
+"""DeepSeek-V3 and R1: latent attention, dense blocks first, then mixtures with biases that balance them."""
+
+from typing import Any
+
+from axlearn_like.layers.attention.latent import LatentAttention
+from axlearn_like.layers.attention.rope import InterleavedRope, Rope
+from axlearn_like.layers.block_pattern import BlockPattern, first_block
+from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SigmoidRouter
+from axlearn_like.layers.norm import RMSNorm
+from models.deepseek import latent_mixture
+from models.huggingface.architecture import Architecture
+from models.huggingface.config_json import ConfigJson
+from models.huggingface.dense import FEED_FORWARD, ROOT
+from models.huggingface.mixtures import QWEN3
+from models.huggingface.patterns import segment_sections
+from models.huggingface.rope import read_rope, write_rope
+from models.huggingface.rows import Row, Section
+
+_LAYER = "model.layers.{}"
+_ATTENTION: dict[str, Row] = {
+    "attention_norm.scale": Row(f"{_LAYER}.input_layernorm.weight", "d"),
+    "attention.q_dkqh": Row(f"{_LAYER}.self_attn.q_proj.weight", "kqh,d"),
+    "attention.q_down_dr": Row(f"{_LAYER}.self_attn.q_a_proj.weight", "r,d"),
+    "attention.q_norm.scale": Row(f"{_LAYER}.self_attn.q_a_layernorm.weight", "d"),
+    "attention.q_up_rkqh": Row(f"{_LAYER}.self_attn.q_b_proj.weight", "kqh,r"),
+    "attention.kv_down_dr": Row(f"{_LAYER}.self_attn.kv_a_proj_with_mqa.weight", "r,d"),
+    "attention.kv_norm.scale": Row(f"{_LAYER}.self_attn.kv_a_layernorm.weight", "d"),
+    "attention.k_up_rkh": Row(f"{_LAYER}.self_attn.kv_b_proj.weight", "k[h],r"),
+    "attention.v_up_rkh": Row(f"{_LAYER}.self_attn.kv_b_proj.weight", "k[h],r", part=1),
+    "attention.out_kqhd": Row(f"{_LAYER}.self_attn.o_proj.weight", "d,kqh"),
+    "feed_forward_norm.scale": Row(f"{_LAYER}.post_attention_layernorm.weight", "d"),
+}
+_MIXTURE: dict[str, Row] = {
+    **QWEN3,
+    "feed_forward.router.balance_bias_e": Row(f"{_LAYER}.mlp.gate.e_score_correction_bias", "e"),
+    "feed_forward.shared.gate_df": Row(f"{_LAYER}.mlp.shared_experts.gate_proj.weight", "f,d"),
+    "feed_forward.shared.up_df": Row(f"{_LAYER}.mlp.shared_experts.up_proj.weight", "f,d"),
+    "feed_forward.shared.down_fd": Row(f"{_LAYER}.mlp.shared_experts.down_proj.weight", "d,f"),
+}
+
+
+def _sections(cfg: Decoder.Config) -> tuple[Section, ...]:
+    return segment_sections(cfg, ROOT, {**_ATTENTION, **_MIXTURE}, leading={**_ATTENTION, **FEED_FORWARD})
+
+
+def _read(json: ConfigJson) -> Decoder.Config:
+    json.only("hidden_act", "silu")
+    json.only("attention_bias", False)
+    json.only("tie_word_embeddings", False)
+    json.only("moe_layer_freq", 1)
+    json.only("scoring_func", "sigmoid")
+    json.only("topk_method", "noaux_tc")
+    # Heads of keys are those of queries, and their width is said by its parts; the second prediction is left out.
+    json.ignore("num_key_value_heads", "head_dim", "ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers")
+    json.ignore("qk_head_dim", "num_mtp_layers", "router_aux_loss_coef")
+    rope = read_rope(json)
+    if json.flag("rope_interleave", True):
+        rope = InterleavedRope.Config(theta=rope.theta, scaling=rope.scaling, max_length=rope.max_length)
+    attention = LatentAttention.Config(
+        num_heads=json.integer("num_attention_heads"),
+        q_rank=json.integer("q_lora_rank", None),
+        kv_rank=json.integer("kv_lora_rank", 512),
+        nope_dim=json.integer("qk_nope_head_dim", 128),
+        rope_dim=json.integer("qk_rope_head_dim", 64),
+        value_dim=json.integer("v_head_dim", 128),
+        norm=RMSNorm.Config(eps=1e-6),
+        rope=rope,
+    )
+    return latent_mixture(
+        vocab_size=json.integer("vocab_size"),
+        dim=json.integer("hidden_size"),
+        hidden=json.integer("intermediate_size"),
+        num_layers=json.integer("num_hidden_layers"),
+        num_dense=json.integer("first_k_dense_replace", 3),
+        attention=attention,
+        feed_forward=_read_mixture(json),
+        eps=json.number("rms_norm_eps", 1e-6),
+    )
+
+
+def _read_mixture(json: ConfigJson) -> MoE.Config:
+    width, shared = json.integer("moe_intermediate_size"), json.integer("n_shared_experts", 1)
+    router = SigmoidRouter.Config(
+        top_k=json.integer("num_experts_per_tok", 8),
+        renormalise=json.flag("norm_topk_prob", True),
+        scale=json.number("routed_scaling_factor", 2.5),
+        groups=json.integer("n_group", 8),
+        groups_kept=json.integer("topk_group", 4),
+    )
+    return MoE.Config(
+        num_experts=json.integer("n_routed_experts", 256),
+        router=router,
+        experts=Experts.Config(hidden=width),
+        shared=SwiGLU.Config(hidden=shared * width) if shared else None,
+    )
+
+
+def _write(cfg: Decoder.Config) -> dict[str, Any]:
+    block: Any = first_block(cfg.block)
+    attention, mixture = block.attention, block.feed_forward
+    if not (
+        isinstance(attention, LatentAttention.Config)
+        and isinstance(mixture, MoE.Config)
+        and isinstance(mixture.router, SigmoidRouter.Config)
+        and isinstance(attention.rope, Rope.Config)
+    ):
+        raise AttributeError("blocks of another kind")
+    router, shared = mixture.router, mixture.shared
+    return {
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.dim,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_heads,
+        "q_lora_rank": attention.q_rank,
+        "kv_lora_rank": attention.kv_rank,
+        "qk_nope_head_dim": attention.nope_dim,
+        "qk_rope_head_dim": attention.rope_dim,
+        "v_head_dim": attention.value_dim,
+        "rope_interleave": isinstance(attention.rope, InterleavedRope.Config),
+        "moe_intermediate_size": mixture.experts.hidden,
+        "n_routed_experts": mixture.num_experts,
+        "n_shared_experts": shared.hidden // mixture.experts.hidden if isinstance(shared, SwiGLU.Config) else 0,
+        "num_experts_per_tok": router.top_k,
+        "norm_topk_prob": router.renormalise,
+        "routed_scaling_factor": router.scale,
+        "n_group": router.groups,
+        "topk_group": router.groups_kept,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 0,
+        "rms_norm_eps": block.norm.eps,
+        "max_position_embeddings": attention.rope.max_length or 4096,
+        **_leading(cfg, mixture),
+        **write_rope(attention.rope),
+    }
+
+
+def _leading(cfg: Decoder.Config, mixture: MoE.Config) -> dict[str, Any]:
+    """Return the fields of the dense blocks."""
+    if not isinstance(cfg.block, BlockPattern.Config):
+        return {"first_k_dense_replace": 0, "intermediate_size": 4 * mixture.experts.hidden}
+    dense = cfg.block.leading
+    if not (isinstance(dense, Block.Config) and isinstance(dense.feed_forward, SwiGLU.Config)):
+        raise AttributeError("first blocks of another kind")
+    return {"first_k_dense_replace": cfg.block.num_leading, "intermediate_size": dense.feed_forward.hidden}
+
+
+ARCHITECTURES = (
+    Architecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        _read,
+        _write,
+        _sections,
+        ignored=("*.rotary_emb.inv_freq", "model.layers.61.*"),  # the published models' second prediction
+    ),
+)

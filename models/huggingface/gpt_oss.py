@@ -1,0 +1,96 @@
+"""gpt-oss, whose experts lie in one tensor for each matrix, with gate and up alternating."""
+
+from typing import Any
+
+from axlearn_like.layers.block_pattern import first_block
+from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.moe.experts import BiasedExperts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import BiasedSoftmaxRouter
+from models.gpt_oss import sink_mixture
+from models.huggingface.architecture import Architecture
+from models.huggingface.config_json import ConfigJson
+from models.huggingface.dense import ATTENTION, ROOT
+from models.huggingface.patterns import read_kinds, segment_sections, write_kinds
+from models.huggingface.rope import read_rope, write_rope
+from models.huggingface.rows import Row, Section
+
+_LAYER = "model.layers.{}"
+_ROWS: dict[str, Row] = {
+    **ATTENTION,
+    "attention.out_bias_d": Row(f"{_LAYER}.self_attn.o_proj.bias", "d"),
+    "attention.sinks_kq": Row(f"{_LAYER}.self_attn.sinks", "kq"),
+    "feed_forward.router.weight_de": Row(f"{_LAYER}.mlp.router.weight", "e,d"),
+    "feed_forward.router.bias_e": Row(f"{_LAYER}.mlp.router.bias", "e"),
+    "feed_forward.experts.gate_edf": Row(f"{_LAYER}.mlp.experts.gate_up_proj", "e,d,f[]"),
+    "feed_forward.experts.up_edf": Row(f"{_LAYER}.mlp.experts.gate_up_proj", "e,d,f[]", part=1),
+    "feed_forward.experts.gate_bias_ef": Row(f"{_LAYER}.mlp.experts.gate_up_proj_bias", "e,f[]"),
+    "feed_forward.experts.up_bias_ef": Row(f"{_LAYER}.mlp.experts.gate_up_proj_bias", "e,f[]", part=1),
+    "feed_forward.experts.down_efd": Row(f"{_LAYER}.mlp.experts.down_proj", "e,f,d"),
+    "feed_forward.experts.down_bias_ed": Row(f"{_LAYER}.mlp.experts.down_proj_bias", "e,d"),
+}
+
+
+def _sections(cfg: Decoder.Config) -> tuple[Section, ...]:
+    return segment_sections(cfg, ROOT, _ROWS)
+
+
+def _read(json: ConfigJson) -> Decoder.Config:
+    json.only("attention_bias", True)
+    json.only("hidden_act", "silu")
+    json.only("tie_word_embeddings", False)
+    # Again what other fields say.
+    json.ignore("experts_per_token", "initial_context_length")
+    heads = json.integer("num_attention_heads", 64)
+    return sink_mixture(
+        vocab_size=json.integer("vocab_size"),
+        dim=json.integer("hidden_size"),
+        hidden=json.integer("intermediate_size"),
+        num_layers=json.integer("num_hidden_layers"),
+        heads=(heads, json.integer("num_key_value_heads", heads), json.integer("head_dim", 64)),
+        num_experts=json.integer("num_local_experts"),
+        top_k=json.integer("num_experts_per_tok", 4),
+        rope=read_rope(json, 150_000.0),
+        window=json.integer("sliding_window", 128),
+        kinds=read_kinds(json, (True, False)),
+        limit=json.number("swiglu_limit", 7.0),
+        alpha=json.number("swiglu_alpha", 1.702),
+        load_balance=json.number("router_aux_loss_coef", 0.001),
+        eps=json.number("rms_norm_eps", 1e-5),
+    )
+
+
+def _write(cfg: Decoder.Config) -> dict[str, Any]:
+    block: Any = first_block(cfg.block)
+    attention, mixture = block.attention, block.feed_forward
+    if not (
+        isinstance(mixture, MoE.Config)
+        and isinstance(mixture.experts, BiasedExperts.Config)
+        and isinstance(mixture.router, BiasedSoftmaxRouter.Config)
+    ):
+        raise AttributeError("a mixture of another kind")
+    return {
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.dim,
+        "intermediate_size": mixture.experts.hidden,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
+        "head_dim": attention.head_dim or cfg.dim // attention.num_heads,
+        "num_local_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.router.top_k,
+        "experts_per_token": mixture.router.top_k,
+        "router_aux_loss_coef": mixture.router.load_balance,
+        "swiglu_limit": mixture.experts.limit,
+        "swiglu_alpha": mixture.experts.alpha,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": block.norm.eps,
+        "max_position_embeddings": attention.rope.max_length or 131_072,
+        **write_kinds(cfg),
+        **write_rope(attention.rope),
+    }
+
+
+ARCHITECTURES = (Architecture("GptOssForCausalLM", "gpt_oss", _read, _write, _sections),)

@@ -1,0 +1,215 @@
+"""Our models beside those of Hugging Face transformers: relative differences, family by family.
+
+The reference was computed once (tools/golden/transformers_parity.py) and is stored beside the tests, so measuring needs
+a checkout of the project, and no torch. A difference is the largest absolute one over the spread of the reference.
+"""
+
+import dataclasses
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_like.layers.base import Params, bind, split
+from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.contexts.paged import RowContext
+from axlearn_like.layers.decoder import Decoder
+from mesh.errors import UserError, did_you_mean
+from models.huggingface.architectures import Architecture, config_json, read_decoder
+from models.huggingface.config_json import ConfigJson
+from models.huggingface.convert import from_huggingface, to_huggingface
+from rl.roles.messages import Prompt
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.request import Request, StopConditions
+from rl.rollout.sampling import Sampler
+
+GOLDEN = Path(__file__).parent.parent / "tests" / "models" / "golden" / "parity"
+PROMPT = 6  # tokens, of the sequence that the reference generated
+LIMIT = 1e-4  # what every difference stays below
+
+MEANINGS = {
+    "logits": "packed, padded and long rows, beyond windows and the original length of a stretched rotary embedding",
+    "gradient": "of the mean cross entropy: norms, and products with random signs, of each tensor",
+    "decode": "logits of the last tokens, by transformers with its cache, here by scoring",
+    "greedy": "share of tokens in which our engine's greedy decoding differs from `generate`",
+    "export": "share of tensors that are not those imported, to the bit",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """One model of transformers: a config, tensors, and what it computes."""
+
+    name: str
+    architecture: Architecture
+    cfg: Decoder.Config
+    tensors: dict[str, np.ndarray]
+    arrays: dict[str, np.ndarray]
+
+    def params(self) -> Params:
+        """Return the parameters here."""
+        return from_huggingface(self.tensors, self.cfg, self.architecture)
+
+
+def names() -> list[str]:
+    """Return the cases, in the order of their names.
+
+    Raises:
+        UserError: this is not a checkout of the project.
+    """
+    found = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+    if not found:
+        raise UserError(f"no reference in {GOLDEN}: `axl models parity` needs a checkout of the project")
+    return found
+
+
+def load(name: str) -> Reference:
+    """Return a reference.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    path = GOLDEN / f"{name}.npz"
+    if not path.exists():
+        raise UserError(f"no reference {name!r}{did_you_mean(name, names())}")
+    with np.load(path) as file:
+        arrays = {key: file[key] for key in file.files}
+    architecture, cfg = read_decoder(ConfigJson(json.loads(str(arrays.pop("config")))))
+    weights = {key: arrays.pop(key) for key in list(arrays) if key.startswith("weights/")}
+    tensors = {
+        key.removeprefix("weights/"): (value.astype(np.uint32) << 16).view(np.float32) for key, value in weights.items()
+    }
+    return Reference(name, architecture, cfg.set(dtype="float32"), tensors, arrays)
+
+
+def measure(reference: Reference) -> dict[str, float]:
+    """Return the differences of a model, by property."""
+    params = jax.tree.map(jnp.asarray, reference.params())
+    graphdef, _ = jax.eval_shape(lambda: split(reference.cfg.build(rngs=nnx.Rngs(0))))
+    return {
+        **_training(reference, graphdef, params),
+        "decode": _decode(reference, graphdef, params),
+        "greedy": _greedy(reference, params),
+        "export": _export(reference, params),
+    }
+
+
+def _training(reference: Reference, graphdef: Any, params: Params) -> dict[str, float]:
+    """Logits of all rows, and the gradient of the cross entropy of the first, by one program."""
+    arrays = reference.arrays
+    context = PackedContext(jnp.asarray(arrays["positions"]), jnp.asarray(arrays["segment_ids"]))
+
+    def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+        logits = bind(graphdef, params)(jnp.asarray(arrays["tokens"]), context)
+        targets = jnp.asarray(arrays["tokens"])[0, 1:]
+        logprobs = jax.nn.log_softmax(logits[0, :-1])
+        return -jnp.mean(jnp.take_along_axis(logprobs, targets[:, None], axis=-1)), logits
+
+    (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    found = np.asarray(logits)[arrays["checked"]]
+    _require_same_choice(reference.name, found, arrays["logits"])
+    theirs = to_huggingface(jax.device_get(gradients), reference.cfg, np.float64, reference.architecture)
+    return {"logits": relative(found, arrays["logits"]), "gradient": _gradient(theirs, arrays)}
+
+
+def _gradient(found: dict[str, np.ndarray], arrays: dict[str, np.ndarray]) -> float:
+    worst = 0.0
+    for key, expected in arrays.items():
+        if key.startswith("gradient/"):
+            name = key.removeprefix("gradient/")
+            g = found[name].astype(np.float64)
+            signs = np.random.default_rng(zlib.crc32(name.encode())).choice([-1.0, 1.0], (2, *g.shape))
+            ours = np.array([np.linalg.norm(g), *(np.sum(g * sign) for sign in signs)])
+            worst = max(worst, float(np.abs(ours - expected).max() / max(expected[0], 1e-6)))
+    return worst
+
+
+def _decode(reference: Reference, graphdef: Any, params: Params) -> float:
+    tokens, expected = reference.arrays["generated"], reference.arrays["step_logits"]
+    row = jnp.asarray(tokens[None, :-1])
+    context = RowContext(jnp.arange(row.shape[1])[None])
+
+    def last(params: Params) -> jax.Array:
+        model = bind(graphdef, params)
+        return model.logits(model.hidden(row, context).x[:, -len(expected) :])[0]
+
+    return relative(np.asarray(jax.jit(last)(params)), expected)
+
+
+def _greedy(reference: Reference, params: Params) -> float:
+    """Decode as `generate` did, in a pool of small pages, several steps a dispatch."""
+    tokens = reference.arrays["generated"]
+    prompt, expected = tokens[:PROMPT], tokens[PROMPT:]
+    engine = RolloutEngine.Config(
+        model=reference.cfg,
+        stop_tokens=(),
+        max_prompt=PROMPT,
+        max_new=len(expected),
+        max_num_seqs=1,
+        page_size=8,
+        steps_per_dispatch=8,
+        prefill_tokens=64,
+        sampler=Sampler.Config(temperature=0.0),
+    ).build()
+    engine.set_weights(params, 1)
+    request = Request(Prompt(1, reference.name, prompt), stop=StopConditions(max_new=len(expected)))
+    (rollout,) = engine.generate([request])
+    return float(np.mean(np.asarray(rollout.tokens) != expected))
+
+
+def _export(reference: Reference, params: Params) -> float:
+    """Write tensors and config.json again; the config must describe the same model."""
+    cfg, architecture = reference.cfg, reference.architecture
+    written = config_json(cfg, architecture=architecture)
+    if read_decoder(ConfigJson(written))[1] != cfg:
+        return 1.0
+    back = to_huggingface(jax.device_get(params), cfg, np.float32, architecture)
+    theirs = reference.tensors
+    same = [name in back and name in theirs and np.array_equal(back[name], theirs[name]) for name in {*back, *theirs}]
+    return 1 - sum(same) / len(same)
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest absolute difference over the spread of what is expected."""
+    return float(np.abs(found - expected).max() / np.std(expected))
+
+
+def _require_same_choice(name: str, found: np.ndarray, expected: np.ndarray) -> None:
+    different = int(np.sum(found.argmax(-1) != expected.argmax(-1)))
+    if different:
+        raise UserError(f"{name}: {different} of {len(found)} tokens have another largest logit than in transformers")
+
+
+def page(found: dict[str, dict[str, float]]) -> str:
+    """Return the page of docs/reference that has these differences."""
+    head = " | ".join(MEANINGS)
+    rows = "\n".join(
+        f"| {name} | " + " | ".join(f"{values[key]:.1e}" if values[key] else "0" for key in MEANINGS) + " |"
+        for name, values in sorted(found.items())
+    )
+    meanings = "\n".join(f"* **{key}**: {meaning}" for key, meaning in MEANINGS.items())
+    return _PAGE.format(head=head, line="|".join("---" for _ in MEANINGS), rows=rows, meanings=meanings)
+
+
+_PAGE = """# Families beside transformers
+
+Written by `axl models parity --output docs/reference/parity.md`, in float32 on a CPU. For each family a tiny random
+model was saved by transformers 5.23 (`tools/golden/transformers_parity.py`), with what it computes; here it is imported
+and computes the same. Figures are the largest absolute difference over the spread of the reference; the tests refuse
+any above 1e-4, and any token whose largest logit is another.
+
+| family | {head} |
+|---|{line}|
+{rows}
+
+{meanings}
+
+`llama` has Llama 3's rope scaling, `llama_linear`, `llama_dynamic` and `qwen2` (YaRN) the others. transformers rotates
+all tokens of a call by the base of the longest where the scaling is dynamic, so that its rows beyond the original
+length differ from its own decoding; ours are those of decoding, and beyond that length only decoding is compared.
+"""
