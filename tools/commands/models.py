@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mesh.errors import UserError
+
 if TYPE_CHECKING:
     from axlearn_like.layers.decoder import Decoder
     from tools.model_card import DeviceMemory, ModelCard
@@ -96,7 +98,10 @@ def _parity(names: tuple[str, ...], as_json: bool, output: str | None) -> None:
 
     Relative differences of logits, gradient, cached decoding, greedy tokens and exported tensors; in a checkout alone.
     """
-    from tools import parity
+    try:
+        from tools.golden import parity
+    except ModuleNotFoundError as error:
+        raise UserError("axl models parity needs a checkout of the project") from error
 
     found: dict[str, dict[str, float]] = {}
     for name in names or parity.names():

@@ -1,4 +1,4 @@
-"""Tiny random models of every family by Hugging Face transformers: what tools/parity.py measures ours against.
+"""Tiny random models of every family by Hugging Face transformers: what tools/golden/parity.py measures ours against.
 
 Run as tools/golden/transformers_decoders.py is, beside which it stands:
 

@@ -1,4 +1,4 @@
-"""Our models beside those of Hugging Face transformers: relative differences, family by family.
+"""Relative differences between models here and those of Hugging Face transformers, family by family.
 
 The reference was computed once (tools/golden/transformers_parity.py) and is stored beside the tests, so measuring needs
 a checkout of the project, and no torch. A difference is the largest absolute one over the spread of the reference.
@@ -28,7 +28,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 
-GOLDEN = Path(__file__).parent.parent / "tests" / "models" / "golden" / "parity"
+GOLDEN = Path(__file__).parents[2] / "tests" / "models" / "golden" / "parity"
 PROMPT = 6  # tokens, of the sequence that the reference generated
 LIMIT = 1e-4  # what every difference stays below
 

@@ -1,0 +1,137 @@
+"""The engine draws with the log-probability that scoring gives, to the bit, whatever the layers of the policy.
+
+A pattern of windows with caps; sinks and experts behind a dense block; latent attention. Prompts are longer than the
+windows, rows share dispatches, and pages are few, so sequences are preempted and prefilled again.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from axlearn_like.layers.attention.latent import LatentAttention
+from axlearn_like.layers.attention.rope import InterleavedRope, Rope
+from axlearn_like.layers.attention.rope_scaling import YarnScaling
+from axlearn_like.layers.base import bind
+from axlearn_like.layers.block_pattern import BlockPattern
+from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SigmoidRouter
+from mesh import UserError
+from models.deepseek import latent_mixture
+from models.gemma import gemma2
+from models.gpt2 import layer_norm_decoder
+from models.gpt_oss import sink_mixture
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.request import Request, StopConditions
+from rl.rollout.sampling import Sampler
+from rl.training.logprobs import score_rows
+from tests.axlearn_like.layers.small import initialise
+from tests.rl.rollout.small import assert_no_page_is_held
+from tests.rl.tiny import make_prompt
+
+VOCAB, MAX_PROMPT, MAX_NEW, LENGTH = 272, 40, 16, 56
+YARN = YarnScaling.Config(factor=4.0, original_length=16)
+
+
+def windowed() -> Decoder.Config:
+    return gemma2(
+        vocab_size=VOCAB,
+        dim=32,
+        hidden=48,
+        num_layers=3,
+        heads=(4, 2, 16),
+        scalar=24,
+        window=7,
+        score_cap=3.0,
+        logit_cap=5.0,
+    )
+
+
+def sinks() -> Decoder.Config:
+    cfg = sink_mixture(
+        vocab_size=VOCAB,
+        dim=32,
+        hidden=24,
+        num_layers=3,
+        heads=(4, 2, 16),
+        num_experts=4,
+        top_k=2,
+        rope=Rope.Config(scaling=YARN),
+        window=7,
+    )
+    assert isinstance(cfg.block, BlockPattern.Config) and isinstance(cfg.block.blocks[0], Block.Config)
+    dense = cfg.block.blocks[0].clone(feed_forward=SwiGLU.Config(hidden=48))
+    return cfg.set(block=cfg.block.clone(leading=dense, num_leading=1))
+
+
+def latent() -> Decoder.Config:
+    attention = LatentAttention.Config(
+        num_heads=3,
+        q_rank=24,
+        kv_rank=16,
+        nope_dim=16,
+        rope_dim=8,
+        value_dim=12,
+        rope=InterleavedRope.Config(scaling=YARN.clone(mscale=0.7, mscale_all_dim=1.0)),
+    )
+    router = SigmoidRouter.Config(top_k=2, groups=2, groups_kept=1, scale=2.5)
+    experts = MoE.Config(
+        num_experts=4, router=router, experts=Experts.Config(hidden=24), shared=SwiGLU.Config(hidden=24)
+    )
+    shape = {"vocab_size": VOCAB, "dim": 32, "hidden": 48, "num_layers": 2, "num_dense": 1}
+    return latent_mixture(attention=attention, feed_forward=experts, **shape)
+
+
+def positioned() -> Decoder.Config:
+    return layer_norm_decoder(vocab_size=VOCAB, max_length=LENGTH, dim=32, num_layers=2, num_heads=4)
+
+
+def drawn(cfg: Decoder.Config, params: Any) -> list[tuple[Any, Any]]:
+    engine = RolloutEngine.Config(
+        model=cfg,
+        stop_tokens=(3, 50),
+        max_prompt=MAX_PROMPT,
+        max_new=MAX_NEW,
+        max_num_seqs=3,
+        page_size=8,
+        pages=12,
+        steps_per_dispatch=4,
+        prefill_tokens=64,
+        sampler=Sampler.Config(temperature=0.8),
+    ).build()
+    engine.set_weights(params, 1)
+    prompts = [make_prompt(number, 3 + 37 * number // 5) for number in range(6)]
+    stop = StopConditions(tokens=(3, 50), max_new=MAX_NEW)
+    rollouts = engine.generate([Request(prompt, seed=5, stop=stop) for prompt in prompts])
+    assert engine.stats()["preemptions"] > 0
+    assert_no_page_is_held(engine)
+    return list(zip(prompts, rollouts, strict=True))
+
+
+@pytest.mark.parametrize("policy", [windowed, sinks, latent, positioned])
+def test_the_engine_draws_with_the_log_probabilities_of_scoring(policy):
+    cfg = policy()
+    graphdef, params = initialise(cfg)
+    rows = np.zeros((8, LENGTH + 1), np.int32)
+    pairs = drawn(cfg, params)
+    for row, (prompt, rollout) in enumerate(pairs):
+        whole = np.concatenate([prompt.tokens, rollout.tokens])
+        rows[row, : len(whole)] = whole
+    score = jax.jit(lambda p, tokens, targets, t: score_rows(bind(graphdef, p), tokens, targets, t))
+    scored = score(params, rows[:, :-1], rows[:, 1:], np.array([0.8], np.float32)).logprobs()
+    for row, (prompt, rollout) in enumerate(pairs):
+        first = len(prompt.tokens) - 1
+        expected = scored[row, first : first + len(rollout.tokens)]
+        assert rollout.logprobs.tobytes() == expected.astype(np.float32).tobytes(), (row, rollout.logprobs - expected)
+    assert sum(len(rollout.tokens) for _, rollout in pairs) > 40
+    assert len({int(token) for _, rollout in pairs for token in rollout.tokens}) > 20
+
+
+def test_learned_positions_are_not_exceeded():
+    cfg = positioned()
+    with pytest.raises(UserError, match=r"max_prompt \+ max_new=57 tokens, but the model has learned 56 positions"):
+        RolloutEngine.Config(model=cfg, stop_tokens=(), max_prompt=41, max_new=16).build()
