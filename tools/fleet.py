@@ -61,7 +61,8 @@ def print_plan(name: str, placed: Placed[RLExperiment.Config], *, as_json: bool)
     console.print(_roles(plan))
     gib = {name: f"{size / _GIB:.2f} GiB" for name, size in data["bytes"].items()}
     console.print(f"a push is {gib['push']}, {gib['push_per_host']} of each of the trainer's hosts")
-    console.print(f"a pull is {gib['pull']} a worker, {gib['pulls_of_all_workers']} of all together")
+    each = f", {gib['pull_per_host']} of each of its hosts" if plan.worker.devices.hosts > 1 else ""
+    console.print(f"a pull is {gib['pull']} a worker{each}, {gib['pulls_of_all_workers']} of all together")
     if data["bytes"]["frozen"]:
         console.print(f"the first push, and each worker's first pull, are {gib['frozen']} of frozen parameters more")
     console.print("controller, parameter server and verifier use CPUs")

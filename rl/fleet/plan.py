@@ -109,6 +109,7 @@ class FleetPlan:
         worker: each of the workers.
         push: bytes of a version as the trainer publishes it; of the first, the `frozen` ones too.
         pull: bytes of a version that each worker fetches, uncompressed; of the first, the `frozen` ones too.
+        pull_per_host: bytes of it that each of a worker's hosts fetches, for its own devices.
         frozen: bytes of parameters that no update changes.
         seconds: that it took to make the plan.
         together: worker and trainer are one process on the same devices.
@@ -118,6 +119,7 @@ class FleetPlan:
     worker: RolePlan
     push: int
     pull: int
+    pull_per_host: int
     frozen: int
     seconds: float
     together: bool = False
@@ -144,7 +146,8 @@ class FleetPlan:
                 "push": self.push,
                 "push_per_host": self.push // self.trainer.devices.hosts,
                 "pull": self.pull,
-                "pulls_of_all_workers": self.pull * self.worker.count,
+                "pull_per_host": self.pull_per_host,
+                "pulls_of_all_workers": self.pull_per_host * self.worker.devices.hosts * self.worker.count,
                 "frozen": self.frozen,
             },
             "seconds": round(self.seconds, 2),
@@ -210,6 +213,9 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
         ),
         push=_bytes(without(state["params"], frozen)),
         pull=_bytes(without(runner.weights_like, frozen)),
+        pull_per_host=_bytes_of(
+            engine_mesh.devices.flat[: fleet.worker.each_host], without(runner.weights_like, frozen)
+        ),
         frozen=_bytes(only(state["params"], frozen)),
         seconds=time.monotonic() - began,
         together=fleet.together,
@@ -233,6 +239,16 @@ def _sizes(mesh: Mesh) -> dict[str, int]:
 
 def _bytes(described: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(described))
+
+
+def _bytes_of(devices: Iterable[Any], described: Any) -> int:
+    """Return the bytes of the slices that these devices hold, each counted once."""
+    found, here = 0, set(devices)
+    for leaf in jax.tree.leaves(described):
+        slices = leaf.sharding.devices_indices_map(leaf.shape)
+        kept = {str(index) for device, index in slices.items() if device in here}
+        found += len(kept) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return found
 
 
 def _gib(size: int) -> str:

@@ -44,6 +44,7 @@ def test_hosts_meshes_bytes_and_processes_are_counted():
         "push": weights,
         "push_per_host": weights // 2,
         "pull": weights,
+        "pull_per_host": weights,
         "pulls_of_all_workers": 3 * weights,
         "frozen": 0,
     }
@@ -112,6 +113,11 @@ def test_a_worker_over_several_hosts_has_a_process_on_each_and_all_devices_in_it
     assert data["startable"] and (data["hosts"], data["chips"], data["processes"]) == (2, 1 + 6, 1 + 6)
     worker = data["roles"]["worker"]
     assert (worker["hosts"], worker["processes"], worker["devices_per_process"]) == (2, 2, 1)
+    pulled, whole = data["bytes"]["pull_per_host"], data["bytes"]["pull"]
+    params: Any = tiny_params(cfg.policy)  # pyright: ignore
+    norms = sum(x.nbytes for path, x in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "scale")
+    assert pulled == (whole - norms) // 2 + norms, "each host fetches its half, and what both have"
+    assert data["bytes"]["pulls_of_all_workers"] == 6 * pulled
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused_by_the_layer():
