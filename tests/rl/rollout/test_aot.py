@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_like.layers.attention.rope import Rope
 from mesh import UserError, make_mesh
-from mesh.topology import find_compiler
+from mesh.topology import find_compiler, parse_topology, topology_devices
 from models.dense import dense
+from models.gemma import gemma2
+from models.gpt_oss import sink_mixture
 from models.qwen import qwen
-from rl.rollout.aot import compile_engine, largest_pool, memory_per_device
+from rl.rollout.aot import compile_engine, engine_dispatches, largest_pool, memory_per_device
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import place
 from tests.elsewhere import elsewhere
@@ -38,6 +41,40 @@ def small_engine(**changes: Any) -> RolloutEngine.Config:
         max_num_seqs=16,
     )
     return cfg.clone(pages=4096).clone(**changes)
+
+
+def patterned_engine() -> RolloutEngine.Config:
+    """Two rounds of blocks with and without a window, and a rest of one."""
+    shape = {"vocab_size": 512, "dim": 256, "hidden": 256, "num_layers": 5, "heads": (8, 4, 128)}
+    return small_engine(model=gemma2(window=64, scalar=128, **shape).set(dtype="bfloat16"), pages=1024)
+
+
+def compile_patterned(topology: str) -> list[dict[str, Any]]:
+    steps = compile_engine(patterned_engine(), topology, only=("prefill", "decode"))
+    return [{"aliased": step.aliased, "pool": step.pool, "temporary": step.temporary} for step in steps]
+
+
+@needs_compiler
+@pytest.mark.full
+def test_a_pattern_of_windows_compiles_without_a_copy_of_the_cache():
+    for step in elsewhere(compile_patterned, "v5e:2x2"):
+        assert step["aliased"] == step["pool"] and step["temporary"] < 0.2 * step["pool"], step
+
+
+def refusal_of_sinks(topology: str) -> str:
+    cfg = sink_mixture(
+        vocab_size=512, dim=256, hidden=64, num_layers=3, heads=(8, 4, 128), num_experts=4, top_k=2, rope=Rope.Config()
+    )
+    try:
+        engine_dispatches(small_engine(model=cfg), topology_devices(parse_topology(topology)))
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+@needs_compiler
+def test_sinks_in_a_pattern_are_refused_by_name():
+    assert "Attention.sinks: the TPU kernel" in elsewhere(refusal_of_sinks, "v5e:2x2")
 
 
 def qwq_engine(**changes: Any) -> RolloutEngine.Config:
