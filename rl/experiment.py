@@ -15,6 +15,7 @@ from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules
 from axlearn_like.layers.base import split
+from axlearn_like.layers.pretrained import pretrained_source
 from axlearn_like.learner import Learner
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
@@ -214,12 +215,18 @@ class RLExperiment(Configurable):
             warm_start=None if warm is None else warm.resolved(),
         )
 
+    @property
+    def first_params(self) -> StartFrom.Config | None:
+        """The source of the first parameters without a warm start: `start_from`, or the policy's own."""
+        return self.cfg.start_from or pretrained_source(self.cfg.policy)
+
     def check_start(self) -> None:
         """Refuse first parameters of another model, or none, without reading them (ConfigError)."""
-        if self.cfg.start_from is not None:
+        start, field = self.first_params, "policy" if self.cfg.start_from is None else "start_from"
+        if start is not None:
             policy = jax.eval_shape(lambda: split(self.cfg.policy.build(rngs=nnx.Rngs(0)))[1])
-            with self.cfg.errors_in("start_from"):
-                self.cfg.start_from.build().check(policy)
+            with self.cfg.errors_in(field):
+                start.build().check(policy)
 
     # ---- roles
 
@@ -326,10 +333,10 @@ class RLExperiment(Configurable):
     ) -> PolicyTrainer:
         """Build the trainer; `processes`: the trainer process group that this process belongs to."""
         initial: Callable[[Any], Any] | None = None
-        if self.cfg.start_from is not None:
-            initial = self.cfg.start_from.build().params
-        elif self.cfg.warm_start is not None:
+        if self.cfg.warm_start is not None:
             initial = partial(restore_params, warm_start_directory(run))
+        elif self.first_params is not None:
+            initial = self.first_params.build().params
         return self.trainer_cfg.build(
             run=run,
             controller=controller,

@@ -6,9 +6,9 @@ are read straight onto the devices, in their final sharding, and converted there
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, override
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,18 @@ class Conversion(Protocol):
 
     def convert(self, params: Tree, wanted: Tree) -> Tree:
         """Return the wanted arrays; traced."""
+        ...
+
+
+class Reader(Protocol):
+    """Reader of parameters that are no checkpoint of ours; built by `config.build(path=...)`."""
+
+    def check(self, abstract_params: Any) -> None:
+        """Refuse (UserError) what `params` would refuse, as far as can be known without reading an array."""
+        ...
+
+    def params(self, abstract_params: Any) -> Any:
+        """Return the arrays in the shapes, dtypes and shardings of `abstract_params`."""
         ...
 
 
@@ -141,19 +153,25 @@ class WrapPlain(Configurable):
         return fan_in_init(math.prod(like.shape[axis] for axis in axes.inputs))(key, like.shape, like.dtype)
 
 
-def restore_converted(path: str | Path, abstract_params: Tree, conversions: Sequence[Conversion]) -> Any:
+def restore_converted(
+    path: str | Path,
+    abstract_params: Tree,
+    conversions: Sequence[Conversion],
+    read: Callable[[Any], Any] | None = None,
+) -> Any:
     """Read the parameters of any run's checkpoint and apply `conversions` in this order.
 
     Args:
         path: as for `restore_params`.
         abstract_params: the wanted arrays: `jax.ShapeDtypeStruct`s with shardings.
         conversions: from the saved arrays to the wanted ones.
+        read: reads the saved arrays, instead of a checkpoint at `path`.
 
     Raises:
         CheckpointError: nothing there, damaged, or not what the conversions start from: names the first array.
     """
     stages = _stages(abstract_params, conversions)
-    params = restore_params(path, stages[0])
+    params = read(stages[0]) if read is not None else restore_params(path, stages[0])
     if not conversions:
         return params
 
@@ -180,18 +198,35 @@ class StartFrom(Configurable):
     class Config(ConfigBase["StartFrom"]):
         path: str = REQUIRED  # a run directory, its checkpoints, its checkpoints/best, or one step
         conversions: tuple[ConfigBase, ...] = ()
+        reader: ConfigBase | None = None  # of files in another form (see `Reader`); None: a checkpoint of a run
+
+        @override
+        def check_fields(self) -> None:
+            foreign = self.reader is None and (Path(self.path) / "config.json").is_file()
+            self.require(
+                "path",
+                not foreign or (Path(self.path) / "config.txt").is_file(),
+                "a run's directory; for one in "
+                "Hugging Face's form use models.huggingface.hf_weights(path), or axl convert import",
+            )
 
     def __init__(self, cfg: Config):
         self._path = cfg.path
+        self._reader: Reader | None = None if cfg.reader is None else cfg.reader.build(path=cfg.path)
         self._conversions: list[Conversion] = [conversion.build() for conversion in cfg.conversions]
 
     def check(self, abstract_params: Any) -> None:
         """Refuse what `params` would refuse, as far as can be known without reading an array (CheckpointError)."""
-        check_params(self._path, _stages(abstract_params, self._conversions)[0])
+        wanted = _stages(abstract_params, self._conversions)[0]
+        if self._reader is not None:
+            self._reader.check(wanted)
+        else:
+            check_params(self._path, wanted)
 
     def params(self, abstract_params: Any) -> Any:
         """Return them in the shapes, dtypes and shardings of `abstract_params`. Raises as `restore_converted`."""
-        return restore_converted(self._path, abstract_params, self._conversions)
+        read = None if self._reader is None else self._reader.params
+        return restore_converted(self._path, abstract_params, self._conversions, read)
 
 
 def _part(tree: Tree, key: str) -> Any:

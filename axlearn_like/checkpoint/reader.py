@@ -41,6 +41,15 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
         raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
 
+def saved_manifest(path: str | Path) -> Mapping[str, Any]:
+    """Return the manifest of the parameters that `restore_params` would read. CheckpointError: there are none."""
+    folder = step_directory(Path(path).absolute())
+    try:
+        return read_manifest(folder)[PARAMS]
+    except Damaged as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
+
+
 def check_params(path: str | Path, abstract_params: Any) -> None:
     """Refuse what `restore_params` would refuse, by the manifest alone; no array is read."""
     folder = step_directory(Path(path).absolute())

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, path_of, resolve, to_text
 from axlearn_like.input import SupervisedInput
+from axlearn_like.layers.pretrained import pretrained_source
 from axlearn_like.learner import Learner
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import step_flops
@@ -45,6 +46,11 @@ class Trainer(Configurable):
         early_stopping: EarlyStopping.Config | None = None  # None: all steps
         seed: int = 0  # of the initial parameters
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
+
+        @property
+        def first_params(self) -> StartFrom.Config | None:
+            """The source of the first parameters: `start_from`, or the model's own."""
+            return self.start_from or pretrained_source(self.model)
 
         def check(self) -> None:
             """Refuse, too, rows longer than the model's positions, and ids that it has no embedding for.
@@ -140,8 +146,9 @@ class Trainer(Configurable):
     def _check_start(self, run_dir: RunDirectory, program: Program) -> None:
         """Refuse parameters of another model before there is a run that would start from them."""
         begun = run_dir.config_path.exists()  # it may have a checkpoint of its own by now
-        if self._cfg.start_from is not None and not begun and self._cfg.remote is None:
-            self._cfg.start_from.build().check(program.state["params"])
+        start = self._cfg.first_params
+        if start is not None and not begun and self._cfg.remote is None:
+            start.build().check(program.state["params"])
 
     def _open(self, path: str | Path, force: bool) -> RunDirectory:
         """Open and lock the directory in the first process; an error there is raised in all."""
@@ -168,7 +175,7 @@ class Trainer(Configurable):
             flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if session.peak else None
             feed = InputFeed(cfg.input.build(rows=local_rows(cfg.input.batch_size)), flops)
             session.callback(feed.close)
-            start = cfg.start_from.build().params if cfg.start_from else None
+            start = cfg.first_params.build().params if cfg.first_params else None
             state, step, extras = session.restore_or_start(program, self._learner, seed=cfg.seed, params=start)
             if extras is not None:
                 feed.restore(extras)

@@ -19,7 +19,7 @@ from models.huggingface.rows import ConversionError
 # Fields, and configs, that change neither a model's parameters nor the function that it computes.
 _NO_EFFECT = frozenset(
     """dtype pipeline scan_unroll remat init_std kernel context_parallel product capacity_factor load_balance
-    sequence_balance z_loss record_routing max_length""".split()
+    sequence_balance z_loss record_routing max_length start_from""".split()
 )
 
 
@@ -122,5 +122,5 @@ def _function(cfg: Decoder.Config) -> dict[str, str]:
     return {
         path: value
         for path, value in text_lines(cfg).items()
-        if value != "REQUIRED" and not _NO_EFFECT & set(path.split("."))
+        if path and value != "REQUIRED" and not _NO_EFFECT & set(path.split("."))
     }

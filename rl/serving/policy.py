@@ -10,12 +10,14 @@ from flax import nnx
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import from_text
 from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.pretrained import pretrained_source
 from axlearn_like.run.directory import RunDirectory
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.experiment import RLExperiment
 from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
+from rl.serving.model import ServedModel
 from rl.training.warm_start import warm_start_directory
 
 
@@ -70,7 +72,7 @@ def newest_weights(run: RunDirectory, path: Path | None = None) -> Weights | Non
     return Weights(warm, 0) if _steps(warm / "checkpoints") else None
 
 
-def load_params(experiment: RLExperiment, weights: Weights | None, mesh: jax.sharding.Mesh) -> Params:
+def load_params(experiment: RLExperiment | ServedModel, weights: Weights | None, mesh: jax.sharding.Mesh) -> Params:
     """Return parameters sharded over `mesh`; without weights, those that the experiment starts from, or random ones.
 
     Raises:
@@ -83,16 +85,17 @@ def load_params(experiment: RLExperiment, weights: Weights | None, mesh: jax.sha
 
     with jax.set_mesh(mesh):
         key = jax.random.key(cfg.seed)
-        if weights is None and cfg.start_from is None:
+        start = cfg.start_from or pretrained_source(cfg.policy)
+        if weights is None and start is None:
             return jax.jit(create)(key)
         described = to_named_sharding(jax.eval_shape(create, key), mesh)
         if weights is not None:
             return restore_params(weights.path, described)
-        assert cfg.start_from is not None
-        return cfg.start_from.build().params(described)
+        assert start is not None
+        return start.build().params(described)
 
 
-def make_engine(experiment: RLExperiment, weights: Weights | None) -> RolloutEngine:
+def make_engine(experiment: RLExperiment | ServedModel, weights: Weights | None) -> RolloutEngine:
     """Return the experiment's engine with weights (None: random ones) and its usual programs compiled."""
     engine = experiment.make_engine(keep_completions=True)  # a conversation continues with its next question
     params = load_params(experiment, weights, make_mesh(engine.cfg.mesh))

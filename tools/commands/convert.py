@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from axlearn_like.config import ConfigBase
     from axlearn_like.layers.decoder import Decoder
     from axlearn_like.run.directory import RunDirectory
+    from axlearn_like.tokenizers.protocol import Tokenizer
 
 _DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -154,7 +155,7 @@ def _origin(cfg: ConfigBase[Any], run: RunDirectory) -> Path | None:
     return None
 
 
-def _tokenizer(cfg: ConfigBase[Any]) -> tuple[str | None, dict[str, int]]:
+def _tokenizer(cfg: ConfigBase[Any]) -> tuple[str | None, dict[str, Any]]:
     """Return the path of an experiment's tokenizer, if it has files, and the fields of `config.json` that it says."""
     from axlearn_like.config import ConfigBase, walk_configs
     from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
@@ -163,8 +164,9 @@ def _tokenizer(cfg: ConfigBase[Any]) -> tuple[str | None, dict[str, int]]:
     tokenizer = next((each for each in found if isinstance(each, ConfigBase)), None)
     if tokenizer is None:
         return None, {}
-    built = tokenizer.build()
-    ids = {"bos_token_id": built.bos, "eos_token_id": built.eos}
+    built: Tokenizer = tokenizer.build()
+    ends = built.stop_ids
+    ids = {"bos_token_id": built.bos, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
     path = tokenizer.path if isinstance(tokenizer, HuggingFaceTokenizer.Config) else None
     return path, {name: i for name, i in ids.items() if i is not None}
 

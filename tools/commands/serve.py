@@ -17,6 +17,7 @@ from tools.experiment import apply_edits, check_command, code_option, default_ru
 if TYPE_CHECKING:
     from axlearn_like.run.directory import RunDirectory
     from rl.experiment import RLExperiment
+    from rl.serving.model import ServedModel
     from rl.serving.policy import Weights
     from rl.serving.server import Server
 
@@ -61,10 +62,11 @@ def command(
     sets: tuple[str, ...],
     random_weights: bool,
 ) -> None:
-    """Serve the policy of NAME: a run directory, a checkpoint in one, or an experiment.
+    """Serve the policy of NAME: a run directory, a checkpoint in one, an experiment, or a model.
 
-    A run directory's newest weights are taken; an experiment stands for its run directory in runs/. Ctrl-C or SIGTERM
-    stops the server when all accepted requests are answered.
+    A run directory's newest weights are taken; an experiment stands for its run directory in runs/. A model is a
+    directory in Hugging Face's form, or one that `axl convert import` made; --set max_prompt and max_new say how long
+    prompts and answers may be. Ctrl-C or SIGTERM stops the server when all accepted requests are answered.
     """
     if api_key is not None and not api_key.strip():
         raise UserError(f"the API key is empty; leave --api-key out and {KEY_VARIABLE} unset to serve without one")
@@ -87,7 +89,8 @@ def command(
             click.echo(f"axl: warning: any program that reaches {host}:{port} may use it; see --api-key", err=True)
         if not stop.requested:
             server.start(listener)
-            what = "untrained" if weights is None else f"weights after {weights.version} updates"
+            what = "untrained" if random_weights else "as it came"
+            what = what if weights is None else f"weights after {weights.version} updates"
             click.echo(f"serving {model!r} ({what}) at {url_of(listener)}/v1")
         server.wait(lambda: stop.requested)
         ended_by_itself = not stop.requested
@@ -100,7 +103,9 @@ def command(
         raise RuntimeError("the web server ended by itself")
 
 
-def _resolve(name: str, sets: Sequence[str], random_weights: bool) -> tuple[RLExperiment.Config, Weights | None, str]:
+def _resolve(
+    name: str, sets: Sequence[str], random_weights: bool
+) -> tuple[RLExperiment.Config | ServedModel.Config, Weights | None, str]:
     """Return the experiment, its weights (None: random ones), and the model's name for clients."""
     path = Path(name)
     if not path.is_dir() and ":" not in name:
@@ -112,9 +117,17 @@ def _resolve(name: str, sets: Sequence[str], random_weights: bool) -> tuple[RLEx
     from axlearn_like.run.directory import RunDirectory
     from rl.serving.policy import find_run, newest_weights
 
+    if path.is_dir():
+        from tools.served_model import is_model, served_model
+
+        if is_model(path):
+            return served_model(path, sets, random_weights), None, path.absolute().name
     run = find_run(path)
     if run is None and path.is_dir():
-        raise UserError(f"{path} is not a run directory: it has no config.txt; expected one, or an experiment's name")
+        raise UserError(
+            f"{path} is not a run directory: it has no config.txt; expected one, an experiment's name, or a directory "
+            "with config.json and safetensors"
+        )
     if run is None and random_weights:
         return _rl_config(load_experiment(name, sets), name), None, default_run_dir(name, None).name
     if run is None:
@@ -132,7 +145,7 @@ def _resolve(name: str, sets: Sequence[str], random_weights: bool) -> tuple[RLEx
 
 
 def _build(
-    cfg: RLExperiment.Config,
+    cfg: RLExperiment.Config | ServedModel.Config,
     weights: Weights | None,
     model: str,
     server_sets: Sequence[str],

@@ -141,7 +141,7 @@ def test_a_decoder_that_no_architecture_has_is_refused_with_what_differs():
 
 
 def test_what_changes_no_function_does_not_matter():
-    cfg = llama("Llama-3.1-8B").set(remat="full", scan_unroll=2, dtype="float32")
+    cfg = llama("Llama-3.1-8B").set(remat="everything", scan_unroll=2, dtype="float32")
     assert architecture_for(cfg).name == "LlamaForCausalLM"
     cfg.set(norm=RMSNorm.Config(eps=1e-3))
     with pytest.raises(ConversionError, match=r"has not norm\.eps"):

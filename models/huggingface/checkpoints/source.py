@@ -1,0 +1,127 @@
+"""Parameters read from Hugging Face's files straight onto the devices of a run."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_like.checkpoint.manifest import CheckpointError, check_structure
+from axlearn_like.checkpoint.reader import check_params, restore_params, saved_manifest
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.layers.parameter_names import path_name
+from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+from models.huggingface.checkpoints.plan import manifest_name
+from models.huggingface.checkpoints.safetensors import Stored
+from models.huggingface.convert import abstract_params, by_name
+from models.huggingface.rows import Piece
+
+_ROWS = 64  # of a tensor that are transposed at a time: their lines fit the processor's first cache
+
+
+class HuggingFaceReader(Configurable):
+    """Reader of a directory for `StartFrom`: each process reads the parts of tensors that its devices need."""
+
+    class Config(ConfigBase["HuggingFaceReader"]):
+        pass
+
+    def __init__(self, cfg: Config, *, path: str):
+        del cfg
+        self._path = path
+
+    def check(self, abstract_params: Any) -> None:
+        """Refuse files of another model by their headers; no tensor is read (UserError)."""
+        self._check(HuggingFaceDirectory.open(self._path), abstract_params)
+
+    def params(self, abstract_params: Any) -> Any:
+        """Return the parameters in the shapes, dtypes and shardings of `abstract_params`.
+
+        Raises:
+            UserError: the files are not there, damaged, or of another model; names file and tensor.
+        """
+        directory = HuggingFaceDirectory.open(self._path)
+        self._check(directory, abstract_params)
+        directory.check_copies()
+        sources: dict[str, list[tuple[Piece, Stored]]] = {}
+        for name, tensor in directory.expected.items():
+            for piece in tensor.pieces:
+                sources.setdefault(piece.parameter, []).append((piece, directory.tensors[name]))
+        arrays = {name: _array(leaf, sources[name]) for name, leaf in by_name(abstract_params).items()}
+        names = jax.tree_util.tree_map_with_path(
+            lambda path, _: jax.tree_util.keystr(path, simple=True, separator="."), abstract_params
+        )
+        return jax.tree.map(lambda name: arrays[name], names)
+
+    def _check(self, directory: HuggingFaceDirectory, wanted: Any) -> None:
+        there = by_name(abstract_params(directory.decoder))
+        dtypes = {name: str(leaf.dtype) for name, leaf in by_name(wanted).items()}
+        manifest = {
+            manifest_name(name): {"shape": list(leaf.shape), "dtype": dtypes.get(name, "float32")}
+            for name, leaf in there.items()
+        }
+        try:
+            check_structure(f"{Path(self._path)}", wanted, manifest)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} ({directory.architecture.name})") from None
+
+
+class ImportedReader(Configurable):
+    """Reader, for `StartFrom`, of what an import wrote: parameters that it kept in bfloat16 become float32."""
+
+    class Config(ConfigBase["ImportedReader"]):
+        pass
+
+    def __init__(self, cfg: Config, *, path: str):
+        del cfg
+        self._path = path
+
+    def check(self, abstract_params: Any) -> None:
+        """Refuse parameters of another model by the manifest (CheckpointError)."""
+        check_params(self._path, self._saved(abstract_params))
+
+    def params(self, abstract_params: Any) -> Any:
+        """Return the parameters in the shapes, dtypes and shardings of `abstract_params` (CheckpointError)."""
+        leaves, tree = jax.tree.flatten(restore_params(self._path, self._saved(abstract_params)))
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(abstract_params)]
+        # Each is let go as soon as there is its cast: never are both copies of all in memory.
+        return jax.tree.unflatten(tree, [leaves.pop(0).astype(dtype) for dtype in dtypes])
+
+    def _saved(self, wanted: Any) -> Any:
+        """Return `wanted` with bfloat16 for those float32 arrays that are saved in it."""
+        manifest = saved_manifest(self._path)
+
+        def leaf(keys: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            narrow = x.dtype == jnp.float32 and manifest.get(path_name(keys), {}).get("dtype") == "bfloat16"
+            return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if narrow else x.dtype, sharding=x.sharding)
+
+        return jax.tree_util.tree_map_with_path(leaf, wanted)
+
+
+def _array(leaf: Any, sources: list[tuple[Piece, Stored]]) -> jax.Array:
+    """Return one parameter; host memory is taken for one device's part of it at a time."""
+    shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+
+    def part(where: tuple[slice, ...] | None) -> np.ndarray:
+        spans = [s.indices(n)[:2] for s, n in zip(where or (), shape, strict=False)] or [(0, n) for n in shape]
+        out: np.ndarray = np.empty([stop - start for start, stop in spans], dtype)
+        for piece, stored in sources:
+            stack = spans[: len(piece.index)]
+            if all(start <= i < stop for i, (start, stop) in zip(piece.index, stack, strict=True)):
+                local = tuple(i - start for i, (start, _) in zip(piece.index, stack, strict=True))
+                inner = [slice(*span) for span in spans[len(stack) :]]
+                there = piece.stored_axes
+                tensor = piece.stored(stored.map())[tuple(inner[axis] for axis in there)]
+                _copy(out[local].transpose(there), tensor)
+        return out
+
+    sharding = leaf.sharding
+    if sharding is None:
+        return jax.device_put(part(None))
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _copy(out: np.ndarray, tensor: np.ndarray) -> None:
+    """Copy and cast a tensor into a view with other strides."""
+    for row in range(0, len(tensor), _ROWS):
+        out[row : row + _ROWS] = tensor[row : row + _ROWS]

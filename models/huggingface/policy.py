@@ -1,0 +1,49 @@
+"""Models in Hugging Face's form as the policy, or the beginning, of an experiment."""
+
+from pathlib import Path
+from typing import Any
+
+from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.config import from_text
+from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.pretrained import Pretrained
+from models.huggingface.architectures import read_decoder
+from models.huggingface.checkpoints.importing import RECORD
+from models.huggingface.checkpoints.source import HuggingFaceReader, ImportedReader
+from models.huggingface.config_json import FILE, ConfigJson
+from models.huggingface.rows import ConversionError
+
+
+def hf(path: str | Path, **fields: Any) -> Pretrained.Config:
+    """Return the model of a directory as a config: the decoder that it describes, which begins with its parameters.
+
+    Only `config.json` is read here; the parameters are read by the processes that train or serve.
+
+    Args:
+        path: a directory in Hugging Face's form, or one that `axl convert import` made.
+        fields: of the decoder that are to be others, such as `remat`.
+
+    Raises:
+        UserError: there is no such directory, or it is of a model that no layer here computes.
+    """
+    folder = Path(path).expanduser().absolute()
+    if (folder / RECORD).is_file():
+        decoder = from_text((folder / "config.txt").read_text())
+        assert isinstance(decoder, Decoder.Config), folder
+    else:
+        if not folder.is_dir():
+            raise ConversionError(f"{folder}: there is no such directory; expected one with {FILE}")
+        decoder = read_decoder(ConfigJson.load(folder / FILE))[1]
+    return Pretrained.of(decoder.set(**fields), hf_weights(folder))
+
+
+def hf_weights(path: str | Path, conversions: tuple[Any, ...] = ()) -> StartFrom.Config:
+    """Return the source of a directory's parameters for `start_from`, for a model that another config describes.
+
+    Args:
+        path: as for `hf`.
+        conversions: from the model of the directory to the one that is wanted, such as `WrapPlain` for LoRA.
+    """
+    folder = Path(path).expanduser().absolute()
+    reader = ImportedReader.Config() if (folder / RECORD).is_file() else HuggingFaceReader.Config()
+    return StartFrom.Config(path=str(folder), reader=reader, conversions=conversions)
