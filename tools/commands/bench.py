@@ -136,6 +136,26 @@ def input_(documents: int, as_json: bool) -> None:
     _report(bench.run(documents), as_json, failed=False)
 
 
+@command.command(name="import")
+@click.option("--size", type=click.Choice(["0.6B", "3B", "8B"]), default="3B", show_default=True, help="Parameters.")
+@click.option(
+    "--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Of a read and an import each."
+)
+@click.option("--folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="On the disk to measure.")
+@_quick
+@_json
+def import_(size: str, rounds: int, folder: Path | None, quick: bool, as_json: bool) -> None:
+    """Speed of `axl convert import` beside a plain read of the same files, and its peak memory.
+
+    Needs twice the bytes of the model on the disk (8B: 32 GB).
+    """
+    from tools.bench.checkpoint_import import benchmark as bench
+
+    with _progress() as say:
+        result = bench.run(size, rounds, say, folder=folder, quick=quick)
+    _report(result, as_json, failed=bool(result["errors"]))
+
+
 @command.command(name="train_step")
 @_peers("maxtext")
 @_steps
