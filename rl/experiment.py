@@ -12,10 +12,10 @@ import jax
 from flax import nnx
 
 from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules
 from axlearn_like.layers.base import split
-from axlearn_like.layers.pretrained import pretrained_source
 from axlearn_like.learner import Learner
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog

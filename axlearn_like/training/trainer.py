@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, path_of, resolve, to_text
 from axlearn_like.input import SupervisedInput
-from axlearn_like.layers.pretrained import pretrained_source
 from axlearn_like.learner import Learner
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import step_flops

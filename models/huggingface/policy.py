@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.checkpoint.pretrained import Pretrained
 from axlearn_like.config import from_text
 from axlearn_like.layers.decoder import Decoder
-from axlearn_like.layers.pretrained import Pretrained
 from models.huggingface.architectures import read_decoder
 from models.huggingface.checkpoints.importing import RECORD
 from models.huggingface.checkpoints.source import HuggingFaceReader, ImportedReader

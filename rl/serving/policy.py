@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import from_text
 from axlearn_like.layers.base import Params, split
-from axlearn_like.layers.pretrained import pretrained_source
 from axlearn_like.run.directory import RunDirectory
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.experiment import RLExperiment

@@ -118,10 +118,13 @@ def _resolve(
     from rl.serving.policy import find_run, newest_weights
 
     if path.is_dir():
-        from tools.served_model import is_model, served_model
+        from experiments.served import is_model, served_model
 
         if is_model(path):
-            return served_model(path, sets, random_weights), None, path.absolute().name
+            model = served_model(path, random_weights=random_weights)
+            apply_edits(model, sets)
+            model.check()
+            return model, None, path.absolute().name
     run = find_run(path)
     if run is None and path.is_dir():
         raise UserError(

@@ -109,7 +109,10 @@ class Journal:
             raise ConversionError(f"{path.parent}: another import of this is under way") from None
         self._file.seek(0)
         self._done: dict[str, tuple[int, int]] = {}
-        lines = self._file.read().split("\n")[:-1]  # of a last line that was cut off nothing is known
+        text = self._file.read()
+        complete = text[: text.rfind("\n") + 1]  # of a last line that was cut off nothing is known
+        self._file.truncate(len(complete.encode()))
+        lines = complete.splitlines()
         self.fits = bool(lines) and json.loads(lines[0]) == self._header
         if self.fits:
             for line in lines[1:]:
