@@ -2,10 +2,18 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.contexts.packed import PackedContext
+from mesh import make_mesh
 from mesh.errors import UserError
+from mesh.rules import partition
 from tests.elsewhere import elsewhere
 from tools.golden import parity
 
@@ -65,3 +73,43 @@ def test_the_reference_reaches_beyond_windows_and_original_lengths():
 def test_a_wrong_name_is_answered_with_the_right_one():
     with pytest.raises(UserError, match="no reference 'gemma4'; did you mean 'gemma[23]'"):
         parity.load("gemma4")
+
+
+MESHES = {
+    "fsdp_tensor": {"fsdp": 2, "tensor": 2},
+    "sequence": {"data": 2, "sequence": 2},
+    "expert": {"expert": 2, "fsdp": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("gpt2", "fsdp_tensor"),
+        ("gpt_oss", "expert"),
+        pytest.param("gemma3", "fsdp_tensor", marks=pytest.mark.full),
+        pytest.param("deepseek_v3", "sequence", marks=pytest.mark.full),
+    ],
+)
+def test_a_family_trains_on_a_mesh(name: str, shape: str):
+    """Traced alone: shardings that do not fit together are an error then."""
+    cfg = parity.load(name).cfg.set(remat="everything")
+    mesh = make_mesh(MESHES[shape], jax.devices()[:1] * 4).abstract_mesh
+
+    def gradient() -> Any:
+        with jax.sharding.use_abstract_mesh(mesh):
+            graphdef, params = split(cfg.build(rngs=nnx.Rngs(0)))
+            tokens = jax.sharding.reshard(jnp.zeros((8, 64), jnp.int32), partition("batch", "length"))
+            context = PackedContext(tokens, tokens, "zigzag")
+            return jax.grad(lambda p: jnp.sum(bind(graphdef, p)(tokens, context)))(params)
+
+    found = jax.eval_shape(gradient)
+    assert all(
+        leaf.sharding.spec == like.sharding.spec
+        for leaf, like in zip(jax.tree.leaves(found), jax.tree.leaves(_abstract(cfg, mesh)), strict=True)
+    )
+
+
+def _abstract(cfg: Any, mesh: Any) -> Any:
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0)))[1])
