@@ -25,7 +25,7 @@ class Wrapper(Layer):
 
     class Config(ConfigBase["Wrapper"]):
         inner: ConfigBase = REQUIRED
-        match: str = "*"  # the matrices to change, by their paths in the inner layer
+        match: str | tuple[str, ...] = "*"  # the matrices to change, by their paths in the inner layer
         skip: str = "*router/*"  # matrices to leave out: a router's choice should not change with rounding
 
         def set(self, **values: Any) -> Self:
@@ -47,13 +47,14 @@ class Wrapper(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.inner: Any = cfg.inner.build(rngs=rngs)
         matrices = {name: leaf for name, leaf in _leaves(split(self.inner)[1]) if kind_of(name, leaf.ndim) == "matrix"}
-        fitting = [name for name in matrices if fnmatch.fnmatchcase(name, cfg.match)]
+        patterns = (cfg.match,) if isinstance(cfg.match, str) else cfg.match
+        fitting = [name for name in matrices if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
         self.names = tuple(name for name in fitting if not fnmatch.fnmatchcase(name, cfg.skip))
         if not self.names:
             where = path_of(cfg)
             raise UserError(
                 f"{where}: no matrix of {type(self.inner).__name__} fits match={cfg.match!r} and not skip={cfg.skip!r}"
-                f"{did_you_mean(cfg.match, list(matrices), limit=len(matrices))}"
+                f"{did_you_mean(next(iter(patterns), ''), list(matrices), limit=len(matrices))}"
             )
 
     def weights(self, params: Params) -> Params:

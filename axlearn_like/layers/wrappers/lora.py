@@ -31,6 +31,7 @@ class LoRA(Wrapper):
     class Config(Wrapper.Config):
         rank: int = 8
         alpha: float = 16.0
+        rank_stabilised: bool = False  # alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)
 
         @override
         def check_fields(self) -> None:
@@ -38,7 +39,7 @@ class LoRA(Wrapper):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
-        self.scale = cfg.alpha / cfg.rank
+        self.scale = cfg.alpha / (math.sqrt(cfg.rank) if cfg.rank_stabilised else cfg.rank)
         params, factors = split(self.inner)[1], {}
         for name in self.names:
             for path, factor in _factors(name, parameter(params, name), cfg.rank, rngs):

@@ -1,0 +1,80 @@
+"""Adapters against PEFT: a golden file made by tools/golden/peft_adapter.py."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.parameter_names import merged
+from axlearn_like.layers.wrappers.lora import LoRA
+from models.huggingface.adapters import Adapter, from_peft, to_peft
+from models.huggingface.convert import from_huggingface
+from models.huggingface.rows import ConversionError
+from tests.models.huggingface.test_convert import GOLDEN, load
+
+
+@pytest.fixture(scope="module")
+def golden() -> tuple[Adapter, dict[str, np.ndarray]]:
+    """Return the adapter by PEFT, and tokens and logits."""
+    with np.load(GOLDEN / "peft_llama.npz") as file:
+        arrays = {key: file[key] for key in file.files}
+    config = json.loads(str(arrays.pop("config")))
+    tensors = {key.removeprefix("weights/"): arrays.pop(key) for key in list(arrays) if "/" in key}
+    return Adapter(tensors, config), arrays
+
+
+def wrapped(plain: Any, cfg: Any) -> Any:
+    """Return the parameters of a plain model in the places of one with LoRA layers, whose factors are left out."""
+    layers = {
+        name: {"inner": part} if isinstance(getattr(cfg.block, name, None), LoRA.Config) else part
+        for name, part in plain["layers"].items()
+    }
+    return {**plain, "layers": layers}
+
+
+def test_logits_are_those_of_peft(golden):
+    adapter, batch = golden
+    plain_cfg, weights, _ = load("llama_untied")
+    cfg, factors = from_peft(adapter, plain_cfg)
+    params = merged(wrapped(from_huggingface(weights, plain_cfg), cfg), factors)
+    graphdef, wanted = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(jax.random.key(0)))))
+    assert jax.tree.structure(params) == jax.tree.structure(wanted)
+    tokens = jnp.asarray(batch["tokens"])[None]
+    context = PackedContext(jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
+    logits = jax.jit(lambda p: bind(graphdef, p)(tokens, context))(params)[0]
+    np.testing.assert_allclose(np.asarray(logits), batch["logits"], atol=2e-5)
+
+
+def test_the_round_trip_is_exact(golden):
+    adapter, _ = golden
+    cfg, factors = from_peft(adapter, load("llama_untied")[0])
+    back = to_peft(factors, cfg, base=adapter.config["base_model_name_or_path"] or "")
+    assert back.tensors.keys() == adapter.tensors.keys()
+    for name, tensor in adapter.tensors.items():
+        np.testing.assert_array_equal(back.tensors[name], tensor)
+    for name in ("r", "lora_alpha", "use_rslora", "peft_type", "task_type", "bias"):
+        assert back.config[name] == adapter.config[name]
+    assert set(back.config["target_modules"]) == set(adapter.config["target_modules"])
+
+
+def test_what_is_not_computed_here_is_refused_by_name(golden):
+    (tensors, config), _ = golden
+    cfg = load("llama_untied")[0]
+    with pytest.raises(ConversionError, match="adapter_config.json: use_dora is True; expected False"):
+        from_peft(Adapter(tensors, {**config, "use_dora": True}), cfg)
+    name = next(iter(tensors))
+    with pytest.raises(ConversionError, match="missing: .*lora_"):
+        from_peft(Adapter({key: value for key, value in tensors.items() if key != name}, config), cfg)
+    other = name.replace("layers.0", "layers.9")
+    with pytest.raises(ConversionError, match="unknown: .*layers.9"):
+        from_peft(Adapter({**tensors, other: tensors[name]}, config), cfg)
+    with pytest.raises(ConversionError, match=r"is \(2, 2\); expected"):
+        from_peft(Adapter({**tensors, name: np.zeros((2, 2), np.float32)}, config), cfg)
+    with pytest.raises(ConversionError, match="no LoRA layers"):
+        to_peft({}, cfg)

@@ -1,0 +1,95 @@
+"""A low-rank adapter by PEFT on a tiny Llama: its files and logits, and the same for an adapter that was exported here.
+
+Not run by the tests and not by the project's environment; any Python >= 3.10 with torch, transformers >= 5 and peft:
+
+    golden/bin/python tools/golden/peft_adapter.py make tests/models/golden        # peft_llama.npz
+    golden/bin/python tools/golden/peft_adapter.py check tests/models/golden DIR   # of `axl convert export --adapter`
+
+The base is that of tests/models/golden/llama_untied.npz. The file holds `config` (adapter_config.json), the tensors as
+`weights/<name>`, `tokens` and `logits` of one row.
+"""
+
+# pyright: reportMissingImports=false
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.numpy import load_file
+
+RANK, ALPHA, TARGETS = 3, 6, ["q_proj", "v_proj", "o_proj", "down_proj"]
+
+
+def base_model(folder: Path) -> tuple[Any, np.ndarray]:
+    """Return the base, and the tokens of one row."""
+    with np.load(folder / "llama_untied.npz") as file:
+        arrays = {key: file[key] for key in file.files}
+    theirs = json.loads(str(arrays["config"]))
+    fields = {key: value for key, value in theirs.items() if key not in ("family", "tied")}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, tie_word_embeddings=theirs["tied"]))
+    weights = {key.removeprefix("weights/"): torch.from_numpy(arrays[key]) for key in arrays if "/" in key}
+    model.load_state_dict(weights)
+    return model.float().eval(), arrays["tokens"][0]
+
+
+def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Return the logits of one row."""
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
+
+
+def make(folder: Path) -> None:
+    """Write an adapter with random factors, and its logits."""
+    base, tokens = base_model(folder)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, use_rslora=True, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.copy_((0.2 * torch.randn(weight.shape, generator=generator)).bfloat16().float())
+    with tempfile.TemporaryDirectory() as saved:
+        model.save_pretrained(saved)
+        tensors = load_file(Path(saved) / "adapter_model.safetensors")
+        written = json.loads((Path(saved) / "adapter_config.json").read_text())
+    arrays: dict[str, Any] = {f"weights/{key}": tensor for key, tensor in tensors.items()}
+    arrays |= {"tokens": tokens, "logits": logits(model, tokens)}
+    np.savez_compressed(folder / "peft_llama.npz", config=np.array(json.dumps(written)), **arrays)
+
+
+def check(folder: Path, exported: Path) -> None:
+    """Print how far the logits with an exported adapter are from those stored, and from the base's."""
+    base, tokens = base_model(folder)
+    alone = logits(base, tokens)
+    found = logits(PeftModel.from_pretrained(base, str(exported)).eval(), tokens)
+    with np.load(folder / "peft_llama.npz") as file:
+        stored = file["logits"]
+    scale = float(np.abs(stored).max())
+    print(
+        json.dumps(
+            {name: float(np.abs(found - one).max()) / scale for name, one in (("stored", stored), ("base", alone))}
+        )
+    )
+
+
+def main() -> None:
+    """Make or check."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("command", choices=["make", "check"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("exported", type=Path, nargs="?")
+    arguments = parser.parse_args()
+    if arguments.command == "make":
+        make(arguments.folder)
+    else:
+        check(arguments.folder, arguments.exported)
+
+
+if __name__ == "__main__":
+    main()
