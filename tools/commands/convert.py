@@ -16,6 +16,7 @@ from tools.bytes_progress import bytes_progress
 from tools.experiment import code_option
 
 if TYPE_CHECKING:
+    from axlearn_like.checkpoint.arrays import SavedParams
     from axlearn_like.config import ConfigBase
     from axlearn_like.layers.decoder import Decoder
     from axlearn_like.run.directory import RunDirectory
@@ -83,8 +84,9 @@ def _import(source: Path, target: Path, dtype: str | None, as_json: bool) -> Non
     callback=lambda _, __, text: _size(text),
     help="Tensors beyond it go into further files, with an index.",
 )
+@click.option("--adapter", is_flag=True, help="Export the LoRA adapter alone, in PEFT's form.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, as_json: bool) -> None:
+def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, adapter: bool, as_json: bool) -> None:
     """Export SOURCE, a run or one step of it, as TARGET, a directory in Hugging Face's form.
 
     SOURCE is a run directory (its newest weights are taken), a checkpoint in one, or what `axl convert import` made.
@@ -92,6 +94,7 @@ def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, 
     """
     from axlearn_like.checkpoint.arrays import SavedParams
     from axlearn_like.config import from_text
+    from axlearn_like.layers.wrappers.base import plain_config
     from models.huggingface.checkpoints.exporting import Original, export_checkpoint
     from rl.serving.policy import find_run, newest_weights
 
@@ -102,8 +105,13 @@ def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, 
     cfg = from_text(run.config_path.read_text())
     decoder = _decoder(cfg, run)
     weights = newest_weights(run, source.expanduser().absolute())
-    tokenizer, token_ids = _tokenizer(cfg)
     params = SavedParams(run.path if weights is None else weights.path)
+    if adapter:
+        _export_adapter(params, decoder, target, _origin(cfg, run), as_json)
+        return
+    if plain_config(decoder) != decoder:
+        raise UserError(f"{source}: its model has layers with adapters; --adapter exports those alone, in PEFT's form")
+    tokenizer, token_ids = _tokenizer(cfg)
     with bytes_progress("export") as progress:
         done = export_checkpoint(
             params,
@@ -126,6 +134,16 @@ def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, 
         f"{done.directory}: {done.architecture}, {done.tensors} tensors in {done.files} "
         f"{'file' if done.files == 1 else 'files'}, {done.nbytes / 1e9:.2f} GB in {seconds:.1f} s, from {params.path}"
     )
+
+
+def _export_adapter(params: SavedParams, cfg: Decoder.Config, target: Path, base: Path | None, as_json: bool) -> None:
+    from models.huggingface.checkpoints.exporting_adapter import export_adapter
+
+    nbytes = export_adapter(params, cfg, target, "" if base is None else str(base))
+    if as_json:
+        click.echo(json.dumps({"directory": str(target), "checkpoint": str(params.path), "bytes": nbytes}))
+    else:
+        click.echo(f"{target}: adapter of {nbytes / 1e6:.1f} MB, from {params.path}")
 
 
 def _decoder(cfg: ConfigBase[Any], run: RunDirectory) -> Decoder.Config:

@@ -105,7 +105,7 @@ def export_checkpoint(
     sizes = {name: math.prod(shape) * np.dtype(DTYPES[kind]).itemsize for name, (kind, shape) in described.items()}
     groups = list(shards(sizes, max_shard_size))
     total, done = sum(sizes.values()), 0
-    with _work_directory(target, total) as work:
+    with work_directory(target, total) as work:
         for number, names in enumerate(groups, 1):
             with SafetensorsWriter(work / _shard(number, len(groups)), {n: described[n] for n in names}) as file:
                 for name in names:
@@ -114,7 +114,7 @@ def export_checkpoint(
                     progress(done, total)
         if len(groups) > 1:
             files = {name: _shard(number, len(groups)) for number, names in enumerate(groups, 1) for name in names}
-            _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
+            write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
         _write_others(work, original, config)
         if tokenizer is not None and not is_tokenizer(work):
             copy_tokenizer(tokenizer, work)
@@ -179,7 +179,7 @@ def _shard(number: int, count: int) -> str:
 
 
 @contextlib.contextmanager
-def _work_directory(target: Path, needed: int) -> Iterator[Path]:
+def work_directory(target: Path, needed: int) -> Iterator[Path]:
     """Yield a directory that gets the name of `target` in the end; after an error it is removed."""
     work = target.parent / f".{target.name}.exporting"
     try:
@@ -213,12 +213,13 @@ def _write_others(work: Path, original: Original, config: dict[str, Any] | bytes
     if isinstance(config, bytes):
         (work / FILE).write_bytes(config)
     else:
-        _write_json(work / FILE, config)
+        write_json(work / FILE, config)
     if not (work / GENERATION).exists():
         fields = json.loads((work / FILE).read_text())
         ids = {key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in fields}
-        _write_json(work / GENERATION, {"_from_model_config": True, **ids})
+        write_json(work / GENERATION, {"_from_model_config": True, **ids})
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as the files of Hugging Face are written."""
     path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,10 +1,13 @@
 """`axl convert import` and `export`, on a small model and on a run of a trainer."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from experiments.modifiers import low_rank
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.tiny import tiny
 from tests.axlearn_like.tiny import tiny_trainer
@@ -44,6 +47,25 @@ def test_a_run_of_a_trainer_is_exported(tmp_path, capsys):
     assert done["architecture"] == "Qwen3ForCausalLM" and done["checkpoint"].endswith("checkpoints/2")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {stored.dtype for stored in HuggingFaceDirectory.open(tmp_path / "hf").tensors.values()} == {"BF16"}
+
+
+def test_the_adapter_of_a_run_is_exported(tmp_path, capsys):
+    """The base, which is an item of its own in checkpoints, is not read."""
+    trainer = tiny_trainer(2, model=tiny(vocab_size=48, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, hidden=48))
+    low_rank(trainer)
+    trainer.build().run(tmp_path / "run", progress=False)
+    run, out = str(tmp_path / "run"), tmp_path / "adapter"
+    assert main(["convert", "export", run, str(out)]) == 2
+    assert "--adapter exports those alone" in capsys.readouterr().err and not out.exists()
+    shutil.rmtree(next((tmp_path / "run" / "checkpoints" / "2" / "frozen").glob("ocdbt*")))
+    assert main(["convert", "export", run, str(out), "--adapter", "--json"]) == 0
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 4
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert last_json(capsys)["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert len(tensors) == 2 * 2 * 7  # layers, factors, matrices
+    assert all(np.any(tensor) for tensor in tensors.values()), "the second factors have been trained"
+    assert main(["convert", "export", run, str(out), "--adapter"]) == 2
+    assert "not there yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
