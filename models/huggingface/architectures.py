@@ -11,9 +11,9 @@ from axlearn_like.config import text_lines, walk_configs
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.decoder import Decoder
 from mesh.errors import did_you_mean
-from models.huggingface import deepseek, dense, gemma, gpt2, gpt_oss, mixtures
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson, ConfigJsonError
+from models.huggingface.families import deepseek, dense, gemma, gpt2, gpt_oss, mixtures
 from models.huggingface.rows import ConversionError
 
 # Fields, and configs, that change neither a model's parameters nor the function that it computes.

@@ -9,7 +9,7 @@ from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.dense import parts, read_shape, sections, with_rope, write_shape
+from models.huggingface.families.dense import parts, read_shape, sections, with_rope, write_shape
 from models.huggingface.rows import Row
 from models.moe import mixture
 

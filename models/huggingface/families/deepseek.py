@@ -14,9 +14,9 @@ from axlearn_like.layers.norm import RMSNorm
 from models.deepseek import latent_mixture
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.dense import FEED_FORWARD, ROOT
-from models.huggingface.mixtures import QWEN3
-from models.huggingface.patterns import segment_sections
+from models.huggingface.families.dense import FEED_FORWARD, ROOT
+from models.huggingface.families.mixtures import QWEN3
+from models.huggingface.families.patterns import segment_sections
 from models.huggingface.rope import read_rope, write_rope
 from models.huggingface.rows import Row, Section
 

@@ -9,8 +9,8 @@ from axlearn_like.layers.embedding import ScaledEmbedding
 from models.gemma import gemma2, gemma3
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.dense import ATTENTION, FEED_FORWARD, ROOT
-from models.huggingface.patterns import attentions, first_of, read_kinds, segment_sections, write_kinds
+from models.huggingface.families.dense import ATTENTION, FEED_FORWARD, ROOT
+from models.huggingface.families.patterns import attentions, first_of, read_kinds, segment_sections, write_kinds
 from models.huggingface.rope import read_rope, rope_of, rope_parameters, write_rope
 from models.huggingface.rows import Row, Section
 

@@ -10,8 +10,8 @@ from axlearn_like.layers.moe.router import BiasedSoftmaxRouter
 from models.gpt_oss import sink_mixture
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.dense import ATTENTION, ROOT
-from models.huggingface.patterns import read_kinds, segment_sections, write_kinds
+from models.huggingface.families.dense import ATTENTION, ROOT
+from models.huggingface.families.patterns import read_kinds, segment_sections, write_kinds
 from models.huggingface.rope import read_rope, write_rope
 from models.huggingface.rows import Row, Section
 

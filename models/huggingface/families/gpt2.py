@@ -8,7 +8,7 @@ from axlearn_like.layers.feed_forward import FeedForward
 from models.gpt2 import layer_norm_decoder
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.patterns import segment_sections
+from models.huggingface.families.patterns import segment_sections
 from models.huggingface.rows import Row, Section
 
 _LAYER = "transformer.h.{}"

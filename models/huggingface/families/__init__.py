@@ -1,0 +1,1 @@
+"""Tables of tensor names and `config.json` of each family, both ways."""
