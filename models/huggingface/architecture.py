@@ -23,6 +23,8 @@ class Architecture:
         sections: the table of tensor names for a decoder.
         copies: tensors that may be there as copies of others where the config ties them: name -> original.
         vocabulary: tensors with a row for each token.
+        base_prefix: of the tensors' names, which older files lack, as they were saved without the head: GPT-2's on the
+            Hub. "": no file does.
         ignored: patterns (`fnmatch`) of names of tensors that hold nothing, such as tables of rotations.
     """
 
@@ -33,7 +35,12 @@ class Architecture:
     sections: Callable[[Decoder.Config], tuple[Section, ...]]
     copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     vocabulary: tuple[str, ...] = ("model.embed_tokens.weight", "lm_head.weight")
+    base_prefix: str = ""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+
+    def full_name(self, name: str) -> str:
+        """Return the name of a tensor with the prefix that it lacks."""
+        return name if name.startswith(self.base_prefix) or name in self.copies else f"{self.base_prefix}{name}"
 
     def may_have(self, name: str, names: Collection[str]) -> bool:
         """Return True for a tensor that is no parameter, but may be there: a copy of one, or ignored."""

@@ -62,7 +62,7 @@ class HuggingFaceDirectory:
         json = ConfigJson.load(folder / FILE)
         architecture, decoder = read_decoder(json)
         files = _files(folder) if path.is_dir() else {path: None}
-        tensors = _tensors(files)
+        tensors = {architecture.full_name(name): stored for name, stored in _tensors(files).items()}
         expected = expected_tensors(decoder, architecture)
         _check(folder, tensors, expected, architecture)
         unread = json.unread()

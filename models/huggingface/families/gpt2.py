@@ -90,6 +90,7 @@ ARCHITECTURES = (
         _sections,
         copies={"lm_head.weight": "transformer.wte.weight"},
         vocabulary=("transformer.wte.weight", "lm_head.weight"),
+        base_prefix="transformer.",
         ignored=("*.attn.bias", "*.attn.masked_bias"),  # masks
     ),
 )

@@ -1,6 +1,7 @@
 """Import and export: every tensor once, to the byte, in whatever files; killed and gone on."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +18,13 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import from_text
+from models.gpt2 import layer_norm_decoder
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.exporting import Original, export_checkpoint
 from models.huggingface.checkpoints.importing import import_checkpoint
 from models.huggingface.convert import by_name, from_huggingface
 from models.huggingface.rows import ConversionError
-from tests.models.huggingface.checkpoints.made import dense_model, make, mixture_model
+from tests.models.huggingface.checkpoints.made import dense_model, make, mixture_model, write
 
 ROOT = Path(__file__).parents[4]
 
@@ -40,6 +42,19 @@ def tensors_below(folder):
     """Name -> dtype, shape and bytes, of all files."""
     found = HuggingFaceDirectory.open(folder).tensors
     return {name: (stored.dtype, stored.shape, stored.map().tobytes()) for name, stored in found.items()}
+
+
+def test_gpt2_of_the_hub_whose_names_lack_a_prefix_is_imported(tmp_path):
+    """Its files have masks too, which are no parameters."""
+    cfg = layer_norm_decoder(vocab_size=37, max_length=64, dim=16, num_layers=2, num_heads=2, hidden=24)
+    tensors = make(tmp_path / "plain", cfg, dtype="F32")
+    shutil.copytree(tmp_path / "plain", tmp_path / "hub")
+    masks = {f"h.{layer}.attn.bias": np.ones((1, 1, 64, 64), np.float32) for layer in range(2)}
+    write(tmp_path / "hub", {**{name.removeprefix("transformer."): x for name, x in tensors.items()}, **masks})
+    for name in ("plain", "hub"):
+        imported(tmp_path / name, tmp_path / f"{name}-run")
+    exported(tmp_path / "hub-run", tmp_path / "back")
+    assert tensors_below(tmp_path / "back") == tensors_below(tmp_path / "plain")
 
 
 CASES = {
