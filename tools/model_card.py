@@ -37,6 +37,7 @@ class ModelCard:
         decode_flops: of the token that follows `length` others.
         cache_bytes: of keys and values of one token, all layers, in the dtype of activations.
         kernels: platform -> the attention kernel of packed rows of `length` tokens, and why not others.
+        decode_kernels: platform -> how an engine attends to its paged cache, or why it cannot.
     """
 
     parameters: int
@@ -50,6 +51,7 @@ class ModelCard:
     decode_flops: float
     cache_bytes: int
     kernels: dict[str, str]
+    decode_kernels: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,7 @@ def model_card(cfg: Decoder.Config, length: int) -> ModelCard:
         decode_flops=model_flops(cfg, Workload(1, 1, lambda window: float(min(window or length, length)))),
         cache_bytes=2 * cfg.num_layers * heads * width * model.dtype.itemsize,
         kernels={platform: _kernel(model, platform, length) for platform in PLATFORMS},
+        decode_kernels={platform: _decode_kernel(model, platform) for platform in PLATFORMS},
     )
 
 
@@ -133,6 +136,19 @@ def _kernel(model: Any, platform: str, length: int) -> str:
         return "; ".join(dict.fromkeys(choices))
     except UserError as error:
         return f"none: {error}"
+
+
+def _decode_kernel(model: Any, platform: str) -> str:
+    if platform != "tpu":
+        return "Xla, over windows of the cache"
+    from axlearn_like.kernels.ragged_paged_attention import check_rules  # Pallas: slow to import
+
+    try:
+        for block, _ in model.kinds():
+            check_rules(block.attention.rules, block.attention.sinks_kq is not None)
+    except UserError as error:
+        return f"none: {error}"
+    return "ragged paged attention"
 
 
 def _itemsize(cfg: Decoder.Config) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.errors import UserError
+from mesh.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from axlearn_like.layers.decoder import Decoder
@@ -26,33 +27,32 @@ def command() -> None:
 
 
 @command.command("list")
+@click.argument("words", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-def _list(as_json: bool) -> None:
-    """List the models, one to a line, with their sizes."""
-    from rich.console import Console
-    from rich.table import Table
-
+def _list(words: tuple[str, ...], as_json: bool) -> None:
+    """List the models, one to a line, with their sizes: all, or those whose names have one of WORDS in them."""
     from models.catalog import FAMILIES
     from tools.model_card import count_parameters
 
-    made = {name: (title, family.make(name)) for title, family in FAMILIES.items() for name in family.names}
-    rows = {
-        name: {"family": title, **_sizes(cfg), "parameters": count_parameters(cfg)}
-        for name, (title, cfg) in made.items()
-    }
+    rows: dict[str, dict[str, Any]] = {}
+    line = "{:<22} {:<20} {:>16} {:>7} {:>7} {:>11}"
+    heading = line.format("model", "family", "parameters", "layers", "width", "vocabulary")
+    for title, family in FAMILIES.items():
+        for name in family.names:
+            if words and not any(word.lower() in name.lower() for word in words):
+                continue
+            if not rows and not as_json:
+                click.echo(heading)
+            cfg = family.make(name)
+            sizes = {"layers": cfg.num_layers, "dim": cfg.dim, "vocab_size": cfg.vocab_size}
+            rows[name] = {"family": title, "parameters": count_parameters(cfg), **sizes}
+            if not as_json:  # line by line: to count takes a while
+                click.echo(line.format(name, title, *(f"{rows[name][key]:,}" for key in ("parameters", *sizes))))
+    if words and not rows:
+        known = [name for family in FAMILIES.values() for name in family.names]
+        raise UserError(f"no published model has {' or '.join(words)} in its name{did_you_mean(words[0], known)}")
     if as_json:
         click.echo(json.dumps({"models": rows}))
-        return
-    table = Table("model", "family", box=None, pad_edge=False)
-    for heading in ("parameters", "layers", "width", "vocabulary"):
-        table.add_column(heading, justify="right")
-    for name, row in rows.items():
-        sizes = [f"{row[key]:,}" for key in ("parameters", "layers", "dim", "vocab_size")]
-        table.add_row(name, row["family"], *sizes)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)
 
 
 @command.command("show")
@@ -63,13 +63,13 @@ def _list(as_json: bool) -> None:
 def _show(name: str, length: int, devices_text: str | None, as_json: bool) -> None:
     """Show what the model NAME costs: FLOPs and cache of a token, kernels, and with --topology memory of a device.
 
+    NAME is one of `axl models list`, or a directory in Hugging Face's form, or one that `axl convert import` made.
     By arithmetic, without compiling: what a program needs beside these arrays, `axl aot` asks the compiler.
     """
-    from models.catalog import published_model
     from rl.fleet.devices import parse_devices
     from tools.model_card import cached_tokens, model_card, rollout_memory, training_memory
 
-    cfg = published_model(name)
+    cfg = _find(name)
     devices = None if devices_text is None else parse_devices(devices_text, "--topology")
     card = model_card(cfg, length)
     found: dict[str, Any] = {"model": name, **dataclasses.asdict(card)}
@@ -99,7 +99,7 @@ def _parity(names: tuple[str, ...], as_json: bool, output: str | None) -> None:
     Relative differences of logits, gradient, cached decoding, greedy tokens and exported tensors; in a checkout alone.
     """
     try:
-        from tools.golden import parity
+        parity = import_module("tools.golden.parity")  # which the wheel does not have
     except ModuleNotFoundError as error:
         raise UserError("axl models parity needs a checkout of the project") from error
 
@@ -114,8 +114,25 @@ def _parity(names: tuple[str, ...], as_json: bool, output: str | None) -> None:
         click.echo(json.dumps({"families": found, "limit": parity.LIMIT}))
 
 
-def _sizes(cfg: Decoder.Config) -> dict[str, Any]:
-    return {"layers": cfg.num_layers, "dim": cfg.dim, "vocab_size": cfg.vocab_size}
+def _find(name: str) -> Decoder.Config:
+    """Return the model of a directory, or the published one of that name (UserError: there is none)."""
+    from models.catalog import published_model
+
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return published_model(name)
+    if (folder / "config.txt").is_file():
+        from axlearn_like.config import from_text
+        from axlearn_like.layers.decoder import Decoder
+
+        found = from_text((folder / "config.txt").read_text())
+        if not isinstance(found, Decoder.Config):
+            raise UserError(f"{name}: expected the directory of a model, got that of a run")
+        return found
+    from models.huggingface.architectures import read_decoder
+    from models.huggingface.config_json import FILE, ConfigJson
+
+    return read_decoder(ConfigJson.load(folder / FILE))[1]
 
 
 def _print_card(name: str, cfg: Decoder.Config, card: ModelCard) -> None:
@@ -126,6 +143,7 @@ def _print_card(name: str, cfg: Decoder.Config, card: ModelCard) -> None:
     click.echo(f"keys and values of a token: {card.cache_bytes:,} bytes")
     for platform, kernel in card.kernels.items():
         click.echo(f"attention of packed rows on {platform}: {kernel}")
+        click.echo(f"  to the paged cache: {card.decode_kernels[platform]}")
 
 
 def _memory(memory: DeviceMemory) -> str:

@@ -107,7 +107,7 @@ def test_what_cannot_be_compiled_is_refused():
     assert "v5p" in found["topology"] and "v9:2x2" in found["topology"]
     assert "RolloutEngine.mesh tensor 2 needs 2 devices but there are 4: an engine has all devices" in found["mesh"]
     assert "would fit" not in found["mesh"]
-    assert "an engine is one tensor-parallel group" in found["axis"]
+    assert "all devices of an engine have all rows" in found["axis"]
     assert "copy pages does not fit v6e:2x2: weights of 0.00 GiB and pages of 305.18 GiB per device" in found["pool"]
     assert "31.24" in found["pool"]  # in the compiler's own words
     assert "v6e:2x2 has room for 0 pages of 16 tokens" in found["room"]

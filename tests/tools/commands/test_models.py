@@ -5,8 +5,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from axlearn_like.config import to_text
+from experiments.registry import get
 from mesh.errors import UserError
-from models.catalog import FAMILIES
+from models.catalog import FAMILIES, published_model
+from models.huggingface.architectures import config_json
 from tools.commands.models import command
 
 PARAMETERS, LAYERS, WIDTH, HEADS, HEAD_WIDTH = 8_190_735_360, 36, 4096, 32, 128  # of Qwen3-8B
@@ -18,11 +21,15 @@ def answer(*args: str) -> dict:
     return json.loads(result.output.splitlines()[-1])
 
 
-def test_every_published_model_is_listed_with_its_sizes():
-    listed = answer("list")["models"]
-    assert list(listed) == [name for family in FAMILIES.values() for name in family.names]
-    assert listed["Qwen3-8B"]["parameters"] == PARAMETERS
-    assert listed["Qwen3-8B"]["family"] == "Qwen"
+def test_published_models_are_listed_with_their_sizes_all_or_by_a_part_of_the_name(monkeypatch):
+    listed = answer("list", "qwen3-8b", "gpt-2")["models"]
+    assert list(listed) == ["Qwen3-8B", *FAMILIES["GPT-2"].names]
+    sizes = {"layers": LAYERS, "dim": WIDTH, "vocab_size": 151_936}
+    assert listed["Qwen3-8B"] == {"family": "Qwen", "parameters": PARAMETERS, **sizes}
+    monkeypatch.setattr("tools.model_card.count_parameters", lambda cfg: 0)
+    assert list(answer("list")["models"]) == [name for family in FAMILIES.values() for name in family.names]
+    with pytest.raises(UserError, match="no published model has llma"):
+        answer("list", "llma")
 
 
 def test_flops_and_cache_of_a_token_are_those_by_hand():
@@ -39,6 +46,18 @@ def test_flops_and_cache_of_a_token_are_those_by_hand():
     assert found["cache_bytes"] == LAYERS * 2 * 8 * HEAD_WIDTH * 2
     assert found["kernels"]["tpu"].startswith("Splash")
     assert "not Splash" in found["kernels"]["gpu"]
+    assert found["decode_kernels"]["tpu"] == "ragged paged attention"
+    assert "sinks" in answer("show", "gpt-oss-20b")["decode_kernels"]["tpu"]
+
+
+def test_a_directory_is_a_model_too(tmp_path):
+    fields = config_json(published_model("Qwen3-0.6B"), "bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    named, there = answer("show", "Qwen3-0.6B"), answer("show", str(tmp_path))
+    assert {**there, "model": "Qwen3-0.6B"} == named
+    (tmp_path / "config.txt").write_text(to_text(get("demo")))
+    with pytest.raises(UserError, match="expected the directory of a model, got that of a run"):
+        CliRunner().invoke(command, ["show", str(tmp_path)], catch_exceptions=False)
 
 
 def test_memory_of_a_device_is_the_arrays_divided_over_them():
