@@ -45,7 +45,7 @@ def tensors_below(folder):
 
 
 def test_gpt2_of_the_hub_whose_names_lack_a_prefix_is_imported(tmp_path):
-    """Its files have masks too, which are no parameters."""
+    """Masks, which its files have too, are no parameters."""
     cfg = layer_norm_decoder(vocab_size=37, max_length=64, dim=16, num_layers=2, num_heads=2, hidden=24)
     tensors = make(tmp_path / "plain", cfg, dtype="F32")
     shutil.copytree(tmp_path / "plain", tmp_path / "hub")
