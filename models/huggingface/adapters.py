@@ -72,7 +72,8 @@ class _Matrix:
         """Return the paths of both factors here."""
         ndim = len(self.name.rpartition("_")[2])
         names = factor_names(self.name, ndim)
-        return tuple(f"{self.stack}{self.child}.lora.{name}" for name in (names.a, names.b))  # type: ignore[return-value]
+        folder = f"{self.stack}{self.child}.lora"
+        return f"{folder}.{names.a}", f"{folder}.{names.b}"
 
     def tensors(self, layer: int) -> tuple[str, str]:
         """Return the names of both factors of a layer there."""

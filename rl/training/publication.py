@@ -106,14 +106,17 @@ class Publication:
 
         A young run pads by the current one.
         """
-        recent = [without(snapshot.params(params), self._frozen) for snapshot in self._recent]
-        recent += [without(params, self._frozen)] * (self._staleness - len(recent))
+        trained = without(params, self._frozen)
+        recent = [snapshot.params(trained) for snapshot in self._recent]
+        recent += [trained] * (self._staleness - len(recent))
         return {str(i): copy for i, copy in enumerate(recent)}, [snapshot.version for snapshot in self._recent]
 
     def restore(self, recent: dict[str, Params], versions: list[int], params: Params) -> None:
         """Take back what `saved` returned; `params` are those of the current version."""
-        whole = [merged(params, recent[str(i)]) for i in range(len(versions))]
-        self._recent = [self._publisher.copy(one, version) for one, version in zip(whole, versions, strict=True)]
+        for i, version in enumerate(versions):
+            whole = merged(params, recent[str(i)])
+            copy = self._publisher.copy(whole, version, frozen=self._frozen, before=self._newest_copy())
+            self._recent.append(copy)
 
     def _begin(self, version: int, params: Params) -> None:
         self.settle()
@@ -133,9 +136,15 @@ class Publication:
             if self._group.leader:
                 self._controller.published(version)
 
-        before = None if self._push is None else self._push.snapshot()
+        before = self._newest_copy()
         push = self._publisher.publish_async(params, version, published, frozen=self._frozen, before=before)
         self._push = CoordinatedPush(push, self._publisher, self._group)
+
+    def _newest_copy(self) -> Snapshot | None:
+        """Return the newest version that this process has copied, which has the frozen parameters; None: none yet."""
+        if self._push is not None:
+            return self._push.snapshot()
+        return self._recent[-1] if self._recent else None
 
     def _to_publish_again(self) -> list[Snapshot]:
         """Return the versions before the current one that must be there, oldest first."""

@@ -63,9 +63,14 @@ class Publisher:
         self._shared_memory = shared_memory
         self._linkable: dict[int, _Linkable] = {}  # by server
 
-    def copy(self, params: Params, version: int) -> Snapshot:
-        """Copy the shards of a version that this process owns; the arrays may be donated afterwards."""
-        return self._take(params, version).wait()
+    def copy(
+        self, params: Params, version: int, *, frozen: Collection[str] = (), before: Snapshot | None = None
+    ) -> Snapshot:
+        """Copy the shards of a version that this process owns; the arrays may be donated afterwards.
+
+        `frozen`, `before`: see `publish_async`.
+        """
+        return self._take(params, version, frozen, before).wait()
 
     def publish_async(
         self,

@@ -47,6 +47,8 @@ def test_rl_of_adapters_publishes_and_saves_adapters_alone(tmp_path: Path) -> No
     assert 0 < adapters < everything / 3  # of so small a model
     pushes = {row["version"]: row["nbytes"] for row in events(whole, "push")}
     assert pushes == {0: everything} | dict.fromkeys((1, 2, 3, 4), adapters)
+    resumed = [row["nbytes"] for row in events(tmp_path / "parts", "push") if row["version"] == 3]
+    assert resumed == [adapters, adapters], "the version before it has the base"
     *others, step = [whole / "checkpoints" / "rl" / str(step) for step in list_steps(whole / "checkpoints" / "rl")]
     assert others and {file.stat().st_nlink for file in (step / "frozen" / "d").iterdir()} == {1 + len(others)}
     kept = json.loads((step / "manifest" / "metadata").read_text())
