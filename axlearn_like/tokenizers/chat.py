@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from axlearn_like.tokenizers.jinja_template import Message, TemplateError
 from axlearn_like.tokenizers.protocol import Template, Tokenizer
@@ -12,56 +12,32 @@ from axlearn_like.tokenizers.protocol import Template, Tokenizer
 _OPEN, _CLOSE = "\ue000", "\ue001"
 
 
-def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    *,
-    template: Template | None = None,
-    tools: Sequence[Message] | None = None,
-    documents: Sequence[Message] | None = None,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    variables: Mapping[str, Any] | None = None,
-) -> list[int]:
+class ChatOptions(TypedDict, total=False):
+    """Options of a rendered conversation, see `Template.render`; `template` None: the tokenizer's own."""
+
+    template: Template | None
+    tools: Sequence[Message] | None
+    documents: Sequence[Message] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: Mapping[str, Any] | None
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
     """Return the ids of a conversation, as `apply_chat_template` of transformers.
 
     Special tokens in messages, tools, documents and variables are plain text: a user who writes one cannot end a turn
     or open another's (transformers' `sanitize_control_tokens`).
 
-    Args:
-        tokenizer: encodes the text.
-        template: None: the tokenizer's own.
-        messages, tools, documents, add_generation_prompt, continue_final_message, variables: see `Template.render`.
-
     Raises:
         TemplateError: there is no template, or it refuses the conversation.
     """
-    text = marked_chat(
-        tokenizer,
-        messages,
-        template=template,
-        tools=tools,
-        documents=documents,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        variables=variables,
-    )
-    return encode_marked(tokenizer, text)
+    return encode_marked(tokenizer, marked_chat(tokenizer, messages, **options))
 
 
-def marked_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    *,
-    template: Template | None = None,
-    tools: Sequence[Message] | None = None,
-    documents: Sequence[Message] | None = None,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
+def marked_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
     """Return the text of a conversation, in which spelled special tokens are marked: for `encode_marked`."""
-    template = template or tokenizer.chat_template
+    template = options.get("template") or tokenizer.chat_template
     if template is None:
         raise TemplateError(
             "this tokenizer has no chat template; its directory holds neither chat_template.jinja nor "
@@ -70,11 +46,11 @@ def marked_chat(
     spelled = _either(tokenizer.special_tokens)
     return template.render(
         [_marked(message, spelled) for message in messages],
-        tools=_marked(tools, spelled),
-        documents=_marked(documents, spelled),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        variables=_marked(variables, spelled),
+        tools=_marked(options.get("tools"), spelled),
+        documents=_marked(options.get("documents"), spelled),
+        add_generation_prompt=options.get("add_generation_prompt", False),
+        continue_final_message=options.get("continue_final_message", False),
+        variables=_marked(options.get("variables"), spelled),
     )
 
 

@@ -43,7 +43,7 @@ class Conversation:
 
         Args:
             tokenizer: encodes what the template writes.
-            messages, template, tools, documents, variables: see `encode_chat`.
+            messages, template, tools, documents, variables: see `ChatOptions`.
             rewritten: earlier turns that the template would write in another way, such as without their reasoning:
                 "refuse" them, or "keep" them as they were drawn.
         """

@@ -2,8 +2,8 @@
 
 Two commands in two environments, for the figures of docs/how-to/small-model.md:
 
-    python -m tools.golden.exported_model ours RUN TEXTS.txt ours.npz        # the project's
-    golden/bin/python tools/golden/exported_model.py theirs EXPORT ours.npz  # torch and transformers >= 5
+    python -m tools.golden.trained_export ours RUN TEXTS.txt ours.npz        # the project's
+    golden/bin/python tools/golden/trained_export.py theirs EXPORT ours.npz  # torch and transformers >= 5
 
 Each line of TEXTS is a text. Everything is computed in float32, whatever the run was trained in.
 """
