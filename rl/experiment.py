@@ -49,6 +49,7 @@ from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.worker import RolloutWorker
 from rl.tasks.prompts import check_prompts
+from rl.tasks.skipped import SkippedProblems, skipped_path
 from rl.training.packing import DEFAULT_SHAPES
 from rl.training.program import padded
 from rl.training.trainer import PolicyTrainer
@@ -135,7 +136,7 @@ class RLExperiment(Configurable):
             experiment = self.build()
             check_prompts(
                 self.tasks.build(),
-                experiment.tokenizer,
+                experiment.controller_cfg.prompt_maker(experiment.tokenizer),
                 max_prompt=self.max_prompt,
                 num_train=run_steps * self.groups,
                 per_family=0 if self.evaluation is None else self.evaluation.problems_per_family,
@@ -190,6 +191,7 @@ class RLExperiment(Configurable):
             groups_per_lease=cfg.groups_per_lease or cfg.groups,
             staleness=cfg.staleness,
             timeouts=cfg.timeouts,
+            max_prompt=cfg.max_prompt,
         )
         each_row = cfg.trainer.samples_per_row or cfg.samples
         rows = max(cfg.trainer.row_multiple, 1)  # batches have a multiple of these
@@ -245,7 +247,8 @@ class RLExperiment(Configurable):
             first_lease=first_lease + LEASES_PER_INCARNATION // 2,
         )
         events = EventLog(run.events_path)
-        return cfg.build(events=events, first_lease=first_lease, evaluations=evaluations)
+        skipped = SkippedProblems(skipped_path(run.path))
+        return cfg.build(events=events, first_lease=first_lease, evaluations=evaluations, skipped=skipped)
 
     def make_parameter_server(
         self, *, index: int = 0, others: Sequence[ShardServer] = (), token: str | None = None

@@ -36,7 +36,7 @@ class FileSource(Configurable):
         cache: str = ""  # folder; "": $XDG_CACHE_HOME/axlearn-like/tokens
 
     def __init__(self, cfg: Config):
-        paths = _find(cfg.files, getattr(cfg, "origin", ""))
+        paths = find_files(cfg.files, getattr(cfg, "origin", ""))
         tokenizer: Tokenizer | None = cfg.tokenizer.build() if cfg.tokenizer else None
         self._encoding: Encoding = cfg.example.build(tokenizer=tokenizer)
         vocab_size = tokenizer.vocab_size if tokenizer else 2**31
@@ -125,7 +125,7 @@ class FileSource(Configurable):
             yield self._encoding.encode(record, where), where, part
 
 
-def _find(files: str | tuple[str, ...], origin: str) -> list[Path]:
+def find_files(files: str | tuple[str, ...], origin: str = "") -> list[Path]:
     """Return the files of paths and globs, in order; InputError, with the nearest name, if one finds nothing."""
     found: list[Path] = []
     hint = f"; it comes from {origin}" if origin else ""

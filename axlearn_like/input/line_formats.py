@@ -33,6 +33,23 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
             raise InputError(f"{path} is a damaged gzip file: {error}") from error
 
 
+def read_json_lines(path: Path) -> Iterator[Record]:
+    """Yield the objects of a file of JSON lines; InputError, with file and line, for what is none."""
+    for number, line, part in read_lines(path):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(decode_utf8(line, where))
+        except json.JSONDecodeError as error:
+            raise InputError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+        except RecursionError:
+            raise InputError(f"{where} is nested too deeply") from None
+        if not isinstance(record, dict):
+            raise InputError(f"{where}: expected a JSON object, got {line.strip()[:60]!r}")
+        yield record, where, part
+
+
 class JsonLines(FileSource):
     """One JSON object per line (`.jsonl`, `.jsonl.gz`), UTF-8; blank lines are skipped."""
 
@@ -42,17 +59,7 @@ class JsonLines(FileSource):
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
         """Yield the records of a file."""
         del fields
-        for number, line, part in read_lines(path):
-            where = f"{path}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(decode_utf8(line, where))
-            except json.JSONDecodeError as error:
-                raise InputError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
-            if not isinstance(record, dict):
-                raise InputError(f"{where}: expected a JSON object, got {line.strip()[:60]!r}")
-            yield record, where, part
+        return read_json_lines(path)
 
 
 class PlainText(FileSource):

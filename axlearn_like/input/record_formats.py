@@ -109,12 +109,17 @@ class Parquet(FileSource):
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
         """Yield the records of a file."""
-        with _parquet(path) as file:
-            count, number = file.metadata.num_rows, 0
-            for batch in file.iter_batches(batch_size=_AT_ONCE, columns=list(fields)):
-                for record in batch.to_pylist():
-                    yield record, f"{path}, row {number}", (number + 1) / count
-                    number += 1
+        return read_parquet(path, list(fields))
+
+
+def read_parquet(path: Path, columns: list[str] | None = None) -> Iterator[Record]:
+    """Yield the rows of a Parquet file, with these columns or all."""
+    with _parquet(path) as file:
+        count, number = file.metadata.num_rows, 0
+        for batch in file.iter_batches(batch_size=_AT_ONCE, columns=columns):
+            for record in batch.to_pylist():
+                yield record, f"{path}, row {number}", (number + 1) / count
+                number += 1
 
 
 def _parquet(path: Path) -> Any:

@@ -107,6 +107,23 @@ def completion_text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
 
 
+def answer_text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """Return the text of an answer as a verifier reads it: without the token that ended it, and nothing else dropped.
+
+    Special tokens that a policy has drawn in the middle are spelled out, or U+FFFD where they have no spelling: without
+    them "1<pad>2" would read "12".
+    """
+    tokens = list(ids)
+    if tokens and tokens[-1] in tokenizer.stop_ids:
+        tokens.pop()
+    pieces = [tokenizer.token_bytes(token) for token in tokens]
+    if not all(pieces):
+        spelled = {tokenizer.encode(text, special=True)[0]: text.encode() for text in tokenizer.special_tokens}
+        unknown = "\ufffd".encode()
+        pieces = [piece or spelled.get(token, unknown) for token, piece in zip(tokens, pieces, strict=True)]
+    return b"".join(pieces).decode("utf-8", errors="replace")
+
+
 def begin(tokenizer: Tokenizer) -> list[int]:
     """Return the ids before a text: `bos`, or nothing."""
     return [] if tokenizer.bos is None else [tokenizer.bos]

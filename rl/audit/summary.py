@@ -7,6 +7,7 @@ from typing import Any
 
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
+from rl.tasks.skipped import SkippedProblems, skipped_path
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ray", "reasoning-gym")
 PHASES = ("sft", "eval_before", "rl", "eval_after")
@@ -44,6 +45,8 @@ def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
                 "mean": statistics.fmean(row[f"{name}_mean"] for row in compared),
                 "max": max(row[f"{name}_max"] for row in compared),
             }
+    if skipped := SkippedProblems(skipped_path(run.path)).counts():
+        report["skipped"] = skipped  # problems by family and reason
     report["versions"] = {package: _version(package) for package in PACKAGES}
     return report
 

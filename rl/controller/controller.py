@@ -20,10 +20,17 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
 from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.ledger import Ledger, WorkItem
+from rl.controller.prefetch import Prefetch
 from rl.roles.headers import GroupHeader, header_of
 from rl.roles.messages import Contents, Group, Lease, Prompt, Rollout, contents_of
 from rl.roles.timeouts import Timeouts, Waits
-from rl.tasks.mixture import TaskMixture, encode_prompt
+from rl.tasks.mixture import TaskMixture
+from rl.tasks.prompts import LongPrompts, PromptMaker
+from rl.tasks.skipped import SkippedProblems
+
+_Key = tuple[int, int]  # step, work item
+_EVALUATION: _Key = (-1, -1)  # in their place: the problems of evaluations
+_AHEAD = 2  # steps beyond those that can be leased, whose prompts are made
 
 
 class Controller(Configurable):
@@ -47,15 +54,24 @@ class Controller(Configurable):
         staleness: int = 0  # updates
         weights: Literal["pinned", "newest", "in_flight"] = "pinned"
         lease_seconds: float = 120.0  # after the last call of its worker
+        max_prompt: int | None = None  # tokens; None: any number
+        long_prompts: LongPrompts = "skip"  # longer ones: the next problem instead, their last tokens, or an error
+        problem_seconds: float = 10.0  # that a problem may take to make, or it is left out; 0: any time
         timeouts: Timeouts.Config = Timeouts.Config()
 
         @override
         def check_fields(self) -> None:
-            self.require_least(0, "staleness")
+            self.require_least(0, "staleness", "problem_seconds")
+            self.require_least(1, "max_prompt")
             each = self.groups_per_lease
             self.require(
                 "groups_per_lease", each >= 1 and self.groups % each == 0, f"a divisor of groups={self.groups}"
             )
+
+        def prompt_maker(self, tokenizer: Tokenizer, skipped: SkippedProblems | None = None) -> PromptMaker:
+            """Build the maker of prompts by the rules of this config."""
+            rules: dict[str, Any] = {"max_prompt": self.max_prompt, "long_prompts": self.long_prompts}
+            return PromptMaker(tokenizer, **rules, seconds=self.problem_seconds, skipped=skipped)
 
     def __init__(
         self,
@@ -65,6 +81,7 @@ class Controller(Configurable):
         clock: Callable[[], float] = time.monotonic,
         first_lease: int = 0,
         evaluations: EvaluationSchedule | None = None,
+        skipped: SkippedProblems | None = None,
     ):
         """Build the tasks, and await `begin`.
 
@@ -74,10 +91,13 @@ class Controller(Configurable):
             clock: of leases.
             first_lease: larger than any lease id that a former controller of this run can have granted.
             evaluations: None: there are none.
+            skipped: record of the problems that are left out; None: of this controller alone.
         """
         self.cfg = cfg
         self._tasks: TaskMixture = cfg.tasks.build()
-        self._tokenizer = cast(Tokenizer, cfg.tokenizer.build())
+        self.maker = cfg.prompt_maker(cast(Tokenizer, cfg.tokenizer.build()), skipped)
+        self._tasks.admission = self.maker
+        self._made: Prefetch[_Key, tuple[Prompt, ...]] = Prefetch(self._make)
         self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
         self._version = self._first_version = -1
         self._incarnation = 0
@@ -104,18 +124,24 @@ class Controller(Configurable):
             self._waits.end(worker)
 
     def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
-        """Grant the next work item; None if there is none within `timeout` seconds, or the run is over."""
+        """Grant the next work item; None if there is none within `timeout` seconds, or the run is over.
+
+        Where there is one, its prompts are awaited beyond the timeout, but not under the lock.
+        """
         end = self._clock() + timeout
-        with self._changed:
-            while not self._stopped:
+        while not self._stopped:
+            with self._changed:
                 self._expire()
-                if (lease := self._next_lease(worker)) is not None:
+                if isinstance(found := self._next_lease(worker), Lease):
                     self._waits.end(worker)
-                    return lease
-                self._wait(worker, worker, self._next_work)
-                if (left := end - self._clock()) <= 0:
-                    return None
-                self._changed.wait(min(left, 1.0))
+                    return found
+                if found is None:
+                    self._wait(worker, worker, self._next_work)
+                    if (left := end - self._clock()) <= 0:
+                        return None
+                    self._changed.wait(min(left, 1.0))
+            if found is not None:
+                self._made.get(found, lambda: self._stopped)
         return None
 
     def renew(self, lease: int) -> bool:
@@ -180,6 +206,7 @@ class Controller(Configurable):
             if self._evaluations is not None:
                 self._evaluations.begin(step, self._incarnation, held)
             self._waits.clear()
+            self._look_ahead()
             self._changed.notify_all()
 
     def next_batch(self, step: int, timeout: float = 0.0) -> list[Group] | None:
@@ -221,14 +248,20 @@ class Controller(Configurable):
             return f"the evaluation of version {self._evaluations.version}, before the next version to evaluate is made"
         return None
 
-    def consumed(self, step: int) -> None:
-        """Record that the update of this step is done; its rollouts can never be used again."""
+    def consumed(self, step: int) -> dict[str, float]:
+        """Record that the update of this step is done; its rollouts can never be used again.
+
+        Returns:
+            Figures for the metrics: how many problems were left out so far, by reason; none: nothing was.
+        """
         with self._changed:
             if not self._begun:
-                return  # this controller has restarted, and learns the step from `begin`
+                return {}  # this controller has restarted, and learns the step from `begin`
             leases = self._ledger.consume(step)
             if self._events is not None:
                 self._events.append("controller", "consumed", step=step, leases=leases)
+            self._look_ahead()
+            return self.maker.skipped.figures()
 
     def published(self, version: int) -> None:
         """Record that a version can be pulled."""
@@ -237,6 +270,7 @@ class Controller(Configurable):
                 self._version = max(self._version, version)
                 if self._evaluations is not None:
                     self._evaluations.published(version)
+                self._look_ahead()
             self._changed.notify_all()
 
     def evaluation(self, version: int) -> dict[str, float] | None:
@@ -259,7 +293,8 @@ class Controller(Configurable):
         with self._changed:
             evaluating = None if self._evaluations is None else self._evaluations.version
             standing = {"version": self._version, "evaluating": evaluating, "stopped": self._stopped}
-            return {**self._ledger.counts(), "workers": sorted(self._workers), **standing}
+            skipped = {"skipped": self.maker.skipped.counts()}
+            return {**self._ledger.counts(), "workers": sorted(self._workers), **standing, **skipped}
 
     def stop(self) -> None:
         """End every wait, and grant no more leases."""
@@ -269,9 +304,25 @@ class Controller(Configurable):
 
     def prompts(self, step: int, item: int) -> tuple[Prompt, ...]:
         """Return the prompts of one work item of one step, by the plan."""
+        return self._made.get((step, item)) or ()
+
+    def _make(self, key: _Key) -> tuple[Prompt, ...]:
+        """Make the prompts of a work item, or the problems of evaluations; called by one thread, without the lock."""
+        if key == _EVALUATION:
+            if self._evaluations is not None:
+                self._evaluations.prepare(self.maker)
+            return ()
+        step, item = key
         first = step * self.cfg.groups + item * self.cfg.groups_per_lease
-        problems = [self._tasks.train(first + i) for i in range(self.cfg.groups_per_lease)]
-        return tuple(Prompt(p.id, p.family, encode_prompt(p.question, self._tokenizer)) for p in problems)
+        return tuple(self.maker.prompt(self._tasks.train(first + i)) for i in range(self.cfg.groups_per_lease))
+
+    def _look_ahead(self) -> None:
+        """Have the prompts made that will be leased next."""
+        first, last = self._ledger.consumed_steps, min(self.cfg.num_steps, self._leasable().stop + _AHEAD)
+        self._made.keep(lambda key: key == _EVALUATION or first <= key[0])
+        evaluates = self._evaluations is not None and self._evaluations.version is not None
+        items = range(self.cfg.groups // self.cfg.groups_per_lease)
+        self._made.want([_EVALUATION] * evaluates + [(step, item) for step in range(first, last) for item in items])
 
     @property
     def _begun(self) -> bool:
@@ -281,25 +332,30 @@ class Controller(Configurable):
         found = None if self._evaluations is None else self._evaluations.ledger(lease)
         return found or self._ledger
 
-    def _next_lease(self, worker: str) -> Lease | None:
-        """Grant the next work item of an evaluation, or else of an update."""
-        now, seconds = self._clock(), self.cfg.lease_seconds
+    def _next_lease(self, worker: str) -> Lease | _Key | None:
+        """Grant the next work item of an evaluation, or else of an update; or say whose prompts are not made yet."""
         if (lease := self._evaluation(worker, idle=False)) is not None:
             return lease
         if self._evaluations is not None and self._evaluations.before_training:
             return None
-        item = self._ledger.lease(worker, self._leasable(), now, seconds)
-        if item is None:
+        if (pending := self._ledger.pending(self._leasable())) is None:
             return self._evaluation(worker, idle=True)
+        if not self._made.ready(key := (pending.step, pending.index)):
+            return key
+        prompts = self.prompts(*key)  # before the lease: what raises here leaves nothing leased
+        self._ledger.lease(worker, self._leasable(), self._clock(), self.cfg.lease_seconds)
         if self._evaluations is not None:
             self._evaluations.trains(worker)
-        return self._grant(item)
+        return self._grant(pending, prompts)
 
-    def _evaluation(self, worker: str, *, idle: bool) -> Lease | None:
+    def _evaluation(self, worker: str, *, idle: bool) -> Lease | _Key | None:
         """Grant the next work item of an evaluation, if this worker is to evaluate now."""
         evaluations, workers = self._evaluations, len(self._workers | {worker})
         if evaluations is None or not evaluations.takes(worker, workers, idle=idle):
             return None
+        if not self._made.ready(_EVALUATION):
+            return _EVALUATION
+        self._made.get(_EVALUATION)  # raises what went wrong
         if (granted := evaluations.lease(worker, self._clock(), self.cfg.lease_seconds)) is None:
             return None
         item, lease = granted
@@ -310,11 +366,10 @@ class Controller(Configurable):
         last = min(self.cfg.num_steps - 1, self._version + self.cfg.staleness)
         return range(self._ledger.consumed_steps, (last if self._begun else -1) + 1)
 
-    def _grant(self, item: WorkItem) -> Lease:
+    def _grant(self, item: WorkItem, prompts: tuple[Prompt, ...]) -> Lease:
         pinned = max(item.step - self.cfg.staleness, self._first_version)
         version = pinned if self.cfg.weights == "pinned" else self._version
         oldest = version if self.cfg.weights == "pinned" else item.step - self.cfg.staleness
-        prompts = self.prompts(item.step, item.index)
         return Lease(
             id=item.lease,
             step=item.step,

@@ -5,7 +5,6 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.controller.ledger import Ledger, WorkItem
 from rl.evaluation.evaluator import Evaluation
 from rl.roles.messages import Group, Lease, Problem, Prompt
-from rl.tasks.mixture import TaskMixture, encode_prompt
+from rl.tasks.mixture import TaskMixture
+from rl.tasks.prompts import PromptMaker
 
 METRICS = "evaluation/"  # before the names of what an evaluation measures
 
@@ -69,11 +69,15 @@ class EvaluationSchedule:
         self._incarnation = 0
         self._version: int | None = None  # of the evaluation in hand
         self._ledger: Ledger | None = None
+        self.problems: list[Problem] = []
+        self._prompts: list[Prompt] = []
 
-    @cached_property
-    def problems(self) -> list[Problem]:
-        """The held-out problems, made when they are first needed."""
-        return self._tasks.build().heldout(self._cfg.problems_per_family)
+    def prepare(self, maker: PromptMaker) -> None:
+        """Make the held-out problems; once, before the first lease."""
+        tasks = self._tasks.build()
+        tasks.admission = maker
+        problems = tasks.heldout(self._cfg.problems_per_family)
+        self.problems, self._prompts = problems, [maker.prompt(problem) for problem in problems]
 
     @property
     def version(self) -> int | None:
@@ -145,8 +149,7 @@ class EvaluationSchedule:
         if item is None:
             return None
         self._evaluators.add(worker)
-        mine = self.problems[item.index * self._per_lease : (item.index + 1) * self._per_lease]
-        prompts = tuple(Prompt(p.id, p.family, encode_prompt(p.question, self._tokenizer)) for p in mine)
+        prompts = tuple(self._prompts[item.index * self._per_lease : (item.index + 1) * self._per_lease])
         sizes: dict[str, Any] = {"prompts": prompts, "samples": self._samples, "version": version}
         lease = Lease(item.lease, version, seconds=seconds, incarnation=self._incarnation, evaluation=True, **sizes)
         return item, lease

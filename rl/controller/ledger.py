@@ -52,16 +52,17 @@ class Ledger:
 
     def lease(self, worker: str, steps: range, now: float, seconds: float) -> WorkItem | None:
         """Grant the first pending work item of the earliest of these steps."""
-        for step in steps:
-            for item in self._open(step):
-                if item.state == "pending":
-                    item.state, item.worker = "leased", worker
-                    item.lease, item.leased_at = self.next_lease, now
-                    item.deadline = now + seconds
-                    self._by_lease[self.next_lease] = item
-                    self.next_lease += 1
-                    return item
-        return None
+        if (item := self.pending(steps)) is not None:
+            item.state, item.worker = "leased", worker
+            item.lease, item.leased_at = self.next_lease, now
+            item.deadline = now + seconds
+            self._by_lease[self.next_lease] = item
+            self.next_lease += 1
+        return item
+
+    def pending(self, steps: range) -> WorkItem | None:
+        """Return the work item that `lease` would grant."""
+        return next((item for step in steps for item in self._open(step) if item.state == "pending"), None)
 
     def generated(self, lease: int) -> bool:
         """Record that the worker has the tokens; False if the lease is void."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
+from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.evaluation.pass_at_k import ProblemResult, summarise
 from rl.roles.messages import Group, Problem, Rollout, Score
 
@@ -37,9 +37,7 @@ class Evaluation(Configurable):
             results.append(ProblemResult.from_scores(problem.id, problem.family, group.scores))
             if sum(row["family"] == problem.family for row in shown) < self.cfg.shown_per_family:
                 first = group.rollouts[0]
-                shown.append(
-                    sample_row(problem, first, completion_text(tokenizer, first.tokens.tolist()), group.scores[0])
-                )
+                shown.append(sample_row(problem, first, answer_text(tokenizer, first.tokens.tolist()), group.scores[0]))
         return summarise(results, ks=self.cfg.ks, seed=seed), shown
 
 

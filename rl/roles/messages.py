@@ -22,7 +22,8 @@ class Problem:
     Attributes:
         id: unique in the run and stable; the same id is the same problem on every machine.
         family: the task family's name.
-        entry: the task package's own record of the instance.
+        entry: the task package's own record of the instance, or the row of a table.
+        messages: the conversation to answer, of which `question` is the text; None: the question is all of it.
     """
 
     id: int
@@ -30,6 +31,7 @@ class Problem:
     question: str
     answer: str
     entry: dict[str, Any]
+    messages: tuple[Mapping[str, Any], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

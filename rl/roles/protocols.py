@@ -72,8 +72,8 @@ class BatchSource(Protocol):
         """Return these rollouts (group -> its rollouts) of a batch with their prompts; None if it is not complete."""
         ...
 
-    def consumed(self, step: int) -> None:
-        """Record that the update of this step is done."""
+    def consumed(self, step: int) -> dict[str, float]:
+        """Record that the update of this step is done; returns figures for the metrics."""
         ...
 
     def published(self, version: int) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from axlearn_like.run.events import EventLog, span
-from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
+from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.fetch import PullStats
@@ -155,7 +155,7 @@ class RolloutWorker:
 
     def _score(self, lease: Lease, rollouts: list[Rollout]) -> tuple[Group, ...]:
         with self._span("score", step=lease.step):
-            answers = [completion_text(self._tokenizer, rollout.tokens.tolist()) for rollout in rollouts]
+            answers = [answer_text(self._tokenizer, rollout.tokens.tolist()) for rollout in rollouts]
             scores = self._verifier.score([r.prompt_id for r in rollouts], answers)
         n = lease.samples
         return tuple(

@@ -2,11 +2,15 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 from typing import Any, override
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config import REQUIRED
 from mesh.errors import UserError, did_you_mean
+from rl.roles.messages import Problem
+from rl.tasks.heldout import is_heldout
 from rl.tasks.reasoning_gym import import_reasoning_gym
+from rl.tasks.source import ProblemSource
 
 __all__ = ["TaskFamily"]
 
@@ -28,33 +32,36 @@ _NEEDS_DATASETS = ("composite",)  # a mixture itself
 _FINITE = ("acre", "gsm_symbolic")
 _FINITE_SIZE = 5_000
 _RESERVED = ("seed", "size")
+# Measured with reasoning-gym 0.1.25: the entry's own answer is missing, or does not score 1.
+_NO_ANSWERS = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
+_ATTEMPTS = 16  # items reserved for one training problem; the first that can be used is taken
+_SPARE = 240  # further ones, anywhere, for the rare problem of which none can be
+_SPARE_ITEMS = 2**20  # items among which these are
+_SCAN = 64  # gives up on held-out problems after this many times the expected number of items ...
+_MIN_SCAN = 20_000  # ... or this many, whichever is more
 
 
-class TaskFamily(Configurable):
+class TaskFamily(ProblemSource):
     """Items 0, 1, 2, ... of a reasoning-gym dataset and its scorer.
 
     Item `i` is a pure function of (name, params, seed, i): any process that builds the same config
     sees the same item.
     """
 
-    class Config(ConfigBase["TaskFamily"]):
+    class Config(ProblemSource.Config):
         name: str = REQUIRED
-        """A dataset of reasoning-gym, such as "chain_sum"."""
+        """A dataset of reasoning-gym, such as "chain_sum". `label` is needed where one occurs twice."""
         params: dict[str, Any] = {}
         """Fields of that dataset's own config. `seed` and `size` belong to the mixture."""
-        weight: float = 1.0
-        """Share of the training problems, relative to the other families; 0: held-out only."""
-        label: str | None = None
-        """Name in metrics, `name` if None. Needed when a dataset occurs twice with other params."""
 
+        @property
         @override
-        def check_fields(self) -> None:
-            self.require_least(0, "weight")
+        def title(self) -> str:
+            return self.label or self.name
 
     def __init__(self, cfg: Config, *, seed: int):
+        super().__init__(cfg)
         self.name = cfg.name
-        self.label = cfg.label or cfg.name
-        self.weight = cfg.weight
         _check_name(cfg.name)
         _check_params(cfg.name, cfg.params)
         digest = hashlib.blake2b(f"{seed}/{self.label}".encode(), digest_size=4).digest()
@@ -73,9 +80,36 @@ class TaskFamily(Configurable):
         """Item `index` >= 0 as reasoning-gym's own entry: {"question", "answer", "metadata"}."""
         return self._dataset[index % _FINITE_SIZE if self._finite else index]
 
-    def score(self, answer: str, item: dict[str, Any]) -> float:
+    @override
+    def make(self, item: int, problem_id: int) -> Problem:
+        entry = self.item(item)
+        answer = str(entry["answer"]) if self.has_answers else ""
+        return Problem(problem_id, self.label, question=entry["question"], answer=answer, entry=entry)
+
+    @override
+    def candidates(self, turn: int) -> Iterator[int]:
+        yield from range(turn * _ATTEMPTS, (turn + 1) * _ATTEMPTS)
+        for attempt in range(_SPARE):
+            digest = hashlib.blake2b(f"{self.label}/{turn}/{attempt}".encode(), digest_size=8).digest()
+            yield int.from_bytes(digest, "big") % _SPARE_ITEMS
+
+    @override
+    def heldout_candidates(self, wanted: int, heldout_every: int) -> Iterator[int]:
+        return iter(range(max(_MIN_SCAN, _SCAN * wanted * heldout_every)))
+
+    @override
+    def is_heldout(self, problem: Problem, heldout_every: int) -> bool:
+        return is_heldout(problem.question, heldout_every)
+
+    @property
+    @override
+    def has_answers(self) -> bool:
+        return self.name not in _NO_ANSWERS
+
+    @override
+    def score(self, answer: str, entry: dict[str, Any]) -> float:
         """reasoning-gym's score of `answer`, in 0..1. May raise on what it cannot parse."""
-        return self._dataset.score_answer(answer, item)
+        return self._dataset.score_answer(answer, entry)
 
 
 def _check_name(name: str) -> None:

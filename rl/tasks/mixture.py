@@ -1,14 +1,14 @@
-"""Tasks: a weighted mixture of reasoning-gym families, with questions that training never sees.
+"""Tasks: a weighted mixture of sources of problems, with questions that training never sees.
 
 reasoning-gym repeats questions, also under different seeds, so seeds cannot separate training from
 evaluation. Here the *text* decides: a question is held out if and only if a stable hash of it is 0
-modulo `heldout_every`.
+modulo `heldout_every`, unless a source has held-out rows of its own.
 """
 
-import hashlib
 import math
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import override
+from typing import Any, override
 
 import numpy as np
 
@@ -17,22 +17,16 @@ from axlearn_like.tokenizers.chat import encode_chat
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import UserError
 from rl.roles.messages import Problem
+from rl.tasks.admission import Admission
 from rl.tasks.family import TaskFamily
+from rl.tasks.heldout import is_heldout
+from rl.tasks.source import ProblemSource
 
-__all__ = ["TaskFamily", "TaskMixture", "encode_prompt", "is_heldout"]
+__all__ = ["TaskFamily", "TaskMixture", "encode_problem", "encode_prompt", "is_heldout"]
 
 _SEPARATOR = "\n"  # between question and answer: one token, and no question needs an escape
-_ATTEMPTS = 16  # dataset items reserved for one training problem; the first that is not held out is taken
 _MAX_ID = 2**31  # ids enter random keys on the device as int32
 _CYCLE = 4096  # longest exact cycle of the mixture's order
-_SCAN = 64  # gives up on held-out problems after this many times the expected number of items ...
-_MIN_SCAN = 20_000  # ... or this many, whichever is more
-
-
-def is_heldout(question: str, heldout_every: int) -> bool:
-    """Return True if a question is held out: a function of its text alone, the same in every process."""
-    digest = hashlib.blake2b(question.encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % heldout_every == 0
 
 
 def encode_prompt(question: str, tokenizer: Tokenizer) -> np.ndarray:
@@ -41,24 +35,37 @@ def encode_prompt(question: str, tokenizer: Tokenizer) -> np.ndarray:
     As what a user says and the opening of the answer, if the tokenizer has a chat template; else as bos, its text and a
     newline.
     """
+    return _encode(({"role": "user", "content": question},), question, tokenizer)
+
+
+def encode_problem(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
+    """Encode the prompt of a problem: its messages, if it has any, else its question as `encode_prompt`.
+
+    Without a chat template, the texts of messages follow each other, a blank line between them.
+    """
+    messages = problem.messages or ({"role": "user", "content": problem.question},)
+    return _encode(messages, "\n\n".join(message["content"] for message in messages), tokenizer)
+
+
+def _encode(messages: Sequence[Mapping[str, Any]], text: str, tokenizer: Tokenizer) -> np.ndarray:
     if tokenizer.chat_template is not None:
-        ids = encode_chat(tokenizer, [{"role": "user", "content": question}], add_generation_prompt=True)
+        ids = encode_chat(tokenizer, messages, add_generation_prompt=True)
     else:
-        ids = [*begin(tokenizer), *tokenizer.encode(question + _SEPARATOR)]
+        ids = [*begin(tokenizer), *tokenizer.encode(text + _SEPARATOR)]
     return np.asarray(ids, dtype=np.int32)
 
 
 class TaskMixture(Configurable):
-    """Training problems 0, 1, 2, ... and held-out problems of several families.
+    """Training problems 0, 1, 2, ... and held-out problems of several families (sources of problems).
 
-    Training problem `i` is a pure function of (config, i). Families take turns in a fixed cycle
-    made by smooth weighted round robin, so that each stretch of the sequence holds the families
-    nearly in proportion to their weights. A problem's id encodes its family and its item, so any
-    process that builds the same config rebuilds it by id.
+    Training problem `i` is a pure function of (config, i), and of what `admission` leaves out. Families take turns in a
+    fixed cycle made by smooth weighted round robin, so that each stretch of the sequence holds the families nearly in
+    proportion to their weights. A problem's id encodes its family and its item, so any process that builds the same
+    config rebuilds it by id.
     """
 
     class Config(ConfigBase["TaskMixture"]):
-        families: tuple[TaskFamily.Config, ...] = REQUIRED
+        families: tuple[ConfigBase[Any], ...] = REQUIRED  # of `ProblemSource`: TaskFamily, TaskRows, ...
         seed: int = 0
         heldout_every: int = 8
         """One question in `heldout_every` is held out."""
@@ -66,13 +73,19 @@ class TaskMixture(Configurable):
         @override
         def check_fields(self) -> None:
             self.require("heldout_every", self.heldout_every >= 2, "2 or more, or nothing is left to train on")
-            labels = [family.label or family.name for family in self.families]
+            for i, family in enumerate(self.families):
+                known = isinstance(family, ProblemSource.Config)
+                self.require(f"families.{i}", known, "a source of problems: TaskFamily.Config, TaskRows.Config, ...")
+            labels = [family.title for family in self.families if isinstance(family, ProblemSource.Config)]
             distinct = bool(labels) and len(set(labels)) == len(labels)
-            self.require("families", distinct, "families of different labels (TaskFamily.Config.label)")
+            self.require("families", distinct, "families of different labels (Config.label)")
 
     def __init__(self, cfg: Config):
         self.heldout_every = cfg.heldout_every
-        self._families = [family.build(seed=cfg.seed) for family in cfg.families]
+        self.admission = Admission()  # set it before the first problem
+        self._families: list[ProblemSource] = [family.build(seed=cfg.seed) for family in cfg.families]
+        for family in self._families:
+            family.split(cfg.heldout_every)
         labels = [family.label for family in self._families]
         self.family_names: tuple[str, ...] = tuple(labels)
         self._cycle = _smooth_round_robin(_shares([family.weight for family in self._families], labels))
@@ -82,27 +95,29 @@ class TaskMixture(Configurable):
         ]  # turns of it before, in cycle
         self._turns = [int(n) for n in counts[-1]]
         self._heldout: list[list[Problem]] = [[] for _ in labels]
-        self._scanned = [0] * len(labels)
 
     def train(self, index: int) -> Problem:
-        """Training problem `index` >= 0. Constant time.
+        """Training problem `index` >= 0: the first candidate of its family that can be used. Constant time.
 
         Raises:
-            ValueError: the family has next to no questions outside the held-out set.
+            UserError: the family has next to no problems outside the held-out set, or that `admission` lets in.
         """
         if index < 0:
             raise IndexError(f"training problem {index}: the index starts at 0")
         cycles, place = divmod(index, len(self._cycle))
         family = self._cycle[place]
-        first = (cycles * self._turns[family] + self._rank[place]) * _ATTEMPTS
-        for item in range(first, first + _ATTEMPTS):
-            problem = self._make(family, item)
-            if not is_heldout(problem.question, self.heldout_every):
+        source, unseen, tried = self._families[family], 0, 0
+        for item in source.candidates(cycles * self._turns[family] + self._rank[place]):
+            tried += 1
+            problem = self._admitted(family, item)
+            if problem is None or source.is_heldout(problem, self.heldout_every):
+                unseen += problem is not None
+            elif self.admission.fits(problem):
                 return problem
         raise UserError(
-            f"task family {self.family_names[family]!r}: items {first}..{first + _ATTEMPTS - 1} "
-            "are all held out, so it has too few distinct questions to train on with "
-            f"heldout_every={self.heldout_every}; widen its params"
+            f"task family {source.label!r}: of the {tried} items for training problem {index}, {unseen} are held out "
+            f"(heldout_every={self.heldout_every}), and the others cannot be made or are too long; "
+            "it has too few distinct questions to train on"
         )
 
     def heldout(self, n_per_family: int) -> list[Problem]:
@@ -124,7 +139,7 @@ class TaskMixture(Configurable):
         if not 0 <= problem_id < _MAX_ID:
             raise KeyError(f"problem id {problem_id}: ids of a mixture are 0..{_MAX_ID - 1}")
         item, family = divmod(problem_id, len(self._families))
-        return self._make(family, item)
+        return self._families[family].make(item, problem_id)
 
     def check_disjoint(self, num_train: int, n_per_family: int) -> None:
         """Compare the texts of the first `num_train` training problems with the held-out ones.
@@ -145,36 +160,46 @@ class TaskMixture(Configurable):
         """The family's own score of `answer`, here and now. `rl.verification` guards it."""
         return self._families[problem.id % len(self._families)].score(answer, problem.entry)
 
-    def _make(self, family: int, item: int) -> Problem:
-        problem_id = item * len(self._families) + family
+    def digests(self) -> dict[str, str]:
+        """Return a checksum of the data of each family that reads any."""
+        return {family.label: family.digest for family in self._families if family.digest}
+
+    def without_answers(self) -> list[str]:
+        """Return the names of families that are trained on and have no reference answers."""
+        return [family.label for family in self._families if family.weight and not family.has_answers]
+
+    def _admitted(self, family: int, item: int) -> Problem | None:
+        """Return a problem, unless it cannot be made."""
+        problem_id, source = item * len(self._families) + family, self._families[family]
         if problem_id >= _MAX_ID:
-            raise IndexError(f"item {item} of {self.family_names[family]!r}: problem ids end at {_MAX_ID - 1}")
-        entry = self._families[family].item(item)
-        return Problem(
-            id=problem_id,
-            family=self.family_names[family],
-            question=entry["question"],
-            answer=str(entry["answer"]),
-            entry=entry,
-        )
+            raise IndexError(f"item {item} of {source.label!r}: problem ids end at {_MAX_ID - 1}")
+        return self.admission.make(problem_id, source.label, lambda: source.make(item, problem_id))
 
     def _heldout_of(self, family: int, n: int) -> list[Problem]:
-        found = self._heldout[family]
-        seen = {p.question for p in found}
-        limit = max(_MIN_SCAN, _SCAN * n * self.heldout_every)
-        while len(found) < n and self._scanned[family] < limit:
-            problem = self._make(family, self._scanned[family])
-            self._scanned[family] += 1
-            if problem.question not in seen and is_heldout(problem.question, self.heldout_every):
+        if len(self._heldout[family]) >= n:
+            return self._heldout[family][:n]
+        source = self._families[family]
+        found: list[Problem] = []
+        seen: set[str] = set()
+        scanned = 0
+        for item in source.heldout_candidates(n, self.heldout_every):
+            if len(found) == n:
+                break
+            scanned += 1
+            problem = self._admitted(family, item)
+            if problem is None or problem.question in seen or not source.is_heldout(problem, self.heldout_every):
+                continue
+            if self.admission.fits(problem):
                 found.append(problem)
                 seen.add(problem.question)
         if len(found) < n:
             raise UserError(
-                f"task family {self.family_names[family]!r} has {len(found)} distinct held-out "
-                f"questions in its first {self._scanned[family]} items, {n} are wanted: "
-                f"ask for at most {len(found)}, or widen its params"
+                f"task family {source.label!r} has {len(found)} distinct held-out "
+                f"questions in its first {scanned} items, {n} are wanted: "
+                f"ask for at most {len(found)}, or {source.widen}"
             )
-        return found[:n]
+        self._heldout[family] = found
+        return found
 
 
 def _shares(weights: list[float], labels: list[str]) -> list[int]:

@@ -1,40 +1,137 @@
-"""Checks that the problems of a run fit its sizes, made once before anything expensive."""
+"""Prompts of problems: within the length and the time that a run allows, or left out by a rule; and their check."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, override
+
+import numpy as np
 
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
-from rl.roles.messages import Problem
-from rl.tasks.mixture import TaskMixture, encode_prompt
+from rl.roles.messages import Problem, Prompt
+from rl.tasks.admission import Admission
+from rl.tasks.mixture import TaskMixture, encode_problem
+from rl.tasks.skipped import SkippedProblems
+from rl.tasks.time_limit import TookTooLong, limited
+
+__all__ = ["LongPrompts", "PromptMaker", "check_prompts"]
+
+LongPrompts = Literal["skip", "truncate", "refuse"]
+_KEPT = 0.25  # of the time limit: a problem that took as long, and is used, is recorded, so that it always is
+_MOST = 0.5  # of the problems looked at, the share that may be left out for their length
 
 
-def check_prompts(
-    tasks: TaskMixture, tokenizer: Tokenizer, *, max_prompt: int, num_train: int, per_family: int
-) -> None:
-    """Refuse prompts that are too long, and held-out questions that are trained on.
+class PromptMaker(Admission):
+    """Maker of problems within a time limit, and of prompts within a length. Not thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_prompt: int | None = None,
+        long_prompts: LongPrompts = "skip",
+        seconds: float = 0.0,
+        skipped: SkippedProblems | None = None,
+    ):
+        """Store the rules.
+
+        Args:
+            tokenizer: of prompts.
+            max_prompt: tokens; None: any length.
+            long_prompts: leave longer ones out, keep their last `max_prompt` tokens, or raise.
+            seconds: that a problem may take to make; 0: no limit.
+            skipped: where what is left out is recorded.
+        """
+        self.skipped = SkippedProblems() if skipped is None else skipped
+        self._tokenizer, self._max_prompt, self._long = tokenizer, max_prompt, long_prompts
+        self._seconds = seconds
+
+    @override
+    def make(self, problem_id: int, family: str, make: Callable[[], Problem]) -> Problem | None:
+        known = self.skipped.verdict(problem_id)
+        if known == "slow":
+            return None
+        try:
+            return limited(make, 0.0 if known == "kept" else self._seconds, self._slow(problem_id, family))
+        except TookTooLong:
+            self.skipped.add(problem_id, family, "slow", f"more than {self._seconds:g} s")
+        except Exception as error:  # of any library that makes problems
+            self.skipped.add(problem_id, family, "raised", f"{type(error).__name__}: {error}")
+        return None
+
+    @override
+    def fits(self, problem: Problem) -> bool:
+        length = len(encode_problem(problem, self._tokenizer))
+        if self._max_prompt is None or length <= self._max_prompt:
+            return True
+        if self._long == "refuse":
+            raise self._too_long(problem, length)
+        reason = "long" if self._long == "skip" else "truncated"
+        self.skipped.add(problem.id, problem.family, reason, f"{length} tokens")
+        return self._long == "truncate"
+
+    def prompt(self, problem: Problem) -> Prompt:
+        """Return the prompt of a problem, of one to truncate its end, which holds the opening of the answer.
+
+        Raises:
+            UserError: it is too long, of tasks that know no admission.
+        """
+        tokens: np.ndarray = encode_problem(problem, self._tokenizer)
+        if self._max_prompt is not None and len(tokens) > self._max_prompt:
+            if self._long != "truncate":
+                raise self._too_long(problem, len(tokens))
+            tokens = tokens[-self._max_prompt :]
+        return Prompt(problem.id, problem.family, tokens)
+
+    def _too_long(self, problem: Problem, length: int) -> UserError:
+        return UserError(
+            f"problem {problem.id} of family {problem.family!r} has {length} prompt tokens; max_prompt is "
+            f"{self._max_prompt} (controller.long_prompts may skip or truncate such)"
+        )
+
+    def _slow(self, problem_id: int, family: str) -> Callable[[float], None]:
+        def record(took: float) -> None:
+            if self._seconds > 0 and took > _KEPT * self._seconds:
+                self.skipped.add(problem_id, family, "kept", f"{took:.1f} s")
+
+        return record
+
+
+def check_prompts(tasks: TaskMixture, maker: PromptMaker, *, max_prompt: int, num_train: int, per_family: int) -> None:
+    """Refuse problems of which most are too long, and held-out questions that are trained on.
 
     Args:
         tasks: where the problems come from.
-        tokenizer: counts the tokens of a prompt.
+        maker: of prompts; knows what is left out.
         max_prompt: tokens that a prompt may have.
         num_train: the first training problems, which are looked at.
         per_family: held-out problems of each family; 0: there is no evaluation.
 
     Raises:
-        UserError: names the problem, its family and its length.
+        UserError: names the family and the lengths.
     """
-    training = ((f"training problem {index}", tasks.train(index)) for index in range(num_train))
-    _check_lengths(training, tokenizer, max_prompt)
+    tasks.admission = maker
+    _check_lengths((tasks.train(index) for index in range(num_train)), maker, max_prompt)
     if per_family:
         tasks.check_disjoint(num_train, per_family)
-        heldout = ((f"held-out problem {problem.id}", problem) for problem in tasks.heldout(per_family))
-        _check_lengths(heldout, tokenizer, max_prompt)
+        _check_lengths(iter(tasks.heldout(per_family)), maker, max_prompt)
 
 
-def _check_lengths(problems: Iterable[tuple[str, Problem]], tokenizer: Tokenizer, max_prompt: int) -> None:
-    for name, problem in problems:
-        length = len(encode_prompt(problem.question, tokenizer))
-        if length > max_prompt:
+def _check_lengths(problems: Iterator[Problem], maker: PromptMaker, max_prompt: int) -> None:
+    looked: Counter[str] = Counter()
+    try:
+        looked.update(maker.prompt(problem).family for problem in problems)
+    except UserError:
+        _check_shares(looked, maker, max_prompt)  # says more
+        raise
+    _check_shares(looked, maker, max_prompt)
+
+
+def _check_shares(looked: Mapping[str, int], maker: PromptMaker, max_prompt: int) -> None:
+    for family, reasons in maker.skipped.counts().items():
+        long, fit = reasons.get("long", 0), looked.get(family, 0)
+        if long > _MOST * (long + fit):
             raise UserError(
-                f"{name} of family {problem.family!r} has {length} prompt tokens; max_prompt is {max_prompt}"
+                f"of {long + fit} problems of family {family!r}, {long} have more than max_prompt={max_prompt} prompt "
+                "tokens and would be left out; raise max_prompt, or set controller.long_prompts='truncate'"
             )

@@ -7,7 +7,8 @@ import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from rl.tasks.mixture import TaskMixture, encode_prompt
+from mesh.errors import UserError
+from rl.tasks.mixture import TaskMixture, encode_problem
 
 
 class SupervisedSource(Configurable):
@@ -22,6 +23,11 @@ class SupervisedSource(Configurable):
 
     def __init__(self, cfg: Config):
         self._mixture = cfg.mixture.build()
+        if missing := self._mixture.without_answers():
+            raise UserError(
+                f"SupervisedSource.mixture: {missing[0]!r} has no answers that score 1, so there is nothing to learn "
+                "by supervision; leave it to RL (weight=0.0 here)"
+            )
         self._tokenizer = cfg.tokenizer.build()
         self._num_examples = cfg.num_examples
         self._start = cfg.start
@@ -37,7 +43,7 @@ class SupervisedSource(Configurable):
         if not 0 <= index < self._num_examples:
             raise IndexError(f"example {index} of {self._num_examples}")
         problem = self._mixture.train(self._start + index)
-        prompt = encode_prompt(problem.question, self._tokenizer)
+        prompt = encode_problem(problem, self._tokenizer)
         answer = [*self._tokenizer.encode(problem.answer), self._tokenizer.eos]
         tokens = np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
         return {"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)}

@@ -64,6 +64,7 @@ class PolicyFeed:
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
+        self._skipped: Mapping[str, float] = {}  # counts of problems that the controller has left out
 
     def next(self, step: int, state: State, timeout: float) -> Any | None:
         """Return the arrays of the next batch; without one publish again if other roles have restarted.
@@ -97,6 +98,7 @@ class PolicyFeed:
             figures |= self._diff.metrics(batches, headers, contents, sampler)
         self.flops = self._model_flops(arranged, batches)
         self._metrics = {**figures, **_staleness(headers, version), "wait_seconds": waited, "version": step}
+        self._metrics |= self._skipped
         arrays = [on_devices for _, on_devices in batches]
         return arrays[0] if self._packing is None else arrays
 
@@ -133,7 +135,7 @@ class PolicyFeed:
         seconds = round(time.monotonic() - self._began, 4)
         self._events.append("trainer", "update", seconds=seconds, step=step - 1)
         if self._group.leader:
-            self._controller.consumed(step - 1)
+            self._skipped = self._controller.consumed(step - 1)
         self._publication.publish(step, state["params"])
         self._on_update()
 

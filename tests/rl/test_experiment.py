@@ -15,13 +15,12 @@ from axlearn_like.layers.base import Params
 from axlearn_like.run.events import EventLog
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
-from rl.evaluation.evaluator import Evaluation
+from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import connect_local
 from rl.rollout.sampling import Sampler
 from rl.run import RLRun
 from rl.serving.policy import load_params, newest_weights
-from rl.tasks.mixture import TaskFamily, TaskMixture, encode_prompt
 from rl.training.warm_start import warm_start_directory
 from tests.axlearn_like.tiny import tiny_trainer
 from tests.rl.parameter_server.small import pull
@@ -176,24 +175,14 @@ def test_check_accepts_the_tiny_experiment():
     tiny_experiment(evaluation=None, samples=1).check()
 
 
-def test_check_refuses_a_training_prompt_that_is_too_long():
-    expected = r"training problem 0 of family 'spell_backward' has \d+ prompt tokens; max_prompt is 5"
+def test_check_refuses_a_length_that_leaves_out_most_prompts():
+    expected = r"of \d+ problems of family '\w+', \d+ have more than max_prompt=7 prompt tokens and would be left out"
     with pytest.raises(UserError, match=expected):
-        tiny_experiment(max_prompt=5).check()
-
-
-def test_check_refuses_a_held_out_prompt_that_is_too_long():
-    """The one training problem that is looked at just fits; some held-out question is longer."""
-    family = TaskFamily.Config(name="chain_sum", params={"min_digits": 1, "max_digits": 3})
-    mixtures = [TaskMixture.Config(families=(family,), seed=seed, heldout_every=4) for seed in range(8)]
-    tasks = min(mixtures, key=lambda cfg: len(cfg.build().train(0).question))
-    first = len(encode_prompt(tasks.build().train(0).question, build().tokenizer))
-    expected = rf"held-out problem \d+ of family 'chain_sum' has \d+ prompt tokens; max_prompt is {first}"
-    evaluation = Evaluation.Config(problems_per_family=40, ks=(1,))
-    cfg = tiny_experiment(tasks=tasks, groups=1, groups_per_lease=1, max_prompt=first)
-    with pytest.raises(UserError, match=expected):
-        cfg.clone(evaluation=evaluation).check(run_steps=1)
-    cfg.set(evaluation=None).check(run_steps=1)
+        tiny_experiment(max_prompt=7).check()
+    tiny_experiment(max_prompt=7, controller=Controller.Config(long_prompts="truncate")).check()
+    refusing = tiny_experiment(max_prompt=7, controller=Controller.Config(long_prompts="refuse"))
+    with pytest.raises(UserError, match=r"problem \d+ of family '\w+' has \d+ prompt tokens; max_prompt is 7"):
+        refusing.check()
 
 
 def test_check_refuses_more_tries_than_samples():

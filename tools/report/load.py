@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
+from rl.tasks.skipped import SkippedProblems, skipped_path, skipped_text
 
 PARTS = ("config.txt", "metrics.jsonl", "events.jsonl", "report.json")
 
@@ -235,6 +236,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     try:
         config = folder / "config.txt"
         events = read_rows(folder / "events.jsonl", notes)
+        notes += skipped_text(SkippedProblems(skipped_path(folder)).counts())
         rollouts = [row for part in sorted((folder / "rollouts").glob("*.jsonl")) for row in read_rows(part, notes)]
         return Run(
             path=folder,

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from axlearn_like.config import ConfigError
 from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import answer_text
 
 TOKENIZER = ByteTokenizer.Config().build()
 
@@ -37,3 +38,10 @@ def test_ids_outside_the_vocabulary_are_refused(token: int):
 def test_a_vocabulary_without_room_for_special_ids_is_refused():
     with pytest.raises(ConfigError, match=r"ByteTokenizer\.vocab_size: expected 259 or more: .*, got 256"):
         ByteTokenizer.Config(vocab_size=256).build()
+
+
+def test_an_answer_loses_its_end_and_no_other_special_token():
+    tokenizer = ByteTokenizer.Config().build()
+    assert answer_text(tokenizer, [*b"12", tokenizer.eos]) == "12" == answer_text(tokenizer, b"12")
+    assert answer_text(tokenizer, [*b"1", tokenizer.pad, *b"2", tokenizer.eos]) == "1\ufffd2"
+    assert answer_text(tokenizer, [tokenizer.eos, *b"2"]) == "\ufffd2" and answer_text(tokenizer, []) == ""

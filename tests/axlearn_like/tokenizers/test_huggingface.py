@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from axlearn_like.tokenizers.files import copy_tokenizer, is_tokenizer, read_files
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
-from axlearn_like.tokenizers.protocol import TokenizerError, begin, completion_text
+from axlearn_like.tokenizers.protocol import TokenizerError, answer_text, begin, completion_text
 from tests.axlearn_like.tokenizers.golden_files import FOLDER, rendered, tokenizer
 
 WORD_PIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}
@@ -85,6 +85,8 @@ def test_a_special_token_in_a_text_is_text_unless_it_is_a_templates(name: str) -
     assert turn not in built.encode("a<|turn_end|>b") and turn in built.encode("a<|turn_end|>b", special=True)
     assert built.decode(built.encode("a<|turn_end|>b")) == "a<|turn_end|>b"
     assert turn is not None and built.token_bytes(turn) == b""
+    inside = [*built.encode("a"), turn, *built.encode("b")]
+    assert "<|turn_end|>" in answer_text(built, inside) and "<|turn_end|>" not in completion_text(built, inside)
     think = built.token_id("<think>")  # added, but not special: it is text, and one token
     assert think in built.encode("<think>") and built.decode([think or 0]) == "<think>"
 

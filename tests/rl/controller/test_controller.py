@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rl.controller.controller import Controller
 from rl.roles.messages import Group, Lease, Rollout
 from rl.roles.timeouts import Timeouts
 from rl.tasks.mixture import TaskMixture, encode_prompt
+from tests.rl.tasks.numbers import Numbers
 from tests.rl.tiny import make_group, make_rollout, tiny_tasks
 
 STEPS = 7
@@ -366,6 +368,46 @@ def test_status_names_the_registered_workers():
     controller.leave("a")
     assert controller.status()["workers"] == ["b"]
     assert_same_prompts(granted(controller, "b"), lease)
+
+
+# ---- problems that cannot be made
+
+
+def numbers(**fields: Any) -> TaskMixture.Config:
+    return TaskMixture.Config(families=(Numbers.Config(label="numbers", **fields),), heldout_every=10**9)
+
+
+def test_a_problem_is_made_outside_the_lock_and_one_that_never_comes_is_left_out_of_every_lease():
+    plain = make(tasks=numbers())
+    plain.begin(0, 0)
+    first, second = drain(plain)
+    controller = make(tasks=numbers(endless=(ids(first)[0],)), problem_seconds=1.0)
+    found: list[Lease | None] = []
+    thread = threading.Thread(target=lambda: found.append(controller.lease("w", timeout=60.0)))
+    controller.begin(0, 0)
+    began = time.monotonic()
+    thread.start()
+    while thread.is_alive() and time.monotonic() - began < 0.3:
+        controller.status()
+        controller.renew(0)
+    assert thread.is_alive() and time.monotonic() - began < 0.8  # neither waited for the problem
+    thread.join(60)
+    lease = found[0]
+    assert lease is not None and ids(lease)[0] == ids(first)[0] + 1 and ids(lease)[1] == ids(first)[1]
+    assert_same_prompts(granted(controller), second)
+    assert controller.status()["skipped"] == {"numbers": {"slow": 1}}
+    for one in (lease, second):
+        assert controller.submit(one.id, scored(one))
+    assert controller.consumed(0) == {"problems_slow": 1.0}
+
+
+def test_what_raises_while_prompts_are_made_leaves_nothing_leased():
+    controller = make(tasks=numbers(bad=tuple(range(4))))
+    controller.begin(0, 0)
+    for _ in range(2):
+        with pytest.raises(UserError, match="of the 4 items for training problem 0"):
+            controller.lease("w")
+    assert controller.status()["leased"] == 0
 
 
 # ---- long waits

@@ -13,6 +13,7 @@ import pytest
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
+from axlearn_like.tokenizers.protocol import answer_text
 from mesh import UserError
 from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
@@ -129,7 +130,7 @@ def test_groups_hold_the_samples_of_their_prompt_with_their_own_scores(place: Pl
             assert [r.prompt_id for r in group.rollouts] == [group.prompt.id] * CFG.samples
             assert [r.sample_id for r in group.rollouts] == list(range(CFG.samples))
             for rollout, score in zip(group.rollouts, group.scores, strict=True):
-                answer = EXPERIMENT.tokenizer.decode(rollout.tokens)
+                answer = answer_text(EXPERIMENT.tokenizer, rollout.tokens.tolist())
                 assert score.reward == ascii_share(group.prompt.id, answer)
                 assert np.all(rollout.versions == 0)
         assert len({score.reward for group in batch for score in group.scores}) > 3

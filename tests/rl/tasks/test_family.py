@@ -10,23 +10,29 @@ from rl.tasks.family import TaskFamily
 CHAIN_SUM = TaskFamily.Config(name="chain_sum", params={"max_terms": 2, "max_digits": 2})
 
 
+def built(config: TaskFamily.Config, seed: int = 0) -> TaskFamily:
+    family = config.build(seed=seed)
+    assert isinstance(family, TaskFamily)
+    return family
+
+
 def test_items_depend_on_seed_label_and_index_alone():
-    family = CHAIN_SUM.build(seed=3)
+    family = built(CHAIN_SUM, 3)
     items = [family.item(i) for i in (5, 0, 10_000_000)]
-    again = CHAIN_SUM.build(seed=3)
+    again = built(CHAIN_SUM, 3)
     assert [again.item(i) for i in (5, 0, 10_000_000)] == items
-    assert CHAIN_SUM.build(seed=4).item(5) != items[0]
-    assert CHAIN_SUM.clone(label="other").build(seed=3).item(5) != items[0]
+    assert built(CHAIN_SUM, 4).item(5) != items[0]
+    assert built(CHAIN_SUM.clone(label="other"), 3).item(5) != items[0]
 
 
 def test_params_reach_the_dataset():
-    questions = [CHAIN_SUM.build(seed=0).item(i)["question"] for i in range(100)]
+    questions = [built(CHAIN_SUM).item(i)["question"] for i in range(100)]
     assert all(len(re.findall(r"\d+", q)) == 2 for q in questions)
     assert all(len(n) <= 2 for q in questions for n in re.findall(r"\d+", q))
 
 
 def test_a_family_that_prepares_its_items_has_no_last_one():
-    family = TaskFamily.Config(name="gsm_symbolic").build(seed=1)
+    family = built(TaskFamily.Config(name="gsm_symbolic"), 1)
     assert family.item(5_000) == family.item(0)
     assert family.item(123_456_789)["question"]
 

@@ -182,3 +182,10 @@ def test_supervised_examples_end_in_the_answer_and_its_loss():
         assert loss_mask[-1] and not loss_mask[: len(prompt)].any()
     with pytest.raises(IndexError, match="example 30 of 30"):
         source[30]
+
+
+def test_families_without_answers_of_their_own_are_no_examples_for_supervision():
+    mixture = TaskMixture.Config(families=(TaskFamily.Config(name="rush_hour"),))
+    assert mixture.build().train(0).answer == ""
+    with pytest.raises(UserError, match="'rush_hour' has no answers that score 1"):
+        SupervisedSource.Config(mixture=mixture, num_examples=3).build()

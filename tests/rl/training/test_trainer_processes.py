@@ -83,8 +83,9 @@ class Scripted:
         self.given += [] if found is None else [nbytes_of(found)]
         return found
 
-    def consumed(self, step: int) -> None:
+    def consumed(self, step: int) -> dict[str, float]:
         self.told.append(["consumed", step])
+        return {}
 
     def published(self, version: int) -> None:
         self.told.append(["published", version])

@@ -1,0 +1,66 @@
+"""A time limit for Python code in a thread: what a generator of problems may take.
+
+The exception is raised between two bytecodes of the thread (CPython's `PyThreadState_SetAsyncExc`), so an endless loop
+ends; a call into C that does not return is interrupted when it does.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["TookTooLong", "limited"]
+
+
+class TookTooLong(BaseException):
+    """The time is over. Not an `Exception`: the code that is interrupted should not catch it."""
+
+
+def limited[T](function: Callable[[], T], seconds: float, took: Callable[[float], None] = lambda _: None) -> T:
+    """Return what the function returns.
+
+    Args:
+        function: is called.
+        seconds: that it may take; 0 or less: any time.
+        took: is told the seconds that it took.
+
+    Raises:
+        TookTooLong: it had not returned after so many seconds.
+    """
+    began = time.monotonic()
+    result = _limited(function, seconds) if seconds > 0 else function()
+    took(time.monotonic() - began)
+    return result
+
+
+def _limited[T](function: Callable[[], T], seconds: float) -> T:
+    limit = _Limit(threading.get_ident())
+    timer = threading.Timer(seconds, limit.expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        return function()
+    finally:
+        timer.cancel()
+        limit.end()
+
+
+class _Limit:
+    """One call under a limit; the exception never arrives after `end`."""
+
+    def __init__(self, thread: int):
+        self._thread, self._lock, self._over, self._sent = thread, threading.Lock(), False, False
+
+    def expire(self) -> None:
+        """Interrupt the call."""
+        with self._lock:
+            if not self._over:
+                self._sent = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(TookTooLong))
+
+    def end(self) -> None:
+        """Mark the call as over; an exception that is on its way is taken back, or goes up from here."""
+        with self._lock:
+            self._over, sent = True, self._sent
+        if sent:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)  # one not yet raised
