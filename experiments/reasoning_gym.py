@@ -8,8 +8,9 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.input import FirstFit, SupervisedInput
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
+from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.evaluators import LossEvaluator
-from axlearn_like.training.trainer import EarlyStopping, Trainer
+from axlearn_like.training.trainer import Trainer
 from experiments.registry import experiment
 from models.tiny import tiny
 from rl.evaluation.evaluator import Evaluation

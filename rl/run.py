@@ -29,6 +29,7 @@ from rl.fleet.fleet import TRAINER, Placed
 from rl.fleet.plan import plan_fleet, refuse
 from rl.fleet.requests import role_requests
 from rl.runtime.phases import Phases
+from rl.training.trainer import ends_early
 from rl.training.warm_start import latest_step
 
 Say = Callable[[str], None]
@@ -122,7 +123,7 @@ class RLRun:
 
     def _is_done(self, run: RunDirectory) -> bool:
         step = latest_step(run.checkpoints / "rl")
-        if step is None or step < self._cfg.num_steps:
+        if step is None or not (step >= self._cfg.num_steps or ends_early(self._cfg.trainer, run, step)):
             return False
         return self._cfg.evaluation is None or is_evaluated(run, "after", step)
 

@@ -62,22 +62,19 @@ class TrainingLoop:
     averaged: Callable[[Any, Any], Any]  # (parameters, optimizer state) -> the learner's average of the parameters
     profiler: Profiler
     sdc_check: SDCCheck | None
+    reached: Callable[..., bool]  # (metrics rows, before=step): what the run is for, before `num_steps`
     beat: Callable[[int], None]  # reports a completed step, evaluation or save to the watchdog
     _scalars: dict[str, float] | None = None  # of the evaluation after the last update, if there was one
 
-    def run(self, stopped: Callable[[], bool], reached: Callable[..., bool] = lambda rows, before: False) -> bool:
-        """Update until `num_steps`, until `reached(rows, before=step)` or until `stopped()`; save at the end.
+    def finished(self) -> bool:
+        """Return True if there is nothing left to do: all updates are made, or early stopping says so."""
+        # Rows of earlier steps only: a resumed run then ends where an uninterrupted one does.
+        return self.step >= self.num_steps or self.reached(self.log.rows, before=self.step)
 
-        Returns True if there is nothing left to do.
-        """
-
-        def finished() -> bool:
-            # Rows of earlier steps only: a resumed run then ends where an uninterrupted one does.
-            return self.step >= self.num_steps or reached(self.log.rows, before=self.step)
-
-        while not finished() and not stopped():
+    def run(self, stopped: Callable[[], bool]) -> bool:
+        """Update until the run is finished or until `stopped()`; save at the end. Returns True if it is finished."""
+        while not (done := self.finished()) and not stopped():
             self.advance(_WAIT)
-        done = finished()
         self.save()
         with self.clock.spending("checkpoint"):
             self.tiers.wait()

@@ -27,6 +27,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog, span
 from axlearn_like.run.metrics import MetricsWriter, read_rows
 from axlearn_like.run.progress import Progress
+from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.loop import Feed, TrainingLoop
 from axlearn_like.training.losses import SupervisedLoss
@@ -48,6 +49,7 @@ class TrainingConfig[T](ConfigBase[T]):
     compiler_options: dict[str, str] = {}  # of XLA, for the train step; set by a mesh rule, for TPUs have their own
     microbatches: int = 1
     num_steps: int = REQUIRED
+    early_stopping: EarlyStopping.Config | None = None  # None: all steps
     log_every: int = 10
     evaluators: tuple[ConfigBase, ...] = ()
     keep_best: KeepBest.Config | None = None  # checkpoints kept besides the newest
@@ -154,7 +156,6 @@ class Session(contextlib.ExitStack):
         learner: Learner,
         loss: SupervisedLoss,
         *,
-        rows_kept: int = 1,
         show: bool = False,
     ) -> TrainingLoop:
         """Return the loop from `step` on; the start is over, and is logged.
@@ -166,13 +167,12 @@ class Session(contextlib.ExitStack):
             feed: batches, and what follows an update.
             learner: that of the program.
             loss: of evaluators.
-
-            rows_kept: newest metrics rows that the loop keeps.
             show: progress on the terminal.
         """
         cfg = self._cfg
         self.events.append("trainer", "train_begin", step=step, began=round(self.clock.began, 3))
         self.clock.start(step)
+        rows_kept = cfg.early_stopping.rows + 1 if cfg.early_stopping else 1
         return TrainingLoop(
             state=state,
             step=step,
@@ -187,6 +187,7 @@ class Session(contextlib.ExitStack):
             averaged=jax.jit(learner.ema_params),
             profiler=self._profiler,
             sdc_check=cfg.sdc_check.build(mesh=self._mesh) if cfg.sdc_check else None,
+            reached=self._reached(),
             beat=self._beat,
         )
 
@@ -197,6 +198,13 @@ class Session(contextlib.ExitStack):
         if show and self._group.leader:
             found = account(read_rows(self._run.events_path))
             print(*account_lines(found), sep="\n", file=sys.stderr, flush=True)
+
+    def _reached(self) -> Callable[..., bool]:
+        """Return the rule of early stopping, by which the leader decides for all processes."""
+        if self._cfg.early_stopping is None:
+            return lambda rows, before: False
+        rule = self._cfg.early_stopping.build()
+        return lambda rows, before: self._group.broadcast(self._group.leader and rule(rows, before))
 
     def _guarded(self, step: Step, allowed: int) -> Step:
         """Return the step as programs that are compiled for so many shapes of batches and no more."""

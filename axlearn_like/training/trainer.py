@@ -19,7 +19,6 @@ from axlearn_like.operations.utilisation import step_flops
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.signals import graceful_stop
 from axlearn_like.tokenizers.embedding import check_tokenizers
-from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program, check_length, check_rows, describe_batch, train_program
 from axlearn_like.training.programs import Tuning, trainer_programs, trainer_tuning
@@ -43,7 +42,6 @@ class Trainer(Configurable):
         input: SupervisedInput.Config = REQUIRED
         loss: SupervisedLoss.Config = SupervisedLoss.Config()
         mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
-        early_stopping: EarlyStopping.Config | None = None  # None: all steps
         seed: int = 0  # of the initial parameters
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
 
@@ -179,18 +177,9 @@ class Trainer(Configurable):
             state, step, extras = session.restore_or_start(program, self._learner, seed=cfg.seed, params=start)
             if extras is not None:
                 feed.restore(extras)
-            rule = cfg.early_stopping.build() if cfg.early_stopping else lambda rows, before: False
-            loop = session.loop(
-                *(state, step, program, feed, self._learner, cfg.loss.build()),
-                rows_kept=cfg.early_stopping.rows + 1 if cfg.early_stopping else 1,
-                show=show,
-            )
+            loop = session.loop(state, step, program, feed, self._learner, cfg.loss.build(), show=show)
             del state  # the loop's alone: the step donates it
-
-            def reached(rows: Any, *, before: int) -> bool:
-                return group.broadcast(rule(rows, before=before))
-
-            done = loop.run(lambda: group.any(stop.requested or stopped()), reached)
+            done = loop.run(lambda: group.any(stop.requested or stopped()))
             session.end(loop.step, "done" if done else stop.reason or "another process", show=show)
             return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
 

@@ -100,6 +100,7 @@ class Controller(Configurable):
         self._made: Prefetch[_Key, tuple[Prompt, ...]] = Prefetch(self._make)
         self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
         self._version = self._first_version = -1
+        self._last_step = cfg.num_steps  # updates after which the run ends
         self._incarnation = 0
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # of the last step that was asked for
@@ -202,6 +203,7 @@ class Controller(Configurable):
             self._ledger.skip_to(step)
             self._headers = None
             self._version, self._first_version = step, first_version
+            self._last_step = self.cfg.num_steps
             self._incarnation = secrets.randbits(62)
             if self._evaluations is not None:
                 self._evaluations.begin(step, self._incarnation, held)
@@ -262,6 +264,15 @@ class Controller(Configurable):
                 self._events.append("controller", "consumed", step=step, leases=leases)
             self._look_ahead()
             return self.maker.skipped.figures()
+
+    def finish(self, step: int) -> None:
+        """End the run with version `step`, before the last update of its plan: its evaluation is all that is left."""
+        with self._changed:
+            if self._begun:
+                self._last_step = step
+                if self._evaluations is not None:
+                    self._evaluations.finish(step)
+            self._changed.notify_all()
 
     def published(self, version: int) -> None:
         """Record that a version can be pulled."""
@@ -363,7 +374,7 @@ class Controller(Configurable):
         return dataclasses.replace(lease, partial=partial)
 
     def _leasable(self) -> range:
-        last = min(self.cfg.num_steps - 1, self._version + self.cfg.staleness)
+        last = min(self._last_step - 1, self._version + self.cfg.staleness)
         return range(self._ledger.consumed_steps, (last if self._begun else -1) + 1)
 
     def _grant(self, item: WorkItem, prompts: tuple[Prompt, ...]) -> Lease:

@@ -60,7 +60,8 @@ class EvaluationSchedule:
         """
         self._cfg, self._run, self._tasks, self._tokenizer = cfg, run, tasks, tokenizer
         self._samples, self._per_lease, self._seed = samples, problems_per_lease, seed
-        self._every, self._last, self._first_lease, self._next_lease = every, num_steps, first_lease, first_lease
+        self._every, self._first_lease, self._next_lease = every, first_lease, first_lease
+        self._num_steps = self._last = num_steps  # the last version
         self._events = EventLog(run.events_path)
         self._published = self._begun = -1
         self._done: set[int] = set()  # versions
@@ -99,7 +100,7 @@ class EvaluationSchedule:
         `held`: the version before that is still published, to be evaluated.
         """
         self._published = self._begun = step
-        self._last, self._incarnation = max(self._last, step), incarnation
+        self._last, self._incarnation = max(self._num_steps, step), incarnation
         kept = keep_evaluations(self._run, step)  # later versions will be made again
         self._done = {row["step"] for row in kept} - {0, self._last}
         self._done |= {v for v in (0, self._last) if is_evaluated(self._run, self._when(v), v)}
@@ -117,6 +118,16 @@ class EvaluationSchedule:
             self._published = version
             if self._is_due(version) and version not in self._done:
                 self._pending.append(version)
+
+    def finish(self, step: int) -> None:
+        """Make `step` the last version."""
+        if step == self._last:
+            return
+        self._last = step
+        if not is_evaluated(self._run, "after", step):
+            self._done.discard(step)
+            if self._published >= step and step not in self._pending:
+                self._pending.append(step)
 
     def takes(self, worker: str, workers: int, *, idle: bool) -> bool:
         """Return True if this worker, of so many, is to evaluate now. `idle`: there is nothing else to do.

@@ -76,6 +76,10 @@ class BatchSource(Protocol):
         """Record that the update of this step is done; returns figures for the metrics."""
         ...
 
+    def finish(self, step: int) -> None:
+        """End the run with version `step`, before the last update of its plan."""
+        ...
+
     def published(self, version: int) -> None:
         """Record that a version can be pulled."""
         ...

@@ -47,7 +47,7 @@ def run_inprocess(
             log.append(role, "start", pid=os.getpid(), host=socket.gethostname())
         with trainer, jax.set_mesh(make_mesh()):
             trainer.start()
-            while trainer.step < experiment.cfg.num_steps and not stop():
+            while not trainer.done() and not stop():
                 while not stop() and worker.run_once():
                     on_step(trainer.step)
                 worker.sleep()  # they share the devices, whose memory need not hold both at once

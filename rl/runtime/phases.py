@@ -17,6 +17,8 @@ from rl.controller.evaluations import is_evaluated
 from rl.experiment import RLExperiment
 from rl.training.warm_start import is_warm_start_due, warm_start_directory
 
+_EARLY = ", or fewer if it learns faster"
+
 
 class Phases:
     """The phases `sft`, `eval_before`, `rl` and `eval_after`, of which some may be done or not be asked for.
@@ -50,7 +52,9 @@ class Phases:
         inner = RunDirectory.attach(warm_start_directory(run))
         self._warm_events, self._warm_rows = JsonlTail(inner.events_path, from_end=True), JsonlTail(inner.metrics_path)
         self._rows = JsonlTail(run.metrics_path)
-        self._recent: deque[float] = deque(maxlen=10)  # rewards
+        early = cfg.trainer.early_stopping
+        self._rule = early and early.build()
+        self._recent: deque[dict[str, Any]] = deque(maxlen=10 if early is None else max(10, early.rows + 1))  # metrics
         self._phase, self._began = "", 0.0
         self._progress: Progress | None = None
         self._shown = -1  # step
@@ -65,10 +69,14 @@ class Phases:
         if phase == "sft":
             for row in self._warm_rows.new_rows():
                 self._progress.update(row["step"], loss=row.get("loss"))
-        self._recent += [row["reward"] for row in self._rows.new_rows() if row["phase"] == "rl"]
+        self._recent += [row for row in self._rows.new_rows() if row["phase"] == "rl"]
         if phase == "rl" and step != self._shown and self._recent:
             self._shown = step
-            self._progress.update(step, note=f"reward {sum(self._recent) / len(self._recent):.3f}")
+            rewards = [row["reward"] for row in self._recent][-10:]
+            self._progress.update(step, note=f"reward {sum(rewards) / len(rewards):.3f}")
+        if phase == "rl" and step < self._last and self._rule is not None and self._rule(self._recent, before=step):
+            self._last = step
+            self._say(f"early stopping: update {step} is the last, by trainer.early_stopping")
 
     def __enter__(self) -> "Phases":
         return self
@@ -103,10 +111,11 @@ class Phases:
     def _line(self, phase: str) -> str:
         cfg = self._cfg
         if phase == "sft" and cfg.warm_start is not None:
-            early = "" if cfg.warm_start.early_stopping is None else ", or fewer if it learns faster"
-            return f"supervised fine-tuning: {cfg.warm_start.num_steps} steps{early}"
+            early = cfg.warm_start.early_stopping
+            return f"supervised fine-tuning: {cfg.warm_start.num_steps} steps{_EARLY if early else ''}"
         if phase == "rl":
-            return f"reinforcement learning: {cfg.num_steps} updates of {cfg.groups * cfg.samples} rollouts"
+            updates = f"reinforcement learning: {cfg.num_steps} updates of {cfg.groups * cfg.samples} rollouts"
+            return updates + (_EARLY if self._rule else "")
         when = phase.removeprefix("eval_")
         problems = cfg.evaluation.problems_per_family if cfg.evaluation is not None else 0
         return f"evaluation {when} RL: {problems} held-out problems of each family x {cfg.samples}"

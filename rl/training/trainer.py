@@ -25,6 +25,7 @@ from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
+from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program, check_length
 from axlearn_like.training.session import Session, TrainingConfig
@@ -233,7 +234,7 @@ class PolicyTrainer(Configurable):
                 on_update=self.offer_evaluated,
             )
             if cfg.keeps_best_by_evaluation:
-                self._session.tiers.expect_values(cfg.evaluates)
+                self._session.tiers.expect_values(lambda step: cfg.evaluates(step) or ends_early(cfg, run, step))
             loss = SupervisedLoss.Config(chunks=cfg.chunks).build()  # of evaluators on supervised data
             self._loop = self._session.loop(state, step, program, feed, learner, loss)
 
@@ -246,6 +247,10 @@ class PolicyTrainer(Configurable):
     def step(self) -> int:
         """Completed updates, which is the version of the weights."""
         return self._loop.step
+
+    def done(self) -> bool:
+        """Return True if no update is left to make."""
+        return self._loop.finished()
 
     def start(self) -> None:
         """Publish the current version and those that workers may still need; only then ask for data."""
@@ -262,24 +267,29 @@ class PolicyTrainer(Configurable):
         with self:
             self.start()
             with use_mesh(self._mesh, self.cfg.axis_rules):
-                self._loop.run(lambda: self._group.any(stop()))
-                self._await_evaluation(stop)
+                if self._loop.run(lambda: self._group.any(stop())):
+                    self._await_evaluation(stop)
             self._end()
         self._group.barrier()  # a process that ends now takes nothing from the others
         return self.step
 
     def _await_evaluation(self, stop: Callable[[], bool]) -> None:
         """Keep the last version published until the controller has evaluated it; `finished` then says so."""
-        if self.step < self.cfg.num_steps:
-            return
         self._publication.settle()
+        self._tell_end()
         with self._session.clock.spending("evaluation"):
             while not self.finished and not self._group.any(stop()):
                 self.finished = self._group.broadcast(self._group.leader and self._is_evaluated())
                 if not self.finished and not self._publication.restart_if_forgotten(self.step, self.state["params"]):
                     time.sleep(_EVALUATION_POLL)
+                self._tell_end()
                 self._loop.beat(self.step)
         self.offer_evaluated()
+
+    def _tell_end(self) -> None:
+        """Tell the controller that this is the last version, though its plan goes on."""
+        if self.step < self.cfg.num_steps and self._group.leader:
+            self._controller.finish(self.step)
 
     def offer_evaluated(self) -> None:
         """Keep the best of the checkpoints that have been evaluated since they were saved."""
@@ -310,6 +320,8 @@ class PolicyTrainer(Configurable):
         """Save, wait until it is on disk, and end the session."""
         with self:
             self.save()
+            if self.done():
+                self._tell_end()
             self._end()
 
     def __enter__(self) -> "PolicyTrainer":
@@ -325,4 +337,12 @@ class PolicyTrainer(Configurable):
         self.settle()
         with self._session.clock.spending("checkpoint"):
             self._session.tiers.wait()
-        self._session.end(self.step, "done" if self.step >= self.cfg.num_steps else "stop requested")
+        self._session.end(self.step, "done" if self.done() else "stop requested")
+
+
+def ends_early(cfg: PolicyTrainer.Config, run: RunDirectory, step: int) -> bool:
+    """Return True if early stopping ends the run with this version, by the metrics on disk."""
+    if cfg.early_stopping is None:
+        return False
+    rows = [row for row in read_rows(run.metrics_path) if row["phase"] == "rl"]
+    return cfg.early_stopping.build()(rows, before=step)

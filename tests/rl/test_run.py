@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.config import to_text
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.metrics import read_rows
+from axlearn_like.training.early_stopping import EarlyStopping
 from mesh import UserError
 from rl.run import RLRun
 from rl.runtime.inprocess import run_inprocess
@@ -128,8 +130,11 @@ def test_ctrl_c_in_the_warm_start_is_resumed_to_the_same_policy(tmp_path: Path) 
 
 
 def test_roles_do_all_work_on_devices_and_the_driver_opens_none(tmp_path: Path) -> None:
-    """The command ends with an error if anything in its own process opens a device (see `forbid_devices`)."""
-    with Command(tmp_path / "run", "evaluated", "--set", "workers=1") as command:
+    """The command ends with an error if anything in its own process opens a device (see `forbid_devices`).
+
+    Early stopping in the trainer's process ends what the others do.
+    """
+    with Command(tmp_path / "run", "stopped_early", "--set", "workers=1") as command:
         assert command.wait() == 0, command.output()
     run_here(tmp_path / "expected", evaluated())
     assert_same_outcome(tmp_path / "run", tmp_path / "expected")
@@ -203,6 +208,39 @@ def _evaluated_without_interruption(path: Path, num_steps: int) -> dict[str, Any
     report = RLRun(tiny_experiment(num_steps=num_steps).build(), say=lambda line: None).run(path, runtime="inprocess")
     assert report is not None
     return report["after"]
+
+
+def test_early_stopping_ends_a_run_as_if_it_had_been_shorter(tmp_path: Path) -> None:
+    """The last evaluation and the best checkpoint by it are the same; a higher bar continues the run."""
+    said: list[str] = []
+    rule = EarlyStopping.Config(metric="completion_length", at_least=1.0, rows=2)
+    cfg = tiny_experiment(num_steps=6, evaluate_every=2, staleness=1)
+    cfg.trainer.set(early_stopping=rule, keep_best=KeepBest.Config(metric="evaluation/pass@1", order="highest"))
+    cfg.trainer.checkpoint.set(save_every=1)
+    run = RLRun(cfg.build(), say=said.append)
+    report = run.run(tmp_path / "early", runtime="inprocess")
+    assert report is not None and report["after"]["step"] == 3  # the first step with two rows before it
+    assert "early stopping: update 3 is the last, by trainer.early_stopping" in said
+    shorter = cfg.clone(num_steps=3)
+    shorter.trainer.set(early_stopping=None)
+    expected = run_here(tmp_path / "short", shorter)
+    assert parameters(tmp_path / "early") == parameters(expected)
+    assert read_rows(tmp_path / "early" / "evaluations.jsonl") == read_rows(expected / "evaluations.jsonl")
+    best = "checkpoints/rl/best/best.json"
+    assert (tmp_path / "early" / best).read_text() == (expected / best).read_text()
+    said.clear()
+    assert run.run(tmp_path / "early", runtime="inprocess") == report and len(said) == 1  # nothing is left to do
+    higher = cfg.clone(num_steps=5)
+    higher.trainer.early_stopping.set(at_least=100.0)
+    on = RLRun(higher.build(), say=said.append).run(tmp_path / "early", runtime="inprocess", force=True)
+    assert on is not None and on["after"]["step"] == 5
+
+
+def test_early_stopping_by_a_metric_that_does_not_exist_says_so(tmp_path: Path) -> None:
+    cfg = tiny_experiment(evaluation=None)
+    cfg.trainer.set(early_stopping=EarlyStopping.Config(metric="rewards", at_least=1.0))
+    with pytest.raises(UserError, match=r"early_stopping\.metric='rewards' is in no row of metrics.jsonl.*reward"):
+        RLRun(cfg.build(), say=lambda line: None).run(tmp_path, runtime="inprocess")
 
 
 def test_a_fault_is_not_injected_where_there_is_no_process_to_kill(tmp_path: Path) -> None:

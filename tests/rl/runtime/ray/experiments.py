@@ -18,6 +18,7 @@ from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
+from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.trainer import Trainer
 from rl.experiment import RLExperiment
 from rl.runtime.inprocess import run_inprocess
@@ -96,6 +97,13 @@ def evaluated() -> RLExperiment.Config:
     cfg = warmed().set(evaluation=tiny_experiment().evaluation)
     assert cfg.warm_start is not None
     cfg.warm_start.set(num_steps=20, log_every=5)
+    return cfg
+
+
+def stopped_early() -> RLExperiment.Config:
+    """Return `evaluated` with more updates, and early stopping after as many as that has."""
+    cfg = evaluated().set(num_steps=20)
+    cfg.trainer.early_stopping = EarlyStopping.Config(metric="completion_length", at_least=1.0, rows=1)
     return cfg
 
 
