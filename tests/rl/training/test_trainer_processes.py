@@ -87,6 +87,9 @@ class Scripted:
         self.told.append(["consumed", step])
         return {}
 
+    def finish(self, step: int) -> None:
+        self.told.append(["finish", step])
+
     def published(self, version: int) -> None:
         self.told.append(["published", version])
         self._version = max(self._version, version)
