@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--full") and not config.getoption("markexpr"):
         skip = pytest.mark.skip(reason="slow: runs with --full (make test-full)")
         for item in items:
-            if "full" in item.keywords:
+            if item.get_closest_marker("full") is not None:  # `item.keywords` has the names of folders too
                 item.add_marker(skip)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: next((n for n, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG)))

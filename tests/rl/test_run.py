@@ -231,7 +231,7 @@ def test_early_stopping_ends_a_run_as_if_it_had_been_shorter(tmp_path: Path) -> 
     said.clear()
     assert run.run(tmp_path / "early", runtime="inprocess") == report and len(said) == 1  # nothing is left to do
     higher = cfg.clone(num_steps=5)
-    higher.trainer.early_stopping.set(at_least=100.0)
+    higher.trainer.set(early_stopping=rule.clone(at_least=100.0))
     on = RLRun(higher.build(), say=said.append).run(tmp_path / "early", runtime="inprocess", force=True)
     assert on is not None and on["after"]["step"] == 5
 
