@@ -50,6 +50,7 @@ from rl.rollout.sampling import Sampler, plain
 from rl.rollout.worker import RolloutWorker
 from rl.tasks.prompts import check_prompts
 from rl.tasks.skipped import SkippedProblems, skipped_path
+from rl.training.compatibility import check_objective
 from rl.training.packing import DEFAULT_SHAPES
 from rl.training.program import padded
 from rl.training.trainer import PolicyTrainer
@@ -159,6 +160,7 @@ class RLExperiment(Configurable):
                 "logit_bias=()): the trainer scores tokens under it, and a truncated support would bias every "
                 "importance ratio",
             )
+            check_objective(self.objective, self)
             least = self.staleness + 2  # staleness + 1 that workers may ask for, and the one that is being pushed
             kept = self.parameter_server.keep >= least
             self.parameter_server.require("keep", kept, f"{least} or more with staleness={self.staleness}")

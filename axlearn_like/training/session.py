@@ -31,6 +31,7 @@ from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.loop import Feed, TrainingLoop
 from axlearn_like.training.losses import SupervisedLoss
+from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.program import Program
 from axlearn_like.training.step import AccumulatedStep, State, Step, init_state
 from mesh.distributed import ProcessGroup
@@ -208,6 +209,9 @@ class Session(contextlib.ExitStack):
 
     def _guarded(self, step: Step, allowed: int) -> Step:
         """Return the step as programs that are compiled for so many shapes of batches and no more."""
+        if isinstance(step, MinibatchStep):
+            step.step = self._guarded(step.step, allowed)
+            return step
         if not isinstance(step, AccumulatedStep):
             return CompiledStep(step, allowed=allowed, around=self._compiling)
         step.accumulate = CompiledStep(step.accumulate, allowed=allowed, around=self._compiling)

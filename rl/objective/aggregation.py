@@ -5,7 +5,9 @@ to weights [N, T], so that the objective is a plain weighted sum over tokens. A 
 splitting the batch into micro-batches, padding it or sharding it changes nothing. Dividing
 inside a micro-batch instead (a mean of means) changes the gradient whenever lengths differ.
 
-Only rollouts with at least one counted token enter a denominator.
+Only rollouts with at least one counted token enter a denominator. Where the paper averages over the rollouts of a
+prompt and then over prompts, so do these classes: a rollout of a group of 3 counts more than one of a group of 7,
+however the groups became uneven (a verifier failed, truncated rollouts are masked).
 """
 
 from typing import override
@@ -35,6 +37,13 @@ class Aggregation(Configurable):
         raise NotImplementedError
 
 
+def _rollouts_in_mean(mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """int64[N, 1]: prompts x rollouts of this prompt, which divides a mean over rollouts and then over prompts."""
+    rollouts = np.bincount(groups[mask.any(axis=1)], minlength=1 + int(groups.max(initial=0)))
+    prompts = int((rollouts > 0).sum())
+    return np.maximum(prompts * rollouts, 1)[groups][:, None]
+
+
 class TokenMean(Aggregation):
     """1 / number of tokens in the global batch: every token counts the same (DAPO)."""
 
@@ -44,12 +53,12 @@ class TokenMean(Aggregation):
 
 
 class SequenceMean(Aggregation):
-    """1 / (N |o_i|): mean over the tokens of a rollout, then over rollouts (GRPO)."""
+    """1 / (P G_p |o_i|): mean over the tokens of a rollout, over the rollouts of a prompt, over prompts (GRPO)."""
 
     @override
     def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
         lengths = mask.sum(axis=1)
-        return mask / np.maximum(lengths, 1)[:, None] / max(int((lengths > 0).sum()), 1)
+        return mask / np.maximum(lengths, 1)[:, None] / _rollouts_in_mean(mask, groups)
 
 
 class PromptMean(Aggregation):
@@ -63,15 +72,15 @@ class PromptMean(Aggregation):
 
 
 class SequenceSum(Aggregation):
-    """1 / N: log-probability of the whole rollout, mean over rollouts (REINFORCE, RLOO)."""
+    """1 / (P G_p): log-probability of the whole rollout, mean over a prompt's, over prompts (REINFORCE, RLOO)."""
 
     @override
     def __call__(self, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        return mask / max(int(mask.any(axis=1).sum()), 1)
+        return mask / _rollouts_in_mean(mask, groups)
 
 
 class MaxLengthMean(Aggregation):
-    """1 / (N max_length): as `SequenceSum` with a constant divisor (Dr.GRPO)."""
+    """1 / (P G_p max_length): as `SequenceSum` with a constant divisor (Dr.GRPO)."""
 
     class Config(Aggregation.Config):
         max_length: int = REQUIRED  # the generation limit in tokens, not this batch's longest
@@ -91,4 +100,4 @@ class MaxLengthMean(Aggregation):
             raise UserError(
                 f"a rollout of {longest} sampled tokens exceeds MaxLengthMean.Config.max_length={self.max_length}"
             )
-        return mask / (max(int(mask.any(axis=1).sum()), 1) * self.max_length)
+        return mask / (_rollouts_in_mean(mask, groups) * self.max_length)

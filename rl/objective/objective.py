@@ -46,7 +46,8 @@ class Objective(Configurable):
         denominator; "keep" trains on them. Their reward enters the group statistics either way:
         being cut off is an outcome of the policy.
     old_policy: what pi_old is. "recompute": batch["logprobs_old"], computed by the trainer at
-        the start of the update. "behaviour": mu itself; the clip then also absorbs the
+        the start of the update (where a batch gets one optimiser step, the trainer takes "current",
+        which is the same). "behaviour": mu itself; the clip then also absorbs the
         differences between sampler and trainer. "current": sg[pi], exact and free, but only
         where each batch gets exactly one optimiser step.
     """
@@ -182,6 +183,11 @@ class Objective(Configurable):
             "advantage_abs_max": float(np.abs(advantages).max(initial=0.0)),
         }
         return Prepared(arrays, stats)
+
+    def has_gradient(self, prepared: Prepared) -> bool:
+        """Return False if nothing is live, or every advantage is zero and there is no regulariser: no update is due."""
+        weights, advantages = prepared.arrays["weights"], prepared.arrays["advantages"]
+        return bool(weights.any() and (advantages.any() or not isinstance(self.regulariser, NoRegulariser)))
 
     def loss(
         self,

@@ -13,6 +13,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.progress import Progress
+from rl.audit.alarms import Alarms
 from rl.controller.evaluations import is_evaluated
 from rl.experiment import RLExperiment
 from rl.training.warm_start import is_warm_start_due, warm_start_directory
@@ -58,6 +59,7 @@ class Phases:
         self._phase, self._began = "", 0.0
         self._progress: Progress | None = None
         self._shown = -1  # step
+        self._alarms = Alarms()
 
     def update(self, step: int) -> None:
         """Look again; `step` is the number of completed updates."""
@@ -69,7 +71,10 @@ class Phases:
         if phase == "sft":
             for row in self._warm_rows.new_rows():
                 self._progress.update(row["step"], loss=row.get("loss"))
-        self._recent += [row for row in self._rows.new_rows() if row["phase"] == "rl"]
+        rows = [row for row in self._rows.new_rows() if row["phase"] == "rl"]
+        self._recent += rows
+        for line in self._alarms.lines(rows):
+            self._say(line)
         if phase == "rl" and step != self._shown and self._recent:
             self._shown = step
             rewards = [row["reward"] for row in self._recent][-10:]

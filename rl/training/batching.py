@@ -21,14 +21,16 @@ class Arranged(NamedTuple):
     """An update before its tokens are there.
 
     Attributes:
-        prepared: what the objective adds, arrays [groups, samples, ...].
+        prepared: what the objective adds, arrays [groups, samples, ...]; zero beyond the rollouts of a smaller group.
         microbatches: the rollouts of each row.
         figures: reward, reward/<family>, counts and fractions over the whole batch.
+        has_gradient: False if no update is to be made of it.
     """
 
     prepared: Prepared
     microbatches: list[Microbatch]
     figures: dict[str, float]
+    has_gradient: bool
 
 
 def pack_groups(
@@ -45,7 +47,7 @@ def pack_groups(
     sizes: dict[str, Any] = {"max_prompt": max_prompt, "max_new": max_new, "row_multiple": row_multiple}
     arranged = arrange(headers, objective, **sizes, samples_per_row=samples_per_row)
     (microbatch,) = arranged.microbatches
-    samples = samples_per_row or len(groups[0].rollouts)
+    samples = samples_per_row or arranged.prepared.arrays["weights"].shape[1]
     filled = fill_padded(microbatch.rows, arranged.prepared, contents_of(groups), max_prompt, max_new, samples)
     return filled, arranged.figures
 
@@ -66,35 +68,41 @@ def arrange(
     Rows that carry no gradient (by the objective) are left out. With a packing that holds for every rollout. Without
     one, a row is a group, or `samples_per_row` samples of one: then its prompt is in several rows, each to be computed
     by itself; and the number of rows is padded to a multiple of `row_multiple`, which bounds the number of shapes
-    compiled. What depends on the whole group is known by then, so the update is the same.
+    compiled. What depends on the whole group is known by then, so the update is the same. Groups may be of any sizes.
     """
-    count, samples = len(headers), len(headers[0].rollouts)
-    mask = np.zeros((count, samples, max_new), bool)
+    sizes = np.asarray([len(header.rollouts) for header in headers])
+    each_row = samples_per_row or int(sizes.max())
+    present = np.arange(-(-int(sizes.max()) // each_row) * each_row) < sizes[:, None]  # [groups, samples]
+    mask = np.zeros((*present.shape, max_new), bool)
     for g, header in enumerate(headers):
         for n, rollout in enumerate(header.rollouts):
             mask[g, n, : rollout.length] = True if rollout.action_mask is None else rollout.action_mask
-    rewards = np.asarray([[score.reward for score in header.scores] for header in headers])
-    prepared = objective.prepare(
-        rewards,
-        mask,
-        truncated=np.asarray([[r.finish_reason == "length" for r in header.rollouts] for header in headers]),
-        scored=np.asarray([[score.status == "ok" for score in header.scores] for header in headers]),
+    rollouts = [rollout for header in headers for rollout in header.rollouts]
+    scores = [score for header in headers for score in header.scores]
+    flat = objective.prepare(
+        np.asarray([score.reward for score in scores]),
+        mask[present],
+        groups=np.nonzero(present)[0],
+        truncated=np.asarray([rollout.finish_reason == "length" for rollout in rollouts]),
+        scored=np.asarray([score.status == "ok" for score in scores]),
     )
+    prepared = flat._replace(arrays={name: _placed(array, present) for name, array in flat.arrays.items()})
     live = prepared.arrays["weights"].any(axis=-1)
     if packing is None:
-        microbatches = [_padded(live, max_new, row_multiple, samples_per_row or samples)]
-        tokens_of_row = max_prompt - 1 + (samples_per_row or samples) * max_new
+        microbatches = [_padded(live, sizes, max_new, row_multiple, each_row)]
+        tokens_of_row = max_prompt - 1 + each_row * max_new
         computed = len(microbatches[0].rows) * tokens_of_row
     else:
         lengths = [[r.length for r in header.rollouts] for header in headers]
-        sizes = [
+        contents = [
             (header.prompt_length - 1, {int(n): lengths[g][n] for n in np.flatnonzero(live[g])})
             for g, header in enumerate(headers)
         ]
-        microbatches = packing.plan(sizes, shards)
+        microbatches = packing.plan(contents, shards)
         computed = sum(len(one.rows) * (packing.prompts + one.length) for one in microbatches)
-    figures = {**prepared.stats, **_figures(headers, rewards), **_tokens(headers, live, mask, microbatches, computed)}
-    return Arranged(prepared, microbatches, {name: float(value) for name, value in figures.items()})
+    figures = {**prepared.stats, **_figures(headers), **_tokens(headers, live, mask, microbatches, computed)}
+    as_floats = {name: float(value) for name, value in figures.items()}
+    return Arranged(prepared, microbatches, as_floats, objective.has_gradient(prepared))
 
 
 def fill_padded(
@@ -124,7 +132,7 @@ def fill_padded(
             for i, n in enumerate(rollouts):
                 _write(batch, (r, i), 0, prompt, found[n])
             for name, array in prepared.arrays.items():
-                batch[name][r] = array[g, list(rollouts)]
+                batch[name][r, : len(rollouts)] = array[g, list(rollouts)]
     return batch
 
 
@@ -172,10 +180,20 @@ def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: 
 PREFIX = ("prefix", "prefix_segments", "prefix_positions")
 
 
-def _padded(live: np.ndarray, max_new: int, row_multiple: int, samples: int) -> Microbatch:
-    """Return rows of so many samples each, without those of which none is live."""
+def _placed(array: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """[rollouts, ...] -> [groups, samples, ...], zero where a group has no such rollout."""
+    placed = np.zeros((*present.shape, *array.shape[1:]), array.dtype)
+    placed[present] = array
+    return placed
+
+
+def _padded(live: np.ndarray, sizes: np.ndarray, max_new: int, row_multiple: int, samples: int) -> Microbatch:
+    """Return rows of up to so many samples of groups of these sizes, without those of which none is live."""
     parts = live.reshape(len(live), -1, samples)
-    rows: list[Row] = [((int(g), tuple(range(i * samples, (i + 1) * samples))),) for g, i in np.argwhere(parts.any(-1))]
+    rows: list[Row] = [
+        ((int(g), tuple(range(i * samples, min((i + 1) * samples, int(sizes[g]))))),)
+        for g, i in np.argwhere(parts.any(-1))
+    ]
     total = max(row_multiple, -(-len(rows) // row_multiple) * row_multiple)
     return Microbatch(max_new, (*rows, *[()] * (total - len(rows))))
 
@@ -224,7 +242,8 @@ def _tokens(
     return {"train_tokens": trained, "wasted_tokens": 1 - (prompts + completions) / computed}
 
 
-def _figures(headers: Sequence[GroupHeader], rewards: np.ndarray) -> dict[str, float]:
+def _figures(headers: Sequence[GroupHeader]) -> dict[str, float]:
+    rewards = np.asarray([score.reward for header in headers for score in header.scores])
     lengths = [rollout.length for header in headers for rollout in header.rollouts]
     failures = [score.status != "ok" for header in headers for score in header.scores]
     figures: dict[str, Any] = {
@@ -233,7 +252,7 @@ def _figures(headers: Sequence[GroupHeader], rewards: np.ndarray) -> dict[str, f
         "gen_tokens": np.sum(lengths),
         "verifier_failures": np.sum(failures),
     }
-    families = np.asarray([header.family for header in headers])
+    families = np.asarray([header.family for header in headers for _ in header.scores])
     for family in sorted(set(families)):
         figures[f"reward/{family}"] = rewards[families == family].mean()
     return {name: float(value) for name, value in figures.items()}

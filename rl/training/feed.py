@@ -67,9 +67,10 @@ class PolicyFeed:
         self._skipped: Mapping[str, float] = {}  # counts of problems that the controller has left out
 
     def next(self, step: int, state: State, timeout: float) -> Any | None:
-        """Return the arrays of the next batch; without one publish again if other roles have restarted.
+        """Return the arrays of each update by the next batch; without one publish again if other roles have restarted.
 
-        With a packing they are those of each microbatch.
+        There is no update if nothing in the batch has a gradient. With a packing, an update's are those of each
+        microbatch.
         """
         version, params = step - 1, state["params"]
         waiting_since = self._waiting_since = self._waiting_since or time.monotonic()
@@ -91,7 +92,8 @@ class PolicyFeed:
         self._events.append("trainer", "wait", seconds=round(waited, 4), step=version, **what)
         self._began = time.monotonic()
         self._publication.copied()
-        batches = [self._fill(arranged, index, contents) for index in range(len(arranged.microbatches))]
+        count = len(arranged.microbatches) if arranged.has_gradient else 0
+        batches = [self._fill(arranged, index, contents) for index in range(count)]
         figures = dict(arranged.figures)
         if drawn_by is not None:
             sampler = self._publication.params(drawn_by, version, params)
@@ -100,7 +102,7 @@ class PolicyFeed:
         self._metrics = {**figures, **_staleness(headers, version), "wait_seconds": waited, "version": step}
         self._metrics |= self._skipped
         arrays = [on_devices for _, on_devices in batches]
-        return arrays[0] if self._packing is None else arrays
+        return [arrays] if arrays and self._packing is not None else arrays
 
     def _fill(self, arranged: Arranged, index: int, contents: Contents) -> tuple[Batch, dict[str, jax.Array]]:
         """Return this process's rows of a microbatch, and the arrays on the devices of all."""
@@ -117,7 +119,7 @@ class PolicyFeed:
     def _model_flops(self, arranged: Arranged, batches: list[tuple[Batch, Any]]) -> float | None:
         """Return the model FLOPs of the rows that hold anything."""
         total = 0.0
-        for microbatch, (batch, _) in zip(arranged.microbatches, batches, strict=True):
+        for microbatch, (batch, _) in zip(arranged.microbatches, batches, strict=bool(batches)):
             samples = 1 if self._packing else batch["inputs"].shape[1]
             each = self._row_flops(batch["prefix"].shape[1], samples, microbatch.length)
             if each is None:

@@ -9,7 +9,7 @@ speaks for all with the controller and in the log. Each pushes its own part of t
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, override
@@ -18,8 +18,9 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from axlearn_like.config import REQUIRED, Configurable, errors_at
+from axlearn_like.config import REQUIRED, Configurable, errors_at, walk_configs
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.learner import Learner
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import row_flops
@@ -27,6 +28,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.losses import SupervisedLoss
+from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.program import Program, check_length
 from axlearn_like.training.session import Session, TrainingConfig
 from axlearn_like.training.step import State
@@ -69,7 +71,7 @@ class PolicyTrainer(Configurable):
             """Return the update on a mesh; the learner is built unless it is given (UserError: it does not fit)."""
             self.check_rows(mesh)
             check_length(self.model, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")
-            objective, learner = self.objective.build(), learner or self.learner.build()
+            objective, learner = self.build_objective(), learner or self.learner.build()
             settings: dict[str, Any] = {
                 "temperature": self.temperature,
                 "microbatches": self.microbatches,
@@ -84,7 +86,7 @@ class PolicyTrainer(Configurable):
             """Return the arrays of an update by `samples` rollouts of `groups` prompts, all with a gradient."""
             sizes: dict[str, Any] = {**self.sizes(), "samples_per_row": self.samples_per_row}
             with use_mesh(mesh, self.axis_rules):
-                return describe_batch(self.objective.build(), mesh, groups=groups, samples=samples, **sizes)
+                return describe_batch(self.build_objective(), mesh, groups=groups, samples=samples, **sizes)
 
         def packed(self, mesh: Mesh, *, samples: int) -> dict[int, Described]:
             """Return the arrays of a microbatch for each length of rows; `samples` are those of a group."""
@@ -92,8 +94,13 @@ class PolicyTrainer(Configurable):
             if packing is None:
                 return {}
             with use_mesh(mesh, self.axis_rules):
-                describe = partial(describe_packed, self.objective.build(), packing, mesh, samples=samples)
+                describe = partial(describe_packed, self.build_objective(), packing, mesh, samples=samples)
                 return {length: describe(length) for length in packing.lengths}
+
+        def build_objective(self) -> Objective:
+            """Return the objective; with one update a batch, "recompute" becomes "current", which is the same."""
+            once = self.objective.old_policy == "recompute"
+            return (self.objective.clone(old_policy="current") if once else self.objective).build()
 
         def build_packing(self) -> Packing | None:
             """Return the packing of rollouts into rows, if there is one (UserError: it does not fit)."""
@@ -149,11 +156,7 @@ class PolicyTrainer(Configurable):
                     f"axes, such as {{'fsdp': {self.processes}}}, whose devices divide over {self.processes} processes"
                 )
                 self.require("mesh", bool(self.mesh) and (devices < 0 or devices % self.processes == 0), expected)
-            self.objective.require(
-                "old_policy",
-                self.objective.old_policy != "recompute",
-                "'current' (the same, exactly) or 'behaviour': one update a batch needs no second scoring pass",
-            )
+            self.check_axes({axis: size for axis, size in self.mesh.items() if size > 0})
 
         def check_sizes(self, devices: Sequence[Any] | None = None) -> Mesh:
             """Return the mesh, if it fits the devices, and batches and model fit it (else UserError)."""
@@ -168,12 +171,31 @@ class PolicyTrainer(Configurable):
             return [PlaceholderDevice() for _ in range(count)]
 
         def check_rows(self, mesh: Mesh) -> None:
-            """Refuse batches that do not divide over the mesh and into microbatches (UserError)."""
+            """Refuse axes over which no rollout is cut, and batches that do not divide over the mesh (UserError)."""
             self.build_packing()
+            self.check_axes(mesh.shape)
             axes = mesh_axes("batch", self.axis_rules)
             rows = math.prod(mesh.shape[axis] for axis in axes) * self.microbatches
             fits = self.row_multiple % rows == 0
             self.require("row_multiple", fits, f"a multiple of {' x '.join(axes)} x microbatches = {rows}")
+            if (stages := math.prod(mesh.shape[axis] for axis in mesh_axes("layers", self.axis_rules))) > 1:
+                self._check_stages(stages, rows)
+
+        def check_axes(self, sizes: Mapping[str, int]) -> None:
+            """Refuse a mesh that shards the length of rows: a completion follows its prompt, which is beside it."""
+            cut = [axis for axis in mesh_axes("length", self.axis_rules) if sizes.get(axis, 1) > 1]
+            self.require("mesh", not cut, f"no {', '.join(cut)} axis: RL shards rows (data, fsdp), not their length")
+
+        def _check_stages(self, stages: int, rows: int) -> None:
+            """Refuse rows that do not divide into the microbatches of a pipeline (UserError)."""
+            pipelines = [cfg for _, cfg in walk_configs(self.model) if isinstance(cfg, Pipeline.Config)]
+            parts = (pipelines[0].microbatches if pipelines else None) or 4 * stages
+            because = f"the pipeline's {parts} microbatches (policy.pipeline.microbatches)"
+            if self.packing is not None:
+                expected = f"a multiple of {because}"
+                self.packing.require("rows", self.packing.rows % parts == 0, expected)
+            fits = self.row_multiple % (rows * parts) == 0
+            self.require("row_multiple", fits, f"a multiple of {rows} x {because} = {rows * parts}")
 
         def check_model(self, mesh: Mesh) -> None:
             """Refuse layers that do not divide over the mesh, by their paths (UserError)."""
@@ -206,13 +228,14 @@ class PolicyTrainer(Configurable):
         self.cfg, self._group = cfg, processes or ProcessGroup("trainer")
         self._controller = controller
         self.finished = False  # the last version is made and, if asked for, evaluated
-        self._mesh, objective = cfg.check_sizes(), cfg.objective.build()
+        self._mesh, objective = cfg.check_sizes(), cfg.build_objective()
         learner, group = cfg.learner.build(), self._group
         where: dict[str, Any] = {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
         config_text = run.config_path.read_text() if run.config_path.exists() else ""
         with use_mesh(self._mesh, self.cfg.axis_rules):
             self._session = Session(cfg, run, self._mesh, group, **where, config_text=config_text)
             program = cfg.program(self._mesh, learner)
+            program = program._replace(step=MinibatchStep(program.step))
             check_state_fits(program.state, self._mesh)
             pushes = EventLog(run.events_path)
             kept: dict[str, Any] = {"staleness": cfg.staleness, "evaluate_every": cfg.evaluate_every}

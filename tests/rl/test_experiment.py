@@ -17,6 +17,7 @@ from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
 from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
+from rl.objective.presets import reinforce
 from rl.parameter_server.client import connect_local
 from rl.rollout.sampling import Sampler
 from rl.run import RLRun
@@ -172,7 +173,7 @@ def test_too_few_kept_versions_are_refused_with_the_number_needed():
 
 def test_check_accepts_the_tiny_experiment():
     tiny_experiment().check()
-    tiny_experiment(evaluation=None, samples=1).check()
+    tiny_experiment(evaluation=None, samples=1, objective=reinforce()).check()
 
 
 def test_check_refuses_a_length_that_leaves_out_most_prompts():

@@ -6,6 +6,7 @@ from html import escape
 
 from tools.report.load import Run, mapping, number
 from tools.report.words import (
+    alarms,
     bounds_of,
     duration,
     interval,
@@ -80,6 +81,7 @@ def _tiles(run: Run) -> str:
     mean, high = mean_max(run, "logprob_diff")
     if mean is not None:
         tiles.append(("Trainer vs sampler", plain(mean), f"log-prob difference, at most {plain(high)}"))
+    tiles += [(f"Alarm: {name}", value, "") for name, value in alarms(run)]
     if run.kills:
         lost = lost_seconds(run)
         count = f"{len(run.kills)} role{'s' * (len(run.kills) > 1)} killed"

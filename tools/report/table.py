@@ -10,6 +10,7 @@ from rich.text import Text
 from tools.report import goodput
 from tools.report.load import Row, Run, mapping, number
 from tools.report.words import (
+    alarms,
     duration,
     interval,
     label,
@@ -103,6 +104,8 @@ def run_table(run: Run) -> Table:
         mean, high = mean_max(run, name)
         if mean is not None or high is not None:
             table.add_row(words, f"{plain(mean)}, {plain(high)}")
+    for name, value in alarms(run):
+        table.add_row(Text(f"Alarm: {name}"), value)
     table.add_section()
     for key, value in {"total": run.report.get("seconds"), **mapping(run.report.get("phase_seconds"))}.items():
         table.add_row(Text(label(key)), duration(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from rl.audit.alarms import raised_alarms
 from tools.report.load import Row, Run, mapping, number
 
 MISSING = "\N{EN DASH}"
@@ -123,6 +124,16 @@ def mean_max(run: Run, name: str) -> tuple[float | None, float | None]:
     means = [value for _, value in run.series("rl", f"{name}_mean")]
     highs = [value for _, value in run.series("rl", f"{name}_max")]
     return (sum(means) / len(means) if means else None), max(highs, default=None)
+
+
+def alarms(run: Run) -> list[tuple[str, str]]:
+    """Return each alarm that was raised, and by which updates; from the report, else from the steps logged so far."""
+    given = mapping(run.report.get("alarms")) or raised_alarms([row for row in run.rows("rl") if "step" in row])
+    raised = ((label(name), mapping(found)) for name, found in given.items())
+    return [
+        (name, f"{plain(found.get('count'))} updates, {plain(found.get('first'))} to {plain(found.get('last'))}")
+        for name, found in raised
+    ]
 
 
 def lost_seconds(run: Run) -> float | None:

@@ -32,12 +32,13 @@ def by_loops(cls, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
     weights = np.zeros((rollouts, length))
     for i in live:
         mates = [j for j in live if groups[j] == groups[i]]
+        prompts = len({groups[j] for j in live})
         divisor = {
             TokenMean: sum(counts),
-            SequenceMean: counts[i] * len(live),
-            PromptMean: sum(counts[j] for j in mates) * len({groups[j] for j in live}),
-            SequenceSum: len(live),
-            MaxLengthMean: len(live) * 9,
+            SequenceMean: counts[i] * len(mates) * prompts,
+            PromptMean: sum(counts[j] for j in mates) * prompts,
+            SequenceSum: len(mates) * prompts,
+            MaxLengthMean: len(mates) * prompts * 9,
         }[cls]
         for t in range(length):
             if mask[i, t]:

@@ -393,20 +393,21 @@ def test_metrics_are_weighted_means_over_the_tokens_of_the_loss(aggregation):
     mismatch = np.abs(old - rollouts["logprobs_behaviour"][live])
     reference = rollouts["logprobs_reference"][live] - new
     advantages = np.broadcast_to(np.asarray(batch["advantages"])[..., None], live.shape)[live]
+    mean = functools.partial(np.average, weights=np.asarray(batch["weights"])[live])
     expected = {
         "loss": loss,
-        "ratio_mean": np.exp(new - old).mean(),
+        "ratio_mean": mean(np.exp(new - old)),
         "ratio_max": np.exp(new - old).max(),
-        "kl_old_new": (np.exp(new - old) - 1 - (new - old)).mean(),
-        "kl_reference": (np.exp(reference) - 1 - reference).mean(),
-        "drift_mean": mismatch.mean(),
+        "kl_old_new": mean(np.exp(new - old) - 1 - (new - old)),
+        "kl_reference": mean(np.exp(reference) - 1 - reference),
+        "drift_mean": mean(mismatch),
         "drift_max": mismatch.max(),
-        "advantage_mean": advantages.mean(),
-        "advantage_abs_mean": np.abs(advantages).mean(),
-        "entropy": rollouts["entropy"][live].mean(),
-        "clip_fraction": (
+        "advantage_mean": mean(advantages),
+        "advantage_abs_mean": mean(np.abs(advantages)),
+        "entropy": mean(rollouts["entropy"][live]),
+        "clip_fraction": mean(
             ((advantages > 0) & (np.exp(new - old) > 1.28)) | ((advantages < 0) & (np.exp(new - old) < 0.8))
-        ).mean(),
+        ),
     }
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4), name

@@ -10,9 +10,12 @@ import pytest
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from rl.objective import Objective
-from rl.objective.aggregation import PromptMean, SequenceMean, TokenMean
-from rl.roles.messages import Group, Score
-from rl.training.batching import Batch, pack_groups
+from rl.objective.advantage import LeaveOneOutAdvantage, RawReward
+from rl.objective.aggregation import PromptMean, SequenceMean, SequenceSum, TokenMean
+from rl.roles.headers import header_of
+from rl.roles.messages import Group, Score, contents_of
+from rl.training.batching import Batch, arrange, fill_packed, pack_groups
+from rl.training.packing import Packing
 from tests.rl.tiny import make_group, make_prompt, make_rollout
 
 MAX_PROMPT, MAX_NEW = 6, 5
@@ -169,3 +172,86 @@ def test_figures_count_the_whole_batch_dropped_groups_included():
     assert figures["verifier_failures"] == 1
     assert figures["truncation_fraction"] == pytest.approx(1 / 5)  # of the rollouts that were scored
     assert all(isinstance(value, float) for value in figures.values())
+
+
+# ---- groups of any sizes
+
+
+SIZES = (3, 5, 7)
+PAPERS = {
+    SequenceMean: lambda made, weight: np.mean(
+        [np.mean([np.mean(x) for x in rows if len(x)]) for rows in by_group(made, weight)]
+    ),
+    SequenceSum: lambda made, weight: np.mean([np.mean([np.sum(x) for x in rows]) for rows in by_group(made, weight)]),
+    TokenMean: lambda made, weight: np.mean(np.concatenate([x for rows in by_group(made, weight) for x in rows])),
+    PromptMean: lambda made, weight: np.mean([np.mean(np.concatenate(rows)) for rows in by_group(made, weight)]),
+}
+
+
+def by_group(made: Sequence[Group], terms: np.ndarray) -> list[list[np.ndarray]]:
+    """The terms of each token, of each scored rollout, of each group: as a paper writes its sums."""
+    return [
+        [terms[g, n, : len(r.tokens)] for n, r in enumerate(one.rollouts) if one.scores[n].status == "ok"]
+        for g, one in enumerate(made)
+    ]
+
+
+def ragged(failed: bool) -> list[Group]:
+    """Groups of 3, 5 and 7 rollouts; of 7 each, of which the verifier failed on all others, if `failed`."""
+    rng, made = np.random.default_rng(3), []
+    for number, size in enumerate(SIZES):
+        one = group(number, rng.random(7).round(2), [int(x) for x in rng.integers(1, MAX_NEW + 1, 7)])
+        scores = tuple(s if n < size else Score(0.0, "crash") for n, s in enumerate(one.scores))
+        kept = 7 if failed else size
+        made.append(dataclasses.replace(one, rollouts=one.rollouts[:kept], scores=scores[:kept]))
+    return made
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["drawn", "by verifier failures"])
+@pytest.mark.parametrize("aggregation", PAPERS, ids=lambda cls: cls.__name__)
+def test_uneven_groups_have_the_means_of_the_paper(aggregation: type, failed: bool):
+    """J of arbitrary terms, and its advantages, against float64 loops over groups, rollouts and tokens."""
+    made = ragged(failed)
+    objective = Objective.Config(aggregation=aggregation.Config(), advantage=LeaveOneOutAdvantage.Config()).build()
+    batch = pack(made, objective)
+    assert batch["inputs"].shape[:2] == (3, 7)
+    terms = np.random.default_rng(0).normal(size=batch["weights"].shape)
+    expected = np.zeros((3, 7))
+    for g, one in enumerate(made):
+        rewards = [s.reward for s in one.scores if s.status == "ok"]
+        for n, reward in enumerate(rewards):
+            expected[g, n] = reward - (sum(rewards) - reward) / (len(rewards) - 1)
+    np.testing.assert_allclose(batch["advantages"], expected, rtol=1e-6, atol=1e-7)
+    terms *= expected[..., None]
+    found = np.sum(batch["weights"].astype(np.float64) * terms)
+    assert found == pytest.approx(PAPERS[aggregation](made, terms), rel=1e-6)
+
+
+def test_a_mean_over_all_rollouts_would_differ_from_the_paper():
+    """The check above has teeth: a mean over rollouts instead of groups (kept as a mutation) is wrong by far more."""
+    made = ragged(failed=True)
+    batch = pack(made, Objective.Config(aggregation=SequenceMean.Config()).build())
+    terms = np.random.default_rng(0).normal(size=batch["weights"].shape) * batch["advantages"][..., None]
+    flat = np.mean([np.mean(x) for rows in by_group(made, terms) for x in rows])
+    paper = PAPERS[SequenceMean](made, terms)
+    assert abs(flat - paper) > 0.05 * abs(paper)
+
+
+@pytest.mark.parametrize("samples_per_row", [None, 2])
+def test_rows_of_uneven_groups_hold_every_rollout_once(samples_per_row: int | None):
+    made, objective = ragged(failed=False), Objective.Config(advantage=RawReward.Config(baseline=-1.0)).build()
+    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+    batch, figures = pack_groups(made, objective, **sizes, samples_per_row=samples_per_row)
+    targets, mask = (batch[name].reshape(-1, MAX_NEW) for name in ("targets", "action_mask"))
+    found = sorted(tuple(row[m]) for row, m in zip(targets, mask, strict=True))
+    expected = sorted(tuple(r.tokens) for one in made for r in one.rollouts)
+    assert [tokens for tokens in found if tokens] == expected
+    assert figures["unscored_fraction"] == 0 and figures["live_rollouts"] == sum(SIZES)
+    packing = Packing.Config(lengths=(2 * MAX_NEW,), rows=2).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    arranged = arrange([header_of(one) for one in made], objective, **sizes, packing=packing)
+    packed = [
+        fill_packed(m.rows, m.length, arranged.prepared, contents_of(made), packing) for m in arranged.microbatches
+    ]
+    for name in ("weights", "advantages"):
+        total = sum(float(part[name].sum()) for part in packed)
+        assert total == pytest.approx(float(batch[name].sum()), rel=1e-6)

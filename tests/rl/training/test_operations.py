@@ -211,7 +211,7 @@ def test_the_step_is_compiled_for_the_rows_that_batches_can_have_and_no_more(tmp
     for live in (4, 1, 3):
         submit_live(roles, live)
         assert roles.trainer.run_once()
-    assert roles.trainer._loop.step_fn.compiled == 2
+    assert roles.trainer._loop.step_fn.step.compiled == 2
     compiled = [row for row in read_rows(roles.run.events_path) if row["event"] == "compile"]
     assert len(compiled) == 2 and compiled[0]["arguments"] > 0
     cfg.trainer.set(max_compilations=1)

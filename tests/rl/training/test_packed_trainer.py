@@ -40,7 +40,7 @@ def test_trainer_and_sampler_agree_and_the_wasted_tokens_are_reported(uninterrup
 
 
 def test_there_are_no_more_programs_than_lengths(uninterrupted: Roles):
-    step = uninterrupted.trainer._loop.step_fn
+    step = uninterrupted.trainer._loop.step_fn.step  # pyright: ignore
     assert 1 <= step.accumulate.compiled <= len(LENGTHS) and step.update.compiled == 1  # pyright: ignore
     compiled = [row for row in read_rows(uninterrupted.run.events_path) if row["event"] == "compile"]
     assert len(compiled) == step.accumulate.compiled + 1  # pyright: ignore

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.base import Params
+from axlearn_like.learner import AdamW
 from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError, make_mesh, shard_batch
+from rl.audit.alarms import raised_alarms
 from rl.controller.controller import Controller
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
@@ -165,7 +167,7 @@ def test_staleness_ratio_and_drift_tell_how_old_the_rollouts_are(uninterrupted: 
 
 def test_each_program_is_compiled_once(uninterrupted: Roles):
     trainer = uninterrupted.trainer
-    assert (trainer._loop.step_fn.compiled, trainer.diff.logprobs._cache_size()) == (1, 1)  # pyright: ignore
+    assert (trainer._loop.step_fn.step.compiled, trainer.diff.logprobs._cache_size()) == (1, 1)  # pyright: ignore
 
 
 def test_the_newest_version_is_what_the_trainer_has(uninterrupted: Roles):
@@ -219,15 +221,30 @@ def test_an_update_raises_the_better_rollouts_against_the_others(fresh: Roles):
     assert row["train_tokens"] == sum(len(g.prompt.tokens) - 1 + 4 + 6 + 2 + 5 for g in groups)
 
 
-def test_without_a_difference_in_rewards_nothing_moves(fresh: Roles):
-    before = host(fresh.trainer.state["params"])
-    fresh.submit(rewards=[0.5] * 4, lengths=[3, 3, 4, 5])
-    assert fresh.trainer.run_once()
-    assert host(fresh.trainer.state["params"]) == before
-    (row,) = fresh.rows()
-    assert (row["loss"], row["zero_variance_fraction"], row["train_tokens"]) == (0.0, 1.0, 0.0)
-    fresh.trainer.settle()
-    assert fresh.weights.directory.latest() == 1  # and yet it is an update: version 1 has the content of version 0
+@pytest.mark.parametrize("zero_variance", ["keep", pytest.param("drop", marks=pytest.mark.full)])
+def test_a_batch_without_a_gradient_moves_nothing_though_adam_has_momentum(tmp_path: Path, zero_variance: str):
+    """Parameters, moments and schedule are the same to the bit; the batch is consumed, counted and alarmed."""
+    cfg = config(objective=grpo().set(zero_variance=zero_variance))
+    cfg.learner.optimizer = AdamW.Config(weight_decay=0.1)
+    roles = Roles.make(tmp_path / "r", cfg)
+    roles.submit(rewards=[1.0, 0.0, 0.0, 0.5], lengths=[4, 6, 2, 5])
+    assert roles.trainer.run_once()
+    before = host({name: roles.trainer.state[name] for name in ("params", "opt_state")})
+    for _ in range(2):
+        roles.trainer.settle()
+        roles.submit(rewards=[0.5] * 4, lengths=[3, 3, 4, 5])
+        assert roles.trainer.run_once()
+    assert host({name: roles.trainer.state[name] for name in ("params", "opt_state")}) == before
+    assert int(roles.trainer.state["step"]) == roles.trainer.step == 3
+    rows = roles.rows()
+    assert [row["updates"] for row in rows] == [1, 0, 0]
+    assert (rows[2]["loss"], rows[2]["zero_variance_fraction"], rows[2]["reward"]) == (0.0, 1.0, 0.5)
+    alarm = raised_alarms(rows)["empty_batch"]
+    assert (alarm["count"], alarm["first"], alarm["last"]) == (2, 2, 3)
+    roles.trainer.settle()
+    assert roles.weights.directory.latest() == 3  # they are versions, with the content of the one before
+    checksums = {version: roles.weights.directory.manifest(version).checksum for version in (1, 2, 3)}
+    assert len(set(checksums.values())) == 1
 
 
 def test_engine_and_trainer_score_the_same_tokens_alike(fresh: Roles):
@@ -320,8 +337,3 @@ def test_rows_that_do_not_divide_are_refused(tmp_path: Path):
     cfg.trainer.set(row_multiple=3, microbatches=2)
     with pytest.raises(UserError, match=r"RLExperiment\.trainer\.row_multiple: expected a multiple of .* = 2, got 3"):
         Roles.make(tmp_path / "r", cfg)
-
-
-def test_an_objective_that_needs_a_second_scoring_pass_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="objective.old_policy: expected 'current'.*, got 'recompute'"):
-        Roles.make(tmp_path / "r", config(objective=grpo().set(old_policy="recompute")))

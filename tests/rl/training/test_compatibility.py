@@ -1,0 +1,92 @@
+"""An experiment that is accepted runs as it is; one that cannot work is refused before anything starts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from axlearn_like.config import ConfigError
+from mesh import UserError
+from mesh.mesh import PlaceholderDevice
+from rl.experiment import RLExperiment
+from rl.objective import PRESETS, Objective
+from rl.objective.presets import dapo, dr_grpo, grpo, reinforce
+from tests.rl.tiny import tiny_experiment
+from tests.rl.training.test_trainer import Roles, host
+
+REQUIRED = {"dr_grpo": {"max_length": 6}}  # max_new of the tiny experiment
+QUICK = ("grpo",)  # the others are made of such parts, each tested for itself
+
+
+def two_updates(path: Path, objective: Objective.Config) -> Roles:
+    roles = Roles.make(path, tiny_experiment(evaluation=None, objective=objective))
+    roles.experiment.cfg.check("inprocess")
+    for rewards in ([1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]):
+        roles.submit(rewards, lengths=[4, 6, 2, 5])
+        assert roles.trainer.run_once()
+        roles.trainer.settle()
+    return roles
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in PRESETS]
+)
+def test_every_preset_takes_updates_as_it_is_returned(tmp_path: Path, name: str):
+    roles = two_updates(tmp_path / "r", PRESETS[name](**REQUIRED.get(name, {})))
+    first, second = roles.rows()
+    for row in (first, second):
+        assert row["updates"] == 1 and row["update_norm"] > 0
+        assert all(np.isfinite(value) for value in row.values() if isinstance(value, float))
+    if name != "scale_rl":  # whose ratio is to the made-up behaviour policy
+        assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-6) and first["kl_old_new"] == 0
+
+
+@pytest.mark.full
+def test_recompute_with_one_update_is_current_to_the_bit(tmp_path: Path):
+    one = two_updates(tmp_path / "a", grpo().set(old_policy="recompute"))
+    other = two_updates(tmp_path / "b", grpo().set(old_policy="current"))
+    assert host(one.trainer.state) == host(other.trainer.state) and one.rows() == other.rows()
+
+
+# ---- refusals
+
+
+def refused(cfg: RLExperiment.Config, path: str, *words: str, devices: Any = None) -> None:
+    with pytest.raises(UserError) as raised:
+        cfg.check("inprocess", devices=devices)
+    assert isinstance(raised.value, ConfigError) and raised.value.path == f"RLExperiment.{path}"
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("preset", [grpo, dapo], ids=lambda preset: preset.__name__)
+def test_a_comparison_within_groups_of_one_is_refused(preset: Callable[[], Objective.Config]):
+    cfg = tiny_experiment(evaluation=None, samples=1, objective=preset())
+    refused(cfg, "samples", "expected 2 or more", "GroupAdvantage", "BatchAdvantage", "got 1")
+    tiny_experiment(evaluation=None, samples=1, objective=reinforce()).check("inprocess")
+
+
+def test_lengths_of_the_objective_must_be_those_of_the_experiment():
+    short = tiny_experiment(objective=dr_grpo(max_length=5))
+    refused(short, "objective.aggregation.max_length", "max_new=6 or more", "got 5")
+    tiny_experiment(objective=dr_grpo(max_length=6)).check("inprocess")
+    never = tiny_experiment(objective=dapo(max_length=10, buffer=4))
+    refused(never, "objective.reward_shaping.max_length", "less than buffer + max_new=10", "would never act", "got 10")
+    tiny_experiment(objective=dapo(max_length=6, buffer=4)).check("inprocess")
+
+
+def test_a_reference_term_without_a_reference_is_refused():
+    refused(tiny_experiment(objective=grpo(kl_coef=0.1)), "objective.regulariser", "reference")
+
+
+def test_axes_that_rollouts_cannot_be_cut_over_are_refused():
+    cfg = tiny_experiment()
+    cfg.trainer.mesh = {"sequence": 2}
+    refused(cfg, "trainer.mesh", "no sequence axis", "data, fsdp")
+    cfg.trainer.mesh = {"sequence": -1}  # known from the devices only
+    refused(cfg, "trainer.mesh", "no sequence axis", devices=[PlaceholderDevice() for _ in range(2)])
+    cfg.trainer.mesh = {"pipeline": 2}
+    refused(cfg, "trainer.row_multiple", "1 x the pipeline's 8 microbatches", "= 8, got 4", devices=jax.devices() * 2)
