@@ -200,7 +200,7 @@ def ragged(failed: bool) -> list[Group]:
     """Groups of 3, 5 and 7 rollouts; of 7 each, of which the verifier failed on all others, if `failed`."""
     rng, made = np.random.default_rng(3), []
     for number, size in enumerate(SIZES):
-        one = group(number, rng.random(7).round(2), [int(x) for x in rng.integers(1, MAX_NEW + 1, 7)])
+        one = group(number, rng.random(7).round(2).tolist(), [int(x) for x in rng.integers(1, MAX_NEW + 1, 7)])
         scores = tuple(s if n < size else Score(0.0, "crash") for n, s in enumerate(one.scores))
         kept = 7 if failed else size
         made.append(dataclasses.replace(one, rollouts=one.rollouts[:kept], scores=scores[:kept]))
