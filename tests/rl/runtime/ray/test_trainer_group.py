@@ -1,4 +1,7 @@
-"""A trainer of two processes: either may die or shut down; the run continues, and its result has the same bits."""
+"""A trainer of two processes: either may die or shut down; the run continues, and its result has the same bits.
+
+`test_worker_group.py` has the short form of this: a process of each group is killed in one run.
+"""
 
 import signal
 from pathlib import Path
@@ -40,19 +43,6 @@ class Ordeal(Scenario):
 def assert_sound(path: Path) -> None:
     """Check every invariant; one of them is that repeated versions have the same bits."""
     assert [line for finding in check_run(path) for line in finding.broken] == []
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("shared_session")
-def test_one_of_two_processes_is_killed_and_both_start_again(tmp_path: Path) -> None:
-    scenario = Ordeal(tmp_path, ("trainer-1", signal.SIGKILL))
-    [line] = run_with(scenario, num_steps=6, workers=1, trainer=two())
-    assert line.startswith("trainer-1 (pid ") and line.endswith("; restarting all trainer processes")
-    assert [row["target"] for row in events(tmp_path, "died")] == ["trainer-1"]
-    assert [(row["target"], row["cause"]) for row in events(tmp_path, "ended")] == [("trainer", "trainer-1")]
-    assert [scenario.starts(name) for name in BOTH] == [2, 2]
-    assert {row["role"] for row in events(tmp_path, "push")} == set(BOTH)
-    assert_sound(tmp_path)
 
 
 @pytest.mark.full
