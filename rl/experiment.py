@@ -55,6 +55,7 @@ from rl.training.packing import DEFAULT_SHAPES
 from rl.training.program import padded
 from rl.training.trainer import PolicyTrainer
 from rl.training.warm_start import check_warm_start, warm_start_directory
+from rl.verification.scorers import Scorer
 from rl.verification.service import Verifier
 
 Runtime = Literal["inprocess", "ray"]
@@ -262,6 +263,10 @@ class RLExperiment(Configurable):
         """Build the verification service."""
         return self.cfg.verifier.build()
 
+    def _wanted_of_rollouts(self) -> frozenset[str]:
+        scorer = getattr(self.cfg.verifier, "scorer", None)
+        return scorer.wants() if isinstance(scorer, Scorer.Config) else frozenset()
+
     def make_engine(self, followers: Followers | None = None, **changes: Any) -> RolloutEngine:
         """Build a rollout engine; `changes` are fields of its config, `followers` its other processes."""
         decode = partial(completion_text, self.tokenizer)
@@ -303,6 +308,7 @@ class RLExperiment(Configurable):
             events=EventLog(run.events_path),
             swap=self.cfg.swap,
             began=began,
+            wants=self._wanted_of_rollouts(),
         )
 
     def make_follower(

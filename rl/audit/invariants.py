@@ -42,6 +42,7 @@ def check_run(path: str | Path, *, silence: float = SILENCE) -> list[Finding]:
         versions_once,
         deaths_followed,
         lambda r: waits_named(r, silence),
+        answers_scored,
     )
     return [check(records) for check in checks]
 
@@ -249,6 +250,17 @@ def waits_named(records: Records, silence: float) -> Finding:
             if gap > silence and after["event"] == "start":
                 broken.append(f"{row['target']} was gone for {gap:.0f} s")
     return Finding(f"no nameless wait beyond {silence:g} s", checked, tuple(broken), unchecked)
+
+
+def answers_scored(records: Records) -> Finding:
+    """The verifier could score some answers of every lease: a scorer that always fails teaches nothing."""
+    scored = [row for row in records.events if row["event"] == "score"]
+    broken = [
+        f"{row['role']}: none of the {row['answers']} answers of step {row['step']} could be scored; {row['error']}"
+        for row in scored
+        if row.get("failed") and row["failed"] == row["answers"]
+    ]
+    return Finding("answers that the verifier can score", len(scored), tuple(broken))
 
 
 def _gone(row: Row) -> str | None:

@@ -15,6 +15,10 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # the la
 ScoreStatus = Literal["ok", "timeout", "crash", "error"]
 
 
+# What a scorer may want to know of a rollout beside its answer: some of "tokens" (ids) and "finish_reason".
+Details = Mapping[str, Any]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """One instance of a task: the question, and the record that its scorer needs.
@@ -62,11 +66,19 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Score:
-    """A verifier's verdict. Anything but status "ok" is a failure of the verifier, and its reward is 0."""
+    """A verifier's verdict. Anything but status "ok" is a failure of the verifier, and its reward is 0.
+
+    Attributes:
+        reward: a finite number.
+        error: what went wrong, if the status is not "ok".
+        terms: the named numbers that the reward is made of, if it has any.
+    """
 
     reward: float
     status: ScoreStatus = "ok"
     seconds: float = 0.0
+    error: str = ""
+    terms: tuple[tuple[str, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

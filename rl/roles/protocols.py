@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl.roles.headers import GroupHeader
-from rl.roles.messages import Contents, Group, Lease, Rollout, Score
+from rl.roles.messages import Contents, Details, Group, Lease, Rollout, Score
 
 if TYPE_CHECKING:
     from rl.parameter_server.pull.fetch import PullStats
@@ -108,6 +108,8 @@ class WeightSource(Protocol):
 class ScoreSource(Protocol):
     """The verification service, for a rollout worker and for evaluation."""
 
-    def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]:
-        """Return one score per answer, in order."""
+    def score(
+        self, problem_ids: Sequence[int], answers: Sequence[str], details: Sequence[Details] | None = None
+    ) -> list[Score]:
+        """Return one score per answer, in order; `details`: what else the scorer wants to know of each."""
         ...

@@ -14,7 +14,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.fetch import PullStats
-from rl.roles.messages import Group, Lease, Rollout
+from rl.roles.messages import Details, Group, Lease, Rollout
 from rl.roles.protocols import LeaseSource, ScoreSource, WeightSource
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.request import Request
@@ -38,8 +38,25 @@ class RolloutWorker:
         pull_timeout: float = 60.0,
         swap: Swap = "keep_cache",
         began: float | None = None,
+        wants: frozenset[str] = frozenset(),
     ):
-        """`swap`: see `RolloutEngine.set_weights`. `began`: start of its process (`time.time()`), if not now."""
+        """Build a worker.
+
+        Args:
+            name: of the worker.
+            engine: draws the rollouts.
+            tokenizer: decodes the answers.
+            seed: of the run.
+            controller: leases to it.
+            weights: of the policy.
+            verifier: scores the answers.
+            events: of the run.
+            pull_timeout: seconds.
+            swap: see `RolloutEngine.set_weights`.
+            began: start of its process (`time.time()`), if not now.
+            wants: what the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`).
+        """
+        self._wants = wants
         self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
         self._controller, self._weights, self._verifier = controller, weights, verifier
         self._events, self._pull_timeout = events, pull_timeout
@@ -154,9 +171,16 @@ class RolloutWorker:
             self._engine.set_weights(placed, newest, swap=self._swap)
 
     def _score(self, lease: Lease, rollouts: list[Rollout]) -> tuple[Group, ...]:
-        with self._span("score", step=lease.step):
+        with self._span("score", step=lease.step) as span:
             answers = [answer_text(self._tokenizer, rollout.tokens.tolist()) for rollout in rollouts]
-            scores = self._verifier.score([r.prompt_id for r in rollouts], answers)
+            problems = [rollout.prompt_id for rollout in rollouts]
+            if self._wants & {"tokens", "finish_reason"}:
+                scores = self._verifier.score(problems, answers, [_details(rollout) for rollout in rollouts])
+            else:
+                scores = self._verifier.score(problems, answers)
+            if failed := [score for score in scores if score.status != "ok"]:
+                why = f"{failed[-1].status}: {failed[-1].error}"
+                span |= {"answers": len(scores), "failed": len(failed), "error": why}
         n = lease.samples
         return tuple(
             Group(prompt, tuple(rollouts[i * n : (i + 1) * n]), tuple(scores[i * n : (i + 1) * n]))
@@ -165,6 +189,10 @@ class RolloutWorker:
 
     def _span(self, event: str, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
         return span(self._events, self.name, event, **fields)
+
+
+def _details(rollout: Rollout) -> Details:
+    return {"tokens": rollout.tokens.tolist(), "finish_reason": rollout.finish_reason}
 
 
 def _figures(moved: PullStats) -> dict[str, Any]:

@@ -77,8 +77,9 @@ class Phases:
             self._say(line)
         if phase == "rl" and step != self._shown and self._recent:
             self._shown = step
-            rewards = [row["reward"] for row in self._recent][-10:]
-            self._progress.update(step, note=f"reward {sum(rewards) / len(rewards):.3f}")
+            rewards = [row["reward"] for row in self._recent if "reward" in row][-10:]
+            note = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else "no answer could be scored"
+            self._progress.update(step, note=note)
         if phase == "rl" and step < self._last and self._rule is not None and self._rule(self._recent, before=step):
             self._last = step
             self._say(f"early stopping: update {step} is the last, by trainer.early_stopping")

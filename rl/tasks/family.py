@@ -10,6 +10,7 @@ from mesh.errors import UserError, did_you_mean
 from rl.roles.messages import Problem
 from rl.tasks.heldout import is_heldout
 from rl.tasks.reasoning_gym import import_reasoning_gym
+from rl.tasks.safe_answers import readable
 from rl.tasks.source import ProblemSource
 
 __all__ = ["TaskFamily"]
@@ -108,8 +109,11 @@ class TaskFamily(ProblemSource):
 
     @override
     def score(self, answer: str, entry: dict[str, Any]) -> float:
-        """reasoning-gym's score of `answer`, in 0..1. May raise on what it cannot parse."""
-        return self._dataset.score_answer(answer, entry)
+        """reasoning-gym's score of `answer`, in 0..1. May raise on what it cannot parse.
+
+        An answer that its scorer would run as code is scored as one that it cannot read (`rl.tasks.safe_answers`).
+        """
+        return self._dataset.score_answer(readable(self.name, answer, entry), entry)
 
 
 def _check_name(name: str) -> None:

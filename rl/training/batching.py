@@ -247,12 +247,26 @@ def _figures(headers: Sequence[GroupHeader]) -> dict[str, float]:
     lengths = [rollout.length for header in headers for rollout in header.rollouts]
     failures = [score.status != "ok" for header in headers for score in header.scores]
     figures: dict[str, Any] = {
-        "reward": rewards.mean(),
         "completion_length": np.mean(lengths),
         "gen_tokens": np.sum(lengths),
         "verifier_failures": np.sum(failures),
+        **_rewards(headers, rewards, ~np.asarray(failures)),
     }
-    families = np.asarray([header.family for header in headers for _ in header.scores])
-    for family in sorted(set(families)):
-        figures[f"reward/{family}"] = rewards[families == family].mean()
     return {name: float(value) for name, value in figures.items()}
+
+
+def _rewards(headers: Sequence[GroupHeader], rewards: np.ndarray, scored: np.ndarray) -> dict[str, Any]:
+    """Return the mean rewards of what could be scored: of all, of each family, and of each term of the reward.
+
+    There is no "reward" if nothing could be scored. A family without one is left out likewise.
+    """
+    families = np.asarray([header.family for header in headers for _ in header.scores])
+    figures: dict[str, Any] = {"reward": rewards[scored].mean()} if scored.any() else {}
+    for family in sorted(set(families)):
+        if (of_family := scored & (families == family)).any():
+            figures[f"reward/{family}"] = rewards[of_family].mean()
+    terms: dict[str, list[float]] = {}
+    for score in (score for header in headers for score in header.scores if score.status == "ok"):
+        for name, value in score.terms:
+            terms.setdefault(f"reward_term/{name}", []).append(value)
+    return {**figures, **{name: np.mean(terms[name]) for name in sorted(terms)}}

@@ -6,7 +6,10 @@ from types import TracebackType
 from typing import Self
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from rl.roles.messages import Score
+from rl.roles.messages import Details, Score
+from rl.verification.failures import FailureWatch
+from rl.verification.job_queue import split
+from rl.verification.rewards import check_rewards
 from rl.verification.scorers import Scorer
 
 
@@ -18,18 +21,32 @@ class InlineVerifier(Configurable):
 
     def __init__(self, cfg: Config):
         self._scorer: Scorer = cfg.scorer.build()
+        self._by_group = "group" in cfg.scorer.wants()
+        self._failures = FailureWatch()
 
-    def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]:
-        """Return one score per answer, in order."""
-        return [self._one(i, answer) for i, answer in zip(problem_ids, answers, strict=True)]
+    def score(
+        self, problem_ids: Sequence[int], answers: Sequence[str], details: Sequence[Details] | None = None
+    ) -> list[Score]:
+        """Return one score per answer, in order.
 
-    def _one(self, problem_id: int, answer: str) -> Score:
+        Raises:
+            ScorerFails: none of many answers could be scored.
+        """
+        scores: list[Score] = []
+        for problem_id, part in split(problem_ids, answers, self._by_group):
+            scores += self._some(problem_id, answers[part], [] if details is None else details[part])
+        self._failures.check(problem_ids, scores)
+        return scores
+
+    def _some(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> list[Score]:
         began = time.monotonic()
         try:
-            reward = float(self._scorer.score(problem_id, answer))
-        except (ValueError, TypeError, ArithmeticError, LookupError):  # what a malformed answer can cause
-            return Score(0.0, "error", time.monotonic() - began)
-        return Score(reward, "ok", time.monotonic() - began)
+            checked = check_rewards(self._scorer.score_samples(problem_id, answers, details), len(answers))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"[:500]
+            return [Score(0.0, "error", time.monotonic() - began, why) for _ in answers]
+        seconds = (time.monotonic() - began) / len(answers)
+        return [Score(reward, "ok", seconds, terms=tuple(terms.items())) for reward, terms in checked]
 
     def close(self) -> None:
         """Do nothing: there are no processes."""

@@ -3,13 +3,13 @@
 import collections
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rl.roles.messages import Score
+from rl.roles.messages import Details, Score
 from rl.verification.shared_buffer import STATUSES
 
-__all__ = ["Job", "JobQueue", "Submission"]
+__all__ = ["Job", "JobQueue", "Submission", "split"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,13 +24,26 @@ class Submission:
 
 @dataclasses.dataclass(slots=True)
 class Job:
-    """One answer to score; `attempts` counts the processes that died while scoring it."""
+    """Answers to score together: one, or all of a group. `attempts` counts the processes that died at it.
+
+    `place` is that of its first answer in the submission.
+    """
 
     problem_id: int
-    text: str
+    texts: Sequence[str]
+    details: Sequence[Details]
     submission: Submission
     place: int
     attempts: int = 0
+
+
+def split(problem_ids: Sequence[int], texts: Sequence[str], by_group: bool) -> Iterator[tuple[int, slice]]:
+    """Yield problem and answers of each job: those of one problem in a row, or one answer each."""
+    start = 0
+    for end, (problem_id, _) in enumerate(zip(problem_ids, texts, strict=True), start=1):
+        if not by_group or end == len(texts) or problem_ids[end] != problem_id:
+            yield problem_id, slice(start, end)
+            start = end
 
 
 class JobQueue:
@@ -46,15 +59,23 @@ class JobQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, problem_ids: Sequence[int], texts: Sequence[str]) -> Submission:
-        """Queues a submission.
+    def put(
+        self,
+        problem_ids: Sequence[int],
+        texts: Sequence[str],
+        details: Sequence[Details] | None = None,
+        by_group: bool = False,
+    ) -> Submission:
+        """Queues a submission; `by_group`: all answers to a problem are one job.
 
         Raises:
             RuntimeError: the pool is closed or has failed.
         """
         submission = Submission([None] * len(texts), len(texts), threading.Event())
-        pairs = zip(problem_ids, texts, strict=True)
-        jobs = [Job(problem_id, text, submission, i) for i, (problem_id, text) in enumerate(pairs)]
+        jobs = [
+            Job(problem_id, texts[part], [] if details is None else details[part], submission, part.start)
+            for problem_id, part in split(problem_ids, texts, by_group)
+        ]
         with self._lock:
             if self._over is not None:
                 raise RuntimeError(f"nothing can be scored: {self._over}") from self._over
@@ -69,19 +90,25 @@ class JobQueue:
             self._waiting.extendleft(reversed(jobs))
 
     def take(self, limit: int) -> list[Job]:
-        """Remove and return the next jobs, at most `limit`."""
+        """Remove and return the next jobs, with at most `limit` answers, or one job that has more."""
+        jobs: list[Job] = []
         with self._lock:
-            return [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
+            while self._waiting and (not jobs or limit >= len(self._waiting[0].texts)):
+                jobs.append(self._waiting.popleft())
+                limit -= len(jobs[-1].texts)
+        return jobs
 
-    def deliver(self, results: Sequence[tuple[Job, Score]], last_error: str = "") -> None:
-        """Deliver scores to the callers and count them."""
+    def deliver(self, results: Sequence[tuple[Job, Sequence[Score]]]) -> None:
+        """Deliver the scores of jobs to the callers and count them."""
         with self._lock:
-            self._last_error = last_error or self._last_error
-            for job, score in results:
-                self._counts[score.status] += 1
+            for job, scores in results:
                 submission = job.submission
-                submission.scores[job.place] = score
-                submission.left -= 1
+                submission.scores[job.place : job.place + len(scores)] = scores
+                submission.left -= len(scores)
+                for score in scores:
+                    self._counts[score.status] += 1
+                    if score.error:
+                        self._last_error = f"problem {job.problem_id}: {score.error}"
                 if submission.left == 0:
                     submission.done.set()
 

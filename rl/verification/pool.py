@@ -9,6 +9,9 @@ status "timeout", the rest of its chunk is queued again. If a process dies by it
 gets status "crash". If SIGKILL or SIGTERM came from outside (a preemption, the kernel
 short of memory), the answer is tried again, at most three times in all: it may not be its fault.
 
+What a process writes is checked: it may be in the hands of the answer that it scores. A message that is none, or a row
+that is no result, ends the process, and the answer at hand gets status "crash".
+
 Measured on 2026-11-22 (2,000 answers of a microsecond, two processes, CPU time per answer, three runs each): ours 30 to
 60 us; Pebble 5.2.3 330 to 385 us with a deadline for each answer, or 30 to 50 us in chunks of 100, of which one that
 hangs loses the whole chunk; loky 3.7.0 505 to 525 us, without deadlines. Here and in Pebble the rest continues 1.1 s
@@ -17,6 +20,7 @@ after an answer that hangs (deadline 1 s). An idle process killed from outside b
 
 import contextlib
 import logging
+import math
 import selectors
 import signal
 import socket
@@ -25,9 +29,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rl.roles.messages import Score, ScoreStatus
+import numpy as np
+
+from rl.roles.messages import Details, Score, ScoreStatus
 from rl.verification.job_queue import Job, JobQueue
+from rl.verification.rewards import NotAReward, check_terms
 from rl.verification.shared_buffer import PENDING, STATUSES
+from rl.verification.wire import MalformedMessage
 from rl.verification.worker_process import WorkerProcess
 
 __all__ = ["WorkerPool"]
@@ -52,7 +60,9 @@ class WorkerPool:
         deadline_s: float,
         start_deadline_s: float,
         memory_mb: int,
+        by_group: bool = False,
     ):
+        self._by_group = by_group
         self._scorer_config = scorer_config
         self._processes = processes
         self._deadline_s = deadline_s
@@ -74,13 +84,15 @@ class WorkerPool:
         self._thread = threading.Thread(target=self._run, name="verification-pool", daemon=True)
         self._thread.start()
 
-    def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]:
+    def score(
+        self, problem_ids: Sequence[int], answers: Sequence[str], details: Sequence[Details] | None = None
+    ) -> list[Score]:
         """Return one score per answer, in order. Blocks until all are scored, failed or timed out.
 
         Raises:
             RuntimeError: the pool is closed, or its processes cannot be started.
         """
-        submission = self._queue.put(problem_ids, answers)
+        submission = self._queue.put(problem_ids, answers, details, self._by_group)
         self._wake()
         while not submission.done.wait(_REPORT_SECONDS):
             _log.warning("%d of %d scores: %s", submission.left, len(answers), self.describe_wait())
@@ -161,9 +173,9 @@ class WorkerPool:
                 return
             worker = self._idle.pop()
             self._busy[worker] = chunk
-            worker.results.clear()
-            worker.since = time.monotonic()
-            worker.send([(job.problem_id, job.text) for job in chunk])
+            count = sum(len(job.texts) for job in chunk)
+            worker.begin(count)
+            worker.send([(job.problem_id, job.texts, job.details) for job in chunk])
             self._flush(worker)
 
     def _flush(self, worker: WorkerProcess) -> None:
@@ -173,29 +185,49 @@ class WorkerPool:
 
     def _read(self, worker: WorkerProcess) -> None:
         try:
-            messages = worker.receive()
+            for message in worker.receive():
+                self._handle(worker, message)
         except EOFError:
             self._retire(worker)
-            return
-        for message in messages:
-            if worker in self._starting:
-                self._starting.remove(worker)
-                self._failed_starts = 0
-            else:
-                self._collect(worker, self._busy.pop(worker), message)
-            self._idle.add(worker)
+        except MalformedMessage as error:
+            _log.warning("process %d sent %s", worker.pid, error)
+            self._retire(worker)
 
-    def _collect(self, worker: WorkerProcess, chunk: list[Job], error: str) -> list[Job]:
+    def _handle(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        if worker in self._starting and "ready" in message:
+            self._starting.remove(worker)
+            self._failed_starts = 0
+            self._idle.add(worker)
+        elif worker in self._busy and "row" in message:
+            worker.add_note(message)
+        elif worker in self._busy and "done" in message:
+            left_out = self._collect(worker, self._busy.pop(worker))
+            self._idle.add(worker)
+            if left_out:
+                crash = Score(0.0, "crash", 0.0, "the process passed over it")
+                self._queue.deliver([(job, [crash] * len(job.texts)) for job in left_out])
+                raise MalformedMessage(f"that it is done, without {len(left_out)} results")
+        else:
+            raise MalformedMessage("what nobody has asked for")
+
+    def _collect(self, worker: WorkerProcess, chunk: list[Job]) -> list[Job]:
         """Deliver the results in the shared buffer; return the jobs that have none."""
-        rows = worker.results.rows[: len(chunk)]
-        done = int((rows["status"] != PENDING).sum())  # they come in order
+        rows = worker.results.rows[: sum(len(job.texts) for job in chunk)].copy()
+        done = int(np.argmin(np.append(rows["status"] != PENDING, False)))  # they come in order
+        seconds = np.clip(np.nan_to_num(rows["seconds"][:done]), 0.0, self._deadline_s)
         if done:
-            mean = max(1e-6, float(rows["seconds"][:done].mean()))
-            self._answer_seconds += 0.2 * (mean - self._answer_seconds)
-        columns = (rows[name][:done].tolist() for name in ("reward", "status", "seconds"))
-        scores = [Score(r, STATUSES[code - 1], s) for r, code, s in zip(*columns, strict=True)]
-        self._queue.deliver(list(zip(chunk, scores, strict=False)), error)
-        return chunk[done:]
+            self._answer_seconds += 0.2 * (max(1e-6, float(seconds.mean())) - self._answer_seconds)
+        columns = rows["reward"][:done].tolist(), rows["status"][:done].tolist(), seconds.tolist()
+        scores = [_score(worker, index, *row) for index, row in enumerate(zip(*columns, strict=True))]
+        delivered, start = [], 0
+        for job in chunk:
+            if start + len(job.texts) > done:
+                break
+            delivered.append((job, scores[start : start + len(job.texts)]))
+            start += len(job.texts)
+        self._queue.deliver(delivered)
+        del chunk[: len(delivered)]
+        return chunk
 
     def _seconds_to_deadline(self) -> float | None:
         ends = [self._due(worker) for worker in (*self._starting, *self._busy)]
@@ -205,7 +237,14 @@ class WorkerPool:
         """Return the time at which this worker misses its deadline, unless it finishes an answer before."""
         if worker in self._starting:
             return worker.since + self._start_deadline_s
-        return max(worker.since, worker.results.started) + self._deadline_s
+        return self._begun(worker) + self._deadline_s
+
+    def _begun(self, worker: WorkerProcess) -> float:
+        """Return when the current answer was started; the process says so, within what can be true."""
+        started = worker.results.started
+        if not worker.since <= started <= time.monotonic():  # also NaN
+            started = worker.since
+        return min(started, worker.since + self._deadline_s * (worker.answers - 1))
 
     def _retire(self, worker: WorkerProcess, *, late: bool = False) -> None:
         """Kill and remove a worker that is late or dead, and settle the jobs that it had."""
@@ -216,7 +255,7 @@ class WorkerPool:
             self._starting.remove(worker)
             self._note_failed_start(worker, code, late)
         elif worker in self._busy:
-            pending = self._collect(worker, self._busy.pop(worker), "")
+            pending = self._collect(worker, self._busy.pop(worker))
             if pending:
                 self._settle(worker, pending, code, late)
         else:
@@ -227,7 +266,7 @@ class WorkerPool:
         """Score the first pending job, on which the worker ended, as a failure; queue the others again."""
         job = pending[0]
         begun = worker.results.started >= worker.since
-        seconds = time.monotonic() - max(worker.results.started, worker.since)
+        seconds = time.monotonic() - self._begun(worker)
         blame: ScoreStatus | None = "timeout" if late else "crash"
         if late and seconds < self._deadline_s:
             blame = None  # the late answer was finished just before the kill, and this one started
@@ -240,7 +279,8 @@ class WorkerPool:
                 "problem %d: %s after %.2f s in process %d (exit code %d)",
                 *(job.problem_id, blame, seconds, worker.pid, code),
             )
-            self._queue.deliver([(job, Score(0.0, blame, seconds))])
+            why = f"not done after {self._deadline_s:g} s" if late else f"the process ended with exit code {code}"
+            self._queue.deliver([(job, [Score(0.0, blame, seconds, why)] * len(job.texts))])
             pending = pending[1:]
         self._queue.put_back(pending)
 
@@ -266,3 +306,20 @@ class WorkerPool:
         self._wake_read.close()
         self._wake_write.close()
         self._queue.end(error, unfinished)
+
+
+def _score(worker: WorkerProcess, index: int, reward: float, code: int, seconds: float) -> Score:
+    """Return a score made of a row of the buffer and of what the process has said of it, both checked."""
+    note = worker.notes.get(index, {})
+    status: ScoreStatus = STATUSES[code - 1] if 1 <= code <= len(STATUSES) else "crash"
+    error = str(note.get("error", ""))[:500]
+    terms: dict[str, float] = {}
+    try:
+        terms = check_terms(note.get("terms", {}))
+    except (NotAReward, AttributeError, TypeError) as refused:
+        status, error = "error", str(refused)
+    if status == "ok" and not math.isfinite(reward):
+        status, error = "error", f"the reward is {reward}"
+    if status != "ok":
+        return Score(0.0, status, seconds, error)
+    return Score(reward, "ok", seconds, terms=tuple(terms.items()))

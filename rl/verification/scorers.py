@@ -2,11 +2,11 @@
 
 import abc
 import functools
-from collections.abc import Callable
-from typing import override
+from collections.abc import Callable, Sequence
+from typing import Any, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from rl.roles.messages import Problem
+from rl.roles.messages import Details, Problem
 from rl.tasks.mixture import TaskMixture
 
 __all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer"]
@@ -16,11 +16,22 @@ class Scorer(Configurable, abc.ABC):
     """Function of a problem and an answer, built in every worker process from its config alone."""
 
     class Config(ConfigBase["Scorer"]):
-        pass
+        def wants(self) -> frozenset[str]:
+            """Return what it wants beside answers: "tokens", "finish_reason"; "group": a prompt's samples at once."""
+            return frozenset()
+
+        def environment(self) -> tuple[str, ...]:
+            """Return the names of the environment variables that its processes inherit beside those of a locale."""
+            return ()
 
     @abc.abstractmethod
     def score(self, problem_id: int, answer: str) -> float:
-        """Return the reward of `answer`; an exception counts as status "error" and reward 0."""
+        """Return the reward of `answer`; an exception counts as status "error" and is no reward."""
+
+    def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
+        """Return a number for each answer to one problem, or a mapping of named terms with their sum as "reward"."""
+        del details
+        return [self.score(problem_id, answer) for answer in answers]
 
 
 class ReasoningGymScorer(Scorer):

@@ -5,7 +5,8 @@ from types import TracebackType
 from typing import Any, Self, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from rl.roles.messages import Score
+from rl.roles.messages import Details, Score
+from rl.verification.failures import FailureWatch
 from rl.verification.pool import WorkerPool
 from rl.verification.scorers import Scorer
 
@@ -40,16 +41,22 @@ class Verifier(Configurable):
             deadline_s=cfg.deadline_s,
             start_deadline_s=cfg.start_deadline_s,
             memory_mb=cfg.memory_mb,
+            by_group="group" in cfg.scorer.wants(),
         )
+        self._failures = FailureWatch()
 
-    def score(self, problem_ids: Sequence[int], answers: Sequence[str]) -> list[Score]:
+    def score(
+        self, problem_ids: Sequence[int], answers: Sequence[str], details: Sequence[Details] | None = None
+    ) -> list[Score]:
         """Return one score per answer, in order; `answers[i]` answers problem `problem_ids[i]`.
 
         Raises:
-            UserError: the two differ in length. RuntimeError: the verifier is closed, or its
-            scorer cannot be built (with what its process said).
+            ValueError: the lengths differ. RuntimeError: the verifier is closed, or its scorer cannot be built (with
+            what its process said). ScorerFails: none of the last answers, and they were many, could be scored.
         """
-        return self._pool.score(problem_ids, answers)
+        scores = self._pool.score(problem_ids, answers, details)
+        self._failures.check(problem_ids, scores)
+        return scores
 
     def stats(self) -> dict[str, Any]:
         """Return counts since the start: "scored", "ok", "error", "timeout", "crash", "restarts".

@@ -2,40 +2,33 @@
 
 `python -m rl.verification.worker SOCKET BOARD CAPACITY PARENT MEMORY_MB` (descriptors, a pid).
 
-It receives pickled messages on the inherited socket: first the scorer's config, then chunks of
-(problem id, answer). Results go to the shared buffer; one short message per chunk says that it is done. The
-process ends with its parent.
+It receives JSON on the inherited socket: first the text of the scorer's config, then chunks of (problem id, answers,
+details). Results go to the shared buffer; errors and named terms are messages of their own, and a short one says that a
+chunk is done. The process ends with its parent.
 """
 
 import contextlib
 import ctypes
-import math
 import os
-import pickle
 import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rl.roles.messages import ScoreStatus
+from axlearn_like.config import from_text
+from rl.verification.rewards import check_rewards
 from rl.verification.scorers import Scorer
 from rl.verification.shared_buffer import ResultBuffer
+from rl.verification.wire import pack, read
 
-__all__ = ["main", "pack"]
+__all__ = ["main"]
 
-_LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
-
-
-def pack(message: Any) -> bytes:
-    """Encode a message: its length, then its pickle."""
-    payload = pickle.dumps(message)
-    return _LENGTH.pack(len(payload)) + payload
 
 
 def die_with_parent(parent: int, connection: socket.socket) -> None:
@@ -66,36 +59,39 @@ def main(argv: list[str]) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     results = ResultBuffer(results_fd, capacity)
     stream = connection.makefile("rb")
-    scorer: Scorer = _receive(stream).build()
-    connection.sendall(pack("ready"))
+    first = read(stream)
+    if first is None:
+        sys.exit(0)
+    scorer: Scorer = from_text(first["scorer"]).build()
+    send: Callable[[Any], None] = lambda message: connection.sendall(pack(message))  # noqa: E731
+    send({"ready": True})
     _silence()
-    while True:
-        items = _receive(stream)
-        connection.sendall(pack(_score_chunk(scorer, items, results)))
+    while (jobs := read(stream)) is not None:
+        _score_chunk(scorer, jobs, results, send)
+        send({"done": True})
 
 
-def _score_chunk(scorer: Scorer, items: list[tuple[int, str]], results: ResultBuffer) -> str:
-    """Score items into the shared buffer; return the text of the last exception, or ""."""
-    last_error = ""
-    for index, (problem_id, answer) in enumerate(items):
+def _score_chunk(
+    scorer: Scorer, jobs: Sequence[tuple[int, list[str], list[Any]]], results: ResultBuffer, send: Callable[[Any], None]
+) -> None:
+    """Score jobs into the shared buffer, and send what does not fit into it."""
+    first = 0
+    for problem_id, answers, details in jobs:
         results.started = start = time.monotonic()
-        status: ScoreStatus = "ok"
+        rows = range(first, first := first + len(answers))
         try:
-            reward = float(scorer.score(problem_id, answer))
-            if not math.isfinite(reward):
-                raise ValueError(f"the scorer returned {reward}")
-        except BaseException as error:  # also SystemExit: a scorer runs what a model wrote
-            reward, status = 0.0, "error"
-            last_error = f"problem {problem_id}: {type(error).__name__}: {error}"[:500]
-        results.write(index, status, reward, time.monotonic() - start)
-    return last_error
-
-
-def _receive(stream: Any) -> Any:
-    header = stream.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        sys.exit(0)  # the pool hung up
-    return pickle.loads(stream.read(_LENGTH.unpack(header)[0]))
+            checked = check_rewards(scorer.score_samples(problem_id, answers, details), len(answers))
+        except BaseException as error:  # also SystemExit: a scorer may run what a model wrote
+            why, seconds = f"{type(error).__name__}: {error}"[:500], time.monotonic() - start
+            for row in rows:
+                send({"row": row, "error": why})
+                results.write(row, "error", 0.0, seconds)
+            continue
+        seconds = (time.monotonic() - start) / len(answers)
+        for row, (reward, terms) in zip(rows, checked, strict=True):
+            if terms:
+                send({"row": row, "terms": terms})
+            results.write(row, "ok", reward, seconds)
 
 
 def _silence() -> None:

@@ -2,23 +2,26 @@
 
 import contextlib
 import os
-import pickle
+import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from typing import Any
 
+from axlearn_like.config import to_text
+from axlearn_like.config.trusted_code import VARIABLE
+from rl.verification.scorers import Scorer
 from rl.verification.shared_buffer import ResultBuffer
-from rl.verification.worker import pack
+from rl.verification.wire import MalformedMessage, Reader, pack
 
 __all__ = ["WorkerProcess"]
 
-_LENGTH = struct.Struct("<Q")
+# Of the environment, what a process needs to find its code and to write text; no keys, tokens or addresses.
+_INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "XDG_STATE_HOME")
+_MODULE = re.compile(r"(?:^|\s)([A-Za-z_]\w*)[\w.]*:[A-Za-z_]\w*(?:\(\))?$", re.MULTILINE)
 
 
 class WorkerProcess:
@@ -27,13 +30,18 @@ class WorkerProcess:
     Sending and receiving never block: the pool's one thread waits for all of its workers at once.
     """
 
-    def __init__(self, scorer_config: Any, *, capacity: int, memory_mb: int):
+    def __init__(self, scorer_config: Scorer.Config, *, capacity: int, memory_mb: int):
         self.results = ResultBuffer.create(capacity)
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
         self._stderr = tempfile.TemporaryFile()
-        self._unsent = bytearray(pack(scorer_config))
-        self._received = bytearray()
+        text = to_text(scorer_config)
+        self._unsent = bytearray(pack({"scorer": text}))
+        self._reader = Reader()
+        self.answers = 0
+        """How many are in its chunk."""
+        self.notes: dict[int, dict[str, Any]] = {}
+        """What it has said of rows of the buffer beyond numbers: errors and terms, not checked."""
         self.since = time.monotonic()
         """When the process was started, or given its last chunk."""
         arguments = [theirs.fileno(), self.results.fd, capacity, os.getpid(), memory_mb]
@@ -44,10 +52,23 @@ class WorkerProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 pass_fds=(theirs.fileno(), self.results.fd),
-                env=_environment(),
+                env=_environment(text, scorer_config.environment()),
                 start_new_session=True,  # away from the terminal's Ctrl-C, and one group to kill
             )
         self.pid = self._process.pid
+
+    def begin(self, answers: int) -> None:
+        """Prepare for the results of a chunk."""
+        self.results.clear()
+        self.notes.clear()
+        self.answers, self.since = answers, time.monotonic()
+
+    def add_note(self, note: dict[str, Any]) -> None:
+        """Keep what the process says of a row."""
+        row = note["row"]
+        if type(row) is not int or not 0 <= row < self.answers:
+            raise MalformedMessage(f"a note on row {row!r} of {self.answers}")
+        self.notes[row] = note
 
     def send(self, message: Any) -> None:
         """Queue a message and send as much of it as the connection takes."""
@@ -62,9 +83,13 @@ class WorkerProcess:
                 del self._unsent[:sent]
         return bool(self._unsent)
 
-    def receive(self) -> Iterable[Any]:
-        """Return the messages that have arrived; raises EOFError when the process has closed its end."""
-        ended = False
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived.
+
+        Raises:
+            EOFError: the process has closed its end. MalformedMessage: it sent something else.
+        """
+        ended, messages = False, []
         with contextlib.suppress(BlockingIOError):
             while True:
                 try:
@@ -74,15 +99,7 @@ class WorkerProcess:
                 if not data:
                     ended = True
                     break
-                self._received += data
-        messages = []
-        while len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            end = _LENGTH.size + length
-            if len(self._received) < end:
-                break
-            messages.append(pickle.loads(self._received[_LENGTH.size : end]))
-            del self._received[:end]
+                messages += self._reader.feed(data)
         if ended and not messages:
             raise EOFError
         return messages
@@ -107,11 +124,18 @@ class WorkerProcess:
         self._stderr.close()
 
 
-def _environment() -> dict[str, str]:
-    """Environment of this process, with its import path, no accelerator, one thread, and the same hashes everywhere."""
+def _environment(scorer: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Environment of a process: an import path, no accelerator, one thread, the same hashes everywhere, no secrets.
+
+    Args:
+        scorer: the text of its config, whose modules it may import.
+        names: variables that the scorer asks for.
+    """
     path = [entry or os.getcwd() for entry in sys.path]
+    code = [os.environ.get(VARIABLE, ""), *sorted(set(_MODULE.findall(scorer)))]
     return {
-        **os.environ,
+        **{name: os.environ[name] for name in (*_INHERITED, *names) if name in os.environ},
+        VARIABLE: os.pathsep.join(filter(None, code)),
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONHASHSEED": "0",
         "JAX_PLATFORMS": "cpu",

@@ -181,6 +181,15 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
     return rows
 
 
+def failed_scores(events: list[Row]) -> str:
+    """Return a sentence on the answers that the verifier could not score; empty if it could score all."""
+    rows = [row for row in events if row.get("event") == "score" and number(row.get("failed"))]
+    if not rows:
+        return ""
+    count = sum(int(number(row["failed"]) or 0) for row in rows)
+    return f"{count} answers could not be scored; the last one: {rows[-1].get('error')}"
+
+
 def read_report(path: Path, notes: list[str]) -> Row:
     """Read ``report.json``; a missing one is empty, a broken one empty and noted."""
     if not path.is_file():
@@ -237,6 +246,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         config = folder / "config.txt"
         events = read_rows(folder / "events.jsonl", notes)
         notes += skipped_text(SkippedProblems(skipped_path(folder)).counts())
+        notes += filter(None, [failed_scores(events)])
         rollouts = [row for part in sorted((folder / "rollouts").glob("*.jsonl")) for row in read_rows(part, notes)]
         return Run(
             path=folder,

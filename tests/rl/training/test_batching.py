@@ -164,8 +164,8 @@ def test_figures_count_the_whole_batch_dropped_groups_included():
     second = dataclasses.replace(GROUPS[1], rollouts=(cut, GROUPS[1].rollouts[1]))
     objective = Objective.Config(old_policy="current", zero_variance="drop").build()
     _, figures = pack_groups([timed_out, second, GROUPS[2]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
-    assert figures["reward"] == pytest.approx((1 + 0 + 0 + 0 + 0.5 + 1) / 6)
-    assert figures["reward/even"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)
+    assert figures["reward"] == pytest.approx((1 + 0 + 0 + 0.5 + 1) / 5)  # of what could be scored
+    assert figures["reward/even"] == pytest.approx((1 + 0.5 + 1) / 3)
     assert figures["reward/odd"] == 0.0
     assert figures["gen_tokens"] == 3 + 5 + 5 + 5 + 1 + 4
     assert figures["completion_length"] == pytest.approx(23 / 6)

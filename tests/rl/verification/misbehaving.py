@@ -2,12 +2,18 @@
 
 import ctypes
 import os
+import pickle
 import signal
+import socket
+import struct
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rl.verification.scorers import Scorer
+from rl.verification.shared_buffer import ResultBuffer
+from rl.verification.wire import pack
 
 
 def score(problem_id: int, answer: str) -> float:
@@ -42,9 +48,54 @@ def score(problem_id: int, answer: str) -> float:
             os.kill(os.getpid(), signal.SIGKILL)
     elif action == "environment":
         return float("jax" in sys.modules) + float(os.environ["JAX_PLATFORMS"] != "cpu")
+    elif action == "variable":
+        return float(len(os.environ[argument]))
+    elif action.startswith("forge-"):
+        forge(action, argument)
     elif action == "forget":  # a child of its own
         Path(argument).write_text(str(os.posix_spawn("/bin/sleep", ["sleep", "1000"], os.environ)))
     return problem_id / 1000
+
+
+class Bomb:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def forge(action: str, argument: str) -> None:
+    """Write what is no result, as a hijacked process could: to the socket, and to the shared buffer."""
+    connection, results = (value for kind in (socket.socket, ResultBuffer) for value in reachable(kind))
+    messages = {
+        "forge-pickle": pickle.dumps(Bomb(argument)),
+        "forge-message": b"[1]",
+        "forge-note": b'{"row": 99, "terms": {}}',
+    }
+    if payload := messages.get(action):
+        connection.sendall(struct.pack("<Q", len(payload)) + payload)
+    elif action == "forge-huge":
+        connection.sendall(struct.pack("<Q", 1 << 60))
+    elif action == "forge-status":
+        for row in results.rows:
+            row["status"] = 77
+        connection.sendall(pack({"done": True}))
+    elif action == "forge-clock":
+        while True:
+            results.started = time.monotonic() + 1e9
+    time.sleep(1000)
+
+
+def reachable(kind: type) -> list[Any]:
+    """Return the instances of a class that the garbage collector knows, or the first local variables that are some."""
+    frame, found = sys._getframe(), []
+    while frame is not None and not found:
+        found = [value for value in frame.f_locals.values() if type(value) is kind]
+        frame = frame.f_back
+    return found[:1]
 
 
 def digits(problem_id: int, answer: str) -> float:

@@ -89,6 +89,28 @@ def test_an_exception_is_an_error_and_kills_nothing(verifier: Verifier, action: 
     assert verifier.stats()["last_error"].startswith("problem 15: ")
 
 
+def test_processes_inherit_no_secrets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    with config(processes=1).build() as one:
+        score = one.score([1], ["variable SOME_API_KEY"])[0]
+    assert (score.status, score.error) == ("error", "KeyError: 'SOME_API_KEY'")
+
+
+@pytest.mark.parametrize("answer", ["forge-pickle", "forge-message", "forge-note", "forge-huge", "forge-status"])
+def test_what_a_process_writes_is_checked(verifier: Verifier, tmp_path: Path, answer: str):
+    evidence = tmp_path / "evidence"
+    score = verifier.score([5], [f"{answer} {evidence}"])[0]
+    assert (score.status, score.reward) == ("crash", 0.0)
+    assert not evidence.exists()
+    assert verifier.score([6], ["fine"])[0].reward == 0.006
+
+
+def test_an_answer_that_moves_the_clock_is_late_all_the_same(verifier: Verifier):
+    began = time.monotonic()
+    assert verifier.score([5], ["forge-clock"])[0].status == "timeout"
+    assert time.monotonic() - began < 1.5 + 1.0
+
+
 def test_printing_disturbs_nothing(verifier: Verifier):
     assert verifier.score([7], ["print"])[0].reward == 0.007
 

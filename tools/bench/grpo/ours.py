@@ -41,7 +41,7 @@ def main() -> None:
         trainer.run_once()
         trainer.settle()
         row = read_rows(run.metrics_path)[index]
-        server.record(int(row["gen_tokens"]), row["reward"])
+        server.record(int(row["gen_tokens"]), row.get("reward", 0.0))
 
     server.serve(step)
 
