@@ -161,7 +161,7 @@ class RLExperiment(Configurable):
                 "logit_bias=()): the trainer scores tokens under it, and a truncated support would bias every "
                 "importance ratio",
             )
-            check_objective(self.objective, self)
+            check_objective(self.objective, self, self.trainer)
             least = self.staleness + 2  # staleness + 1 that workers may ask for, and the one that is being pushed
             kept = self.parameter_server.keep >= least
             self.parameter_server.require("keep", kept, f"{least} or more with staleness={self.staleness}")

@@ -19,7 +19,10 @@ from mesh.errors import UserError
 
 
 class Checkpointer(Configurable):
-    """Checkpoints of a state (a dict of trees with the key "params") and JSON-able extras in one directory."""
+    """Checkpoints of a state (a dict of trees with the key "params") and JSON-able extras in one directory.
+
+    What the state has under "constant" is written when it changes; other checkpoints link the files.
+    """
 
     class Config(ConfigBase["Checkpointer"]):
         save_every: int = 100  # steps between saves
@@ -51,10 +54,10 @@ class Checkpointer(Configurable):
         import orbax.checkpoint as ocp
 
         self.check()
-        manager = self._open()
+        manager = self._open((reader.CONSTANT,) if reader.CONSTANT in state else ())
         if step in manager.all_steps():
             return
-        rest = {key: value for key, value in state.items() if key != "params"}
+        rest = {key: value for key, value in state.items() if key not in ("params", reader.CONSTANT)}
         params = without(state["params"], self.frozen)
         manifest = {
             reader.PARAMS: make_manifest(params),
@@ -67,13 +70,16 @@ class Checkpointer(Configurable):
             reader.MANIFEST: ocp.args.JsonSave(manifest),  # pyright: ignore
             reader.EXTRAS: ocp.args.JsonSave(dict(extras)),  # pyright: ignore
         }
+        linked = {reader.CONSTANT: state[reader.CONSTANT]} if reader.CONSTANT in state else {}
         if self.frozen:
+            linked[reader.FROZEN] = only(state["params"], self.frozen)
+        if linked:
             from axlearn_like.checkpoint.frozen import FrozenArgs
 
             self.wait()  # Orbax would wait too: only one save is under way
-            frozen = only(state["params"], self.frozen)
-            manifest[reader.FROZEN] = make_manifest(frozen)
-            arguments[reader.FROZEN] = FrozenArgs(frozen, self._written(manifest[reader.FROZEN]))
+            for item, arrays in linked.items():
+                manifest[item] = make_manifest(arrays)
+                arguments[item] = FrozenArgs(arrays, self._written(item, manifest[item]))
         items = ocp.args.Composite(**arguments)
         try:
             manager.save(step, args=items, force=True)
@@ -141,14 +147,14 @@ class Checkpointer(Configurable):
                 manager, self._manager = self._manager, None
                 manager.close()
 
-    def _written(self, frozen: Any) -> Path | None:
-        """Return the folder of the same frozen parameters in the newest complete step, if it has them."""
+    def _written(self, item: str, manifest: Any) -> Path | None:
+        """Return the folder of the same arrays in the newest complete step, if it has them."""
         for step in self.steps()[-1:]:
-            if reader.frozen_of(self.directory / str(step)) == frozen:
-                return self.directory / str(step) / reader.FROZEN
+            if reader.manifest_of(self.directory / str(step), item) == manifest:
+                return self.directory / str(step) / item
         return None
 
-    def _open(self) -> Any:
+    def _open(self, others: tuple[str, ...]) -> Any:
         if self._manager is None:
             import orbax.checkpoint as ocp
 
@@ -168,6 +174,7 @@ class Checkpointer(Configurable):
                     item_names=(
                         *(reader.PARAMS, reader.REST, reader.MANIFEST, reader.EXTRAS),
                         *((reader.FROZEN,) if self.frozen else ()),
+                        *others,
                     ),
                 )
             except OSError as error:
@@ -175,10 +182,13 @@ class Checkpointer(Configurable):
         return self._manager
 
     def _load(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        rest = {key: value for key, value in abstract.items() if key != "params"}
+        whole = ("params", reader.CONSTANT)
+        rest = {key: value for key, value in abstract.items() if key not in whole}
+        constant = {key: abstract[key] for key in whole[1:] if key in abstract}
         path = self.directory / str(step)
-        items = reader.read_items(path, {reader.PARAMS: abstract["params"], reader.REST: rest})
-        return {"params": items[reader.PARAMS], **items[reader.REST]}, items[reader.EXTRAS]
+        items = reader.read_items(path, {reader.PARAMS: abstract["params"], reader.REST: rest, **constant})
+        state = {"params": items[reader.PARAMS], **items[reader.REST], **{key: items[key] for key in constant}}
+        return state, items[reader.EXTRAS]
 
     def _write_error(self, error: BaseException) -> UserError:
         if is_full_disk(error):

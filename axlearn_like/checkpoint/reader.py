@@ -18,6 +18,7 @@ from axlearn_like.layers.parameter_names import merged, only, without
 # One checkpoint holds these items; parameters apart, so that another run can load them alone.
 PARAMS, REST, MANIFEST, EXTRAS = "params", "rest", "manifest", "extras"
 FROZEN = "frozen"  # parameters that no update changes, if there are any
+CONSTANT = "constant"  # other arrays that stay as they are from one checkpoint to the next, if there are any
 
 
 def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
@@ -127,7 +128,8 @@ def _verify(path: Path) -> None:
         rest = jax.tree.map(lambda array: np.empty(array.shape, array.dtype), getattr(recorded, "tree", recorded))
     except Exception as error:
         raise _failure(path, error) from None
-    read_items(path, {PARAMS: abstract_from(params_of(manifest)), REST: rest})
+    constant = {CONSTANT: abstract_from(manifest[CONSTANT])} if CONSTANT in manifest else {}
+    read_items(path, {PARAMS: abstract_from(params_of(manifest)), REST: rest, **constant})
 
 
 def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +138,8 @@ def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
 
     manifest = read_manifest(path)
     for item, tree in abstract.items():
-        check_structure(f"checkpoint {path}", tree, params_of(manifest) if item == PARAMS else manifest[item])
+        recorded = params_of(manifest) if item == PARAMS else manifest.get(item, {})
+        check_structure(f"checkpoint {path}", tree, recorded)
     if PARAMS in abstract and FROZEN in manifest:
         params = abstract[PARAMS]
         parts = {PARAMS: without(params, manifest[FROZEN]), FROZEN: only(params, manifest[FROZEN])}
@@ -164,10 +167,10 @@ def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     return items
 
 
-def frozen_of(path: Path) -> Any:
-    """Return the manifest of the frozen parameters of a step; None: it has none, or cannot be read."""
+def manifest_of(path: Path, item: str) -> Any:
+    """Return the manifest of an item of a step; None: it has none, or cannot be read."""
     try:
-        return read_manifest(path).get(FROZEN)
+        return read_manifest(path).get(item)
     except (CheckpointError, Damaged):
         return None
 

@@ -26,6 +26,7 @@ class MinibatchStep:
         """Take the train step. `until(metrics)`: True ends the batch after the update that has these metrics."""
         self.step, self._until = step, until
         self._next: Any = jax.jit(lambda count: count + 1)
+        self._number: Any = jax.jit(lambda count, number: number + 0.0 * count)  # where the state is
         self._means: Any = jax.jit(_means)
 
     def __call__(self, state: State, minibatches: Iterable[Any]) -> tuple[State, Metrics]:
@@ -42,9 +43,9 @@ class MinibatchStep:
                 break
         state = {**state, "step": count}
         if not found:
-            return state, {"loss": jnp.zeros(()), "updates": jnp.zeros(())}
+            return state, {name: self._number(count, 0.0) for name in ("loss", "updates")}
         metrics = found[0] if len(found) == 1 else self._means(found)
-        return state, {**metrics, "updates": jnp.float32(len(found))}
+        return state, {**metrics, "updates": self._number(count, float(len(found)))}
 
 
 def _means(found: list[Metrics]) -> Metrics:

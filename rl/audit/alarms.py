@@ -1,9 +1,11 @@
 """Alarms: rules by which the metrics of an update tell that a run fails to learn, for the terminal and the report."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]  # the metrics of an update
+_COMPARED = ("mean", "max")
 
 
 class Alarm(NamedTuple):
@@ -26,6 +28,14 @@ ALARMS = (
         lambda row: row.get("updates") == 0,
         "nothing in the batch had a gradient, so nothing was updated (zero_variance_fraction, unscored_fraction and "
         "truncation_fraction say why)",
+    ),
+    Alarm(
+        "numerics_drift",
+        lambda row: any(
+            row.get(f"logprob_diff_{of}", 0) > row.get(f"logprob_diff_{of}_bound", inf) for of in _COMPARED
+        ),
+        "trainer and sampler disagree on log-probabilities of the same weights by more than rounding explains "
+        "(logprob_diff_mean and _max against their _bound): importance ratios are wrong by as much",
     ),
 )
 

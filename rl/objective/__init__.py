@@ -16,7 +16,7 @@ from rl.objective.aggregation import (
     SequenceSum,
     TokenMean,
 )
-from rl.objective.importance import Importance, NoImportance, TruncatedImportance
+from rl.objective.importance import Importance, NoImportance, RolloutRejection, TruncatedImportance
 from rl.objective.objective import Objective, Prepared, combine_metrics
 from rl.objective.presets import PRESETS
 from rl.objective.regulariser import (
@@ -62,6 +62,7 @@ __all__ = [
     "ReferenceKL",
     "Regulariser",
     "RewardShaping",
+    "RolloutRejection",
     "SequenceMean",
     "SequenceSum",
     "SoftOverlongPenalty",

@@ -17,12 +17,16 @@ import jax.numpy as jnp
 from axlearn_like.config import ConfigBase, Configurable
 from rl.objective.tokens import Tokens, masked_mean, safe_exp
 
+Level = Literal["token", "geometric", "sequence"]
+
 
 class Importance(Configurable):
     """Map from tokens to (weight [..., T], bool [..., T] where the weight was limited)."""
 
     class Config(ConfigBase["Importance"]):
         pass
+
+    drops: bool = False  # some weights may be zero
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -51,7 +55,7 @@ class TruncatedImportance(Importance):
     """
 
     class Config(Importance.Config):
-        level: Literal["token", "geometric", "sequence"] = "token"
+        level: Level = "token"
         mode: Literal["clip", "mask"] = "clip"
         cap: float = 2.0
         floor: float = 0.0
@@ -63,17 +67,60 @@ class TruncatedImportance(Importance):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.level, self.mode, self.cap, self.floor = cfg.level, cfg.mode, cfg.cap, cfg.floor
+        self.level: Level = cfg.level
+        self.mode, self.cap, self.floor = cfg.mode, cfg.cap, cfg.floor
+        self.drops = cfg.mode == "mask"
 
     @override
     def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-        log_ratio = jax.lax.stop_gradient(tokens.old - tokens.behaviour)
-        if self.level == "geometric":
-            log_ratio = masked_mean(log_ratio, tokens.mask)
-        elif self.level == "sequence":
-            log_ratio = jnp.sum(log_ratio, axis=-1, keepdims=True)
-        ratio = jnp.broadcast_to(safe_exp(log_ratio), tokens.new.shape)
+        ratio = _ratio(tokens, self.level)
         limited = (ratio > self.cap) | (ratio < self.floor)
         if self.mode == "mask":
             return jnp.where(limited, 0.0, ratio), limited
         return jnp.clip(ratio, self.floor, self.cap), limited
+
+
+class RolloutRejection(Importance):
+    """Weight zero for all tokens of a rollout that mu drew too differently; `weights` are those of the others.
+
+    level: "geometric" judges the geometric mean of pi_old / mu over the rollout, "sequence" the product, "token" the
+        ratio of every token: one outside [floor, cap] rejects the rollout (sequence-masked importance sampling).
+    As in the mask above the denominator stays: a batch of which much is rejected makes a smaller step.
+    """
+
+    class Config(Importance.Config):
+        level: Level = "geometric"
+        cap: float = 2.0
+        floor: float = 0.5
+        weights: ConfigBase[Importance] = NoImportance.Config()
+
+        @override
+        def check_fields(self) -> None:
+            self.require("floor", 0.0 <= self.floor <= 1.0, "0 to 1")
+            self.require_least(1, "cap")
+
+    drops = True
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.level: Level = cfg.level
+        self.cap, self.floor = cfg.cap, cfg.floor
+        self.weights: Importance = cfg.weights.build()
+
+    @override
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        ratio = _ratio(tokens, self.level)
+        outside = tokens.mask & ((ratio > self.cap) | (ratio < self.floor))
+        rejected = jnp.broadcast_to(jnp.any(outside, axis=-1, keepdims=True), outside.shape)
+        weights, limited = self.weights(tokens)
+        return jnp.where(rejected, 0.0, weights), limited | rejected
+
+
+def _ratio(tokens: Tokens, level: Level) -> jax.Array:
+    """pi_old / mu of each token, or of its rollout as a geometric mean or a product; constant, [..., T]."""
+    log_ratio = jax.lax.stop_gradient(tokens.old - tokens.behaviour)
+    if level == "geometric":
+        log_ratio = masked_mean(log_ratio, tokens.mask)
+    elif level == "sequence":
+        log_ratio = jnp.sum(log_ratio, axis=-1, keepdims=True)
+    return jnp.broadcast_to(safe_exp(log_ratio), tokens.new.shape)

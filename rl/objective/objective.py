@@ -189,6 +189,20 @@ class Objective(Configurable):
         weights, advantages = prepared.arrays["weights"], prepared.arrays["advantages"]
         return bool(weights.any() and (advantages.any() or not isinstance(self.regulariser, NoRegulariser)))
 
+    def part(self, prepared: Prepared, chosen: np.ndarray) -> Prepared:
+        """Return a mini-batch: the weights of the mean over some groups alone, with the whole batch's advantages.
+
+        Args:
+            prepared: of the whole batch, arrays [groups, samples, ...].
+            chosen: bool[groups].
+        """
+        whole = prepared.arrays["weights"]
+        mask = (whole != 0) & chosen[:, None, None]
+        groups = np.repeat(np.arange(len(whole)), whole.shape[1])
+        weights = self.aggregation(mask.reshape(-1, whole.shape[2]), groups).reshape(whole.shape)
+        new = {"weights": weights, "metric_weights": weights / (weights.sum() or 1.0)}
+        return prepared._replace(arrays={**prepared.arrays, **{k: x.astype(np.float32) for k, x in new.items()}})
+
     def loss(
         self,
         logprobs: jax.Array,
@@ -219,6 +233,8 @@ class Objective(Configurable):
         metrics["clip_fraction"] = _weighted(clipped, tokens)
         metrics["importance_mean"] = _weighted(importance, tokens)
         metrics["importance_limited_fraction"] = _weighted(importance_limited, tokens)
+        if self.importance.drops:
+            metrics["importance_dropped_fraction"] = _weighted(importance == 0, tokens)
         return loss, jax.lax.stop_gradient(metrics)
 
 

@@ -34,6 +34,11 @@ class ParameterServerClient:
         self.remote = isinstance(directory, RemoteDirectory)
         self._closing: list[RpcClient | RpcServer] = list(clients)
 
+    @property
+    def codec(self) -> str:
+        """Name of the codec by which weights travel to workers."""
+        return self._cfg.codec
+
     def publisher(self, *, pusher: str | None = None, process: int = 0, processes: int = 1) -> Publisher:
         """Create the publisher of one trainer process (see `Publisher`)."""
         shared = self.remote and self._cfg.shared_memory

@@ -4,7 +4,7 @@ What depends on the whole batch (advantages, weights, which rollout is in which 
 groups. The tokens are needed only of the rollouts in the rows that are filled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,25 +12,46 @@ import numpy as np
 from rl.objective import Objective, Prepared
 from rl.roles.headers import GroupHeader, header_of
 from rl.roles.messages import Contents, Group, Rollout, contents_of
-from rl.training.packing import Microbatch, Packing, Row
+from rl.training.packing import Microbatch, Packing, Row, Sizes
 
 Batch = dict[str, np.ndarray]
 
 
-class Arranged(NamedTuple):
-    """An update before its tokens are there.
+class Minibatch(NamedTuple):
+    """Rows of one optimizer step before their tokens are there.
 
     Attributes:
         prepared: what the objective adds, arrays [groups, samples, ...]; zero beyond the rollouts of a smaller group.
         microbatches: the rollouts of each row.
-        figures: reward, reward/<family>, counts and fractions over the whole batch.
         has_gradient: False if no update is to be made of it.
     """
 
     prepared: Prepared
     microbatches: list[Microbatch]
-    figures: dict[str, float]
     has_gradient: bool
+
+
+class Arranged(NamedTuple):
+    """A batch before its tokens are there.
+
+    Attributes:
+        minibatches: one, or the parts asked for.
+        figures: reward, reward/<family>, counts and fractions over the whole batch.
+    """
+
+    minibatches: list[Minibatch]
+    figures: dict[str, float]
+
+    @property
+    def prepared(self) -> Prepared:
+        """Arrays that the objective adds to the one mini-batch."""
+        (whole,) = self.minibatches
+        return whole.prepared
+
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        """Rows of all mini-batches."""
+        return [one for minibatch in self.minibatches for one in minibatch.microbatches]
 
 
 def pack_groups(
@@ -62,6 +83,7 @@ def arrange(
     samples_per_row: int | None = None,
     packing: Packing | None = None,
     shards: int = 1,
+    parts: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None,
 ) -> Arranged:
     """Advantages and weights of an update, and the rollouts of each of its rows.
 
@@ -69,6 +91,7 @@ def arrange(
     one, a row is a group, or `samples_per_row` samples of one: then its prompt is in several rows, each to be computed
     by itself; and the number of rows is padded to a multiple of `row_multiple`, which bounds the number of shapes
     compiled. What depends on the whole group is known by then, so the update is the same. Groups may be of any sizes.
+    `parts` maps the live groups to those of each mini-batch, both bool[groups]; None: there is one.
     """
     sizes = np.asarray([len(header.rollouts) for header in headers])
     each_row = samples_per_row or int(sizes.max())
@@ -88,21 +111,22 @@ def arrange(
     )
     prepared = flat._replace(arrays={name: _placed(array, present) for name, array in flat.arrays.items()})
     live = prepared.arrays["weights"].any(axis=-1)
+    minibatches: list[Minibatch] = []
+    for chosen in (None,) if parts is None else parts(live.any(axis=1)):
+        part = prepared if chosen is None else objective.part(prepared, chosen)
+        counted = part.arrays["weights"].any(axis=-1)
+        if packing is None:
+            placed = [_padded(counted, sizes, max_new, row_multiple, each_row)]
+        else:
+            placed = packing.plan(_contents(headers, counted), shards)
+        minibatches.append(Minibatch(part, placed, objective.has_gradient(part)))
+    microbatches = [one for minibatch in minibatches for one in minibatch.microbatches]
     if packing is None:
-        microbatches = [_padded(live, sizes, max_new, row_multiple, each_row)]
-        tokens_of_row = max_prompt - 1 + each_row * max_new
-        computed = len(microbatches[0].rows) * tokens_of_row
+        computed = sum(len(one.rows) for one in microbatches) * (max_prompt - 1 + each_row * max_new)
     else:
-        lengths = [[r.length for r in header.rollouts] for header in headers]
-        contents = [
-            (header.prompt_length - 1, {int(n): lengths[g][n] for n in np.flatnonzero(live[g])})
-            for g, header in enumerate(headers)
-        ]
-        microbatches = packing.plan(contents, shards)
         computed = sum(len(one.rows) * (packing.prompts + one.length) for one in microbatches)
     figures = {**prepared.stats, **_figures(headers), **_tokens(headers, live, mask, microbatches, computed)}
-    as_floats = {name: float(value) for name, value in figures.items()}
-    return Arranged(prepared, microbatches, as_floats, objective.has_gradient(prepared))
+    return Arranged(minibatches, {name: float(value) for name, value in figures.items()})
 
 
 def fill_padded(
@@ -180,6 +204,14 @@ def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: 
 PREFIX = ("prefix", "prefix_segments", "prefix_positions")
 
 
+def _contents(headers: Sequence[GroupHeader], live: np.ndarray) -> list[Sizes]:
+    """Return the tokens of each group's prompt, and of its live rollouts."""
+    return [
+        (header.prompt_length - 1, {int(n): header.rollouts[n].length for n in np.flatnonzero(live[g])})
+        for g, header in enumerate(headers)
+    ]
+
+
 def _placed(array: np.ndarray, present: np.ndarray) -> np.ndarray:
     """[rollouts, ...] -> [groups, samples, ...], zero where a group has no such rollout."""
     placed = np.zeros((*present.shape, *array.shape[1:]), array.dtype)
@@ -239,7 +271,7 @@ def _tokens(
         header.prompt_length - 1 for header, any_live in zip(headers, live.any(axis=1), strict=True) if any_live
     )
     completions = sum(header.rollouts[n].length for g, header in enumerate(headers) for n in np.flatnonzero(live[g]))
-    return {"train_tokens": trained, "wasted_tokens": 1 - (prompts + completions) / computed}
+    return {"train_tokens": trained, "wasted_tokens": 1 - (prompts + completions) / max(computed, 1)}
 
 
 def _figures(headers: Sequence[GroupHeader]) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from typing import Protocol
 
 from rl.objective import MaxLengthMean, Objective, SoftOverlongPenalty
+from rl.training.reference import Reference
+from rl.training.updates import Updates
 
 
 class Sizes(Protocol):
@@ -10,14 +12,26 @@ class Sizes(Protocol):
 
     samples: int
     max_new: int
+    groups: int
 
     def require(self, field: str, fits: bool, expected: str) -> None:
         """Raise a ConfigError that names the field unless it fits."""
         ...
 
 
-def check_objective(cfg: Objective.Config, sizes: Sizes) -> None:
-    """Refuse an objective that would learn nothing from groups of this size, or fail on its longest rollouts.
+class Trainer(Protocol):
+    """The fields of a trainer's config that an objective has to fit."""
+
+    updates: Updates.Config | None
+    reference: Reference.Config | None
+
+    def require(self, field: str, fits: bool, expected: str) -> None:
+        """Raise a ConfigError that names the field unless it fits."""
+        ...
+
+
+def check_objective(cfg: Objective.Config, sizes: Sizes, trainer: Trainer) -> None:
+    """Refuse an objective that learns nothing from groups of this size, fails on long rollouts, or lacks a policy.
 
     Raises:
         ConfigError: names the field.
@@ -36,5 +50,21 @@ def check_objective(cfg: Objective.Config, sizes: Sizes) -> None:
         acts = begins < max_new
         expected = f"less than buffer + max_new={shaping.buffer + max_new}: no rollout has more than {max_new} tokens, "
         shaping.require("max_length", acts, f"{expected}so the penalty, which begins at {begins}, would never act")
-    free = not cfg.build().needs_reference
-    cfg.require("regulariser", free, "terms that need no reference policy (NoRegulariser, EntropyBonus): there is none")
+    _check_policies(cfg, sizes, trainer)
+
+
+def _check_policies(cfg: Objective.Config, sizes: Sizes, trainer: Trainer) -> None:
+    """Refuse terms that compare with a policy that is not there, and policies that no term compares with."""
+    if trainer.updates is not None:
+        several, parts = trainer.updates.count > 1, trainer.updates.minibatches
+        kept = (
+            "'recompute' or 'behaviour' with several updates a batch (trainer.updates): after the first one the policy"
+        )
+        cfg.require("old_policy", cfg.old_policy != "current" or not several, f"{kept} is not the one at their start")
+        trainer.updates.require("minibatches", parts <= sizes.groups, f"at most groups={sizes.groups}")
+    needed = cfg.build().needs_reference
+    ways = "FrozenCopy.Config(), WithoutAdapters.Config() (LoRA) or MovingAverage.Config()"
+    given = not needed or trainer.reference is not None
+    cfg.require("regulariser", given, f"trainer.reference, {ways}, with a term that compares with a reference policy")
+    read = needed or trainer.reference is None
+    trainer.require("reference", read, "None where no term of the objective compares with a reference policy")

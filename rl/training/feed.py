@@ -3,12 +3,13 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import numpy as np
 
+from axlearn_like.layers.base import Params
 from axlearn_like.run.events import EventLog
 from axlearn_like.training.step import State
 from mesh import shard_batch
@@ -20,10 +21,12 @@ from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.roles.protocols import BatchSource
 from rl.training.agreement import agreed_batch, fetched
-from rl.training.batching import Arranged, Batch, arrange, fill_packed, fill_padded
+from rl.training.batching import Arranged, Batch, Minibatch, arrange, fill_packed, fill_padded
 from rl.training.logprob_diff import LogprobDiff, only_version
-from rl.training.packing import Packing
+from rl.training.packing import Microbatch, Packing
 from rl.training.publication import Publication
+from rl.training.reference import Reference
+from rl.training.updates import Updates
 
 
 class PolicyFeed:
@@ -44,6 +47,8 @@ class PolicyFeed:
         diff_every: int,
         sizes: Mapping[str, Any],
         packing: Packing | None = None,
+        updates: Updates | None = None,
+        reference: Reference | None = None,
         flops: Callable[[int, int, int], float | None] = lambda prefix, samples, length: None,
         on_update: Callable[[], None] = lambda: None,
     ):
@@ -53,6 +58,8 @@ class PolicyFeed:
             diff_every: updates between comparisons by `diff`.
             sizes: keyword arguments of `pack_groups`.
             packing: of rollouts into rows; None: rows are padded to the greatest length.
+            updates: by each batch; None: one.
+            reference: policy that the objective compares with, if it does.
             flops: model FLOPs of a row.
             on_update: called once the version of an update is on its way.
         """
@@ -61,6 +68,7 @@ class PolicyFeed:
         self._controller, self._publication, self._group, self._events = controller, publication, group, events
         self._objective, self._diff, self._diff_every, self._sizes = objective, diff, diff_every, sizes
         self._packing, self._on_update = packing, on_update
+        self._updates, self._reference = updates, reference
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
@@ -78,8 +86,9 @@ class PolicyFeed:
         contents = None
         if agreed is not None:
             headers = agreed.headers
-            shards = math.prod(axis_sizes("batch").values())
-            arranged = arrange(headers, self._objective, **self._sizes, packing=self._packing, shards=shards)
+            parts = None if self._updates is None else partial(self._updates.parts, version=version)
+            placing: dict[str, Any] = {"packing": self._packing, "shards": math.prod(axis_sizes("batch").values())}
+            arranged = arrange(headers, self._objective, **self._sizes, **placing, parts=parts)
             drawn_by = only_version(headers) if version % self._diff_every == 0 else None
             wanted = rollouts_of(arranged, [] if drawn_by is None else self._diff.rows(headers))
             contents = fetched(agreed, self._controller, self._group, wanted)
@@ -92,21 +101,22 @@ class PolicyFeed:
         self._events.append("trainer", "wait", seconds=round(waited, 4), step=version, **what)
         self._began = time.monotonic()
         self._publication.copied()
-        count = len(arranged.microbatches) if arranged.has_gradient else 0
-        batches = [self._fill(arranged, index, contents) for index in range(count)]
+        minibatches = [minibatch for minibatch in arranged.minibatches if minibatch.has_gradient]
+        filled = [[self._fill(one, microbatch, contents) for microbatch in one.microbatches] for one in minibatches]
         figures = dict(arranged.figures)
         if drawn_by is not None:
             sampler = self._publication.params(drawn_by, version, params)
-            figures |= self._diff.metrics(batches, headers, contents, sampler)
-        self.flops = self._model_flops(arranged, batches)
+            figures |= self._diff.metrics([one for part in filled for one in part], headers, contents, sampler)
+        self.flops = self._model_flops(minibatches, filled)
         self._metrics = {**figures, **_staleness(headers, version), "wait_seconds": waited, "version": step}
         self._metrics |= self._skipped
-        arrays = [on_devices for _, on_devices in batches]
-        return [arrays] if arrays and self._packing is not None else arrays
+        return self._inputs(filled, params) * (1 if self._updates is None else self._updates.epochs)
 
-    def _fill(self, arranged: Arranged, index: int, contents: Contents) -> tuple[Batch, dict[str, jax.Array]]:
+    def _fill(
+        self, minibatch: Minibatch, microbatch: Microbatch, contents: Contents
+    ) -> tuple[Batch, dict[str, jax.Array]]:
         """Return this process's rows of a microbatch, and the arrays on the devices of all."""
-        microbatch, prepared = arranged.microbatches[index], arranged.prepared
+        prepared = minibatch.prepared
         rows = [microbatch.rows[row] for row in local_rows(len(microbatch.rows))]
         if self._packing is None:
             samples = self._sizes["samples_per_row"] or prepared.arrays["weights"].shape[1]
@@ -116,16 +126,34 @@ class PolicyFeed:
             batch = fill_packed(rows, microbatch.length, prepared, contents, self._packing)
         return batch, shard_batch(batch, rows=len(microbatch.rows))
 
-    def _model_flops(self, arranged: Arranged, batches: list[tuple[Batch, Any]]) -> float | None:
-        """Return the model FLOPs of the rows that hold anything."""
+    def _inputs(self, filled: list[list[tuple[Batch, dict[str, jax.Array]]]], params: Params) -> list[Any]:
+        """Return what the update by each mini-batch takes: with the other policies' log-probabilities of its tokens.
+
+        All of them are computed now, when the policy is still the one at the start of the update.
+        """
+        others = {"logprobs_old": params} if self._objective.needs_old else {}
+        if self._reference is not None:
+            others["logprobs_reference"] = self._reference.params(params)
+        inputs: list[Any] = []
+        for part in filled:
+            arrays = [
+                {**rows, **{name: self._diff.logprobs(policy, rows) for name, policy in others.items()}}
+                for _, rows in part
+            ]
+            inputs.append(arrays[0] if self._packing is None else arrays)
+        return inputs
+
+    def _model_flops(self, minibatches: list[Minibatch], filled: list[list[tuple[Batch, Any]]]) -> float | None:
+        """Return the model FLOPs of the rows that hold anything, in all epochs."""
         total = 0.0
-        for microbatch, (batch, _) in zip(arranged.microbatches, batches, strict=bool(batches)):
-            samples = 1 if self._packing else batch["inputs"].shape[1]
-            each = self._row_flops(batch["prefix"].shape[1], samples, microbatch.length)
-            if each is None:
-                return None
-            total += each * sum(1 for row in microbatch.rows if row)
-        return total
+        for minibatch, part in zip(minibatches, filled, strict=True):
+            for microbatch, (batch, _) in zip(minibatch.microbatches, part, strict=True):
+                samples = 1 if self._packing else batch["inputs"].shape[1]
+                each = self._row_flops(batch["prefix"].shape[1], samples, microbatch.length)
+                if each is None:
+                    return None
+                total += each * sum(1 for row in microbatch.rows if row)
+        return total * (1 if self._updates is None else self._updates.epochs)
 
     def metrics(self) -> Mapping[str, Any]:
         """Return figures of the last batch."""
@@ -138,13 +166,16 @@ class PolicyFeed:
         self._events.append("trainer", "update", seconds=seconds, step=step - 1)
         if self._group.leader:
             self._skipped = self._controller.consumed(step - 1)
+        if self._reference is not None:
+            self._reference.updated(step, state["params"])
         self._publication.publish(step, state["params"])
         self._on_update()
 
     def checkpoint(self, state: State) -> tuple[State, dict[str, Any]]:
         """Return the state with the versions still in use. Of the controller the step is its whole state."""
         recent, versions = self._publication.saved(state["params"])
-        return {**state, "recent": recent}, {"versions": versions}
+        reference = {} if self._reference is None else self._reference.saved()
+        return {**state, "recent": recent, **reference}, {"versions": versions}
 
 
 def rollouts_of(arranged: Arranged, others: list[tuple[int, int]]) -> dict[int, set[int]]:

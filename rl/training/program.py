@@ -190,7 +190,7 @@ def packed_shapes(objective: Objective, packing: Packing, *, rows: int, length: 
 
 
 def _objective_arrays(objective: Objective, samples: int) -> list[tuple[str, int, Any]]:
-    """Return name, rank and dtype of the arrays that the objective adds, known from an example of its smallest size."""
+    """Return name, rank and dtype of the arrays that the objective needs, known from its smallest example."""
     one = (1, samples)
     rewards = np.arange(samples, dtype=np.float64)[None]
     prepared = objective.prepare(
@@ -199,7 +199,9 @@ def _objective_arrays(objective: Objective, samples: int) -> list[tuple[str, int
     for name, array in prepared.arrays.items():
         if array.shape != (*one, 1)[: array.ndim]:
             raise UserError(f"objective: array {name!r} has shape {array.shape}; expected groups x samples x tokens")
-    return [(name, array.ndim, array.dtype) for name, array in prepared.arrays.items()]
+    found: list[tuple[str, int, Any]] = [(name, array.ndim, array.dtype) for name, array in prepared.arrays.items()]
+    others = {"logprobs_old": objective.needs_old, "logprobs_reference": objective.needs_reference}
+    return found + [(name, 3, np.float32) for name, needed in others.items() if needed]
 
 
 def describe_batch(

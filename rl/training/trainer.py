@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from axlearn_like.config import REQUIRED, Configurable, errors_at, walk_configs
-from axlearn_like.layers.base import Params
+from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.learner import Learner
 from axlearn_like.operations.memory import check_state_fits
@@ -41,10 +41,12 @@ from rl.objective import Objective
 from rl.parameter_server.client import ParameterServerClient
 from rl.roles.protocols import BatchSource
 from rl.training.feed import PolicyFeed
-from rl.training.logprob_diff import LogprobDiff
+from rl.training.logprob_diff import LogprobDiff, difference_bounds
 from rl.training.packing import Packing
 from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
 from rl.training.publication import Publication
+from rl.training.reference import Reference
+from rl.training.updates import Updates
 
 _EVALUATION_POLL = 0.2  # seconds between two questions for the end of the last evaluation
 
@@ -66,6 +68,8 @@ class PolicyTrainer(Configurable):
         chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
         logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
         log_every: int = 1
+        updates: Updates.Config | None = None  # several by each batch; None: one
+        reference: Reference.Config | None = None  # policy of a term such as ReferenceKL
 
         def program(self, mesh: Mesh, learner: Learner | None = None) -> Program:
             """Return the update on a mesh; the learner is built unless it is given (UserError: it does not fit)."""
@@ -99,7 +103,7 @@ class PolicyTrainer(Configurable):
 
         def build_objective(self) -> Objective:
             """Return the objective; with one update a batch, "recompute" becomes "current", which is the same."""
-            once = self.objective.old_policy == "recompute"
+            once = self.objective.old_policy == "recompute" and (self.updates is None or self.updates.count == 1)
             return (self.objective.clone(old_policy="current") if once else self.objective).build()
 
         def build_packing(self) -> Packing | None:
@@ -116,7 +120,7 @@ class PolicyTrainer(Configurable):
             with use_mesh(mesh, self.axis_rules):
                 return describe_rows(mesh, rollouts=groups * samples, **self.sizes())
 
-        def sizes(self) -> dict[str, int]:
+        def sizes(self) -> dict[str, Any]:
             """Return the sizes of a batch that are fields of this config."""
             return {"max_prompt": self.max_prompt, "max_new": self.max_new, "row_multiple": self.row_multiple}
 
@@ -201,7 +205,9 @@ class PolicyTrainer(Configurable):
             """Refuse layers that do not divide over the mesh, by their paths (UserError)."""
             abstract = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
             with use_rules(self.axis_rules), abstract, errors_at("policy", self.model):
-                jax.eval_shape(lambda: self.model.build(rngs=nnx.Rngs(0)))
+                params = jax.eval_shape(lambda: split(self.model.build(rngs=nnx.Rngs(0)))[1])
+            if self.reference is not None:
+                self.reference.check_params(params, self.learner.build().frozen(params))
 
     def __init__(
         self,
@@ -235,24 +241,37 @@ class PolicyTrainer(Configurable):
         with use_mesh(self._mesh, self.cfg.axis_rules):
             self._session = Session(cfg, run, self._mesh, group, **where, config_text=config_text)
             program = cfg.program(self._mesh, learner)
-            program = program._replace(step=MinibatchStep(program.step))
-            check_state_fits(program.state, self._mesh)
+            updates = None if cfg.updates is None else cfg.updates.build(seed=seed)
+            step = (
+                MinibatchStep(program.step) if updates is None else MinibatchStep(program.step, until=updates.too_far)
+            )
+            program = program._replace(step=step)
+            frozen = learner.frozen(program.state["params"])
+            reference = None if cfg.reference is None else cfg.reference.build(frozen=frozen)
+            held = {} if reference is None else reference.describe(program.state["params"])
+            check_state_fits({**program.state, **held}, self._mesh)
             pushes = EventLog(run.events_path)
             kept: dict[str, Any] = {"staleness": cfg.staleness, "evaluate_every": cfg.evaluate_every}
-            kept["frozen"] = learner.frozen(program.state["params"])
+            kept["frozen"] = frozen
             self._publication = Publication(weights, controller, group, pushes, **kept)
-            also = {"recent": self._publication.describe(program.state["params"])}
+            also = {"recent": self._publication.describe(program.state["params"]), **held}
             state, step, extras = self._session.restore_or_start(program, learner, seed=seed, params=initial, also=also)
             if extras is not None:
                 self._publication.restore(state.pop("recent"), extras["versions"], state["params"])
+            if reference is not None:
+                reference.start(state["params"]) if extras is None else reference.restore(state)
             sizes: dict[str, Any] = {**cfg.sizes()}
             scoring: dict[str, Any] = {"temperature": cfg.temperature, "chunks": cfg.chunks, "group": group}
+            dtype = getattr(cfg.model, "dtype", "float32")
+            scoring["bounds"] = difference_bounds(dtype, weights.codec)
             self.diff = LogprobDiff(program.graphdef, **scoring, **sizes)
             feed = PolicyFeed(
                 *(controller, self._publication, objective, self.diff, group, self._session.events),
                 diff_every=cfg.logprob_diff_every,
                 sizes={**sizes, "samples_per_row": cfg.samples_per_row},
                 packing=cfg.build_packing(),
+                updates=updates,
+                reference=reference,
                 flops=partial(row_flops, cfg.model) if self._session.peak else lambda *sizes: None,
                 on_update=self.offer_evaluated,
             )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mesh.errors import UserError
-from rl.objective import NoImportance, TruncatedImportance
+from rl.objective import NoImportance, Objective, RolloutRejection, TruncatedImportance
 from rl.objective.tokens import gather_tokens
 
 
@@ -100,3 +100,26 @@ def test_no_importance_is_one():
 def test_limits_must_enclose_one(floor, cap):
     with pytest.raises(UserError, match="(floor: expected 0 to 1|cap: expected 1 or more), got "):
         TruncatedImportance.Config(floor=floor, cap=cap).build()
+
+
+@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
+def test_rejection_drops_whole_rollouts_and_tells_how_much(level):
+    """Against loops: rollouts outside the limits have weight zero, others the weights of the component within."""
+    new, batch = random_tokens(4)
+    within = TruncatedImportance.Config(cap=1.3)
+    cap, floor = {"token": (6.0, 0.15), "geometric": (1.3, 0.8), "sequence": (3.0, 0.3)}[level]
+    cfg = RolloutRejection.Config(level=level, cap=cap, floor=floor, weights=within)
+    weights, limited = cfg.build()(gather(new, batch))
+    _, outside = by_loops(batch, level, "mask", cap, floor)
+    kept, clipped = by_loops(batch, "token", "clip", 1.3, 0.0)
+    rejected = np.broadcast_to(outside.any(-1, keepdims=True), outside.shape)
+    mask = batch["action_mask"]
+    assert 0 < rejected[mask].mean() < 1
+    np.testing.assert_allclose(np.asarray(weights)[mask], np.where(rejected, 0, kept)[mask], rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(limited)[mask], (rejected | clipped)[mask])
+    metrics = (
+        Objective.Config(importance=cfg)
+        .build()
+        .loss(jnp.asarray(new), {k: jnp.asarray(v) for k, v in batch.items()})[1]
+    )
+    assert float(metrics["importance_dropped_fraction"]) == pytest.approx(rejected[mask].mean(), rel=1e-5)

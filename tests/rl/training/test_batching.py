@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -240,7 +241,7 @@ def test_a_mean_over_all_rollouts_would_differ_from_the_paper():
 @pytest.mark.parametrize("samples_per_row", [None, 2])
 def test_rows_of_uneven_groups_hold_every_rollout_once(samples_per_row: int | None):
     made, objective = ragged(failed=False), Objective.Config(advantage=RawReward.Config(baseline=-1.0)).build()
-    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+    sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
     batch, figures = pack_groups(made, objective, **sizes, samples_per_row=samples_per_row)
     targets, mask = (batch[name].reshape(-1, MAX_NEW) for name in ("targets", "action_mask"))
     found = sorted(tuple(row[m]) for row, m in zip(targets, mask, strict=True))

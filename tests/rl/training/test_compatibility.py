@@ -14,6 +14,8 @@ from mesh.mesh import PlaceholderDevice
 from rl.experiment import RLExperiment
 from rl.objective import PRESETS, Objective
 from rl.objective.presets import dapo, dr_grpo, grpo, reinforce
+from rl.training.reference import FrozenCopy
+from rl.training.updates import Updates
 from tests.rl.tiny import tiny_experiment
 from tests.rl.training.test_trainer import Roles, host
 
@@ -79,7 +81,7 @@ def test_lengths_of_the_objective_must_be_those_of_the_experiment():
 
 
 def test_a_reference_term_without_a_reference_is_refused():
-    refused(tiny_experiment(objective=grpo(kl_coef=0.1)), "objective.regulariser", "reference")
+    refused(tiny_experiment(objective=grpo(kl_coef=0.1)), "objective.regulariser", "trainer.reference", "FrozenCopy")
 
 
 def test_axes_that_rollouts_cannot_be_cut_over_are_refused():
@@ -90,3 +92,18 @@ def test_axes_that_rollouts_cannot_be_cut_over_are_refused():
     refused(cfg, "trainer.mesh", "no sequence axis", devices=[PlaceholderDevice() for _ in range(2)])
     cfg.trainer.mesh = {"pipeline": 2}
     refused(cfg, "trainer.row_multiple", "1 x the pipeline's 8 microbatches", "= 8, got 4", devices=jax.devices() * 2)
+
+
+def test_policies_that_terms_compare_with_must_be_there_and_be_read():
+    unread = tiny_experiment()
+    unread.trainer.reference = FrozenCopy.Config()
+    refused(unread, "trainer.reference", "no term of the objective compares with a reference")
+    moved = tiny_experiment()  # with old_policy="current"
+    moved.trainer.updates = Updates.Config(epochs=2)
+    refused(moved, "objective.old_policy", "'recompute' or 'behaviour'", "trainer.updates", "got 'current'")
+    moved.objective.old_policy = "behaviour"
+    moved.check("inprocess")
+    moved.trainer.updates = Updates.Config(minibatches=5)
+    refused(moved, "trainer.updates.minibatches", "at most groups=4", "got 5")
+    with pytest.raises(ConfigError, match="stop_kl: expected None with one update"):
+        Updates.Config(stop_kl=0.1).build(seed=0)

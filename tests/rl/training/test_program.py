@@ -35,6 +35,8 @@ def test_batches_have_the_described_arrays(preset):
     sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
     batch, _ = pack_groups(groups(), objective, **sizes, row_multiple=2)
     described = batch_shapes(objective, groups=GROUPS, samples=SAMPLES, **sizes)
+    scored = described.pop("logprobs_old")  # by the trainer, once the batch is on its devices
+    assert scored == described["logprobs_behaviour"]
     assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {n: (a.shape, a.dtype) for n, a in described.items()}
 
 

@@ -272,7 +272,8 @@ def uneven() -> list[Group]:
 
 def arrays_of(groups: list[Group], source: Any = None, group: Any = None, *, packed: bool) -> dict[str, np.ndarray]:
     """Arrays of an update, microbatches one after another, that lie where the mesh in force says."""
-    sizes, objective = {"max_prompt": 5, "max_new": 8}, grpo().set(old_policy="current").build()
+    sizes: dict[str, Any] = {"max_prompt": 5, "max_new": 8}
+    objective = grpo().set(old_policy="current").build()
     packing = Packing.Config(lengths=(16,), rows=2).build(**sizes) if packed else None
     headers = [header_of(one) for one in groups]
     arranged = arrange(headers, objective, **sizes, row_multiple=4, packing=packing, shards=4)

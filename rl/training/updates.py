@@ -1,0 +1,53 @@
+"""Several updates by one batch: its prompts in mini-batches, for several epochs, until the policy has moved too far.
+
+Advantages are those of the whole batch. Weights are those of the mini-batch, whose loss is the mean that the objective
+takes, so a step is as large as that of a batch of this size. Which prompts are together follows from seed and version,
+so a run that is killed makes the same updates again; it resumes before the first of them, never between two.
+"""
+
+from collections.abc import Mapping
+from typing import Any, override
+
+import numpy as np
+
+from axlearn_like.config import ConfigBase, Configurable
+
+
+class Updates(Configurable):
+    """Mini-batches and epochs of each batch."""
+
+    class Config(ConfigBase["Updates"]):
+        minibatches: int = 1  # parts of a batch, of whole groups; each gets an optimizer step
+        epochs: int = 1  # passes over the mini-batches of a batch
+        stop_kl: float | None = None  # no further update of the batch once `kl_old_new` is above; None: all are made
+
+        @property
+        def count(self) -> int:
+            """Updates of a batch, at most."""
+            return self.minibatches * self.epochs
+
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "minibatches", "epochs")
+            several = "None with one update a batch, before which the policy has not moved"
+            self.require("stop_kl", self.stop_kl is None or self.count > 1, several)
+            self.require("stop_kl", self.stop_kl is None or self.stop_kl > 0, "above 0, in nats per token")
+
+    def __init__(self, cfg: Config, *, seed: int):
+        self.epochs, self._minibatches = cfg.epochs, cfg.minibatches
+        self._stop_kl, self._seed = cfg.stop_kl, seed
+
+    def parts(self, live: np.ndarray, version: int) -> list[np.ndarray]:
+        """Return bool[groups] of each mini-batch: a random share of the live groups, equal but for one group.
+
+        Args:
+            live: bool[groups], true where a group has a weight.
+            version: that is updated by the batch.
+        """
+        order = np.random.default_rng((self._seed, version)).permutation(np.flatnonzero(live))
+        shares = [share for share in np.array_split(order, self._minibatches) if share.size]
+        return [np.isin(np.arange(len(live)), share) for share in shares]
+
+    def too_far(self, metrics: Mapping[str, Any]) -> bool:
+        """Return True if these metrics of an update end its batch; only a limit waits for the devices."""
+        return self._stop_kl is not None and float(metrics["kl_old_new"]) > self._stop_kl
