@@ -1,14 +1,20 @@
-"""A model in Hugging Face's form, or an imported one, as something that a server serves."""
+"""A model in Hugging Face's form, or an imported one, as something that a server serves; and adapters of it."""
 
 from pathlib import Path
+from typing import Any
 
-from axlearn_like.config import walk_configs
+from axlearn_like.checkpoint.arrays import SavedParams
+from axlearn_like.config import ConfigBase, from_text, walk_configs
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.wrappers.adapters import Adapter
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
+from mesh.errors import UserError
 from models.huggingface import hf
+from models.huggingface.adapters import CONFIG
 from models.huggingface.checkpoints.directory import is_huggingface
 from models.huggingface.checkpoints.importing import ORIGINAL, RECORD
-from rl.serving.model import ServedModel
+from models.huggingface.checkpoints.importing_adapter import peft_adapter, run_adapter
+from rl.serving.policy import ServedModel, find_run, newest_weights
 
 
 def is_model(path: Path) -> bool:
@@ -34,3 +40,26 @@ def served_model(path: Path, *, random_weights: bool = False) -> ServedModel.Con
     if positions is not None and cfg.max_prompt + cfg.max_new > positions:
         cfg.set(max_prompt=positions - positions // 2, max_new=positions // 2)
     return cfg
+
+
+def read_adapter(path: Path, model: ConfigBase[Any]) -> Adapter:
+    """Return the adapter of a directory in PEFT's form, or of a run with LoRA layers, for this base.
+
+    Raises:
+        UserError: it is neither, cannot be read, or was made for another base; it names the directory.
+    """
+    path = path.expanduser()
+    if not path.is_dir():
+        raise UserError(f"adapter {path}: there is no such directory")
+    if (path / CONFIG).is_file():
+        return peft_adapter(path, model)
+    run = find_run(path)
+    if run is None:
+        raise UserError(f"adapter {path}: expected {CONFIG} in it, as PEFT writes it, or a run directory")
+    cfg = from_text(run.config_path.read_text())
+    policy = next((one for one in (getattr(cfg, "policy", None), getattr(cfg, "model", None)) if one is not None), cfg)
+    weights = newest_weights(run, path.absolute())
+    try:
+        return run_adapter(SavedParams(run.path if weights is None else weights.path), policy)
+    except UserError as error:
+        raise UserError(f"adapter {path}: {error}") from None

@@ -42,6 +42,7 @@ from rl.parameter_server.transport.tls import Tls
 from rl.roles.protocols import BatchSource, LeaseSource, ScoreSource
 from rl.roles.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.model_runner.follower import Follower
 from rl.rollout.model_runner.followers import Followers
 from rl.rollout.model_runner.pulls import GroupReceiver
@@ -267,10 +268,18 @@ class RLExperiment(Configurable):
         scorer = getattr(self.cfg.verifier, "scorer", None)
         return scorer.wants() if isinstance(scorer, Scorer.Config) else frozenset()
 
-    def make_engine(self, followers: Followers | None = None, **changes: Any) -> RolloutEngine:
-        """Build a rollout engine; `changes` are fields of its config, `followers` its other processes."""
+    def make_engine(
+        self, followers: Followers | None = None, adapters: AdapterLimits | None = None, **changes: Any
+    ) -> RolloutEngine:
+        """Build a rollout engine.
+
+        Args:
+            followers: its other processes.
+            adapters: room for LoRA adapters that requests name.
+            changes: fields of its config.
+        """
         decode = partial(completion_text, self.tokenizer)
-        return self.engine_cfg.clone(**changes).build(decode=decode, followers=followers)
+        return self.engine_cfg.clone(**changes).build(decode=decode, followers=followers, adapters=adapters)
 
     def make_worker(
         self,

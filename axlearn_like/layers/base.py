@@ -7,7 +7,7 @@ parameter server sends. Passing modules through `nnx.jit` instead costs 6 to 800
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ class Workload(NamedTuple):
 
 class Layer(nnx.Module, Configurable):
     """Base of all layers: `__init__(cfg, *, rngs)` creates parameters, `__call__` is pure."""
+
+    projected: ClassVar[tuple[str, ...]] = ()  # own matrices that `project` alone multiplies with: adapters fit them
 
     def flops(self, work: Workload) -> float:
         """Return the FLOPs of a forward pass: those of products with the layer's matrices and of the layers within.

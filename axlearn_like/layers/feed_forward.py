@@ -31,6 +31,8 @@ class SwiGLU(Layer):
         dim: int = REQUIRED
         hidden: int = REQUIRED
 
+    projected = ("gate_df", "up_df", "down_fd")
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         wide, narrow = fan_in_init(cfg.dim), fan_in_init(cfg.hidden)
         self.gate_df = param(rngs, (cfg.dim, cfg.hidden), ("embed", "hidden"), wide)
@@ -71,6 +73,8 @@ class FeedForward(Layer):
         dim: int = REQUIRED
         hidden: int = REQUIRED
         activation: Activation = "gelu_tanh"
+
+    projected = ("up_df", "down_fd")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         zeros = jax.nn.initializers.zeros

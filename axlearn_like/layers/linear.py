@@ -6,12 +6,14 @@ compilers of accelerators make no difference.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from axlearn_like.layers.wrappers.low_rank import RowAdapted
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import length_axes
 
@@ -20,7 +22,7 @@ UNSPLIT_SUM = 32768  # entries of a matrix up to which XLA's CPU matmul sums its
 
 def project(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | RowAdapted,
     *,
     inputs: int = 1,
     in_axis: str | None = None,
@@ -33,7 +35,7 @@ def project(
 
     Args:
         x: activations; the weight is cast to their type.
-        weight: the first of its input and of its output axes may be sharded.
+        weight: the first of its input and of its output axes may be sharded. Each row may have an update of its own.
         inputs: how many axes are contracted.
         in_axis: logical name of the first contracted axis *of the activations*, None if it is not sharded.
         out_axis: logical name of the first output axis, None if it is not sharded.
@@ -47,6 +49,11 @@ def project(
     """
     batch, length = x.shape[:2]
     out = out or weight.shape[inputs:]
+    if isinstance(weight, RowAdapted):
+        axes: Any = {"in_axis": in_axis, "out_axis": out_axis}
+        y = project(x, weight.weight, inputs=inputs, **axes, out=out, dtype=dtype, like=like)
+        spec = partition("batch", None, out_axis, *[None] * (len(out) - 1))
+        return y + jnp.reshape(weight.update(x, **axes).astype(y.dtype), y.shape, out_sharding=spec)
     width = math.prod(weight.shape[:inputs])
     matrix = _as_matrix(weight.astype(x.dtype), inputs)
     unsharded = [None] * (len(out) - 1)

@@ -15,10 +15,13 @@ from typing import Any, Literal
 
 from axlearn_like.config import Configurable
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError
 from rl.roles.messages import Rollout
 from rl.rollout.config import EngineConfig
 from rl.rollout.engine_core import EngineCore
+from rl.rollout.model_runner.adapter_bank import AdapterLimits
+from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.model_runner.followers import Followers
 from rl.rollout.model_runner.pulls import GroupReceiver, Pulled
 from rl.rollout.model_runner.weights import PlacedWeights
@@ -36,17 +39,27 @@ class RolloutEngine(Configurable):
     class Config(EngineConfig["RolloutEngine"]):
         """See `EngineConfig`."""
 
-    def __init__(self, cfg: Config, *, decode: Callable[[Any], str] | None = None, followers: Followers | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        decode: Callable[[Any], str] | None = None,
+        followers: Followers | None = None,
+        adapters: AdapterLimits | None = None,
+    ):
         """Build the engine, without weights.
 
         Args:
             cfg: sizes and defaults.
             decode: gives the text of tokens; without it requests cannot have stop strings.
             followers: the other processes of an engine whose mesh goes over several, of which this one leads.
+            adapters: room for LoRA adapters that requests name; None: there is none.
         """
+        if adapters is not None and followers is not None:
+            raise UserError("an engine of several processes has no adapters; expected one process")
         self.cfg, self._has_text = cfg, decode is not None
         self.paused = False
-        self._core = EngineCore(cfg, decode, followers)
+        self._core = EngineCore(cfg, decode, followers, adapters)
         self._runner, self._lifecycle = self._core.runner, self._core.lifecycle
         Sampler.check(cfg.sampler, self._runner.vocab, "RolloutEngine.sampler")
         self._submitted, self._aborted = 0, 0
@@ -105,8 +118,7 @@ class RolloutEngine(Configurable):
             UserError: other arrays than the model has, or a lower version: the policy in place stays. Or a callback or
                 agent loop of a request called it, while a dispatch may be running.
         """
-        if self._in_step:
-            raise UserError("set_weights was called within a step, by a request's own code; call it between steps")
+        self._check_between_steps("set_weights")
         newest = self._core.newest_version
         if version < newest and not rewind:
             where = "which is in place" if newest == self.version else "which is to come next"
@@ -134,6 +146,38 @@ class RolloutEngine(Configurable):
         if self._lifecycle.groups:
             raise UserError(f"the engine cannot sleep: {len(self._lifecycle.groups)} requests are unfinished")
         self._core.sleep()
+
+    # ---- adapters
+
+    @property
+    def adapters(self) -> dict[str, LoadedAdapter]:
+        """The adapters that requests can name."""
+        return self._core.adapters.loaded
+
+    def load_adapter(self, name: str, adapter: Adapter) -> LoadedAdapter:
+        """Load an adapter, or replace the one of this name, between two dispatches; nothing is compiled for it.
+
+        Unfinished requests keep the one that they began with.
+
+        Raises:
+            UserError: it does not fit the model or the room for adapters, or all slots are taken; nothing has changed.
+                Or a request's own code called it, within a step.
+        """
+        self._check_between_steps("load_adapter")
+        return self._core.load_adapter(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; its slot is free when those that use it have ended.
+
+        Raises:
+            UserError: there is none of this name, or a request's own code called it, within a step.
+        """
+        self._check_between_steps("unload_adapter")
+        self._core.unload_adapter(name)
+
+    def _check_between_steps(self, method: str) -> None:
+        if self._in_step:
+            raise UserError(f"{method} was called within a step, by a request's own code; call it between steps")
 
     # ---- other processes
 
@@ -165,8 +209,10 @@ class RolloutEngine(Configurable):
             cache_tokens=self._core.scheduler.kv_cache.pool.total * cfg.page_size,
             has_text=self._has_text,
         )
+        adapter = None if request.adapter is None else self._core.adapters.find(request.adapter, f"{request.name}: ")
         due = None if request.deadline is None else time.monotonic() + request.deadline
-        group = SequenceGroup(self._submitted, request, request.sampler or cfg.sampler, stop, due, on_tokens)
+        sampler = request.sampler or cfg.sampler
+        group = SequenceGroup(self._submitted, request, sampler, stop, due, on_tokens, adapter)
         self._submitted += 1
         self._lifecycle.start(group)
         return group.number

@@ -6,9 +6,13 @@ from typing import Any
 
 import jax
 
+from axlearn_like.layers.wrappers.adapters import Adapter
+from mesh import UserError
 from rl.rollout.config import EngineConfig
 from rl.rollout.kv_cache.manager import KVCacheManager
 from rl.rollout.lifecycle import Lifecycle
+from rl.rollout.model_runner.adapter_bank import AdapterLimits
+from rl.rollout.model_runner.adapter_slots import AdapterSlots, LoadedAdapter
 from rl.rollout.model_runner.executor import Executor
 from rl.rollout.model_runner.followers import Followers
 from rl.rollout.model_runner.runner import ModelRunner
@@ -21,15 +25,22 @@ from rl.rollout.sequence import Sequence
 class EngineCore:
     """One iteration prefills chunks of new prompts, and draws tokens of every running sequence in one dispatch."""
 
-    def __init__(self, cfg: EngineConfig[Any], decode: Callable[[Any], str] | None, followers: Followers | None = None):
+    def __init__(
+        self,
+        cfg: EngineConfig[Any],
+        decode: Callable[[Any], str] | None,
+        followers: Followers | None = None,
+        adapters: AdapterLimits | None = None,
+    ):
         """`decode` gives the text of tokens; `followers`: other processes over which the mesh goes."""
         self._cfg = cfg
         self.version = -1
         kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching)
         self.scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
-        self.runner = ModelRunner(cfg)
+        self.runner = ModelRunner(cfg, adapters=adapters)
         self.executor = Executor(self.runner, followers)
         self.lifecycle = Lifecycle(self.scheduler, self.runner.vocab, decode)
+        self.adapters = AdapterSlots(0 if adapters is None else adapters.slots, self._busy_adapters)
         self._next_weights: tuple[PlacedWeights, int] | None = None  # for when all running requests have ended
         self._approximations: tuple[str, ...] = ()  # of the weights in place
         self._counts = dict.fromkeys(("prefill_tokens", "generation_tokens", "dispatches"), 0)
@@ -63,6 +74,32 @@ class EngineCore:
                 scheduler.drop_pages(sequence)
             else:
                 sequence.mix_cache()
+
+    def load_adapter(self, name: str, adapter: Adapter) -> LoadedAdapter:
+        """Put an adapter into the bank, in the place of one of this name; unfinished requests keep theirs.
+
+        Raises:
+            UserError: there is no bank, no slot is free, or the adapter does not fit; nothing has changed.
+        """
+        bank = self.runner.bank
+        if bank is None:
+            raise UserError(f"adapter {name!r}: this engine has no room for adapters")
+        try:
+            bank.check(adapter)
+        except UserError as error:
+            raise UserError(f"adapter {name!r}: {error}") from None
+        loaded, old = self.adapters.take(name, adapter.rank)
+        bank.put(loaded.slot, adapter)
+        if old is not None:
+            self.scheduler.kv_cache.forget_adapter(old.key)
+        return loaded
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter. Raises UserError if there is none of this name."""
+        self.scheduler.kv_cache.forget_adapter(self.adapters.drop(name).key)
+
+    def _busy_adapters(self) -> set[LoadedAdapter]:
+        return {group.adapter for group in self.lifecycle.groups.values() if group.adapter is not None}
 
     def sleep(self) -> None:
         """Give back the memory of weights and cache, until `install`. Nothing may be unfinished."""
@@ -181,6 +218,7 @@ class EngineCore:
             "suspended": len(scheduler.suspended),
             "pages": pool.total,
             "pages_used": pool.used,
+            "adapters": len(self.adapters.loaded),
             "prefix_cache_pages": scheduler.kv_cache.prefix_pages,
             **{f"{use}_seconds": seconds for use, seconds in self._seconds.items()},
         }

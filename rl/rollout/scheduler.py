@@ -94,7 +94,8 @@ class Scheduler:
         """Give a sequence without pages the cached prefix of its tokens; returns its number of tokens."""
         if sequence.pages:
             return 0
-        sequence.start_cache((self.version, sequence.group.request.adapter))
+        adapter = sequence.group.adapter
+        sequence.start_cache((self.version, None if adapter is None else adapter.key))
         return self.kv_cache.adopt(sequence)
 
     def _prefillable(self) -> Iterator[Sequence]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rl.roles.messages import FinishReason, Rollout
 from rl.rollout.agent_loop import AgentLoop, Command, Generate, Join, Wait
+from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import OnTokens, Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.stop_strings import StopText, check_strings
@@ -38,9 +39,15 @@ class SequenceGroup:
     stop: StopConditions  # resolved: max_new is set
     due: float | None  # on the monotonic clock
     on_tokens: OnTokens | None
+    adapter: LoadedAdapter | None = None  # None: the base model
     sequences: list["Sequence"] = dataclasses.field(default_factory=list)
     started: bool = False  # some of its tokens were computed
     error: str | None = None
+
+    @property
+    def slot(self) -> int:
+        """The place of its adapter in the bank; 0: the base model."""
+        return 0 if self.adapter is None else self.adapter.slot
 
     @property
     def ended(self) -> bool:

@@ -64,8 +64,6 @@ def _check_fields(request: Request, vocab: int) -> None:
         raise UserError(f"{name} asks for {request.samples} samples; expected 1 or more")
     if request.deadline is not None and not request.deadline > 0:
         raise UserError(f"{name} has a deadline of {request.deadline} s; expected more than 0")
-    if request.adapter is not None:
-        raise UserError(f"{name} asks for adapter {request.adapter!r}; this engine has none")
     if request.sampler is not None:
         Sampler.check(request.sampler, vocab, f"{name}: sampler")
 

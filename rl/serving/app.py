@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,8 @@ class App:
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models),
+            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
@@ -97,7 +99,7 @@ class App:
             again = min(max(1, math.ceil(self._first_token_seconds)), LONGEST_RETRY)
             said = f"{waiting} requests are waiting and {self._max_queue} are the most; try again in {again} s"
             raise ApiError(429, said, code="queue_full", retry_after=again)
-        answer = Answer(generation, self._context.tokenizer, self._context.model, self._engine.version)
+        answer = Answer(generation, self._context.tokenizer, generation.model, self._engine.version)
         job = _Job(endpoint, generation, self._engine.submit(generation.requests), answer)
         self._jobs.add(job)
         return job
@@ -208,22 +210,38 @@ class App:
 
     async def _models(self, request: HttpRequest) -> Response:
         self._check_access(request)
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._context.models.names]})
 
     async def _model(self, request: HttpRequest) -> Response:
         self._check_access(request)
         name = request.path_params["name"]
-        if name != self._context.model:
-            raise ApiError(404, f"no model {name[:80]!r} here; this server has {self._context.model!r}", param="model")
-        return JSONResponse(self._card())
+        self._context.models.find(name)
+        return JSONResponse(self._card(name))
 
-    def _card(self) -> dict[str, Any]:
-        return {"id": self._context.model, "object": "model", "created": self._created, "owned_by": "axlearn-like"}
+    def _card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "axlearn-like"}
+        return card | self._context.models.card(name)
+
+    async def _load_adapter(self, request: HttpRequest) -> Response:
+        return await self._administer(request, self._context.models.load)
+
+    async def _unload_adapter(self, request: HttpRequest) -> Response:
+        return await self._administer(request, self._context.models.unload)
+
+    async def _administer(
+        self, request: HttpRequest, change: Callable[[Any, EngineThread], Awaitable[str]]
+    ) -> Response:
+        self._check_access(request)
+        return Response(await change(await read_json(request, self._max_body), self._engine), media_type="text/plain")
 
     async def _health(self, request: HttpRequest) -> Response:
         del request
         alive = self._engine.alive
-        body = {"status": "ok" if alive else "failed", "model": self._context.model, "version": self._engine.version}
+        body = {
+            "status": "ok" if alive else "failed",
+            "model": self._context.models.names[0],
+            "version": self._engine.version,
+        }
         return JSONResponse(body, 200 if alive else 503)
 
     async def _metrics(self, request: HttpRequest) -> Response:

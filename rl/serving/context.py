@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.rollout.sampling import Sampler
+from rl.serving.adapters import ServedAdapters
 from rl.serving.chat_template import ChatTemplate
 
 
@@ -12,7 +13,7 @@ class ServingContext:
     """The policy behind the endpoint, and the limits of a request.
 
     Attributes:
-        model: the name that requests must give.
+        models: the names that requests may give: the base's, and those of adapters, which come and go.
         max_prompt: tokens.
         max_new: tokens of a completion; also the default.
         stop_tokens: end every completion.
@@ -21,7 +22,7 @@ class ServingContext:
         deadline: seconds; also the default.
     """
 
-    model: str
+    models: ServedAdapters
     tokenizer: Tokenizer
     template: ChatTemplate
     max_prompt: int

@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError
 from rl.roles.messages import Rollout
 from rl.rollout.engine import RolloutEngine
@@ -123,6 +124,14 @@ class EngineThread:
         """Swap the weights between two steps; requests continue under the new ones."""
         return self._call(lambda: self._set_weights(params, version))
 
+    def load_adapter(self, name: str, adapter: Adapter) -> Future[None]:
+        """Load an adapter between two steps, or replace the one of this name."""
+        return self._call(lambda: self._load_adapter(name, adapter))
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        """Take no more requests for an adapter; unfinished ones keep it."""
+        return self._call(lambda: self._engine.unload_adapter(name))
+
     def pause(self) -> Future[None]:
         """Make no more steps until `resume`; requests queue up."""
         return self._call(partial(setattr, self, "_paused", True))
@@ -227,6 +236,9 @@ class EngineThread:
     def _set_weights(self, params: Params, version: int) -> None:
         self._engine.set_weights(params, version)
         self.version = version
+
+    def _load_adapter(self, name: str, adapter: Adapter) -> None:
+        self._engine.load_adapter(name, adapter)
 
     def _call(self, function: Callable[[], None]) -> Future[None]:
         """Queue a call whose end, or error, the caller can wait for."""

@@ -1,7 +1,9 @@
-"""The policy of a run directory: its config as recorded, and its newest weights."""
+"""The policy that a server serves: a run directory's as recorded, with its newest weights; or a model alone."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,15 +11,19 @@ from flax import nnx
 
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.checkpoint.reader import restore_params
-from axlearn_like.config import from_text
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, from_text
 from axlearn_like.layers.base import Params, split
 from axlearn_like.run.directory import RunDirectory
+from axlearn_like.tokenizers.embedding import check_tokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
+from axlearn_like.training.program import check_length
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.experiment import RLExperiment
 from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.request import Request, StopConditions
-from rl.serving.model import ServedModel
+from rl.rollout.sampling import Sampler
 from rl.training.warm_start import warm_start_directory
 
 
@@ -72,6 +78,45 @@ def newest_weights(run: RunDirectory, path: Path | None = None) -> Weights | Non
     return Weights(warm, 0) if _steps(warm / "checkpoints") else None
 
 
+class ServedModel(Configurable):
+    """A model without the tasks and the learner of an experiment: a policy, its tokenizer and the sizes of an engine.
+
+    Its parameters are those that the policy begins with.
+    """
+
+    class Config(ConfigBase["ServedModel"]):
+        policy: ConfigBase = REQUIRED
+        tokenizer: ConfigBase = REQUIRED
+        max_prompt: int = 1024  # tokens
+        max_new: int = 1024  # tokens, the stop token included
+        sampler: Sampler.Config = Sampler.Config()
+        engine: RolloutEngine.Config = RolloutEngine.Config(max_num_seqs=16)
+        start_from: None = None  # the policy says it
+        seed: int = 0  # of parameters that are random
+
+        def check(self) -> None:
+            """Refuse a tokenizer or lengths that the policy has no room for."""
+            super().check()
+            check_tokenizer(self.tokenizer, self.policy)
+            check_length(self.policy, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")
+
+        def check_fields(self) -> None:
+            """Refuse lengths that no engine can have."""
+            self.require_least(1, "max_prompt", "max_new")
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.tokenizer: Tokenizer = cfg.tokenizer.build()
+        self.engine_cfg = cfg.engine.filled_from(
+            cfg, model=cfg.policy, stop_tokens=self.tokenizer.stop_ids, sampler=cfg.sampler
+        )
+
+    def make_engine(self, adapters: AdapterLimits | None = None, **changes: Any) -> RolloutEngine:
+        """Build a rollout engine with room for adapters; `changes` are fields of its config."""
+        decode = partial(completion_text, self.tokenizer)
+        return self.engine_cfg.clone(**changes).build(decode=decode, adapters=adapters)
+
+
 def load_params(experiment: RLExperiment | ServedModel, weights: Weights | None, mesh: jax.sharding.Mesh) -> Params:
     """Return parameters sharded over `mesh`; without weights, those that the experiment starts from, or random ones.
 
@@ -95,9 +140,13 @@ def load_params(experiment: RLExperiment | ServedModel, weights: Weights | None,
         return start.build().params(described)
 
 
-def make_engine(experiment: RLExperiment | ServedModel, weights: Weights | None) -> RolloutEngine:
+def make_engine(
+    experiment: RLExperiment | ServedModel, weights: Weights | None, adapters: AdapterLimits | None = None
+) -> RolloutEngine:
     """Return the experiment's engine with weights (None: random ones) and its usual programs compiled."""
-    engine = experiment.make_engine(keep_completions=True)  # a conversation continues with its next question
+    engine = experiment.make_engine(
+        adapters=adapters, keep_completions=True
+    )  # a conversation continues with its next question
     params = load_params(experiment, weights, make_mesh(engine.cfg.mesh))
     engine.set_weights(params, 0 if weights is None else weights.version)
     first = Prompt(0, "warm-up", np.asarray([experiment.tokenizer.eos] * 2, np.int32)[: engine.cfg.max_prompt])

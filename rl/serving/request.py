@@ -12,7 +12,7 @@ from rl.roles.messages import Prompt
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.serving.context import ServingContext
-from rl.serving.errors import ApiError, bad_field
+from rl.serving.errors import bad_field
 from rl.serving.fields import Fields, is_integer, is_number, shown, text
 from rl.serving.prompts import prompt_id, read_chat, read_prompts
 from rl.serving.text import REPLACEMENT
@@ -58,6 +58,7 @@ class Generation:
     logprobs: bool
     token_ids: bool
     stops: tuple[str, ...]
+    model: str
 
     @property
     def samples(self) -> int:
@@ -77,7 +78,7 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> Generation:
         ApiError: 400 (404 for another model), naming the field.
     """
     fields = Fields(body)
-    _check_model(fields, context)
+    model, adapter = _model(fields, context)
     prompts = [read_chat(fields, context)] if chat else read_prompts(fields, context)
     samples = fields.take_int("n", 1, context.max_samples) or 1
     if samples * len(prompts) > context.max_samples:
@@ -105,6 +106,7 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> Generation:
             sampler=sampler,
             stop=stop,
             deadline=context.deadline if deadline is None else deadline,
+            adapter=adapter,
         )
         for tokens in prompts
     ]
@@ -116,20 +118,16 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> Generation:
         logprobs=logprobs,
         token_ids=token_ids,
         stops=stop.strings,
+        model=model,
     )
 
 
-def _check_model(fields: Fields, context: ServingContext) -> None:
+def _model(fields: Fields, context: ServingContext) -> tuple[str, str | None]:
+    """Return the model that a request names, and the adapter that this is, None for the base."""
     model = fields.take_text("model")
     if model is None:
-        raise fields.missing("model", repr(context.model))
-    if model != context.model:
-        raise ApiError(
-            404,
-            f"model: no model {shown(model)} here; this server has {context.model!r}",
-            param="model",
-            code="model_not_found",
-        )
+        raise fields.missing("model", repr(context.models.names[0]))
+    return model, context.models.find(model)
 
 
 def _stream_options(fields: Fields, stream: bool) -> bool:

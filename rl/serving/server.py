@@ -12,6 +12,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
+from rl.serving.adapters import ServedAdapters
 from rl.serving.app import App
 from rl.serving.chat_template import ChatTemplate
 from rl.serving.context import ServingContext
@@ -31,11 +32,13 @@ class Server(Configurable):
         max_body: int = 1 << 20  # bytes
         deadline: float = 600.0  # seconds, the longest that a request may take
         grace: float = 30.0  # seconds for unfinished requests after a stop
+        max_adapters: int = 8  # at the same time; more if more are named at the start
+        max_adapter_rank: int = 16  # more if one that is named at the start has more
         allowed_hosts: tuple[str, ...] = ()  # Host and Origin besides loopback ones, where there is no API key
 
         @override
         def check_fields(self) -> None:
-            self.require_least(1, "max_queue", "max_samples", "max_body")
+            self.require_least(1, "max_queue", "max_samples", "max_body", "max_adapters", "max_adapter_rank")
             self.require("deadline", self.deadline > 0, "seconds, more than 0")
             self.require_least(0, "grace")
 
@@ -47,12 +50,13 @@ class Server(Configurable):
         tokenizer: Tokenizer,
         model: str,
         api_key: str | None = None,
+        adapters: ServedAdapters | None = None,
     ):
-        """`engine` has its weights; `model` is the name that requests give."""
+        """`engine` has its weights; `model` is the name that requests give, `adapters` have others."""
         self.cfg = cfg
         self.engine = EngineThread(engine)
         context = ServingContext(
-            model=model,
+            models=adapters or ServedAdapters(model),
             tokenizer=tokenizer,
             template=cfg.template.build(tokenizer=tokenizer),
             max_prompt=engine.cfg.max_prompt,

@@ -185,6 +185,21 @@ def rl_update(rounds: int, as_json: bool) -> None:
     _report(bench.run(rounds), as_json, failed=False)
 
 
+@command.command(name="adapters")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
+@click.option("--adapters", default=32, show_default=True, type=click.IntRange(min=1), help="In one batch.")
+@_quick
+@_json
+def adapters_(rounds: int, adapters: int, quick: bool, as_json: bool) -> None:
+    """Sampling with many LoRA adapters in one batch, beside one adapter after another and the base alone."""
+    from tools.bench.adapters import benchmark as bench
+
+    sizes = {"adapters": 4, "width": 128, "new": 4} if quick else {"adapters": adapters}
+    with _progress() as say:
+        result = bench.run(rounds, say, **sizes)
+    _report(result, as_json, failed=False)
+
+
 def _names(listed: str) -> list[str]:
     return [name.strip() for name in listed.split(",") if name.strip()]
 

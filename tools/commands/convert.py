@@ -85,8 +85,11 @@ def _import(source: Path, target: Path, dtype: str | None, as_json: bool) -> Non
     help="Tensors beyond it go into further files, with an index.",
 )
 @click.option("--adapter", is_flag=True, help="Export the LoRA adapter alone, in PEFT's form.")
+@click.option("--merge", is_flag=True, help="Add the LoRA adapter to the weights, and export a plain model.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, adapter: bool, as_json: bool) -> None:
+def _export(
+    source: Path, target: Path, dtype: str | None, max_shard_size: int, adapter: bool, merge: bool, as_json: bool
+) -> None:
     """Export SOURCE, a run or one step of it, as TARGET, a directory in Hugging Face's form.
 
     SOURCE is a run directory (its newest weights are taken), a checkpoint in one, or what `axl convert import` made.
@@ -96,6 +99,7 @@ def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, 
     from axlearn_like.config import from_text
     from axlearn_like.layers.wrappers.base import plain_config
     from models.huggingface.checkpoints.exporting import Original, export_checkpoint
+    from models.huggingface.checkpoints.merged import MergedParams
     from rl.serving.policy import find_run, newest_weights
 
     began = time.monotonic()
@@ -106,16 +110,24 @@ def _export(source: Path, target: Path, dtype: str | None, max_shard_size: int, 
     decoder = _decoder(cfg, run)
     weights = newest_weights(run, source.expanduser().absolute())
     params = SavedParams(run.path if weights is None else weights.path)
+    if adapter and merge:
+        raise UserError("--adapter exports an adapter alone, --merge a model with it: expected one of them")
     if adapter:
         _export_adapter(params, decoder, target, _origin(cfg, run), as_json)
         return
-    if plain_config(decoder) != decoder:
-        raise UserError(f"{source}: its model has layers with adapters; --adapter exports those alone, in PEFT's form")
+    plain = plain_config(decoder)
+    if merge and plain == decoder:
+        raise UserError(f"{source}: its model has no adapters, which --merge would add to the weights; leave it out")
+    if not merge and plain != decoder:
+        raise UserError(
+            f"{source}: its model has layers with adapters; --adapter exports those alone, in PEFT's form, and --merge "
+            "a plain model with them added"
+        )
     tokenizer, token_ids = _tokenizer(cfg)
     with bytes_progress("export") as progress:
         done = export_checkpoint(
-            params,
-            decoder,
+            MergedParams(params, decoder) if merge else params,
+            plain,
             target,
             original=Original.of(_origin(cfg, run)),
             dtype=dtype,

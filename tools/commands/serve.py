@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,11 @@ from mesh.errors import UserError, install_hint
 from tools.experiment import apply_edits, check_command, code_option, default_run_dir, load_experiment, trust_place
 
 if TYPE_CHECKING:
+    from axlearn_like.layers.wrappers.adapters import Adapter
     from axlearn_like.run.directory import RunDirectory
     from rl.experiment import RLExperiment
-    from rl.serving.model import ServedModel
-    from rl.serving.policy import Weights
+    from rl.rollout.model_runner.adapter_bank import AdapterLimits
+    from rl.serving.policy import ServedModel, Weights
     from rl.serving.server import Server
 
 KEY_VARIABLE = "AXL_API_KEY"
@@ -50,6 +52,18 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
     metavar="PATH=VALUE",
     help="Change a field of the experiment, or of the server (server.max_samples=8). May be repeated.",
 )
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="MODEL=DIR",
+    help="Serve a LoRA adapter as another model: a directory of PEFT, or a run of ours. May be repeated.",
+)
+@click.option(
+    "--adapters-from",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Let clients with the API key load and unload adapters of this directory.",
+)
 @click.option("--random-weights", is_flag=True, help="Serve an untrained policy: to try clients, and for load tests.")
 def command(
     name: str,
@@ -60,16 +74,22 @@ def command(
     max_queue: int | None,
     grace: float | None,
     sets: tuple[str, ...],
+    adapters: tuple[str, ...],
+    adapters_from: Path | None,
     random_weights: bool,
 ) -> None:
     """Serve the policy of NAME: a run directory, a checkpoint in one, an experiment, or a model.
 
     A run directory's newest weights are taken; an experiment stands for its run directory in runs/. A model is a
     directory in Hugging Face's form, or one that `axl convert import` made; --set max_prompt and max_new say how long
-    prompts and answers may be. Ctrl-C or SIGTERM stops the server when all accepted requests are answered.
+    prompts and answers may be. Requests choose between the policy and its adapters by `model`. Ctrl-C or SIGTERM stops
+    the server when all accepted requests are answered.
     """
     if api_key is not None and not api_key.strip():
         raise UserError(f"the API key is empty; leave --api-key out and {KEY_VARIABLE} unset to serve without one")
+    if adapters_from is not None and api_key is None:
+        raise UserError(f"--adapters-from: clients load adapters with an API key alone; set {KEY_VARIABLE}")
+    named = _named_adapters(adapters)
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:
         raise UserError(f"axl serve needs {', '.join(missing)}; {install_hint('serve')}")
@@ -84,14 +104,15 @@ def command(
 
     with listen(host, port) as listener, graceful_stop() as stop:
         hosts = allowed_hosts if host in _ANY else (*allowed_hosts, host)
-        server = _build(cfg, weights, model, server_sets, hosts, api_key)
+        server = _build(cfg, weights, model, server_sets, hosts, api_key, named, adapters_from)
         if api_key is None and host not in _LOCAL:
             click.echo(f"axl: warning: any program that reaches {host}:{port} may use it; see --api-key", err=True)
         if not stop.requested:
             server.start(listener)
             what = "untrained" if random_weights else "as it came"
             what = what if weights is None else f"weights after {weights.version} updates"
-            click.echo(f"serving {model!r} ({what}) at {url_of(listener)}/v1")
+            others = f" and {len(named)} adapter{'s' if len(named) > 1 else ''}" if named else ""
+            click.echo(f"serving {model!r} ({what}){others} at {url_of(listener)}/v1")
         server.wait(lambda: stop.requested)
         ended_by_itself = not stop.requested
         if stop.requested:
@@ -154,9 +175,12 @@ def _build(
     server_sets: Sequence[str],
     allowed_hosts: tuple[str, ...],
     api_key: str | None,
+    named: dict[str, Path],
+    adapters_from: Path | None,
 ) -> Server:
-    """Return the server with an engine that is ready: weights loaded, the usual programs compiled."""
+    """Return the server with an engine that is ready: weights and adapters loaded, the usual programs compiled."""
     from mesh.compilation import enable_compilation_cache
+    from rl.serving.adapters import ServedAdapters, check_name
     from rl.serving.policy import make_engine
     from rl.serving.server import Server
 
@@ -165,8 +189,51 @@ def _build(
     apply_edits(server_cfg, server_sets, prefix=_SERVER)
     server_cfg.set(allowed_hosts=(*server_cfg.allowed_hosts, *allowed_hosts)).check()
     experiment = cfg.build()
-    engine = make_engine(experiment, weights)
-    return server_cfg.build(engine=engine, tokenizer=experiment.tokenizer, model=model, api_key=api_key)
+    for adapter in named:
+        check_name(adapter, model)
+    policy = experiment.cfg.policy
+    found = {adapter: _read_adapter(path, policy) for adapter, path in named.items()}
+    limits = _limits(found, server_cfg, more=adapters_from is not None)
+    served = ServedAdapters(model, partial(_read_adapter, model=policy), adapters_from, keyed=api_key is not None)
+    engine = make_engine(experiment, weights, limits)
+    for adapter, factors in found.items():
+        engine.load_adapter(adapter, factors)
+        served.add(adapter, named[adapter].expanduser().absolute())
+    return server_cfg.build(
+        engine=engine, tokenizer=experiment.tokenizer, model=model, api_key=api_key, adapters=served
+    )
+
+
+def _named_adapters(given: Sequence[str]) -> dict[str, Path]:
+    """Return the directories of `--adapter NAME=DIR`, by name."""
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise UserError(f"--adapter {text}: expected MODEL=DIR, such as french=runs/french")
+        if name in found:
+            raise UserError(f"--adapter {text}: another adapter has the name {name!r}, {found[name]}")
+        found[name] = Path(path)
+    return found
+
+
+def _read_adapter(path: Path, model: Any) -> Adapter:
+    from experiments.served import read_adapter
+
+    return read_adapter(path, model)
+
+
+def _limits(found: dict[str, Adapter], cfg: Server.Config, *, more: bool) -> AdapterLimits | None:
+    """Return the engine's room for adapters: for those that are named and, if there may be others, for more."""
+    from rl.rollout.model_runner.adapter_bank import AdapterLimits
+
+    if not found and not more:
+        return None
+    if not more:  # memory and time for what is there alone
+        matrices = tuple(sorted({path for adapter in found.values() for path in adapter.factors}))
+        return AdapterLimits(len(found), max(adapter.rank for adapter in found.values()), matrices)
+    rank = max(cfg.max_adapter_rank, *(adapter.rank for adapter in found.values()), 1)
+    return AdapterLimits(max(cfg.max_adapters, len(found)), rank)
 
 
 def _recorded(run: RunDirectory, sets: Sequence[str]) -> RLExperiment.Config:

@@ -57,6 +57,7 @@ class Attention(Layer):
             divides = self.head_dim is not None or self.dim % self.num_heads == 0
             self.require("dim", divides, f"a multiple of num_heads={self.num_heads}")
 
+    projected = ("q_dkqh", "k_dkh", "v_dkh", "out_kqhd")
     out_bias_d: nnx.Param[jax.Array] | None = None  # `BiasedAttention` has one
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -6,14 +6,13 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.checkpoint.chunks import sync
-from axlearn_like.checkpoint.manifest import check_structure
+from axlearn_like.checkpoint.manifest import Manifest, check_structure
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.run.disk import is_full_disk
 from axlearn_like.tokenizers.files import copy_tokenizer, is_tokenizer
@@ -66,8 +65,26 @@ class Exported(NamedTuple):
     files: int
 
 
+class Entries(Protocol):
+    """Parameters, entry by entry: those of a checkpoint (`SavedParams`), or merged ones (`MergedParams`)."""
+
+    @property
+    def path(self) -> Path:
+        """The directory of the checkpoint."""
+        ...
+
+    @property
+    def manifest(self) -> Manifest:
+        """Shapes and types by name."""
+        ...
+
+    def entry(self, name: str, index: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
+        """Return one entry of a stack, its axes in this order, contiguous."""
+        ...
+
+
 def export_checkpoint(
-    params: SavedParams,
+    params: Entries,
     decoder: Decoder.Config,
     target: Path,
     *,
@@ -122,7 +139,7 @@ def export_checkpoint(
 
 
 def _config(
-    decoder: Decoder.Config, original: Original, dtype: str | None, params: SavedParams, token_ids: dict[str, Any]
+    decoder: Decoder.Config, original: Original, dtype: str | None, params: Entries, token_ids: dict[str, Any]
 ) -> tuple[Architecture, dict[str, Any] | bytes]:
     """Return the architecture and `config.json`: the original's bytes if they say what is written."""
     if original.files is not None:
@@ -140,7 +157,7 @@ def _config(
     return architecture, config_json(decoder, kind, architecture, **token_ids)
 
 
-def _check_params(params: SavedParams, decoder: Decoder.Config) -> None:
+def _check_params(params: Entries, decoder: Decoder.Config) -> None:
     """Refuse a checkpoint of another model; dtypes may differ."""
     kinds = {"bfloat16": "float32"}
     as_wanted = {
@@ -149,9 +166,7 @@ def _check_params(params: SavedParams, decoder: Decoder.Config) -> None:
     check_structure(f"checkpoint {params.path}", abstract_params(decoder), as_wanted)
 
 
-def _dtypes(
-    expected: Mapping[str, Tensor], params: SavedParams, original: Original, dtype: str | None
-) -> dict[str, str]:
+def _dtypes(expected: Mapping[str, Tensor], params: Entries, original: Original, dtype: str | None) -> dict[str, str]:
     """Return the dtype of each tensor, as safetensors names it."""
     if dtype is not None:
         return dict.fromkeys(expected, _CODES[dtype])
@@ -163,7 +178,7 @@ def _dtypes(
     return {name: kind(name, tensor) for name, tensor in expected.items()}
 
 
-def _tensor(tensor: Tensor, params: SavedParams, described: tuple[str, tuple[int, ...]]) -> np.ndarray:
+def _tensor(tensor: Tensor, params: Entries, described: tuple[str, tuple[int, ...]]) -> np.ndarray:
     code, shape = described
     array: np.ndarray = np.empty(shape, jnp.dtype(DTYPES[code]))
     for piece in tensor.pieces:

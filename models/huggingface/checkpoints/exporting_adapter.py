@@ -27,7 +27,7 @@ def export_adapter(params: SavedParams, cfg: Decoder.Config, target: Path, base:
         ConversionError: there is no adapter, it has no counterpart there, or it cannot be written.
     """
     check_free(target, "an export")
-    adapter = to_peft(_factors(params), cfg, base)
+    adapter = to_peft(saved_factors(params), cfg, base)
     nbytes = sum(tensor.nbytes for tensor in adapter.tensors.values())
     described = {name: ("F32", tensor.shape) for name, tensor in adapter.tensors.items()}
     with work_directory(target, nbytes) as work:
@@ -38,8 +38,8 @@ def export_adapter(params: SavedParams, cfg: Decoder.Config, target: Path, base:
     return nbytes
 
 
-def _factors(params: SavedParams) -> Params:
-    """Read the factors alone, as nested dict."""
+def saved_factors(params: SavedParams) -> Params:
+    """Return the factors of a checkpoint alone, as nested dict."""
     found: dict[str, Any] = {}
     for name, entry in params.manifest.items():
         *folders, last = name.split("/")

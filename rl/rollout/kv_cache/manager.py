@@ -104,6 +104,11 @@ class KVCacheManager:
         if self._prefixes is not None:
             self._prefixes.drop(lambda key: False)
 
+    def forget_adapter(self, adapter: Hashable) -> None:
+        """Drop the cached prefixes of an adapter; keys are (version of the weights, adapter)."""
+        if self._prefixes is not None:
+            self._prefixes.drop(lambda key: key[1] != adapter)
+
     @property
     def prefix_pages(self) -> int:
         """Pages of cached prefixes."""

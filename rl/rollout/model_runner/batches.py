@@ -21,6 +21,7 @@ class PrefillBatch:
     starts: Any  # [r]
     counts: Any  # [r]; 0: an idle row
     page_table: Any  # [r, w]
+    adapters: Any = None  # [r], slots; None: the engine has no bank
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +39,7 @@ class DecodeBatch:
         page_table: [r, w], with room for the tokens to be drawn.
         sampling: temperature, top-k and so on of each row.
         bias: float32 [r, vocab] or None. seen: bool [r, vocab] or None.
+        adapters: [r], slots, or None where the engine has no bank.
     """
 
     feed: Any
@@ -50,15 +52,19 @@ class DecodeBatch:
     sampling: SamplingMetadata
     bias: Any = None
     seen: Any = None
+    adapters: Any = None
 
 
-def pack_prefill(chosen: Items[tuple[Sequence, int]], rows: int, chunk: int, pages: int) -> PrefillBatch:
-    """Pack the next `count` tokens of each sequence; `pages`: of a row."""
+def pack_prefill(
+    chosen: Items[tuple[Sequence, int]], rows: int, chunk: int, pages: int, *, adapters: bool = False
+) -> PrefillBatch:
+    """Pack the next `count` tokens of each sequence; `pages`: of a row; `adapters`: with the rows' slots."""
     batch = PrefillBatch(
         tokens=np.zeros((rows, chunk), np.int32),
         starts=np.zeros(rows, np.int32),
         counts=np.zeros(rows, np.int32),
         page_table=np.full((rows, pages), NULL_PAGE, np.int32),
+        adapters=_slots([sequence for sequence, _ in chosen], rows) if adapters else None,
     )
     for row, (sequence, count) in enumerate(chosen):
         batch.tokens[row, :count] = sequence.tokens[sequence.cached : sequence.cached + count]
@@ -68,7 +74,9 @@ def pack_prefill(chosen: Items[tuple[Sequence, int]], rows: int, chunk: int, pag
     return batch
 
 
-def pack_decode(sequences: Items[Sequence], samplers: Items[Sampler.Config], *, pages: int, vocab: int) -> DecodeBatch:
+def pack_decode(
+    sequences: Items[Sequence], samplers: Items[Sampler.Config], *, pages: int, vocab: int, adapters: bool = False
+) -> DecodeBatch:
     """Pack the sequences, one for each of the first samplers; the other rows are idle."""
     size = len(samplers)
     stops = max((len(sequence.group.stop.tokens) for sequence in sequences), default=0)
@@ -84,6 +92,7 @@ def pack_decode(sequences: Items[Sequence], samplers: Items[Sampler.Config], *, 
         sampling=pack_metadata(samplers, vocab),
         bias=pack_bias(samplers, vocab),
         seen=_seen(sequences, samplers, vocab),
+        adapters=_slots(sequences, size) if adapters else None,
     )
     for row, sequence in enumerate(sequences):
         request = sequence.group.request
@@ -93,6 +102,13 @@ def pack_decode(sequences: Items[Sequence], samplers: Items[Sampler.Config], *, 
         batch.stop[row, : len(sequence.group.stop.tokens)] = sequence.group.stop.tokens
         batch.page_table[row, : len(sequence.pages)] = sequence.pages[:pages]
     return batch
+
+
+def _slots(sequences: Items[Sequence], size: int) -> np.ndarray:
+    """Return the slot of each row's adapter; 0, the base, for idle rows."""
+    slots = np.zeros(size, np.int32)
+    slots[: len(sequences)] = [sequence.group.slot for sequence in sequences]
+    return slots
 
 
 def _seen(sequences: Items[Sequence], samplers: Items[Sampler.Config], vocab: int) -> np.ndarray | None:

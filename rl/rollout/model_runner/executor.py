@@ -80,7 +80,8 @@ class Executor:
         _, chunk = self.buckets.prefill(max(count for _, count in chosen))
         rows = self.buckets.prefill_rows(len(chosen), chunk)
         width = self.buckets.width(max(sequence.cached + count for sequence, count in chosen))
-        self._run("prefill", pack_prefill(chosen, rows, chunk, width // self.runner.page_size))
+        pages, adapters = width // self.runner.page_size, self.runner.bank is not None
+        self._run("prefill", pack_prefill(chosen, rows, chunk, pages, adapters=adapters))
 
     def decode(self, sequences: Items[Sequence], *, waiting: bool) -> dict[str, jax.Array]:
         """Start drawing; returns the arrays of `decode.decode`.
@@ -93,7 +94,8 @@ class Executor:
         quorum = self.buckets.quorum(len(sequences), waiting=waiting)
         samplers = [sequence.group.sampler for sequence in sequences]
         samplers += [Sampler.Config()] * (size - len(sequences))
-        batch = pack_decode(sequences, samplers, pages=self.runner.pages_of_a_row, vocab=self.runner.vocab)
+        sizes = {"pages": self.runner.pages_of_a_row, "vocab": self.runner.vocab}
+        batch = pack_decode(sequences, samplers, **sizes, adapters=self.runner.bank is not None)
         return self._run("decode", batch, quorum=quorum, plain=all(map(plain, samplers)))
 
     def _run(self, name: str, *arguments: Any, **options: int) -> Any:

@@ -16,9 +16,11 @@ import numpy as np
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.contexts.paged import make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
+from axlearn_like.layers.wrappers.adapters import adapted
 from mesh import UserError, make_mesh, to_named_sharding
 from mesh.rules import use_rules
 from rl.rollout.config import EngineConfig
+from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
 from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
@@ -59,8 +61,16 @@ class Dispatch:
 class ModelRunner:
     """Runs prefill and decoding of batches; knows nothing of sequences and queues."""
 
-    def __init__(self, cfg: EngineConfig[Any], described: Items[Any] | None = None):
-        """`described`: devices to compile for that are not there (see aot.py); nothing is allocated on them."""
+    def __init__(
+        self, cfg: EngineConfig[Any], described: Items[Any] | None = None, adapters: AdapterLimits | None = None
+    ):
+        """Make the programs and the memory that they work in.
+
+        Args:
+            cfg: the engine's.
+            described: devices to compile for that are not there (see aot.py); nothing is allocated on them.
+            adapters: room for LoRA adapters, of which every row may use another one; None: there is none.
+        """
         self._cfg, self._pages, self.page_size = cfg, cfg.pool_pages, cfg.page_size
         self.mesh = make_mesh(cfg.mesh, described)
         platform = self.mesh.devices.flat[0].platform
@@ -73,6 +83,8 @@ class ModelRunner:
             model = self._weights.model
             self._layers, self.vocab, self._dtype = model.num_layers, model.vocab_size, model.dtype
             self._cache_shape: tuple[int, int] = model.cache_shape  # heads and width
+            bank = {"mesh": self.mesh, "dtype": self._dtype, "stacked": self._kernel}
+            self.bank = None if adapters is None else AdapterBank(adapters, cfg.model, **bank)
             limit = model.embedding.max_length
             if limit is not None and cfg.longest > limit:
                 raise UserError(
@@ -104,17 +116,21 @@ class ModelRunner:
         # All devices have all rows: an axis for experts shards those and nothing else.
         rules = {"batch": ()} if self.mesh.shape["expert"] > 1 else None
 
-        def run_prefill(params: Params, pool: Any, batch: PrefillBatch) -> Any:
-            self.traces += 1
-            with use_rules(rules):
-                return prefill(bind(graphdef, params), pool, batch, pages=pages, kernel=kernel)
+        def bound(params: Any, batch: PrefillBatch | DecodeBatch) -> Any:
+            if batch.adapters is not None:  # rows of the bank are gathered here, once for all steps of a dispatch
+                own, bank = params
+                params = adapted(own, bank, batch.adapters, stacked=kernel)
+            return bind(graphdef, params)
 
-        def run_decode(
-            params: Params, pool: Any, windows: Any, batch: DecodeBatch, quorum: jax.Array, plain: bool
-        ) -> Any:
+        def run_prefill(params: Any, pool: Any, batch: PrefillBatch) -> Any:
             self.traces += 1
-            model = bind(graphdef, params)
             with use_rules(rules):
+                return prefill(bound(params, batch), pool, batch, pages=pages, kernel=kernel)
+
+        def run_decode(params: Any, pool: Any, windows: Any, batch: DecodeBatch, quorum: jax.Array, plain: bool) -> Any:
+            self.traces += 1
+            with use_rules(rules):
+                model = bound(params, batch)
                 return decode(model, pool, windows, batch, quorum, steps=steps, pages=pages, plain=plain, kernel=kernel)
 
         def run_copy(pool: Any, sources: jax.Array, targets: jax.Array) -> Any:
@@ -150,15 +166,23 @@ class ModelRunner:
         self.wake()
         self.params = params
 
+    def _computed_with(self) -> Any:
+        """Return the arrays of the model: the parameters, and the bank of adapters if there is one."""
+        return self.params if self.bank is None else (self.params, self.bank.arrays)
+
     # ---- memory
 
     def sleep(self) -> None:
         """Drop weights, pages and windows, so that others can use the memory of the devices."""
         self.params = self.pool = None
+        if self.bank is not None:
+            self.bank.sleep()
         self._windows.clear()
 
     def wake(self) -> None:
-        """Take the memory of the pages again, which are empty then."""
+        """Take the memory of the pages again, which are empty then, and that of the adapters."""
+        if self.bank is not None:
+            self.bank.wake()
         if self.pool is None:
             with jax.set_mesh(self.mesh):
                 self.pool = self._empty_pool()
@@ -196,7 +220,7 @@ class ModelRunner:
     def prefill(self, batch: PrefillBatch) -> None:
         """Put the tokens of a batch into the pool."""
         with jax.set_mesh(self.mesh):
-            self.pool = self._run_prefill(self.params, self.pool, batch)
+            self.pool = self._run_prefill(self._computed_with(), self.pool, batch)
 
     def decode(self, batch: DecodeBatch, *, quorum: int, plain: bool) -> dict[str, jax.Array]:
         """Start drawing; returns the arrays of `decode.decode`.
@@ -210,7 +234,7 @@ class ModelRunner:
         with jax.set_mesh(self.mesh):
             windows = self._windows_of(size)
             self.pool, windows, out = self._run_decode(
-                self.params, self.pool, windows, batch, np.int32(quorum), plain=plain
+                self._computed_with(), self.pool, windows, batch, np.int32(quorum), plain=plain
             )
         for layer, groups in enumerate(windows):
             for key, cells in zip(enumerate(self.buckets.groups(size)), groups, strict=True):

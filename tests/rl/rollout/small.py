@@ -12,6 +12,7 @@ from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.layers.contexts.paged import RowContext
 from rl.roles.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.request import Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.training.logprobs import score_rows
@@ -29,11 +30,13 @@ def params(seed: int = 0) -> Params:
     return tiny_params(POLICY, seed)
 
 
-def make_engine(weights: Params | None = None, version: int = 5, **changes: Any) -> RolloutEngine:
+def make_engine(
+    weights: Params | None = None, version: int = 5, *, adapters: AdapterLimits | None = None, **changes: Any
+) -> RolloutEngine:
     """An engine with weights; `changes` are fields of its config."""
     sizes = {"max_num_seqs": 4, "page_size": 8, "steps_per_dispatch": 4, "prefill_tokens": 64, **changes}
     sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "sampler": Sampler.Config(temperature=TEMPERATURE), **sizes}
-    engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, **sizes).build(decode=text)
+    engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, **sizes).build(decode=text, adapters=adapters)
     engine.set_weights(params() if weights is None else weights, version)
     return engine
 

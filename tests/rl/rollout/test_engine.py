@@ -214,7 +214,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"samples": 0}, "asks for 0 samples; expected 1 or more"),
     ({"deadline": 0.0}, "has a deadline of 0.0 s; expected more than 0"),
     ({"deadline": float("nan")}, "has a deadline of nan s"),
-    ({"adapter": "french"}, "asks for adapter 'french'; this engine has none"),
+    ({"adapter": "french"}, "no adapter 'french' is loaded; there are: none"),
     ({"sampler": Sampler.Config(top_p=2.0)}, "sampler.top_p: expected a share"),
     ({"sampler": Sampler.Config(logit_bias=((VOCAB, 1.0),))}, "sampler.logit_bias names token 272"),
     ({"stop": StopConditions(max_new=0)}, "asks for 0 new tokens; the engine gives 1 to 24 .RolloutEngine.max_new"),

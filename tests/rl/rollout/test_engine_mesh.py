@@ -12,6 +12,8 @@ from mesh import UserError
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from tests.elsewhere import elsewhere
+from tests.rl.rollout.small import POLICY, STOP
+from tests.rl.rollout.test_adapters import LIMITS, NAMES, adapter
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 
 MOE = MoE.Config(num_experts=8, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=8))
@@ -49,6 +51,25 @@ def refusal(mesh: dict[str, int]) -> str:
     with pytest.raises(UserError) as caught:
         cfg.build()
     return str(caught.value)
+
+
+def adapted_on(mesh: dict[str, int]) -> list[list[Any]]:
+    """Return rollouts of three adapters and the base in one batch."""
+    cfg = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=24, max_new=12, mesh=mesh, max_num_seqs=4)
+    engine = cfg.build(adapters=LIMITS)
+    engine.set_weights(tiny_params(POLICY), 0)
+    for name in NAMES:
+        engine.load_adapter(name, adapter(name))
+    found = engine.generate([Request(make_prompt(3, 20), adapter=name, seed=5) for name in (None, *NAMES)])
+    return [[r.tokens.tolist(), r.logprobs.tolist()] for r in found]
+
+
+@pytest.mark.full
+def test_adapters_on_two_devices_draw_the_same_tokens():
+    found, expected = elsewhere(adapted_on, {"tensor": 2}, environ=TWO_DEVICES), adapted_on({})
+    for (tokens, logprobs), (tokens_of_one, logprobs_of_one) in zip(found, expected, strict=True):
+        assert tokens == tokens_of_one
+        np.testing.assert_allclose(logprobs, logprobs_of_one, rtol=0, atol=1e-5)
 
 
 def test_other_axes_are_refused():

@@ -16,6 +16,8 @@ from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner.adapter_bank import AdapterLimits
+from rl.serving.adapters import ServedAdapters
 from rl.serving.prompts import prompt_id
 from rl.serving.request import FAMILY
 from rl.serving.server import Server, listen, url_of
@@ -25,11 +27,12 @@ MODEL = "tiny"
 TOKENIZER = PhraseTokenizer.Config(phrases=PHRASES).build()
 
 
-def make_engine(*, weights: bool = True, **changes: Any) -> RolloutEngine:
+def make_engine(*, weights: bool = True, adapters: AdapterLimits | None = None, **changes: Any) -> RolloutEngine:
     """An engine with random weights; `changes` are fields of its config."""
     policy = tiny_policy(TOKENIZER.vocab_size)
     sizes = {"max_prompt": 24, "max_new": 24, "max_num_seqs": 8, "steps_per_dispatch": 4, **changes}
-    engine = RolloutEngine.Config(model=policy, stop_tokens=(TOKENIZER.eos,), **sizes).build(decode=TOKENIZER.decode)
+    cfg = RolloutEngine.Config(model=policy, stop_tokens=(TOKENIZER.eos,), **sizes)
+    engine = cfg.build(decode=TOKENIZER.decode, adapters=adapters)
     if weights:
         engine.set_weights(make_params(0), 3)
     return engine
@@ -74,12 +77,13 @@ def running(
     engine: RolloutEngine | None = None,
     api_key: str | None = None,
     tokenizer: Tokenizer = TOKENIZER,
+    adapters: ServedAdapters | None = None,
     **changes: Any,
 ) -> Iterator[Running]:
     """Serve until the end of the block; `changes` are fields of the server's config."""
     engine = engine or make_engine()
     cfg = Server.Config(**{"grace": 5.0, **changes})
-    server = cfg.build(engine=engine, tokenizer=tokenizer, model=MODEL, api_key=api_key)
+    server = cfg.build(engine=engine, tokenizer=tokenizer, model=MODEL, api_key=api_key, adapters=adapters)
     with listen("127.0.0.1", 0) as listener:
         server.start(listener)
         try:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rl.rollout.request import StopConditions
 from rl.rollout.sampling import Sampler
+from rl.serving.adapters import ServedAdapters
 from rl.serving.chat_template import ChatTemplate
 from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError
@@ -23,7 +24,7 @@ from tests.axlearn_like.tokenizers.golden_files import CONVERSATIONS, rendered, 
 from tests.rl.serving.running import TOKENIZER
 
 SERVED = ServingContext(
-    model="tiny",
+    models=ServedAdapters("tiny"),
     tokenizer=TOKENIZER,
     template=ChatTemplate.Config().build(tokenizer=TOKENIZER),
     max_prompt=12,

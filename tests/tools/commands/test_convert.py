@@ -3,16 +3,26 @@
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
+from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.layers.base import split
+from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from experiments.modifiers import low_rank
+from experiments.served import read_adapter
+from mesh import UserError
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+from models.huggingface.convert import to_huggingface
 from models.tiny import tiny
 from tests.axlearn_like.tiny import tiny_trainer
 from tests.models.huggingface.checkpoints.made import dense_model, make
 from tools.cli import main
+
+SIZES = {"vocab_size": 48, "dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "hidden": 48}
 
 
 def last_json(capsys):
@@ -38,7 +48,7 @@ def test_import_and_export(tmp_path, capsys):
 
 def test_a_run_of_a_trainer_is_exported(tmp_path, capsys):
     """A model that never had another form, by the newest of its checkpoints."""
-    trainer = tiny_trainer(2, model=tiny(vocab_size=48, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, hidden=48))
+    trainer = tiny_trainer(2, model=tiny(**SIZES))
     trainer.build().run(tmp_path / "run", progress=False)
     assert (
         main(["convert", "export", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "bfloat16", "--json"]) == 0
@@ -51,12 +61,17 @@ def test_a_run_of_a_trainer_is_exported(tmp_path, capsys):
 
 def test_the_adapter_of_a_run_is_exported(tmp_path, capsys):
     """The base, which is an item of its own in checkpoints, is not read."""
-    trainer = tiny_trainer(2, model=tiny(vocab_size=48, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, hidden=48))
+    trainer = tiny_trainer(2, model=tiny(**SIZES))
     low_rank(trainer)
     trainer.build().run(tmp_path / "run", progress=False)
     run, out = str(tmp_path / "run"), tmp_path / "adapter"
     assert main(["convert", "export", run, str(out)]) == 2
     assert "--adapter exports those alone" in capsys.readouterr().err and not out.exists()
+    assert main(["convert", "export", run, str(out), "--adapter", "--merge"]) == 2
+    assert "expected one of them" in capsys.readouterr().err
+    assert main(["convert", "export", run, str(tmp_path / "merged"), "--merge", "--json"]) == 0
+    assert last_json(capsys)["architecture"] == "Qwen3ForCausalLM"
+    check_merged(tmp_path / "merged", tmp_path / "run", trainer.model)
     shutil.rmtree(next((tmp_path / "run" / "checkpoints" / "2" / "frozen").glob("ocdbt*")))
     assert main(["convert", "export", run, str(out), "--adapter", "--json"]) == 0
     assert json.loads((out / "adapter_config.json").read_text())["r"] == 4
@@ -66,6 +81,48 @@ def test_the_adapter_of_a_run_is_exported(tmp_path, capsys):
     assert all(np.any(tensor) for tensor in tensors.values()), "the second factors have been trained"
     assert main(["convert", "export", run, str(out), "--adapter"]) == 2
     assert "not there yet" in capsys.readouterr().err
+
+    base = plain_config(trainer.model)
+    ours, theirs = read_adapter(tmp_path / "run", base).factors, read_adapter(out, base).factors
+    assert ours.keys() == theirs.keys() and len(ours) == 7
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    check_adapters_that_cannot_be_read(out, base)
+
+
+def check_merged(folder, run, model):
+    """The tensors are those of the model that an engine would compute with."""
+    params = restore_params(run)
+    graphdef, _ = split(jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0))))
+    expected = to_huggingface(plain_params(graphdef, params), plain_config(model))
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=0, atol=1e-6)
+    base = tensors["model.layers.0.mlp.down_proj.weight"].T - params["layers"]["feed_forward"]["inner"]["down_fd"][0]
+    assert np.abs(base).max() > 1e-4, "the update is larger than what is compared"
+
+
+def check_adapters_that_cannot_be_read(folder, base):
+    """Refused with the directory's name: another base, other fields, no files."""
+
+    def refusal(model=base):
+        with pytest.raises(UserError, match=f"^(adapter )?{folder}") as caught:
+            read_adapter(folder, model)
+        return str(caught.value)
+
+    assert "is (4, 32); expected (4, 48)" in refusal(tiny(**{**SIZES, "dim": 48, "num_heads": 3}))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    assert "use_dora is True; expected False" in refusal()
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 0}))
+    assert "adapter_config.json: r is 0; expected a number above 0" in refusal()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    assert "there is no adapter_model.safetensors; adapter_model.bin runs code when it is read" in refusal()
+    (folder / "adapter_config.json").unlink()
+    assert "expected adapter_config.json in it, as PEFT writes it, or a run directory" in refusal()
+    shutil.rmtree(folder)
+    assert "there is no such directory" in refusal()
 
 
 @pytest.mark.parametrize(

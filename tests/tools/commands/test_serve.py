@@ -16,6 +16,8 @@ import openai
 import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
+from experiments.modifiers import low_rank
+from rl.experiment import RLExperiment
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
 from tests.tools.test_cli import run_and_list_modules
 from tools import cli
@@ -29,13 +31,17 @@ LONG = 400  # tokens
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with a checkpoint after two updates."""
     path = tmp_path_factory.mktemp("serve") / "mine"
-    cfg = tiny_experiment()
+    save_run(path, tiny_experiment())
+    return path
+
+
+def save_run(path: Path, cfg: RLExperiment.Config) -> None:
+    """Make the run directory of an experiment, with a checkpoint of random parameters."""
     with tiny_run(path, cfg):
         checkpointer = Checkpointer.Config().build(directory=path / "checkpoints" / "rl")
         params: Any = tiny_params(cfg.policy)  # pyright: ignore[reportArgumentType]
         checkpointer.save(2, {"params": params, "step": np.int32(2)}, {})
         checkpointer.close()
-    return path
 
 
 class Served:
@@ -93,10 +99,16 @@ def test_a_run_is_served_and_sigterm_lets_it_finish(run_dir: Path) -> None:
         assert "Traceback" not in out
 
 
-def test_an_experiment_is_served_with_random_weights_and_ctrl_c_ends_it() -> None:
-    with serving(TINY, "--random-weights", "--set", "server.max_samples=2", "--grace", "5") as served:
-        assert served.line.startswith("serving 'tiny_experiment' (untrained) at http://127.0.0.1:")
+def test_an_experiment_is_served_with_random_weights_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+    adapted = tiny_experiment()
+    low_rank(adapted)
+    save_run(tmp_path / "sums", adapted)
+    options = ["--set", "server.max_samples=2", "--grace", "5", "--adapter", f"sums={tmp_path / 'sums'}"]
+    with serving(TINY, "--random-weights", *options) as served:
+        assert served.line.startswith("serving 'tiny_experiment' (untrained) and 1 adapter at http://127.0.0.1:")
+        assert [model.id for model in served.client.models.list()] == ["tiny_experiment", "sums"]
         create = served.client.completions.create
+        assert create(model="sums", prompt="a", seed=3).model == "sums"
         with pytest.raises(openai.BadRequestError, match="n: got 3; expected an integer from 1 to 2"):
             create(model="tiny_experiment", prompt="a", n=3)
         assert create(model="tiny_experiment", prompt="a", seed=3).choices[0].finish_reason in ("stop", "length")
@@ -139,6 +151,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--max-queue", "0"], "Server.max_queue: expected 1 or more, got 0"),
         (["--set", "server.template.roles={}"], "Server.template.roles: expected a form for each role"),
         (["--api-key", " "], "the API key is empty"),
+        (["--adapter", "french"], "--adapter french: expected MODEL=DIR, such as french=runs/french"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter a=y: another adapter has the name 'a', x"),
+        (["--adapter", "mine=x"], "adapter 'mine': the base model has this name"),
+        (["--adapter", "french=nowhere"], "adapter nowhere: there is no such directory"),
+        (["--adapters-from", "."], "--adapters-from: clients load adapters with an API key alone; set AXL_API_KEY"),
     ],
 )
 def test_a_wrong_option_is_refused(

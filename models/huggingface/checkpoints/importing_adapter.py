@@ -1,0 +1,70 @@
+"""Low-rank adapters in files: a directory in PEFT's form, or a run with LoRA layers of this project."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from axlearn_like.checkpoint.arrays import SavedParams
+from axlearn_like.config import ConfigBase, config_items
+from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.wrappers import adapters
+from axlearn_like.layers.wrappers.base import plain_config
+from models.huggingface.adapters import CONFIG, TENSORS, Adapter, from_peft
+from models.huggingface.checkpoints.exporting_adapter import saved_factors
+from models.huggingface.checkpoints.safetensors import read_header
+from models.huggingface.rows import ConversionError
+
+_PICKLED = "adapter_model.bin"
+_NEEDED = {"r": int, "lora_alpha": int | float}
+
+
+def read_peft(folder: Path) -> Adapter:
+    """Return the adapter of a directory in PEFT's form.
+
+    Raises:
+        ConversionError: a file is missing, damaged, or of another kind; it names the file.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+    except OSError as error:
+        raise ConversionError(f"{folder / CONFIG}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ConversionError(f"{folder / CONFIG}: is not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ConversionError(f"{folder / CONFIG}: expected a JSON object")
+    for name, kind in _NEEDED.items():
+        value: Any = config.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
+            raise ConversionError(f"{folder / CONFIG}: {name} is {value!r}; expected a number above 0")
+    if not (folder / TENSORS).is_file():
+        pickled = f"; {_PICKLED} runs code when it is read: save the adapter with safe_serialization=True"
+        raise ConversionError(f"{folder}: there is no {TENSORS}{pickled if (folder / _PICKLED).is_file() else ''}")
+    found = {name: stored.map() for name, stored in read_header(folder / TENSORS).items()}
+    return Adapter(found, config)
+
+
+def peft_adapter(folder: Path, model: ConfigBase[Any]) -> adapters.Adapter:
+    """Return the adapter of a directory in PEFT's form for this base.
+
+    Raises:
+        ConversionError: it cannot be read, has what is not computed here, or was made for another base.
+    """
+    plain = plain_config(model)
+    if not isinstance(plain, Decoder.Config):
+        raise ConversionError(f"adapters are of decoders; this model is {type(plain).__qualname__}")
+    fields = {name: value for name, value in config_items(plain) if name in Decoder.Config.__dataclass_fields__}
+    try:
+        cfg, factors = from_peft(read_peft(folder), Decoder.Config(**fields))
+    except ConversionError as error:
+        said = str(error)
+        raise ConversionError(said if str(folder) in said else f"{folder}: {said}") from None
+    return adapters.adapter_of(cfg, factors)
+
+
+def run_adapter(params: SavedParams, model: ConfigBase[Any]) -> adapters.Adapter:
+    """Return the adapter of a checkpoint whose model has LoRA layers; the base is not read.
+
+    Raises:
+        UserError: it has none, or other wrappers too.
+    """
+    return adapters.adapter_of(model, saved_factors(params))

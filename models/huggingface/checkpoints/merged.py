@@ -1,0 +1,73 @@
+"""The parameters of a checkpoint with LoRA layers as those of the plain model: each matrix with its factors added.
+
+One entry of a stack at a time, as an export reads them: the base is never in memory as a whole.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from axlearn_like.checkpoint.arrays import SavedParams
+from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.wrappers.adapters import walk_wrappers
+from axlearn_like.layers.wrappers.lora import LoRA, factor_names
+from models.huggingface.rows import ConversionError
+
+
+class MergedParams:
+    """Entries of the plain model, as `SavedParams` has those of what was saved."""
+
+    def __init__(self, saved: SavedParams, model: Decoder.Config, scale: float = 1.0):
+        """Read the factors, which are small.
+
+        Args:
+            saved: the checkpoint.
+            model: with its LoRA layers.
+            scale: of all updates; 0 gives the base.
+
+        Raises:
+            ConversionError: the model has other wrappers than LoRA.
+        """
+        self._saved, self.path = saved, saved.path
+        built = jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0)))
+        places: dict[str, str] = {}  # of the plain model: there
+        self._factors: dict[str, tuple[str, Any, Any, Any]] = {}
+        for path, place, layer in walk_wrappers(built):
+            if not isinstance(layer, LoRA):
+                raise ConversionError(f"{path}{type(layer).__name__}: only LoRA layers are merged")
+            places[path] = place
+            for name in layer.names:
+                suffix = len(name.rpartition("_")[2])
+                names = factor_names(name, suffix)
+                a, b = (_whole(saved, f"{place}lora/{one}") for one in (names.a, names.b))
+                self._factors[path + name] = names.product, a, b, np.float32(scale * layer.scale)
+        inner = {f"{place}inner/": path for path, place in places.items()}
+        self._names: dict[str, str] = {}
+        for name in saved.manifest:
+            if "lora" in name.split("/"):
+                continue
+            found = next((one for one in inner if name.startswith(one)), None)
+            self._names[name if found is None else inner[found] + name.removeprefix(found)] = name
+        self.manifest = {plain: saved.manifest[name] for plain, name in self._names.items()}
+
+    def entry(self, name: str, index: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
+        """Return one entry of a stack, its axes in this order, contiguous: rounded as the layer rounds it.
+
+        Raises:
+            CheckpointError: as `SavedParams.entry`.
+        """
+        base = self._saved.entry(self._names[name], index, order)
+        if name not in self._factors:
+            return base
+        product, a, b, scale = self._factors[name]
+        update = scale * np.einsum(product, a[index].astype(np.float32), b[index].astype(np.float32))
+        return np.ascontiguousarray(base + update.astype(base.dtype).transpose(order))
+
+
+def _whole(saved: SavedParams, name: str) -> np.ndarray:
+    """Return a stack of factors."""
+    layers, *shape = saved.manifest[name]["shape"]
+    order = tuple(range(len(shape)))
+    return np.stack([saved.entry(name, (layer,), order) for layer in range(layers)])

@@ -1,0 +1,1 @@
+"""`axl bench adapters`: many LoRA adapters in one batch."""

@@ -1,0 +1,114 @@
+"""The three exports of a model with LoRA (base, adapter, merged) in transformers and PEFT, beside our own logits.
+
+Two steps in two environments. The first trains nothing: factors are random, so that none of them is zero.
+
+    python -m tools.golden.merged_adapter make FOLDER
+    golden/bin/python tools/golden/merged_adapter.py compare FOLDER     # torch, transformers >= 5 and peft
+
+The last line is JSON: the largest difference from our logits, over the largest logit, of the merged export in
+transformers, of base and adapter in PEFT, and of those merged by PEFT; and of the base alone, which shows what the
+adapter does.
+"""
+
+# pyright: reportMissingImports=false
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LENGTH, VOCAB, RANK = 48, 96, 4
+
+
+def make(folder: Path) -> None:
+    """Save a checkpoint with LoRA layers, export it in all three ways, and record logits."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from axlearn_like.checkpoint.arrays import SavedParams
+    from axlearn_like.checkpoint.checkpointer import Checkpointer
+    from axlearn_like.config import replace
+    from axlearn_like.layers.base import bind, split
+    from axlearn_like.layers.contexts.packed import PackedContext
+    from axlearn_like.layers.decoder import Block
+    from axlearn_like.layers.wrappers.base import plain_config
+    from axlearn_like.layers.wrappers.lora import LoRA
+    from models.dense import dense
+    from models.huggingface.checkpoints.exporting import export_checkpoint
+    from models.huggingface.checkpoints.exporting_adapter import export_adapter
+    from models.huggingface.checkpoints.merged import MergedParams
+
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "dim": 64,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 24,
+    }
+    cfg = dense(hidden=80, tied=False, theta=1e4, eps=1e-5, max_length=512, **shape)
+    plain = plain_config(cfg)
+    adapt = lambda inner: LoRA.Config(inner=inner, rank=RANK, alpha=8.0)  # noqa: E731
+    replace(cfg, Block.Config, lambda b: b.set(attention=adapt(b.attention), feed_forward=adapt(b.feed_forward)))
+    graphdef, params = split(cfg.build(rngs=nnx.Rngs(0)))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    params = jax.tree.unflatten(tree, noisy)
+    saver = Checkpointer.Config(asynchronous=False).build(directory=folder / "checkpoint")
+    saver.save(0, {"params": params, "step": np.int32(0)}, {})
+    saver.close()
+    saved = SavedParams(folder / "checkpoint")
+    base = MergedParams(saved, cfg, scale=0.0)
+    for name, found in (("merged", MergedParams(saved, cfg)), ("base", base)):
+        export_checkpoint(found, plain, folder / name, token_ids={"eos_token_id": 1})
+    export_adapter(saved, cfg, folder / "adapter", str(folder / "base"))
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (1, LENGTH)).astype(np.int32)
+    context = PackedContext(jnp.arange(LENGTH)[None], jnp.ones((1, LENGTH), jnp.int32))
+    computed: Any = jax.jit(lambda p: bind(graphdef, p)(tokens, context))(params)  # pyright: ignore
+    np.savez_compressed(folder / "ours.npz", tokens=tokens, logits=np.asarray(computed))
+
+
+def compare(folder: Path) -> dict[str, float]:
+    """Return the relative differences."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with np.load(folder / "ours.npz") as file:
+        tokens, ours = torch.from_numpy(file["tokens"]).long(), file["logits"]
+
+    def difference(model: Any) -> float:
+        with torch.no_grad():
+            theirs = model.eval()(tokens).logits.numpy()
+        return float(f"{np.abs(ours - theirs).max() / np.abs(ours).max():.3g}")
+
+    def loaded(name: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+
+    adapted = PeftModel.from_pretrained(loaded("base"), str(folder / "adapter"))
+    found = {"merged_here": difference(loaded("merged")), "adapter_in_peft": difference(adapted)}
+    found["merged_by_peft"] = difference(adapted.merge_and_unload())
+    return {**found, "base_alone": difference(loaded("base"))}
+
+
+def main() -> None:
+    """Run one of the steps."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("step", choices=("make", "compare"))
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    folder = arguments.folder.absolute()
+    if arguments.step == "make":
+        return make(folder)
+    found = compare(folder)
+    print(json.dumps(found))
+    alike = max(found["merged_here"], found["adapter_in_peft"], found["merged_by_peft"]) <= 1e-4
+    raise SystemExit(0 if alike and found["base_alone"] > 1e-2 else 1)
+
+
+if __name__ == "__main__":
+    main()
