@@ -7,16 +7,25 @@ import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes
 from axlearn_like.kernels.attention.xla import position_mask
 
+Implementation = Literal["cudnn", "xla"]
 WIDEST = 128  # head width of all GPUs from Ampere on
 
 
 class Cudnn(Kernel):
-    """Segments are passed as a mask: one array [b, t, s] for all heads, where XLA stores scores for each of them."""
+    """Segments are passed as a mask: one array [b, t, s] for all heads, where XLA stores scores for each of them.
+
+    A prompt and its completions of one size are two calls, for the prompt and for the completions, each of which is
+    given a copy of the prompt's keys; several prompts with completions of any lengths are one, with a mask.
+    """
 
     class Config(ConfigBase["Cudnn"]):
         pass
+
+    shared_prefixes = True
+    implementation: Implementation = "cudnn"
 
     def supported(self, signature: AttentionSignature) -> str | None:
         """Return why the kernel cannot compute this, or None if it can."""
@@ -34,9 +43,7 @@ class Cudnn(Kernel):
             return "has no sinks"
         if signature.ring:
             return "does not return the logarithmic sums that a ring merges"
-        if signature.length % 2:
-            return f"expects an even length for a mask, not {signature.length}"
-        return None
+        return None if signature.shared_prefix is None else _shared_prefix_supported(signature, signature.shared_prefix)
 
     def attend(
         self,
@@ -52,7 +59,14 @@ class Cudnn(Kernel):
     ) -> jax.Array:
         """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
         del sinks_kq, tables
-        return dot_product(q_btkqh, k_bskh, v_bskh, signature, segments, places_t, "cudnn")
+        product = completions if isinstance(signature.shared_prefix, SharedPrefix) else dot_product
+        return product(q_btkqh, k_bskh, v_bskh, signature, segments, places_t, self.implementation)
+
+
+def _shared_prefix_supported(signature: AttentionSignature, rows: SharedPrefix | SharedPrefixes) -> str | None:
+    if signature.rules.window is not None or not signature.rules.causal:
+        return "is causal and has no window in rows of prompts and their completions"
+    return rows.too_large() if isinstance(rows, SharedPrefixes) else None
 
 
 def dot_product(
@@ -62,19 +76,80 @@ def dot_product(
     signature: AttentionSignature,
     segments: tuple[jax.Array, jax.Array],
     places_t: Any,
-    implementation: Literal["cudnn", "xla"],
+    implementation: Implementation,
 ) -> jax.Array:
     """Return `jax.nn.dot_product_attention` by the rules of a signature."""
+    mask, keys = segments[0][:, :, None] == segments[1][:, None, :], jnp.arange(k_bskh.shape[1])
+    if isinstance(signature.shared_prefix, SharedPrefixes):
+        visible = signature.shared_prefix.visible(places_t[..., None], keys)
+    else:
+        visible = position_mask(signature.rules, places_t, keys)
+    return _masked(
+        *(q_btkqh, k_bskh, v_bskh, signature, mask if visible is None else mask & visible),
+        causal=signature.rules.causal and signature.cp_size == 1,  # cuDNN then skips what is not visible
+        implementation=implementation,
+    )
+
+
+def completions(
+    q_btkqh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    signature: AttentionSignature,
+    segments: tuple[jax.Array, jax.Array],
+    places_t: Any,
+    implementation: Implementation,
+) -> jax.Array:
+    """Return the attention of rows that hold a prompt and its completions, each completion as a row of its own."""
+    del places_t  # by the sizes
+    rows = signature.shared_prefix
+    assert isinstance(rows, SharedPrefix)
+    prefix, count, size = rows.prefix, rows.completions, rows.completion_size
+
+    def own(x: jax.Array) -> jax.Array:
+        return x[:, prefix:].reshape(-1, size, *x.shape[2:])
+
+    def seen(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([jnp.repeat(x[:, :prefix], count, axis=0), own(x)], axis=1)
+
+    causal = jnp.arange(prefix + size) <= prefix + jnp.arange(size)[:, None]
+    mask = causal & (own(segments[0])[:, :, None] == seen(segments[1])[:, None, :])
+    mixed = _masked(
+        *(own(q_btkqh), seen(k_btkh), seen(v_btkh), signature, mask), causal=False, implementation=implementation
+    ).reshape(len(q_btkqh), count * size, *q_btkqh.shape[2:])
+    if not prefix:
+        return mixed
+    q, k, v = (x[:, :prefix] for x in (q_btkqh, k_btkh, v_btkh))
+    alone = segments[0][:, :prefix, None] == segments[1][:, None, :prefix]
+    prompt = _masked(q, k, v, signature, alone, causal=True, implementation=implementation)
+    return jnp.concatenate([prompt, mixed], axis=1)
+
+
+def _masked(
+    q_btkqh: jax.Array,
+    k_bskh: jax.Array,
+    v_bskh: jax.Array,
+    signature: AttentionSignature,
+    mask_bts: jax.Array,
+    *,
+    causal: bool,
+    implementation: Implementation,
+) -> jax.Array:
     batch, length, heads, per_head, width = q_btkqh.shape
-    mask = segments[0][:, :, None] == segments[1][:, None, :]
-    visible = position_mask(signature.rules, places_t, jnp.arange(k_bskh.shape[1]))
+    queries, keys = (_even(x) for x in (q_btkqh, k_bskh))
+    mask = jnp.pad(mask_bts, [(0, 0), (0, queries.shape[1] - length), (0, keys.shape[1] - k_bskh.shape[1])])
     mixed = jax.nn.dot_product_attention(
-        q_btkqh.reshape(batch, length, heads * per_head, width),
-        k_bskh,
-        v_bskh,
-        mask=(mask if visible is None else mask & visible)[:, None],
-        is_causal=signature.rules.causal and signature.cp_size == 1,  # cuDNN then skips what is not visible
+        queries.reshape(batch, -1, heads * per_head, width),
+        keys,
+        _even(v_bskh),
+        mask=mask[:, None],
+        is_causal=causal,
         scale=signature.rules.scale_of(width),
         implementation=implementation,
     )
-    return mixed.reshape(q_btkqh.shape)
+    return mixed[:, :length].reshape(q_btkqh.shape)
+
+
+def _even(x: jax.Array) -> jax.Array:
+    """Return x [b, t, ...] with one more token if t is odd: gradients with a mask take even lengths."""
+    return jnp.pad(x, [(0, 0), (0, x.shape[1] % 2)] + [(0, 0)] * (x.ndim - 2))

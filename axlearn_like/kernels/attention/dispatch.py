@@ -92,7 +92,15 @@ def _chosen(kernel: Kernel, signature: AttentionSignature) -> Kernel:
     return choice.kernel
 
 
-def explain(attention: Any, *, platform: str, dtype: Any, length: int, cp_size: int = 1) -> Choice:
+def explain(
+    attention: Any,
+    *,
+    platform: str,
+    dtype: Any,
+    length: int,
+    cp_size: int = 1,
+    shared_prefix: SharedPrefix | SharedPrefixes | None = None,
+) -> Choice:
     """Return the kernel that an attention layer gets for packed rows, and why others were refused.
 
     Args:
@@ -102,6 +110,7 @@ def explain(attention: Any, *, platform: str, dtype: Any, length: int, cp_size: 
         dtype: of activations.
         length: tokens of a row.
         cp_size: devices that shard the length of a row.
+        shared_prefix: of rows that hold prompts and their completions.
 
     Raises:
         UserError: no kernel supports it.
@@ -113,6 +122,7 @@ def explain(attention: Any, *, platform: str, dtype: Any, length: int, cp_size: 
         cp_size=cp_size,
         layout="zigzag" if cp_size > 1 else "straight",
         ring=cp_size > 1 and attention.context_parallel.ring,
+        shared_prefix=shared_prefix,
     )
     zigzag.order(length, cp_size, signature.layout)
     return choose(attention.kernel, signature)
@@ -149,6 +159,11 @@ def attend(
         ring=cp_size > 1 and attention.context_parallel.ring,
     )
     return _run(_chosen(attention.kernel, signature), signature, attention, q_btkqh, k_btkh, v_btkh, segment_ids)
+
+
+def stores_scores(q_btkqh: jax.Array, v_btkh: jax.Array, attention: AttentionParams) -> bool:
+    """Return True if packed rows of these queries and values are left to XLA."""
+    return isinstance(_chosen(attention.kernel, _described(q_btkqh, v_btkh, attention)), Xla)
 
 
 def attend_shared_prefix(

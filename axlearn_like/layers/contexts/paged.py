@@ -24,11 +24,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform
+from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform, stores_scores
 from axlearn_like.kernels.attention.interface import MASKED
 from axlearn_like.kernels.attention.xla import batched_dot, capped
-from axlearn_like.kernels.deterministic import exponentials, no_fuse
 from axlearn_like.layers.contexts.packed import require_complete_rows
+from axlearn_like.layers.deterministic import exponentials, no_fuse
 from axlearn_like.layers.linear import UNSPLIT_SUM
 from mesh.errors import UserError
 from mesh.rules import constrain, partition
@@ -109,7 +109,8 @@ class PagedContext:
 class RowContext:
     """Whole sequences in rows from position 0, without a cache, summed in the order of the cached contexts: scoring.
 
-    On TPUs, where the cached contexts have a kernel of their own, by the kernel of packed rows, which stores no scores.
+    By the kernel of packed rows, which stores no scores, on TPUs, where the cached contexts have a kernel of their own,
+    and wherever else there is one: on GPUs, in bfloat16.
 
     Attributes:
         positions: int32 [r, c], 0 to c - 1 in each row.
@@ -122,7 +123,7 @@ class RowContext:
     ) -> tuple[jax.Array, None]:
         """Return causal attention within rows; there is no cache."""
         require_complete_rows(self)
-        if platform() == "tpu":
+        if platform() == "tpu" or not stores_scores(q_rckqh, v_rckh, attention):
             return attend(q_rckqh, k_rckh, v_rckh, attention, segment_ids=jnp.zeros_like(self.positions)), cache
         padding = -k_rckh.shape[1] % KEY_BLOCK
         k = jnp.pad(k_rckh.transpose(0, 2, 3, 1), [(0, 0)] * 3 + [(0, padding)])

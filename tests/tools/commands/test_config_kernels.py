@@ -21,6 +21,17 @@ def test_the_choice_is_told_with_its_reasons(capsys):
     assert "Xla (not Splash: cannot have a window in a ring" in told(capsys, *window, *ring)
 
 
+def test_a_policy_has_a_line_for_each_context_of_rl(capsys):
+    assert cli.main(["config", "kernels", "qwq_32b_rl", "--platform", "gpu", "--length", "2048"]) == 0
+    packed, rows, scoring, decoding = capsys.readouterr().out.splitlines()
+    assert packed == "policy.block.attention: Cudnn (not Splash: for TPUs, not for gpu)"
+    assert rows.startswith("policy.block.attention, prompts with completions (4096 + 32768 tokens): Cudnn (")
+    assert scoring.startswith("policy.block.attention, scoring (20481 tokens): Cudnn (")
+    assert decoding.endswith("decoding: XLA, on copies of the pages while a dispatch runs")
+    assert cli.main(["config", "kernels", "demo", "--platform", "gpu"]) == 0  # float32
+    assert capsys.readouterr().out.count("; all scores are stored\n") == 2
+
+
 def test_a_forced_kernel_that_cannot_is_refused(capsys):
     forced = "model.block.attention.kernel=axlearn_like.kernels.attention.splash:Splash"
     assert cli.main(["config", "kernels", "demo_sft", "--set", forced, "--platform", "cpu"]) == 2

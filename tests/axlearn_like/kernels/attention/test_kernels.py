@@ -70,11 +70,11 @@ def test_splash_is_the_equation(kind, fused):
 @pytest.mark.parametrize("kind", ["causal", "window", "both cp_size"])
 def test_what_cudnn_is_asked_is_the_equation(kind):
     """The other implementation of the same function of JAX is the reference."""
-    x, rules = reference.inputs(batch=2, length=12, heads=(2, 3), width=8), RULES[kind][0]
-    signature = AttentionSignature("gpu", np.dtype(jnp.float32), 12, 2, 3, 8, 8, rules)
+    x, rules = reference.inputs(batch=2, length=13, heads=(2, 3), width=8), RULES[kind][0]
+    signature = AttentionSignature("gpu", np.dtype(jnp.float32), 13, 2, 3, 8, 8, rules)
     segments = jnp.asarray(x.segments)
     q, k, v = (jnp.asarray(a) for a in (x.q, x.k, x.v))
-    found = dot_product(q, k, v, signature, (segments, segments), jnp.arange(12), "xla")
+    found = dot_product(q, k, v, signature, (segments, segments), jnp.arange(13), "xla")
     np.testing.assert_allclose(found, reference.attention(x, rules), atol=2e-5)
 
 

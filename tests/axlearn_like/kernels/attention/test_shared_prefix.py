@@ -1,6 +1,9 @@
 """Rows of a prompt and its answers: who sees whom, by counting, and the kernel against XLA's products."""
 
-from typing import Any
+import dataclasses
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
+from axlearn_like.kernels.attention.cudnn import Cudnn
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported, choose
 from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, ScoreRules
 from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes, shared_prefix_mask
@@ -151,6 +155,56 @@ def test_the_kernel_is_what_xla_makes_of_a_group(arrays, fused, cap, case):
         np.testing.assert_allclose(grad, slope, atol=2e-4)
 
 
+class CudnnByXla(Cudnn):
+    """`Cudnn` by the other implementation of `jax.nn.dot_product_attention`, which runs on CPUs."""
+
+    class Config(Cudnn.Config):
+        pass
+
+    implementation = "xla"
+
+    @override
+    def supported(self, signature: AttentionSignature) -> str | None:
+        gpu = dataclasses.replace(signature, platform="gpu", dtype=np.dtype(jnp.bfloat16))
+        return super().supported(gpu)
+
+
+@pytest.mark.parametrize("case", [one_group, two_groups])
+def test_what_cudnn_is_asked_is_what_xla_makes_of_a_group(arrays, case):
+    x = {name: array[..., :32] for name, array in arrays.items()}  # it has values as wide as keys
+    (_, expected), slopes = mixed(Xla.Config().build(), x, ScoreRules(), case)
+    (_, out), grads = mixed(CudnnByXla.Config().build(), x, ScoreRules(), case)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    for grad, slope in zip(grads, slopes, strict=True):
+        np.testing.assert_allclose(grad, slope, atol=2e-4)
+
+
+@pytest.mark.parametrize("rows", [SharedPrefix(130, 2, 150), SharedPrefixes(130, 300)])
+def test_on_gpus_a_group_is_cudnn_forward_and_backward_and_stores_no_scores(monkeypatch, rows):
+    """Lowered for CUDA, not run: the calls are in the program, and no array of scores of all heads."""
+    cudnn = import_module("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(cudnn, "cuda_versions", SimpleNamespace(cudnn_get_version=lambda: 91000))
+    signature = AttentionSignature(
+        "gpu", np.dtype(jnp.bfloat16), rows.length, 2, 2, 64, 64, ScoreRules(), shared_prefix=rows
+    )
+    kernel = choose(FirstSupported.Config().build(), signature).kernel
+    assert isinstance(kernel, Cudnn)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, codes: jax.Array) -> jax.Array:
+        rest = {"segments": (ids, ids), "places_t": codes, "sinks_kq": None, "tables": None}
+        return jnp.sum(kernel.attend(q, k, v, signature, **rest).astype(jnp.float32))
+
+    q, k = (jax.ShapeDtypeStruct((2, rows.length, 2, *shape), jnp.bfloat16) for shape in ((2, 64), (64,)))
+    ids = jax.ShapeDtypeStruct((2, rows.length), jnp.int32)
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k, ids, ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = 2 if isinstance(rows, SharedPrefix) else 1  # the prompt, and its completions
+    assert text.count("@__cudnn$fmhaScaleBiasSoftmax(") == text.count("@__cudnn$fmhaScaleBiasSoftmaxBackward(") == calls
+    scores = ("130x130", "150x280") if calls == 2 else ("430x430",)
+    assert all(f"tensor<{4 if size == '150x280' else 2}x1x{size}xbf16>" in text for size in scores)  # the masks
+    assert not any(f"x4x{size}x" in text for size in scores)
+
+
 def test_what_the_kernel_cannot_do_falls_to_the_next():
     def signature(rows: SharedPrefix | SharedPrefixes, rules: ScoreRules = ScoreRules()) -> AttentionSignature:  # noqa: B008
         return AttentionSignature("tpu", np.dtype(jnp.bfloat16), rows.length, 8, 4, 128, 128, rules, shared_prefix=rows)
@@ -161,5 +215,14 @@ def test_what_the_kernel_cannot_do_falls_to_the_next():
     assert isinstance(choose(first, signature(SharedPrefix(4096, 4, 4096), ScoreRules(window=512))).kernel, Xla)
     assert isinstance(choose(first, signature(SharedPrefixes(4096, 16384))).kernel, Splash)
     assert isinstance(choose(first, signature(SharedPrefixes(1 << 19, 1 << 19))).kernel, Xla)  # no codes for so many
+    on_gpus = [
+        dataclasses.replace(one, platform="gpu")
+        for one in (
+            signature(SharedPrefix(4096, 4, 16384)),
+            signature(SharedPrefix(33, 16, 15)),
+            signature(SharedPrefixes(4096, 4096), ScoreRules(window=512)),
+        )
+    ]
+    assert [type(choose(first, one).kernel) for one in on_gpus] == [Cudnn, Cudnn, Xla]
     with pytest.raises(UserError, match="answers of 14 tokens do not fill a block"):
         choose(Splash.Config().build(), signature(SharedPrefix(33, 16, 14)))
