@@ -1,5 +1,8 @@
 """Qwen models at scale: pretraining of a dense one and of a mixture of experts."""
 
+from axlearn_like.config import replace
+from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.training.trainer import Trainer
 from experiments.device_rules import H100, H200, TPU7X, V4, V5E, V5P, V6E, Fit, pretraining_rules
 from experiments.llama import DATA
@@ -36,6 +39,12 @@ def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: i
     )
 
 
+def _with_padding(model: Decoder.Config) -> Decoder.Config:
+    """Return a mixture that routes padding too: rows of pretraining have next to none, and it costs no mask."""
+    replace(model, MoE.Config, lambda cfg: cfg.set(route_padding=True))
+    return model
+
+
 @experiment
 def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Qwen3 30B-A3B (128 experts, of which a token uses 8), 4 M tokens a step, on v5p, v6e and others of their memory.
@@ -45,7 +54,7 @@ def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, see
     (docs/benchmarks/aot-experiments.md). Not trained here.
     """
     return pretraining(
-        moe("Qwen3-30B-A3B"),
+        _with_padding(moe("Qwen3-30B-A3B")),
         rows=rows,
         length=length,
         steps=100_000,

@@ -54,6 +54,7 @@ from rl.tasks.skipped import SkippedProblems, skipped_path
 from rl.training.compatibility import check_objective
 from rl.training.packing import DEFAULT_SHAPES
 from rl.training.program import padded
+from rl.training.replay import recording
 from rl.training.trainer import PolicyTrainer
 from rl.training.warm_start import check_warm_start, warm_start_directory
 from rl.verification.scorers import Scorer
@@ -186,7 +187,7 @@ class RLExperiment(Configurable):
         # A child's field that is REQUIRED takes this config's field of the same name.
         self.engine_cfg = cfg.engine.filled_from(
             cfg,
-            model=cfg.policy,
+            model=self._drawing(cfg.policy),
             stop_tokens=self.tokenizer.stop_ids if cfg.stop_at_eos else (),
             sampler=cfg.sampler,
         )
@@ -216,10 +217,17 @@ class RLExperiment(Configurable):
         return self.cfg.clone(
             policy=policy,
             controller=self.controller_cfg,
-            engine=self.engine_cfg.clone(model=policy),
+            engine=self.engine_cfg.clone(model=self._drawing(policy)),
             trainer=self.trainer_cfg.clone(model=policy),
             warm_start=None if warm is None else warm.resolved(),
         )
+
+    def _drawing(self, policy: ConfigBase) -> ConfigBase:
+        """Return the policy as the engine has it: with a record of its routing if the trainer replays that."""
+        if not self.cfg.trainer.replay_routing:
+            return policy
+        with self.cfg.trainer.errors_in("replay_routing"):
+            return recording(policy)
 
     @property
     def first_params(self) -> StartFrom.Config | None:

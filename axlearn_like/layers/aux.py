@@ -50,6 +50,13 @@ def concat_layers(parts: Sequence[Aux], counts: Sequence[int]) -> Aux:
     return Aux(joined([part.losses for part in parts]), joined([part.metrics for part in parts]), routing)
 
 
+def only_routing(layers: Sequence[Aux]) -> Aux:
+    """Return the routing of single layers, stacked; their losses and metrics are not wanted."""
+    return concat_layers(
+        [Aux(routing=None if a.routing is None else a.routing[None]) for a in layers], [1] * len(layers)
+    )
+
+
 def reduce_layers(stacked: Aux) -> Aux:
     """Return one Aux for a whole stack: losses are added, metrics averaged (or maximised), routing kept by layer."""
 

@@ -12,12 +12,13 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.attention.grouped_query import Attention
-from axlearn_like.layers.aux import Aux, concat_layers, reduce_layers
+from axlearn_like.layers.aux import Aux, concat_layers, only_routing, reduce_layers
 from axlearn_like.layers.base import Layer, Params, Workload, cast_late
 from axlearn_like.layers.block_pattern import Segment, build_segments, scan_segment
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.moe.routing import RoutingLayout, mark_padding
 from axlearn_like.layers.norm import LayerNorm, RMSNorm
 from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.remat import checkpoint, checkpoint_name, find_remat
@@ -48,6 +49,7 @@ class Block(Layer):
         x_btd = checkpoint_name(x_btd, "block_input")
         mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
         x_btd = x_btd + mixed
+        routing = _without_padding(self.feed_forward, routing, context, x_btd)
         y_btd, aux = self.feed_forward(self.feed_forward_norm(x_btd), routing)
         return x_btd + y_btd, cache, aux
 
@@ -68,8 +70,14 @@ class SandwichBlock(Block):
         x_btd = checkpoint_name(x_btd, "block_input")
         mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
         x_btd = x_btd + self.attention_post_norm(mixed)
+        routing = _without_padding(self.feed_forward, routing, context, x_btd)
         y_btd, aux = self.feed_forward(self.feed_forward_norm(x_btd), routing)
         return x_btd + self.feed_forward_post_norm(y_btd), cache, aux
+
+
+def _without_padding(feed_forward: Any, routing: Any, context: Context, x_btd: jax.Array) -> Any:
+    """Return the routing with padding marked for a mixture of experts, maybe wrapped, that does not route it."""
+    return routing if getattr(feed_forward, "route_padding", True) else mark_padding(routing, context, x_btd)
 
 
 class Hidden(NamedTuple):
@@ -152,15 +160,19 @@ class Decoder(Layer):
             return (x, cache), aux
 
         if isinstance(cache, tuple):
-            caches = []
-            for layer, layer_cache in zip(self.blocks(), cache, strict=True):
-                x, layer_cache, _ = layer(x, context, layer_cache)
+            caches, found = [], []
+            for index, (layer, layer_cache) in enumerate(zip(self.blocks(), cache, strict=True)):
+                x, layer_cache, aux = layer(x, context, layer_cache, None if routing is None else routing[index])
                 caches.append(layer_cache)
-            return Hidden(self.norm(x), tuple(caches), Aux())
+                found.append(aux)
+            return Hidden(self.norm(x), tuple(caches), only_routing(found))
         if isinstance(self.layers, tuple):
+            found = []
             for index, layer in enumerate(self.layers):
-                (x, cache), _ = apply((x, cache), (layer, jnp.int32(index), None))
-            return Hidden(self.norm(x), cache, Aux())
+                part = None if routing is None else routing[index]
+                (x, cache), aux = apply((x, cache), (layer, jnp.int32(index), part))
+                found.append(aux)
+            return Hidden(self.norm(x), cache, only_routing(found))
         if self.pipeline.stages > 1:
             return self._pipelined(apply, x, context, cache, routing)
         found, carry = [], (x, cache)
@@ -229,6 +241,25 @@ class Decoder(Layer):
             for segment, stack in stacks
             for index in range(segment.count)
         ]
+
+    @property
+    def routing_layout(self) -> RoutingLayout | None:
+        """The parts of a record of its routing; None: it has no experts."""
+        if isinstance(self.layers, tuple):
+            blocks = list(self.layers)
+        else:
+            blocks = [getattr(self, segment.name) for segment in self.segments for _ in range(segment.count)]
+        feeds: list[Any] = [getattr(block, "feed_forward", None) for block in blocks]
+        found = {index: feed for index, feed in enumerate(feeds) if hasattr(feed, "num_experts")}
+        if not found:
+            return None
+        kinds = {(feed.num_experts, feed.router.top_k, feed.record_routing) for feed in found.values()}
+        if len(kinds) > 1:
+            raise UserError(
+                f"Decoder: layers with mixtures of {len(kinds)} kinds; expected the same num_experts, top_k and "
+                "record_routing in all"
+            )
+        return RoutingLayout(tuple(found), self.num_layers, *kinds.pop())
 
     def unstack(self) -> "Decoder":
         """Return the model with its layers in a list: XLA's CPU backend copies each weight it slices from a stack."""

@@ -19,7 +19,7 @@ from models.huggingface.rows import ConversionError
 # Fields, and configs, that change neither a model's parameters nor the function that it computes.
 _NO_EFFECT = frozenset(
     """dtype pipeline scan_unroll remat init_std kernel context_parallel product capacity_factor load_balance
-    sequence_balance z_loss record_routing max_length start_from""".split()
+    sequence_balance z_loss record_routing route_padding max_length start_from""".split()
 )
 
 

@@ -70,6 +70,7 @@ def matches(contents: Contents, headers: Sequence[GroupHeader]) -> bool:
 
 def _header(rollout: Rollout) -> RolloutHeader:
     mask, versions = rollout.action_mask, rollout.versions
+    recorded = () if rollout.routing is None else (rollout.routing,)
     return RolloutHeader(
         sample_id=rollout.sample_id,
         length=len(rollout.tokens),
@@ -77,7 +78,7 @@ def _header(rollout: Rollout) -> RolloutHeader:
         finish_reason=rollout.finish_reason,
         oldest=int(versions.min(initial=np.iinfo(np.int32).max)),
         newest=int(versions.max(initial=-1)),
-        digest=_digest(rollout.tokens, rollout.logprobs, versions, mask),
+        digest=_digest(rollout.tokens, rollout.logprobs, versions, mask, *recorded),
     )
 
 

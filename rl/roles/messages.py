@@ -49,9 +49,14 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion of a prompt. All arrays have the completion's length; a sampled stop token is included.
+    """One completion of a prompt. Arrays of tokens have the completion's length; a sampled stop token is included.
 
     Tokens that were given and not sampled (the answer of a tool) have action_mask False and log-probability 0.
+
+    Attributes:
+        routing: with mixtures of experts, if that is recorded: [tokens, layers with experts, top_k] in the smallest
+            unsigned type, the experts of each token that the policy was fed: prompt and completion without the last.
+            Fewer tokens where the completion ends with tokens that were given: nothing follows from those.
     """
 
     prompt_id: int
@@ -62,6 +67,7 @@ class Rollout:
     action_mask: np.ndarray  # bool
     finish_reason: FinishReason
     tags: tuple[str, ...] = ()  # approximations in use when it was sampled
+    routing: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

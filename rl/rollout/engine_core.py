@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError
@@ -151,17 +152,26 @@ class EngineCore:
         self.executor.copy(copies)
         if work := [(sequence, count) for sequence, count in chosen if count]:
             self._counts["dispatches"] += 1
-            self.executor.prefill(work)
+            routing = self._routing_of(work, self.executor.prefill(work))
+        else:
+            routing = {}
         for sequence, count in chosen:
             if sequence.ended:
                 continue  # by another's agent loop, in this very loop
-            sequence.prefilled(count)
+            sequence.prefilled(count, routing.get(sequence))
             self._counts["prefill_tokens"] += count
             if not sequence.unfilled:
                 self.scheduler.kv_cache.remember(sequence)
                 if sequence.is_prefix:
                     self.lifecycle.fan_out(sequence)
         return bool(chosen)
+
+    def _routing_of(self, work: list[tuple[Sequence, int]], routing: Any) -> dict[Sequence, np.ndarray]:
+        """Return the routing of each prefilled chunk, [tokens, layers, top_k]; nothing if it is not recorded."""
+        if routing is None:
+            return {}
+        found = np.asarray(jax.device_get(routing))  # it ends the overlap of this dispatch with the host
+        return {one: found[:, row, :count].swapaxes(0, 1) for row, (one, count) in enumerate(work)}
 
     def _record(self, rows: list[Sequence], out: dict[str, Any]) -> None:
         """Give the sequences the tokens that the dispatch has drawn."""
@@ -173,7 +183,8 @@ class EngineCore:
             count = int(out["counts"][index]) - broken
             self._counts["generation_tokens"] += count
             tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
-            sequence.extend(tokens, logprobs, self.version, self._approximations)
+            routing = out["routing"][:count, :, index] if "routing" in out else None
+            sequence.extend(tokens, logprobs, self.version, self._approximations, routing)
             cut = sequence.cut_at_stop_string()
             self.lifecycle.extended(sequence)
             if broken and not cut:

@@ -7,6 +7,7 @@ and the engine call its methods.
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Hashable
+from collections.abc import Sequence as Items
 from enum import Enum
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from rl.roles.messages import FinishReason, Rollout
 from rl.rollout.agent_loop import AgentLoop, Command, Generate, Join, Wait
+from rl.rollout.kv_cache.routing_record import RoutingRecord
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import OnTokens, Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler
@@ -86,6 +88,7 @@ class Sequence:
         self.actions: list[bool] = []
         self.reason: FinishReason = "stop"
         self.tags: set[str] = set()
+        self.routing = RoutingRecord()
         self.limit = len(tokens)  # tokens at which the current command ends
         self.waits_for: Wait | Join | None = None  # while suspended
         self._text: StopText | None = None
@@ -202,8 +205,20 @@ class Sequence:
 
     # ---- tokens
 
-    def extend(self, tokens: list[int], logprobs: list[float], version: int, tags: tuple[str, ...]) -> None:
-        """Append drawn tokens. All but the last have been fed, so their keys and values are in the pool."""
+    def extend(
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        version: int,
+        tags: tuple[str, ...],
+        routing: np.ndarray | None = None,
+    ) -> None:
+        """Append drawn tokens. All but the last have been fed, so their keys and values are in the pool.
+
+        `routing`: of the tokens that were fed, as many.
+        """
+        if routing is not None:
+            self.routing.write(self.cached, routing)
         self.cached += len(tokens)
         self.tokens += tokens
         self.logprobs += logprobs
@@ -241,13 +256,14 @@ class Sequence:
         """Copy the parent's records: a fork."""
         self.logprobs, self.versions = list(parent.logprobs), list(parent.versions)
         self.actions, self.tags = list(parent.actions), set(parent.tags)
-        self.cache_key = parent.cache_key
+        self.cache_key, self.routing = parent.cache_key, parent.routing.copy()
 
     def continue_from(self, rollout: Rollout) -> bool:
         """Take over the tokens and records of a rollout; returns True if it had ended by itself."""
         self.tokens += rollout.tokens.tolist()
         self.logprobs, self.versions = rollout.logprobs.tolist(), rollout.versions.tolist()
         self.actions, self.tags = rollout.action_mask.tolist(), set(rollout.tags)
+        self.routing = RoutingRecord(rollout.routing).copy()
         if rollout.finish_reason not in ("stop", "length"):
             return False
         self.reason = rollout.finish_reason
@@ -259,9 +275,10 @@ class Sequence:
         """Begin without pages, under these weights."""
         self.cache_key = key
 
-    def adopt(self, pages: list[int], cached: int) -> None:
-        """Take pages that hold its first `cached` tokens."""
+    def adopt(self, pages: list[int], cached: int, routing: Items[np.ndarray] = ()) -> None:
+        """Take pages that hold its first `cached` tokens, and what was recorded of these."""
         self.pages, self.cached = pages, cached
+        self.routing.adopt(routing)
 
     def add_pages(self, pages: list[int]) -> None:
         """Take pages for tokens to come."""
@@ -277,8 +294,10 @@ class Sequence:
         pages, self.pages, self.cached = self.pages, [], 0
         return pages
 
-    def prefilled(self, count: int) -> None:
-        """Count tokens whose keys and values have been written."""
+    def prefilled(self, count: int, routing: np.ndarray | None = None) -> None:
+        """Count tokens whose keys and values have been written, and record their routing."""
+        if routing is not None:
+            self.routing.write(self.cached, routing)
         self.cached += count
         self.group.started = True
 
@@ -310,4 +329,5 @@ class Sequence:
             action_mask=np.asarray(self.actions, bool),
             finish_reason=self.reason,
             tags=tuple(sorted(self.tags)),
+            routing=self.routing.first(len(self.tokens) - 1),
         )

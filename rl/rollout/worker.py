@@ -4,6 +4,7 @@ It holds nothing that cannot be made again: kill it at any moment and its lease 
 it hands back what it has, for another worker to continue.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -92,6 +93,8 @@ class RolloutWorker:
         with self._span(drawing, step=lease.step, lease=lease.id, version=lease.version) as span:
             rollouts = self._generate(lease)
             span["tokens"] = sum(len(r.tokens) for r in rollouts) - sum(len(r.tokens) for r in lease.partial)
+            if recorded := sum(r.routing.nbytes for r in rollouts if r.routing is not None):
+                span["routing_bytes"] = recorded
         if self._stop():
             self._hand_back(lease, rollouts)
             return False
@@ -182,6 +185,8 @@ class RolloutWorker:
                 why = f"{failed[-1].status}: {failed[-1].error}"
                 span |= {"answers": len(scores), "failed": len(failed), "error": why}
         n = lease.samples
+        if lease.evaluation:  # nobody replays it
+            rollouts = [dataclasses.replace(rollout, routing=None) for rollout in rollouts]
         return tuple(
             Group(prompt, tuple(rollouts[i * n : (i + 1) * n]), tuple(scores[i * n : (i + 1) * n]))
             for i, prompt in enumerate(lease.prompts)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.run.events import EventLog
 from axlearn_like.training.step import State
 from mesh import shard_batch
@@ -26,6 +27,7 @@ from rl.training.logprob_diff import LogprobDiff, only_version
 from rl.training.packing import Microbatch, Packing
 from rl.training.publication import Publication
 from rl.training.reference import Reference
+from rl.training.replay import replay_packed, replay_padded, routing_bytes
 from rl.training.updates import Updates
 
 
@@ -49,6 +51,7 @@ class PolicyFeed:
         packing: Packing | None = None,
         updates: Updates | None = None,
         reference: Reference | None = None,
+        replay: RoutingLayout | None = None,
         flops: Callable[[int, int, int], float | None] = lambda prefix, samples, length: None,
         on_update: Callable[[], None] = lambda: None,
     ):
@@ -60,6 +63,7 @@ class PolicyFeed:
             packing: of rollouts into rows; None: rows are padded to the greatest length.
             updates: by each batch; None: one.
             reference: policy that the objective compares with, if it does.
+            replay: batches carry the recorded routing, of this layout.
             flops: model FLOPs of a row.
             on_update: called once the version of an update is on its way.
         """
@@ -67,7 +71,7 @@ class PolicyFeed:
         self._row_flops = lru_cache(flops)
         self._controller, self._publication, self._group, self._events = controller, publication, group, events
         self._objective, self._diff, self._diff_every, self._sizes = objective, diff, diff_every, sizes
-        self._packing, self._on_update = packing, on_update
+        self._packing, self._replay, self._on_update = packing, replay, on_update
         self._updates, self._reference = updates, reference
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
@@ -110,6 +114,8 @@ class PolicyFeed:
         self.flops = self._model_flops(minibatches, filled)
         self._metrics = {**figures, **_staleness(headers, version), "wait_seconds": waited, "version": step}
         self._metrics |= self._skipped
+        if self._replay is not None:
+            self._metrics["routing_bytes"] = routing_bytes(contents)
         return self._inputs(filled, params) * (1 if self._updates is None else self._updates.epochs)
 
     def _fill(
@@ -122,8 +128,13 @@ class PolicyFeed:
             samples = self._sizes["samples_per_row"] or prepared.arrays["weights"].shape[1]
             sizes = (self._sizes["max_prompt"], self._sizes["max_new"], samples)
             batch = fill_padded(rows, prepared, contents, *sizes)
+            if self._replay is not None:
+                batch["routing"] = replay_padded(rows, contents, self._replay, sizes)
         else:
             batch = fill_packed(rows, microbatch.length, prepared, contents, self._packing)
+            if self._replay is not None:
+                places = batch["first"], self._packing.prompts, microbatch.length
+                batch["routing"] = replay_packed(rows, contents, self._replay, *places)
         return batch, shard_batch(batch, rows=len(microbatch.rows))
 
     def _inputs(self, filled: list[list[tuple[Batch, dict[str, jax.Array]]]], params: Params) -> list[Any]:

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.base import Params, bind
+from axlearn_like.layers.moe.routing import RoutingLayout
 from mesh import shard_batch
 from mesh.batches import local_rows, to_local
 from mesh.devices import platform
@@ -18,6 +19,7 @@ from rl.roles.messages import Contents
 from rl.training.batching import Batch
 from rl.training.logprobs import fill_rows, row_length
 from rl.training.program import make_score_rows, padded, policy_logprobs
+from rl.training.replay import replay_rows
 
 # Of the difference that rounding explains, the mean and the largest, by what computes or sends the weights. A wrong
 # temperature, mask, version or cache is far above. Measured: float32 1e-7 and 8e-6; bfloat16 1.6e-3 and 6.6e-3;
@@ -47,13 +49,16 @@ class LogprobDiff:
         row_multiple: int,
         group: ProcessGroup,
         bounds: Mapping[str, float],
+        replay: RoutingLayout | None = None,
     ):
+        """`replay`: both by the recorded routing, of this layout."""
+
         def logprobs(params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
             return policy_logprobs(bind(graphdef, params), batch, temperature, chunks).logprobs
 
         self.logprobs = jax.jit(logprobs)  # (params, arrays of the update) -> as the targets
         self._score_rows = make_score_rows(graphdef, chunks)
-        self._temperature, self._group, self._bounds = temperature, group, bounds
+        self._temperature, self._group, self._bounds, self._replay = temperature, group, bounds, replay
         self._length, self._row_multiple = row_length(max_prompt, max_new), row_multiple
 
     def metrics(
@@ -105,6 +110,8 @@ class LogprobDiff:
         total = self._count(headers)
         own = [(contents[g][0], contents[g][1][n]) for g, n in self.rows(headers)]
         rows = fill_rows([(prompt, r.tokens) for prompt, r in own], len(local_rows(total)), self._length)
+        if self._replay is not None:
+            rows["routing"] = replay_rows(own, self._replay, len(local_rows(total)), self._length)
         temperature = jnp.full(1, self._temperature, jnp.float32)
         found = self._score_rows(params, **shard_batch(rows, rows=total), temperature=temperature)
         scored = jax.tree.map(to_local, found).logprobs()

@@ -18,6 +18,7 @@ from axlearn_like.training.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain
 from rl.roles.messages import Group
+from rl.training.replay import to_model
 
 _MULTIPLE = 16  # rows have a multiple of so many tokens
 
@@ -49,7 +50,15 @@ def fill_rows(sequences: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, len
     return {"tokens": whole[:, :-1], "targets": whole[:, 1:]}
 
 
-def score_rows(model: Any, tokens: jax.Array, targets: jax.Array, temperature: jax.Array, *, chunks: int = 1) -> Chosen:
+def score_rows(
+    model: Any,
+    tokens: jax.Array,
+    targets: jax.Array,
+    temperature: jax.Array,
+    *,
+    routing: jax.Array | None = None,
+    chunks: int = 1,
+) -> Chosen:
     """Log pi of each target, in parts [rows, length]; pure, to be traced.
 
     Args:
@@ -57,10 +66,12 @@ def score_rows(model: Any, tokens: jax.Array, targets: jax.Array, temperature: j
         tokens: int32 [rows, length].
         targets: int32 [rows, length].
         temperature: an array [1], since XLA divides by an array but multiplies by a constant's reciprocal.
+        routing: int16 [rows, length, layers with experts, top_k], experts to be used again (see replay.py).
         chunks: parts of the length whose logits exist at a time; as many as divide it.
     """
     positions = constrain(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), "batch", None)
-    hidden = model.hidden(tokens, RowContext(positions)).x
+    experts = None if routing is None else to_model(model.routing_layout, routing)
+    hidden = model.hidden(tokens, RowContext(positions), routing=experts).x
     chunks = math.gcd(chunks, tokens.shape[1])
     if chunks == 1:
         return chosen_tokens(no_fuse(model.logits(hidden) / temperature), targets)

@@ -15,6 +15,7 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.contexts.packed import GroupContext, PackedGroupContext
+from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.learner import Learner
 from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
@@ -27,6 +28,7 @@ from rl.objective import Objective
 from rl.training.batching import PREFIX
 from rl.training.logprobs import row_length, score_rows
 from rl.training.packing import Packing
+from rl.training.replay import describe_routing, to_model
 
 Described = dict[str, jax.ShapeDtypeStruct]
 _PLACES = ("prefix_segments", "segments", "prefix_positions", "positions", "starts")  # fields of PackedGroupContext
@@ -130,12 +132,16 @@ class Scored(NamedTuple):
 def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: float, chunks: int = 1) -> Scored:
     """Return the objective's input from a model, at the behaviour temperature; logits of one chunk exist at a time."""
     groups, prefix = batch["inputs"].shape[0], batch["prefix"]
+    layout: RoutingLayout | None = getattr(model, "routing_layout", None)
     if batch["inputs"].ndim == 2:
         context = PackedGroupContext(*(batch[name] for name in _PLACES))
     else:
-        context = GroupContext(batch["prefix_lengths"], prefix.shape[1], *batch["inputs"].shape[1:])
+        _, samples, length = batch["inputs"].shape
+        used = None if layout is None else _used_lengths(batch["action_mask"])
+        context = GroupContext(batch["prefix_lengths"], prefix.shape[1], samples, length, used)
     tokens = jnp.concatenate([prefix, batch["inputs"].reshape(groups, -1)], axis=1)
-    hidden = model.hidden(tokens, context)
+    routing = None if layout is None or "routing" not in batch else to_model(layout, batch["routing"])
+    hidden = model.hidden(tokens, context, routing=routing)
     x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
     answers, targets = x[:, prefix.shape[1] :], batch["targets"].reshape(groups, -1)
 
@@ -155,8 +161,25 @@ def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: flo
     return Scored(chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape), hidden.aux)
 
 
-def batch_shapes(objective: Objective, *, groups: int, samples: int, max_prompt: int, max_new: int) -> Described:
-    """Return the arrays of `pack_groups` for rows of `samples` each that all have a gradient."""
+def _used_lengths(action_mask: jax.Array) -> jax.Array:
+    """Return int32 [g, n], tokens of each completion up to its last action: nothing is learned from those behind."""
+    steps = jnp.arange(1, action_mask.shape[-1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(action_mask, steps, 0), axis=-1)
+
+
+def batch_shapes(
+    objective: Objective,
+    *,
+    groups: int,
+    samples: int,
+    max_prompt: int,
+    max_new: int,
+    replay: RoutingLayout | None = None,
+) -> Described:
+    """Return the arrays of `pack_groups` for rows of `samples` each that all have a gradient.
+
+    `replay`: with the record of this layout.
+    """
     each = (groups, samples, max_new)
     shapes: Described = {
         "prefix": jax.ShapeDtypeStruct((groups, max_prompt - 1), jnp.int32),
@@ -168,11 +191,21 @@ def batch_shapes(objective: Objective, *, groups: int, samples: int, max_prompt:
     }
     for name, rank, dtype in _objective_arrays(objective, samples):
         shapes[name] = jax.ShapeDtypeStruct(each[:rank], dtype)
+    if replay is not None:
+        shapes["routing"] = describe_routing(replay, groups, max_prompt - 1 + samples * max_new)
     return shapes
 
 
-def packed_shapes(objective: Objective, packing: Packing, *, rows: int, length: int, samples: int) -> Described:
-    """Return the arrays of `fill_packed`; `samples` are those of a group."""
+def packed_shapes(
+    objective: Objective,
+    packing: Packing,
+    *,
+    rows: int,
+    length: int,
+    samples: int,
+    replay: RoutingLayout | None = None,
+) -> Described:
+    """Return the arrays of `fill_packed`; `samples` are those of a group. `replay`: see `batch_shapes`."""
 
     def ints(width: int, *names: str) -> Described:
         return {name: jax.ShapeDtypeStruct((rows, width), jnp.int32) for name in names}
@@ -186,6 +219,8 @@ def packed_shapes(objective: Objective, packing: Packing, *, rows: int, length: 
     }
     for name, rank, dtype in _objective_arrays(objective, samples):
         shapes[name] = jax.ShapeDtypeStruct((rows, length if rank == 3 else packing.completions), dtype)
+    if replay is not None:
+        shapes["routing"] = describe_routing(replay, rows, packing.prompts + length)
     return shapes
 
 
@@ -214,26 +249,45 @@ def describe_batch(
     max_new: int,
     row_multiple: int = 1,
     samples_per_row: int | None = None,
+    replay: RoutingLayout | None = None,
 ) -> Described:
     """Return the arrays of an update in which every group has a gradient, sharded as `shard_batch` does."""
     each_row = samples_per_row or samples
     rows = padded(groups * samples // each_row, row_multiple)
-    arrays = batch_shapes(objective, groups=rows, samples=each_row, max_prompt=max_prompt, max_new=max_new)
-    return _sharded(arrays, mesh)
+    sizes: dict[str, Any] = {"groups": rows, "samples": each_row, "max_prompt": max_prompt, "max_new": max_new}
+    return _sharded(batch_shapes(objective, **sizes, replay=replay), mesh)
 
 
-def describe_packed(objective: Objective, packing: Packing, mesh: Mesh, length: int, *, samples: int) -> Described:
+def describe_packed(
+    objective: Objective,
+    packing: Packing,
+    mesh: Mesh,
+    length: int,
+    *,
+    samples: int,
+    replay: RoutingLayout | None = None,
+) -> Described:
     """Return the arrays of a microbatch of rows of this length, sharded as `shard_batch` does; the mesh is set."""
     rows = packing.rows * math.prod(axis_sizes("batch").values())
-    return _sharded(packed_shapes(objective, packing, rows=rows, length=length, samples=samples), mesh)
+    sizes: dict[str, Any] = {"rows": rows, "length": length, "samples": samples}
+    return _sharded(packed_shapes(objective, packing, **sizes, replay=replay), mesh)
 
 
-def describe_rows(mesh: Mesh, *, rollouts: int, max_prompt: int, max_new: int, row_multiple: int = 1) -> Described:
+def describe_rows(
+    mesh: Mesh,
+    *,
+    rollouts: int,
+    max_prompt: int,
+    max_new: int,
+    row_multiple: int = 1,
+    replay: RoutingLayout | None = None,
+) -> Described:
     """Return the keyword arguments of `make_score_rows` for so many rollouts."""
     shape = (padded(rollouts, row_multiple), row_length(max_prompt, max_new))
     whole = jax.ShapeDtypeStruct(shape, jnp.int32)
     temperature = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, jax.P(None)))
-    return {**_sharded({"tokens": whole, "targets": whole}, mesh), "temperature": temperature}
+    routing = {} if replay is None else {"routing": describe_routing(replay, *shape)}
+    return {**_sharded({"tokens": whole, "targets": whole, **routing}, mesh), "temperature": temperature}
 
 
 def padded(count: int, multiple: int) -> int:

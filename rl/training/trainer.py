@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.config import REQUIRED, Configurable, errors_at, walk_configs
 from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.learner import Learner
 from axlearn_like.operations.memory import check_state_fits
@@ -46,6 +47,7 @@ from rl.training.packing import Packing
 from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
 from rl.training.publication import Publication
 from rl.training.reference import Reference
+from rl.training.replay import routing_layout
 from rl.training.updates import Updates
 
 _EVALUATION_POLL = 0.2  # seconds between two questions for the end of the last evaluation
@@ -66,6 +68,7 @@ class PolicyTrainer(Configurable):
         samples_per_row: int | None = None  # of a prompt, which is computed again for every row; None: all in one row
         packing: Packing.Config | None = None  # of rollouts into rows by length; None: rows are padded to max_new
         chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
+        replay_routing: bool = False  # experts are those with which the engine drew the tokens (replay.py)
         logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
         log_every: int = 1
         updates: Updates.Config | None = None  # several by each batch; None: one
@@ -90,6 +93,7 @@ class PolicyTrainer(Configurable):
             """Return the arrays of an update by `samples` rollouts of `groups` prompts, all with a gradient."""
             sizes: dict[str, Any] = {**self.sizes(), "samples_per_row": self.samples_per_row}
             with use_mesh(mesh, self.axis_rules):
+                sizes["replay"] = self.replay_layout()
                 return describe_batch(self.build_objective(), mesh, groups=groups, samples=samples, **sizes)
 
         def packed(self, mesh: Mesh, *, samples: int) -> dict[int, Described]:
@@ -99,6 +103,7 @@ class PolicyTrainer(Configurable):
                 return {}
             with use_mesh(mesh, self.axis_rules):
                 describe = partial(describe_packed, self.build_objective(), packing, mesh, samples=samples)
+                describe = partial(describe, replay=self.replay_layout())
                 return {length: describe(length) for length in packing.lengths}
 
         def build_objective(self) -> Objective:
@@ -118,7 +123,16 @@ class PolicyTrainer(Configurable):
         def rows(self, mesh: Mesh, *, groups: int, samples: int) -> Described:
             """Return the arguments of scoring as many rollouts."""
             with use_mesh(mesh, self.axis_rules):
-                return describe_rows(mesh, rollouts=groups * samples, **self.sizes())
+                replay = self.replay_layout()
+                return describe_rows(mesh, rollouts=groups * samples, **self.sizes(), replay=replay)
+
+        def replay_layout(self) -> RoutingLayout | None:
+            """Return what the record is made of that is replayed; None: none is (ConfigError: there are no experts)."""
+            if not self.replay_routing:
+                return None
+            layout = routing_layout(self.model)
+            self.require("replay_routing", layout is not None, "False, for the policy has no mixtures of experts")
+            return layout
 
         def sizes(self) -> dict[str, Any]:
             """Return the sizes of a batch that are fields of this config."""
@@ -166,6 +180,8 @@ class PolicyTrainer(Configurable):
             """Return the mesh, if it fits the devices, and batches and model fit it (else UserError)."""
             mesh = make_mesh(self.mesh, devices, slices=self.slices)
             self.check_rows(mesh)
+            whole = not self.replay_routing or mesh.shape["pipeline"] == 1
+            self.require("replay_routing", whole, "False on a mesh with a pipeline axis")
             self.check_model(mesh)
             return mesh
 
@@ -261,9 +277,11 @@ class PolicyTrainer(Configurable):
             if reference is not None:
                 reference.start(state["params"]) if extras is None else reference.restore(state)
             sizes: dict[str, Any] = {**cfg.sizes()}
+            replay = cfg.replay_layout()
             scoring: dict[str, Any] = {"temperature": cfg.temperature, "chunks": cfg.chunks, "group": group}
             dtype = getattr(cfg.model, "dtype", "float32")
             scoring["bounds"] = difference_bounds(dtype, weights.codec)
+            scoring["replay"] = replay
             self.diff = LogprobDiff(program.graphdef, **scoring, **sizes)
             feed = PolicyFeed(
                 *(controller, self._publication, objective, self.diff, group, self._session.events),
@@ -272,6 +290,7 @@ class PolicyTrainer(Configurable):
                 packing=cfg.build_packing(),
                 updates=updates,
                 reference=reference,
+                replay=replay,
                 flops=partial(row_flops, cfg.model) if self._session.peak else lambda *sizes: None,
                 on_update=self.offer_evaluated,
             )

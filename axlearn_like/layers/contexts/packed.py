@@ -38,6 +38,11 @@ class Context(Protocol):
         """int32 [batch, length], for rotary embeddings."""
         ...
 
+    @property
+    def live(self) -> jax.Array | None:
+        """Mask of the tokens that are not padding, bool [batch, length]; None: that is not known."""
+        ...
+
     def attend(
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: Any, attention: AttentionParams
     ) -> tuple[jax.Array, Any]:
@@ -60,6 +65,11 @@ class PackedContext:
     segment_ids: jax.Array
     layout: Layout = dataclasses.field(default="straight", metadata={"static": True})
 
+    @property
+    def live(self) -> jax.Array:
+        """Mask of the tokens that are not padding, bool [batch, length]."""
+        return self.segment_ids != 0
+
     def attend(
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None, attention: AttentionParams
     ) -> tuple[jax.Array, None]:
@@ -78,12 +88,25 @@ class GroupContext:
         prefix_size: p, the padded prefix length.
         completions: n.
         completion_size: t, the padded completion length.
+        completion_lengths: int32 [g, n], live tokens of the completions, None where that is not known.
     """
 
     prefix_lengths: jax.Array
     prefix_size: int = dataclasses.field(metadata={"static": True})
     completions: int = dataclasses.field(metadata={"static": True})
     completion_size: int = dataclasses.field(metadata={"static": True})
+    completion_lengths: Any = None
+
+    @property
+    def live(self) -> jax.Array:
+        """Mask of the tokens that are not padding, bool [g, p + n * t]."""
+        length = self.prefix_size + self.completions * self.completion_size
+        if self.completion_lengths is None:
+            return self._live(length)
+        steps = jnp.arange(self.completion_size) < self.completion_lengths[..., None]
+        prefix = jnp.arange(self.prefix_size) < self.prefix_lengths[:, None]
+        steps = jnp.reshape(steps, (len(prefix), -1), out_sharding=partition("batch", None))
+        return jnp.concatenate([prefix, steps], axis=1)
 
     @property
     def positions(self) -> jax.Array:
@@ -168,6 +191,11 @@ class PackedGroupContext:
     def positions(self) -> jax.Array:
         """int32 [batch, p + t]."""
         return jnp.concatenate([self.prefix_positions, self.completion_positions], axis=1)
+
+    @property
+    def live(self) -> jax.Array:
+        """Mask of the tokens that are not padding, bool [batch, p + t]."""
+        return jnp.concatenate([self.prefix_segments, self.segments], axis=1) != 0
 
     def attend(
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None, attention: AttentionParams

@@ -75,6 +75,11 @@ class PagedContext:
         """int32 [r, c]."""
         return self.starts[:, None] + jnp.arange(self.chunk)
 
+    @property
+    def live(self) -> jax.Array:
+        """Mask of the tokens that are not padding, bool [r, c]."""
+        return jnp.arange(self.chunk) < self.counts[:, None]
+
     def attend(
         self,
         q_rckqh: jax.Array,
@@ -98,8 +103,7 @@ class PagedContext:
                 sinks=attention.sinks is not None,
             )
             return mixed, (pool, layer)
-        live = jnp.arange(self.chunk) < self.counts[:, None]
-        pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, live)
+        pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, self.live)
         window = read_window(pool, table, self.starts + self.counts)
         return attend_window(q_rckqh, window, self.positions, attention), (pool, layer)
 
@@ -114,9 +118,11 @@ class RowContext:
 
     Attributes:
         positions: int32 [r, c], 0 to c - 1 in each row.
+        live: bool [r, c], False at padding behind a sequence, which no token of it sees; None: that is not known.
     """
 
     positions: jax.Array
+    live: Any = None
 
     def attend(
         self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: None, attention: AttentionParams

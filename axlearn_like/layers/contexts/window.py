@@ -116,11 +116,13 @@ class WindowContext:
         lengths: int32 [r], tokens of the row before the one now fed.
         needed: int32 [groups], cells that each group reads.
         step: int32, steps since the windows were filled.
+        live: bool [r, 1], False in idle rows; None: there are none.
     """
 
     lengths: jax.Array
     needed: jax.Array
     step: jax.Array
+    live: Any = None
 
     @property
     def positions(self) -> jax.Array:

@@ -6,6 +6,7 @@ their experts' devices and back (`axlearn_like.layers.moe.all_to_all`). Where al
 tokens, as in a rollout engine, each computes the part of its own experts, and the parts are added up.
 """
 
+from functools import partial
 from typing import Any, NamedTuple, override
 
 import jax
@@ -70,13 +71,16 @@ class Experts(Layer):
         self._product = cfg.product.build()
         self._num_experts, self._capacity_factor = cfg.num_experts, cfg.capacity_factor
 
-    def __call__(self, x_btd: jax.Array, experts_btk: jax.Array, weights_btk: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x_btd: jax.Array, experts_btk: jax.Array, weights_btk: jax.Array, *, complete: bool = True
+    ) -> tuple[jax.Array, jax.Array]:
         """Return the weighted sum of each token's experts.
 
         Args:
             x_btd: [batch, length, dim].
-            experts_btk: int32 [batch, length, top_k], no expert twice for a token.
+            experts_btk: int32 [batch, length, top_k], no expert twice for a token; num_experts: none, for padding.
             weights_btk: float32 [batch, length, top_k].
+            complete: no token is padding.
 
         Returns:
             [batch, length, dim], and the fraction of the rows that were dropped, a float32 scalar.
@@ -84,7 +88,7 @@ class Experts(Layer):
         weights = jax.tree.map(lambda weight: weight.astype(x_btd.dtype), self._weights())
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
-            return self._local(x_btd, experts_btk, weights_btk, weights)
+            return self._local(x_btd, experts_btk, weights_btk, weights, complete=complete)
         # Inside a pipeline, for example, an axis may be manual already.
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         axes = tuple(name for name, kind in kinds if kind != AxisType.Manual)
@@ -93,7 +97,8 @@ class Experts(Layer):
         by_rows, by_tokens = partition("batch", None, None), partition("batch", "length", None)
         rows = by_tokens if by_tokens is not None and was[1] == by_tokens[1] else by_rows
         specs = (rows, rows, rows, self._partitions())
-        run = jax.shard_map(self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
+        on_device = partial(self._on_device, complete=complete)
+        run = jax.shard_map(on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
         y_btd, dropped = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
         return jax.sharding.reshard(y_btd, was), dropped
 
@@ -105,7 +110,7 @@ class Experts(Layer):
         return Weights(inner, inner, outer)
 
     def _on_device(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Weights
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Weights, *, complete: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Return the result for one device's tokens, with its shard of the weights."""
         axes = {"gate": 1, "up": 1, "down": 2}
@@ -114,14 +119,21 @@ class Experts(Layer):
         shared = _expert_axis_size() > 1 and "expert" not in varying(x)  # all devices with experts have these tokens
         everywhere = frozenset[str]().union(*map(varying, (x, *matrices[:3])))
         x, experts, weights, matrices = jax.tree.map(lambda a: vary(a, everywhere), (x, experts, weights, matrices))
-        y, dropped = self._local(x, experts, weights, matrices, shared=shared)
+        y, dropped = self._local(x, experts, weights, matrices, shared=shared, complete=complete)
         summed = tuple(manual_axis_sizes("hidden"))
         if shared:  # in one sum, over the axes that have parts of it
             summed = tuple(name for name in (*summed, "expert") if name in varying(y))
         return jax.lax.psum(y, summed), jax.lax.pmean(dropped, tuple(everywhere))
 
     def _local(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Weights, *, shared: bool = False
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        matrices: Weights,
+        *,
+        shared: bool = False,
+        complete: bool = True,
     ) -> tuple[jax.Array, jax.Array]:
         (batch, length, dim), top_k = x.shape, experts.shape[-1]
         chosen = experts.reshape(-1)
@@ -134,7 +146,8 @@ class Experts(Layer):
         elif shared:
             y, dropped = self._own_experts(rows, sizes, matrices, devices), jnp.sum(weights * 0)
         else:
-            y, dropped = self._sent_to_experts(rows, sizes, matrices, devices, top_k)
+            y, left = self._sent_to_experts(rows, sizes, matrices, devices, top_k, complete=complete)
+            dropped = left / len(rows) if complete else left / jnp.maximum(jnp.sum(sizes), 1)
         y = combine(y, order, weights.reshape(-1, top_k))
         return y.reshape(batch, length, dim), dropped
 
@@ -147,9 +160,9 @@ class Experts(Layer):
         return jnp.roll(self._network(jnp.roll(rows, -before, axis=0), own, matrices), before, axis=0)
 
     def _sent_to_experts(
-        self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int, top_k: int
+        self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int, top_k: int, *, complete: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """Return `_network` for experts that are on several devices, and the fraction of dropped rows."""
+        """Return `_network` for experts that are on several devices, and the number of dropped rows, float32."""
         axis, mine = "expert", self._num_experts // devices
         by_device = sizes.reshape(devices, mine)
         capacity = self._capacity(len(rows), devices, mine, top_k)
@@ -164,7 +177,8 @@ class Experts(Layer):
         with filled(max(1, round(devices * capacity / len(rows)))):  # if all experts are chosen equally often
             y = self._network(received, counts(expert, mine), matrices)
         y = all_to_all.from_experts(unpermute(y, order), plan, len(rows), axis)
-        return y, (len(rows) - jnp.sum(plan.sent)).astype(jnp.float32) / len(rows)
+        wanted = len(rows) if complete else jnp.sum(sizes)
+        return y, (wanted - jnp.sum(plan.sent)).astype(jnp.float32)
 
     def _capacity(self, rows: int, devices: int, mine: int, top_k: int) -> int:
         """Return the rows reserved for one pair of devices; at most `mine` experts of a token are on one device."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
@@ -10,6 +11,7 @@ from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.router import SoftmaxRouter
+from axlearn_like.layers.moe.routing import PADDING, live_tokens
 
 
 class MoE(Layer):
@@ -22,17 +24,19 @@ class MoE(Layer):
         experts: Experts.Config = Experts.Config()
         shared: ConfigBase | None = None  # e.g. SwiGLU.Config
         record_routing: bool = False  # return the chosen experts: 4 * top_k bytes per token and layer
+        route_padding: bool = False  # padding has experts too, and counts in losses and metrics of the balance
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         sizes = {"dim": cfg.dim, "num_experts": cfg.num_experts}
         self.router = cfg.router.clone(**sizes).build(rngs=rngs)
         self.experts = cfg.experts.clone(**sizes).build(rngs=rngs)
         self.shared = None if cfg.shared is None else cfg.shared.clone(dim=cfg.dim).build(rngs=rngs)
-        self.record_routing, self._num_experts = cfg.record_routing, cfg.num_experts
+        self.record_routing, self.route_padding = cfg.record_routing, cfg.route_padding
+        self.num_experts = cfg.num_experts
 
     def used_share(self, path: str) -> float:
         """Return the share of the experts that a token goes through, and 1 for router and shared network."""
-        return self.router.top_k / self._num_experts if path == "experts" else 1.0
+        return self.router.top_k / self.num_experts if path == "experts" else 1.0
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
         """Return [b, t, d] for [b, t, d].
@@ -40,11 +44,17 @@ class MoE(Layer):
         Args:
             x_btd: activations.
             routing: int32 [b, t, top_k], experts to use instead of the router's choice, each with the weight that the
-                router gives it now; -1: the router chooses. None: it chooses all.
+                router gives it now; -1: the router chooses; -2: padding, which has no expert. None: it chooses all.
         """
         routed = self.router(x_btd, routing)
-        y_btd, dropped = self.experts(x_btd, routed.experts, routed.weights)
+        experts, live = routed.experts, live_tokens(routing)
+        if live is not None:
+            experts = jnp.where(live[..., None], experts, self.num_experts)  # sorted behind all rows of experts
+        y_btd, dropped = self.experts(x_btd, experts, routed.weights, complete=live is None)
         if self.shared is not None:
             y_btd = y_btd + self.shared(x_btd)[0]
         metrics = {**routed.metrics, "expert_dropped": dropped}
-        return y_btd, Aux(routed.losses, metrics, routed.experts if self.record_routing else None)
+        if not self.record_routing:
+            return y_btd, Aux(routed.losses, metrics)
+        record = routed.experts if live is None else jnp.where(live[..., None], routed.experts, PADDING)
+        return y_btd, Aux(routed.losses, metrics, record)

@@ -12,6 +12,7 @@ from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.deterministic import exponentials, no_fuse, row_sum
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.moe import load_balance
+from axlearn_like.layers.moe.routing import live_tokens
 
 
 class Routed(NamedTuple):
@@ -51,19 +52,20 @@ class SoftmaxRouter(Layer):
         self.weights = {"load_balance": cfg.load_balance, "router_z": cfg.z_loss}
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> Routed:
-        """Return the routing of [b, t, d]; `routing`, int32 [b, t, k]: experts to be used again, -1: chosen here."""
+        """Return the routing of [b, t, d]; `routing`: see `MoE.__call__`. Padding counts in no mean."""
         logits = self._logits(x_btd)
         weights, total = exponentials(logits)
         probs = no_fuse(weights / total)
-        experts = _replayed(_top(probs, self.top_k), routing)
+        experts, live = _replayed(_top(probs, self.top_k), routing), live_tokens(routing)
         chosen = _pick(probs, experts)
         if self.renormalise:
             chosen = chosen / row_sum(chosen)
         losses = {
-            "load_balance": lambda: load_balance.load_balance_loss(probs, experts),
-            "router_z": lambda: load_balance.z_loss(logits),
+            "load_balance": lambda: load_balance.load_balance_loss(probs, experts, live),
+            "router_z": lambda: load_balance.z_loss(logits, live),
         }
-        return Routed(experts, chosen, _weighted(losses, self.weights), load_balance.router_metrics(probs, experts))
+        metrics = load_balance.router_metrics(probs, experts, live)
+        return Routed(experts, chosen, _weighted(losses, self.weights), metrics)
 
     def _logits(self, x_btd: jax.Array) -> jax.Array:
         return _logits(x_btd, self.weight_de[...])
@@ -120,17 +122,18 @@ class SigmoidRouter(Layer):
         """Return the routing, see `SoftmaxRouter.__call__`."""
         logits, bias = _logits(x_btd, self.weight_de[...]), self.balance_bias_e[...]
         scores = no_fuse(jax.nn.sigmoid(logits))
-        experts = _replayed(_top(self._seen(scores + bias), self.top_k), routing)
+        experts, live = _replayed(_top(self._seen(scores + bias), self.top_k), routing), live_tokens(routing)
         chosen = _pick(scores, experts)
         if self.renormalise:
             chosen = chosen / (row_sum(chosen) + 1e-20)
         probs = scores / (row_sum(scores) + 1e-20)
         losses = {
-            "sequence_balance": lambda: load_balance.sequence_balance_loss(probs, experts),
-            "router_z": lambda: load_balance.z_loss(logits),
+            "sequence_balance": lambda: load_balance.sequence_balance_loss(probs, experts, live),
+            "router_z": lambda: load_balance.z_loss(logits, live),
         }
-        weighted = {**_weighted(losses, self.weights), "balance_bias": load_balance.balance_bias(bias, experts)}
-        return Routed(experts, chosen * self.scale, weighted, load_balance.router_metrics(probs, experts))
+        weighted = {**_weighted(losses, self.weights), "balance_bias": load_balance.balance_bias(bias, experts, live)}
+        metrics = load_balance.router_metrics(probs, experts, live)
+        return Routed(experts, chosen * self.scale, weighted, metrics)
 
     def _seen(self, choice: jax.Array) -> jax.Array:
         """Return scores with -inf for experts outside the token's groups; a group scores the sum of its two best."""

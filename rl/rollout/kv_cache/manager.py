@@ -1,12 +1,13 @@
 """The KV-cache manager: pages of sequences, of forks that share them, and of prefixes cached for later requests."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from rl.rollout.kv_cache.page_pool import PagePool
 from rl.rollout.kv_cache.prefix_cache import PrefixCache
+from rl.rollout.kv_cache.routing_record import RoutingRecord
 
 PageCopy = tuple[int, int]  # from, to
 
@@ -18,9 +19,10 @@ class PagedSequence(Protocol):
     pages: list[int]
     cached: int
     cache_key: Hashable  # what its keys and values depend on beside its tokens; None: on a mixture
+    routing: RoutingRecord
 
-    def adopt(self, pages: list[int], cached: int) -> None:
-        """Take pages that hold its first `cached` tokens."""
+    def adopt(self, pages: list[int], cached: int, routing: Sequence[np.ndarray] = ()) -> None:
+        """Take pages that hold its first `cached` tokens, and what was recorded of these."""
         ...
 
     def add_pages(self, pages: list[int]) -> None:
@@ -52,7 +54,7 @@ class KVCacheManager:
         if self._prefixes is not None and not sequence.pages and sequence.cache_key is not None:
             known = np.asarray(sequence.tokens[:-1], np.int32)  # the last token is fed, so it is never cached
             pages = self._prefixes.match(sequence.cache_key, known)
-            sequence.adopt(pages, len(pages) * self.page_size)
+            sequence.adopt(pages, len(pages) * self.page_size, self._prefixes.routing(pages))
         return sequence.cached
 
     def missing(self, sequence: PagedSequence, length: int) -> int:
@@ -97,7 +99,8 @@ class KVCacheManager:
         if self._prefixes is not None and sequence.cache_key is not None:
             full = sequence.cached // self.page_size
             tokens = np.asarray(sequence.tokens[: full * self.page_size], np.int32)
-            self._prefixes.insert(sequence.cache_key, tokens, sequence.pages[:full])
+            routing = sequence.routing.pages(full, self.page_size)
+            self._prefixes.insert(sequence.cache_key, tokens, sequence.pages[:full], routing)
 
     def forget(self) -> None:
         """Drop all cached prefixes: the weights have changed."""

@@ -33,6 +33,7 @@ class _Node:
     # A change climbs only as far as it changes 0 to 1 or 1 to 0: constant time per page of a path.
     blockers: int = 0
     queued: bool = False  # it has its one entry in the heap
+    record: np.ndarray | None = None  # routing of its tokens, if that is recorded
 
     @property
     def idle(self) -> bool:
@@ -89,7 +90,14 @@ class PrefixCache:
         self._pool.share(pages)
         return pages
 
-    def insert(self, key: Hashable, tokens: np.ndarray, pages: Sequence[int]) -> None:
+    def routing(self, pages: Sequence[int]) -> list[np.ndarray]:
+        """Return what was recorded of the tokens of cached pages; nothing if that is not recorded."""
+        found = [self._nodes[page].record for page in pages]
+        return [one for one in found if one is not None]
+
+    def insert(
+        self, key: Hashable, tokens: np.ndarray, pages: Sequence[int], routing: Sequence[np.ndarray] = ()
+    ) -> None:
         """Cache pages that the caller holds; the caller keeps its own references.
 
         Where the same tokens are cached already, the old page stays and the new one is not kept.
@@ -98,6 +106,7 @@ class PrefixCache:
             key: (weights version, adapter) of all of them.
             tokens: int32 [len(pages) * page_size], from the start of the sequence.
             pages: the pages that hold them, in order.
+            routing: what is recorded of the tokens of each page; empty: nothing is.
 
         Raises:
             ValueError: the tokens do not fill the pages exactly.
@@ -111,8 +120,10 @@ class PrefixCache:
         if new:
             self._keep(new)
             parent = path[-1] if path else self._roots.setdefault(key, _Node(key, 0))
-            for block, page in zip(blocks[len(path) :], new, strict=True):
+            records = routing[len(path) :] or [None] * len(new)
+            for block, page, record in zip(blocks[len(path) :], new, records, strict=True):
                 parent = self._add(parent, block, page)
+                parent.record = record
                 path.append(parent)
         self._touch(path)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from axlearn_like.layers.contexts.paged import PagedContext, Pool, write_tokens
 from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
+from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
@@ -16,12 +17,17 @@ from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.sampling import distribution, draw, row_keys
 
 
-def prefill(model: Any, pool: Pool, batch: PrefillBatch, *, pages: int, kernel: bool) -> Pool:
-    """Write keys and values of the batch's tokens into their pages."""
+def prefill(model: Any, pool: Pool, batch: PrefillBatch, *, pages: int, kernel: bool) -> tuple[Pool, Any]:
+    """Write keys and values of the batch's tokens into their pages.
+
+    Returns:
+        The pool, and the experts of the tokens [layers with experts, r, c, top_k] if the model records them.
+    """
     context = PagedContext(
         batch.page_table, batch.starts, batch.counts, chunk=batch.tokens.shape[1], pages=pages, kernel=kernel
     )
-    return model.hidden(batch.tokens, context, pool).cache
+    hidden = model.hidden(batch.tokens, context, pool)
+    return hidden.cache, _record(model, hidden)
 
 
 def decode(
@@ -46,7 +52,8 @@ def decode(
     Returns:
         The pool, the windows, and `tokens` int32 [steps, r], `chosen` (the parts of their log-probabilities)
         [steps, r], `counts` int32 [r] (tokens drawn), `stopped` bool [r] (by a stop token), `broken` bool [r] (the last
-        log-probability is not a number), `steps`.
+        log-probability is not a number), `steps`; and, if the model records it, `routing` [steps, layers with experts,
+        r, top_k], the experts of the token that was fed at each step.
     """
     size = batch.feed.shape[0]
     keys = row_keys(batch.identity)
@@ -58,7 +65,7 @@ def decode(
 
     def body(state: dict[str, Any]) -> dict[str, Any]:
         step, alive = state["step"], state["alive"]
-        hidden, cache = advance(state["cache"], state["feed"], state["lengths"], alive, step)
+        hidden, cache, routing = advance(state["cache"], state["feed"], state["lengths"], alive, step)
         logits = constrain(model.logits(hidden)[:, 0], None, None)
         logits = distribution(logits, batch.sampling, seen_rv=state["seen"], bias_rv=batch.bias, plain=plain)
         tokens, chosen = draw(jax.vmap(jax.random.fold_in)(keys, batch.ordinals + step), logits)
@@ -79,6 +86,7 @@ def decode(
             "seen": seen if seen is None else seen.at[jnp.arange(size), tokens].max(alive),
             "tokens": write(state["tokens"], tokens, step, 0),
             "chosen": jax.tree.map(lambda all_, now: write(all_, now, step, 0), state["chosen"], chosen),
+            "routing": None if routing is None else write(state["routing"], routing[:, :, 0], step, 0),
         }
 
     begin = {
@@ -93,6 +101,7 @@ def decode(
         "seen": batch.seen,
         "tokens": jnp.zeros((steps, size), jnp.int32),
         "chosen": Chosen(*[jnp.ones((steps, size), jnp.float32)] * 3),
+        "routing": _empty_record(model, steps, size),
     }
     with turns(steps):  # where no row stops
         final = jax.lax.while_loop(
@@ -104,6 +113,7 @@ def decode(
         pool = _write_back(pool, final["cache"], batch, final["counts"], pages)
         windows = tuple(cache.windows for cache in final["cache"])
     out = {name: final[name] for name in ("tokens", "counts", "stopped", "broken")}
+    out |= {} if final["routing"] is None else {"routing": final["routing"]}
     return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
 
 
@@ -119,17 +129,32 @@ def zero_pages(pool: Pool, targets: jax.Array, *, layers: int, pages: int) -> Po
     return jax.tree.map(lambda x: x.at[targets + offsets].set(0), pool)
 
 
-Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+def _record(model: Any, hidden: Any) -> jax.Array | None:
+    """Return the routing of a forward pass as it is recorded, complete on every device."""
+    if hidden.aux.routing is None:
+        return None
+    return constrain(model.routing_layout.compact(hidden.aux.routing), None, None, None, None)
+
+
+def _empty_record(model: Any, steps: int, size: int) -> jax.Array | None:
+    layout: RoutingLayout | None = getattr(model, "routing_layout", None)
+    if layout is None or not layout.recorded:
+        return None
+    layers, top_k = layout.shape
+    return constrain(jnp.zeros((steps, layers, size, top_k), layout.dtype), None, None, None, None)
+
+
+Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
 
 
 def _paged_step(model: Any, batch: DecodeBatch, pages: int) -> Advance:
     def advance(
         pool: Pool, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
-    ) -> tuple[jax.Array, Pool]:
+    ) -> tuple[jax.Array, Pool, Any]:
         del step
         context = PagedContext(batch.page_table, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=True)
         hidden = model.hidden(feed[:, None], context, pool)
-        return hidden.x, hidden.cache
+        return hidden.x, hidden.cache, _record(model, hidden)
 
     return advance
 
@@ -137,10 +162,10 @@ def _paged_step(model: Any, batch: DecodeBatch, pages: int) -> Advance:
 def _window_step(model: Any, needed: jax.Array) -> Advance:
     def advance(
         caches: Any, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        del alive  # a row that has ended writes behind its last token in its own window, which nothing reads
-        hidden = model.hidden(feed[:, None], WindowContext(lengths, needed, step), caches)
-        return hidden.x, hidden.cache
+    ) -> tuple[jax.Array, Any, Any]:
+        # A row that has ended writes behind its last token in its own window, which nothing reads.
+        hidden = model.hidden(feed[:, None], WindowContext(lengths, needed, step, alive[:, None]), caches)
+        return hidden.x, hidden.cache, _record(model, hidden)
 
     return advance
 

@@ -75,13 +75,13 @@ class Executor:
 
     # ---- dispatches
 
-    def prefill(self, chosen: Items[tuple[Sequence, int]]) -> None:
-        """Put the next `count` tokens of each sequence into the pool."""
+    def prefill(self, chosen: Items[tuple[Sequence, int]]) -> Any:
+        """Put the next `count` tokens of each sequence into the pool; returns their routing if it is recorded."""
         _, chunk = self.buckets.prefill(max(count for _, count in chosen))
         rows = self.buckets.prefill_rows(len(chosen), chunk)
         width = self.buckets.width(max(sequence.cached + count for sequence, count in chosen))
         pages, adapters = width // self.runner.page_size, self.runner.bank is not None
-        self._run("prefill", pack_prefill(chosen, rows, chunk, pages, adapters=adapters))
+        return self._run("prefill", pack_prefill(chosen, rows, chunk, pages, adapters=adapters))
 
     def decode(self, sequences: Items[Sequence], *, waiting: bool) -> dict[str, jax.Array]:
         """Start drawing; returns the arrays of `decode.decode`.

@@ -217,10 +217,11 @@ class ModelRunner:
 
     # ---- dispatches
 
-    def prefill(self, batch: PrefillBatch) -> None:
-        """Put the tokens of a batch into the pool."""
+    def prefill(self, batch: PrefillBatch) -> Any:
+        """Put the tokens of a batch into the pool; returns their routing if it is recorded (see `decode.prefill`)."""
         with jax.set_mesh(self.mesh):
-            self.pool = self._run_prefill(self._computed_with(), self.pool, batch)
+            self.pool, routing = self._run_prefill(self._computed_with(), self.pool, batch)
+        return routing
 
     def decode(self, batch: DecodeBatch, *, quorum: int, plain: bool) -> dict[str, jax.Array]:
         """Start drawing; returns the arrays of `decode.decode`.

@@ -19,6 +19,7 @@ from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
+from axlearn_like.layers.moe.routing import PADDING
 from axlearn_like.operations.flops import causal_pairs, model_flops, rows_workload
 from axlearn_like.training.program import check_length
 from mesh import UserError, make_mesh
@@ -103,7 +104,9 @@ def test_layers_without_experts_have_no_routing_to_record_or_replay():
     first, free = run(params, None), run({**params, "layers": layers}, None)
     again = run({**params, "layers": layers}, first.routing)
     assert first.routing.shape == (4, 2, 8, 2)
-    assert np.all(first.routing[:2] == -1) and np.all(first.routing[2:] >= 0)
+    live = np.asarray(CONTEXT.segment_ids) != 0
+    assert np.all(first.routing[:2] == -1) and np.all(first.routing[2:][:, live] >= 0)
+    assert not live.all() and np.all(first.routing[2:][:, ~live] == PADDING)
     np.testing.assert_array_equal(again.routing, first.routing)
     assert np.any(free.routing != first.routing)  # the other routers choose others
     # Metrics are means over the two layers that have them.

@@ -15,6 +15,7 @@ from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SigmoidRouter, SoftmaxRouter
+from axlearn_like.layers.moe.routing import CHOOSE, PADDING
 from axlearn_like.training.losses import SupervisedLoss
 from mesh import UserError
 from tests.axlearn_like.layers import reference
@@ -120,6 +121,34 @@ def test_replay_of_another_choice_forces_it_and_the_router_still_learns():
     np.testing.assert_array_equal(routing, forced)
     np.testing.assert_allclose(y, brute_force(params, forced, softmax_weights(params, forced)), atol=2e-6)
     assert np.abs(grads["router"]["weight_de"]).max() > 1e-2
+
+
+@pytest.mark.parametrize("cfg", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_padding_has_no_expert_and_no_part_in_the_balance(cfg):
+    router = cfg.router.set(z_loss=0.1)
+    graphdef, params = initialise(cfg.clone(router=router))
+    padded = np.full((4, 10, DIM), 7.0, np.float32)  # three tokens more in each row, and a row more
+    padded[:3, :7] = X
+    marks = np.full((4, 10, 1), PADDING, np.int32)
+    marks[:3, :7] = CHOOSE
+
+    def loss(p: Any, x: Any, routing: Any = None) -> Any:
+        y, aux = bind(graphdef, p)(x, routing)
+        return sum(aux.losses.values()), (y, aux)
+
+    compute = jax.jit(jax.grad(loss, has_aux=True))
+    gradient, (y, aux) = compute(params, X)
+    with_padding, (y_padded, found) = compute(params, padded, marks)
+    np.testing.assert_array_equal(y_padded[:3, :7], y)
+    others = np.concatenate([y_padded[:3, 7:].reshape(-1, DIM), y_padded[3]])
+    shared = 0.0 if "shared" not in params else others[0]  # what all tokens go through
+    np.testing.assert_array_equal(others, np.broadcast_to(shared, others.shape))
+    np.testing.assert_array_equal(found.routing[:3, :7], aux.routing)
+    assert np.all(found.routing[:, 7:] == PADDING) and np.all(found.routing[3] == PADDING)
+    for a, b in ((found.losses, aux.losses), (found.metrics, aux.metrics), (with_padding, gradient)):
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-7), a, b)
+    (nothing, (_, none)) = compute(params, padded, np.full_like(marks, PADDING))
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves((nothing, none.losses)))
 
 
 def test_routing_is_kept_only_where_it_is_asked_for():

@@ -16,6 +16,7 @@ from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.moe.experts import BiasedExperts, Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import BiasedSoftmaxRouter, SoftmaxRouter
+from axlearn_like.layers.moe.routing import CHOOSE, PADDING
 from mesh import make_mesh, shard_batch, to_named_sharding
 from tests.axlearn_like.layers.small import initialise, small_decoder
 from tests.elsewhere import elsewhere
@@ -38,8 +39,8 @@ CFG = MoE.Config(
 X = np.random.default_rng(0).normal(1.0, size=(8, 6, 16)).astype(np.float32)
 
 
-def results(shape: dict[str, int] | None, cfg: MoE.Config) -> tuple[Any, Any]:
-    """Outputs, loss, metrics and gradients on the host, and the compiled program."""
+def results(shape: dict[str, int] | None, cfg: MoE.Config, live: int | None = None) -> tuple[Any, Any]:
+    """Outputs, loss, metrics and gradients on the host, and the compiled program; padding is behind `live` tokens."""
     mesh = make_mesh(shape) if shape else None
     _, params = initialise(cfg)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
@@ -48,8 +49,11 @@ def results(shape: dict[str, int] | None, cfg: MoE.Config) -> tuple[Any, Any]:
             where = to_named_sharding(abstract, mesh)
             params = jax.tree.map(lambda p, a: jax.device_put(p, a.sharding), params, where)
 
+        marks = np.broadcast_to(np.where(np.arange(6) < (live or 6), CHOOSE, PADDING)[:, None], (8, 6, 1))
+        routing = None if live is None else shard_batch(np.asarray(marks, np.int32))
+
         def loss(params: Any, x: jax.Array) -> Any:
-            y, aux = bind(graphdef, params)(x)
+            y, aux = bind(graphdef, params)(x, routing)
             return jnp.mean(jnp.sin(3 * y)) + sum(aux.losses.values()), (y, aux)
 
         x = shard_batch(X)
@@ -79,6 +83,13 @@ def compare() -> dict[str, Any]:
     found["narrow"] = {
         "y": float(np.abs(there["y"] - y).max()),
         "dropped": [float(there["metrics"]["expert_dropped"]), dropped],
+    }
+    expected = results(None, narrow)[0]["y"]
+    padded, _ = results({"expert": 4, "fsdp": 2}, narrow, live=2)
+    found["padded"] = {
+        "y": float(np.abs(padded["y"] - expected)[:, :2].max()),
+        "behind": float(np.abs(padded["y"][:, 2:]).max()),
+        "dropped": float(padded["metrics"]["expert_dropped"]),
     }
     biased = MoE.Config(
         dim=16, num_experts=4, router=BiasedSoftmaxRouter.Config(top_k=2), experts=BiasedExperts.Config(hidden=8)
@@ -152,6 +163,11 @@ def test_tokens_travel_only_where_experts_lie_apart(found):
 
 def test_tpus_send_only_the_rows_there_are(found):
     assert found["ragged_for_tpus"] == 6  # there and back, once more when computed again, and both in the gradient
+
+
+def test_padding_is_sent_nowhere_and_takes_no_capacity(found):
+    assert found["padded"]["dropped"] == 0 and found["padded"]["behind"] == 0
+    assert found["padded"]["y"] < 1e-5
 
 
 def test_with_a_capacity_the_last_rows_are_dropped_and_counted(found):

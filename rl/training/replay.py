@@ -1,0 +1,129 @@
+"""Routing replay: the update uses the experts that the engine recorded, with the weights that the router gives now.
+
+Engine and trainer otherwise choose experts by scores that differ in their last bits, or by a few updates, and a token
+whose choice flips has another log-probability altogether (R3, arXiv 2510.11370). Gradients flow through the weights of
+the recorded experts; losses and metrics of the balance are of the recorded choice.
+
+In a batch the record is int16 [rows, tokens of a row, layers with experts, top_k], in the order in which the policy's
+forward pass gets the tokens; where there is none the router chooses.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from axlearn_like.config import ConfigBase, replace
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.routing import CHOOSE, PADDING, RoutingLayout
+from axlearn_like.training.trainer import resolve_model
+from mesh import UserError
+from rl.roles.messages import Contents, Rollout
+from rl.training.packing import Row
+
+DTYPE = np.int16
+
+
+def routing_layout(model: ConfigBase) -> RoutingLayout | None:
+    """Return what a record of a policy's routing is made of; None: it has no experts."""
+    built = jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0)))
+    return getattr(built, "routing_layout", None)
+
+
+def recording(model: ConfigBase) -> ConfigBase:
+    """Return the policy with layers that return their routing (ConfigError: it has no experts)."""
+    model = resolve_model(model).clone()
+    replace(model, MoE.Config, lambda cfg: cfg.set(record_routing=True))
+    return model
+
+
+def describe_routing(layout: RoutingLayout, rows: int, tokens: int) -> jax.ShapeDtypeStruct:
+    """Return the record of so many rows."""
+    return jax.ShapeDtypeStruct((rows, tokens, *layout.shape), DTYPE)
+
+
+def replay_padded(
+    rows: Sequence[Row], contents: Contents, layout: RoutingLayout, sizes: tuple[int, int, int]
+) -> np.ndarray:
+    """Return the record of rows in the layout of `GroupContext`; `sizes`: max_prompt, max_new, samples.
+
+    The prompt's is that of the row's first rollout: all of one version have the same.
+    """
+    prefix, length, samples = sizes[0] - 1, sizes[1], sizes[2]
+    record = _empty(layout, len(rows), prefix + samples * length)
+    for r, row in enumerate(rows):
+        for g, rollouts in row:
+            prompt, found = contents[g]
+            for i, n in enumerate(rollouts):
+                own = _of(found[n], layout)
+                if not i:
+                    _put(record[r], 0, own[: len(prompt) - 1])
+                _put(record[r], prefix + i * length, own[len(prompt) - 1 :])
+    return record
+
+
+def replay_packed(
+    rows: Sequence[Row], contents: Contents, layout: RoutingLayout, first: np.ndarray, prompts: int, length: int
+) -> np.ndarray:
+    """Return the record of rows in the layout of `PackedGroupContext`, `first` being where completions begin."""
+    record = _empty(layout, len(rows), prompts + length)
+    for r, row in enumerate(rows):
+        front = index = 0
+        for g, rollouts in row:
+            prompt, found = contents[g]
+            for n in rollouts:
+                own = _of(found[n], layout)
+                if n == rollouts[0]:
+                    _put(record[r], front, own[: len(prompt) - 1])
+                _put(record[r], prompts + int(first[r, index]), own[len(prompt) - 1 :])
+                index += 1
+            front += len(prompt) - 1
+    return record
+
+
+def replay_rows(
+    sequences: Sequence[tuple[np.ndarray, Rollout]], layout: RoutingLayout, rows: int, length: int
+) -> np.ndarray:
+    """Return the record of prompts with their completions, a row each, and of empty rows after them."""
+    record = np.full((rows, length, *layout.shape), PADDING, DTYPE)
+    for r, (prompt, rollout) in enumerate(sequences):
+        record[r, : len(prompt) + len(rollout.tokens) - 1] = CHOOSE
+        _put(record[r], 0, _of(rollout, layout))
+    return record
+
+
+def routing_bytes(contents: Contents) -> int:
+    """Return the bytes of the records that came with these rollouts."""
+    rollouts = (rollout for _, found in contents.values() for rollout in found.values())
+    return sum(0 if rollout.routing is None else rollout.routing.nbytes for rollout in rollouts)
+
+
+def to_model(layout: RoutingLayout, record: jax.Array) -> jax.Array:
+    """Return the record of a batch as `Decoder.hidden` takes it: int32 [layers, rows, tokens, top_k]."""
+    return layout.expand(record.transpose(2, 0, 1, 3))
+
+
+def _empty(layout: RoutingLayout, rows: int, tokens: int) -> np.ndarray:
+    return np.full((rows, tokens, *layout.shape), CHOOSE, DTYPE)
+
+
+def _put(record: np.ndarray, at: int, own: np.ndarray) -> None:
+    record[at : at + len(own)] = own
+
+
+def _of(rollout: Rollout, layout: RoutingLayout) -> np.ndarray:
+    """Return a rollout's record.
+
+    Raises:
+        UserError: it has none, or that of another policy.
+    """
+    name, (layers, top_k) = f"prompt {rollout.prompt_id}, sample {rollout.sample_id}", layout.shape
+    expected = f"the {top_k} experts of each token in {layers} layers, for replay_routing"
+    if rollout.routing is None:
+        if not len(rollout.tokens):
+            return np.zeros((0, *layout.shape), layout.dtype)
+        raise UserError(f"{name} was drawn without a record of its routing; expected {expected}")
+    if rollout.routing.shape[1:] != layout.shape:
+        raise UserError(f"{name} has a record of routing of shape {rollout.routing.shape}; expected {expected}")
+    return rollout.routing
