@@ -49,6 +49,7 @@ from rl.rollout.model_runner.pulls import GroupReceiver
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.worker import RolloutWorker
+from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import check_prompts
 from rl.tasks.skipped import SkippedProblems, skipped_path
 from rl.training.compatibility import check_objective
@@ -241,6 +242,11 @@ class RLExperiment(Configurable):
             policy = jax.eval_shape(lambda: split(self.cfg.policy.build(rngs=nnx.Rngs(0)))[1])
             with self.cfg.errors_in(field):
                 start.build().check(policy)
+
+    def data_digests(self) -> dict[str, str]:
+        """Return checksums of the data that the tasks read, by task."""
+        tasks = self.cfg.tasks.build()
+        return tasks.digests() if isinstance(tasks, TaskMixture) else {}
 
     # ---- roles
 

@@ -29,6 +29,7 @@ from rl.fleet.fleet import TRAINER, Placed
 from rl.fleet.plan import plan_fleet, refuse
 from rl.fleet.requests import role_requests
 from rl.runtime.phases import Phases
+from rl.tasks.rows.unchanged import check_unchanged
 from rl.training.trainer import ends_early
 from rl.training.warm_start import latest_step
 
@@ -96,6 +97,7 @@ class RLRun:
             self._experiment.check_start()
         with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as stop:
             run.resolved_config_path.write_text(to_text(self._experiment.resolved()))
+            check_unchanged(run.path, self._experiment.data_digests(), force=force)
             self._say(f"run directory: {run.path}")
             self._fetch_remote(run)
             if self._is_done(run):

@@ -1,5 +1,6 @@
 """Every file in examples/ runs: each experiment for a step or two, at the size that a test can afford."""
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,22 @@ def test_an_rl_example_updates(name: str, function: str, tmp_path: Path) -> None
 
 
 @pytest.mark.full
+def test_rows_of_a_file_are_trained_on(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AXL_DATA", str(shared_data))
+    report = one_update(config("gsm8k_rows", "gsm8k_small"), tmp_path / "run")
+    assert report["skipped"]  # questions beyond max_prompt
+    assert list(json.loads((tmp_path / "run" / "data.json").read_text())) == ["gsm8k"]
+
+
+@pytest.mark.full
 def test_the_notebook_runs_cell_by_cell(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "notebook.py"))
     assert "'step': 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["custom_kernel:one_head_at_a_time", "custom_objective:smooth_grpo"])
+@pytest.mark.parametrize(
+    "name", ["custom_kernel:one_head_at_a_time", "custom_objective:smooth_grpo", "gsm8k_rows:gsm8k_small"]
+)
 def test_an_example_round_trips_through_text(name: str) -> None:
     cfg = config(*name.split(":"))
     assert to_text(from_text(to_text(cfg))) == to_text(cfg)

@@ -73,9 +73,8 @@ class TaskMixture(Configurable):
         @override
         def check_fields(self) -> None:
             self.require("heldout_every", self.heldout_every >= 2, "2 or more, or nothing is left to train on")
-            for i, family in enumerate(self.families):
-                known = isinstance(family, ProblemSource.Config)
-                self.require(f"families.{i}", known, "a source of problems: TaskFamily.Config, TaskRows.Config, ...")
+            known = all(isinstance(family, ProblemSource.Config) for family in self.families)
+            self.require("families", known, "sources of problems: TaskFamily.Config, TaskRows.Config, ...")
             labels = [family.title for family in self.families if isinstance(family, ProblemSource.Config)]
             distinct = bool(labels) and len(set(labels)) == len(labels)
             self.require("families", distinct, "families of different labels (Config.label)")
@@ -130,6 +129,15 @@ class TaskMixture(Configurable):
         """
         return [p for family in range(len(self._families)) for p in self._heldout_of(family, n_per_family)]
 
+    def for_evaluation(self, most: int | None, default: int) -> list[Problem]:
+        """Return held-out questions: `most` of each family; None: all of a table, `default` of an endless one."""
+        found: list[Problem] = []
+        for family, source in enumerate(self._families):
+            size = source.heldout_size
+            wanted = most or (default if size is None else size)
+            found += self._heldout_of(family, wanted if size is None else min(wanted, size), least=size is None)
+        return found
+
     def problem(self, problem_id: int) -> Problem:
         """The problem with this id, from either set.
 
@@ -160,6 +168,10 @@ class TaskMixture(Configurable):
         """The family's own score of `answer`, here and now. `rl.verification` guards it."""
         return self._families[problem.id % len(self._families)].score(answer, problem.entry)
 
+    def vote(self, problem: Problem, answer: str) -> str:
+        """Return the part of an answer that answers must share to be one vote of a majority; "": it abstains."""
+        return self._families[problem.id % len(self._families)].vote(answer)
+
     def digests(self) -> dict[str, str]:
         """Return a checksum of the data of each family that reads any."""
         return {family.label: family.digest for family in self._families if family.digest}
@@ -175,7 +187,8 @@ class TaskMixture(Configurable):
             raise IndexError(f"item {item} of {source.label!r}: problem ids end at {_MAX_ID - 1}")
         return self.admission.make(problem_id, source.label, lambda: source.make(item, problem_id))
 
-    def _heldout_of(self, family: int, n: int) -> list[Problem]:
+    def _heldout_of(self, family: int, n: int, *, least: bool = True) -> list[Problem]:
+        """Return n held-out problems of a family; unless `least`, those that there are."""
         if len(self._heldout[family]) >= n:
             return self._heldout[family][:n]
         source = self._families[family]
@@ -192,7 +205,7 @@ class TaskMixture(Configurable):
             if self.admission.fits(problem):
                 found.append(problem)
                 seen.add(problem.question)
-        if len(found) < n:
+        if len(found) < n and (least or not found):
             raise UserError(
                 f"task family {source.label!r} has {len(found)} distinct held-out "
                 f"questions in its first {scanned} items, {n} are wanted: "

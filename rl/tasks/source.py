@@ -55,6 +55,15 @@ class ProblemSource(Configurable, abc.ABC):
     def score(self, answer: str, entry: dict[str, Any]) -> float:
         """Return the score of an answer to an item, in 0..1. May raise on what it cannot parse."""
 
+    @property
+    def heldout_size(self) -> int | None:
+        """Return how many items are held out at most; None: any number."""
+        return None
+
+    def vote(self, answer: str) -> str:
+        """Return the part of an answer that answers must share to be one vote of a majority; "": it abstains."""
+        return answer.strip()
+
     def split(self, heldout_every: int) -> None:
         """Set the split by text, for sources that divide their items by it beforehand."""
 

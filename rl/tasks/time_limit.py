@@ -37,8 +37,8 @@ def _limited[T](function: Callable[[], T], seconds: float) -> T:
     limit = _Limit(threading.get_ident())
     timer = threading.Timer(seconds, limit.expire)
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
         return function()
     finally:
         timer.cancel()

@@ -1,13 +1,21 @@
-"""`axl data`: what is made of text before training."""
+"""`axl data`: a tokenizer for texts, and curation of rows, before training."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mesh.errors import UserError
+
+if TYPE_CHECKING:
+    from rl.tasks.curation.checks import Check
+
+_PATH = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.group("data")
@@ -53,3 +61,190 @@ def train_tokenizer(
         f"{directory}: {built.vocab_size} tokens from {read[0] / 1e6:.2f} MB of text in "
         f"{time.monotonic() - began:.1f} s; use it by HuggingFaceTokenizer.Config(path={str(directory)!r})"
     )
+
+
+def _rows_options[F: Callable[..., Any]](function: F) -> F:
+    """Add what every pass over rows takes: FILES, --field, --out, --report, --removed."""
+    for decorate in (
+        click.option("--removed", type=_PATH, help="File for the rows that go, each with its reason."),
+        click.option("--report", type=_PATH, help="File for the report.  [default: OUT.report.json]"),
+        click.option("--out", type=_PATH, required=True, help="File to write: .jsonl or .jsonl.gz."),
+        click.option("--field", default="prompt", show_default=True, metavar="NAME", help="Field with the text."),
+        click.argument("files", nargs=-1, required=True),
+    ):
+        function = decorate(function)
+    return function
+
+
+@command.command("filter")
+@_rows_options
+@click.option("--shortest", type=int, default=1, show_default=True, help="Characters that a text must have.")
+@click.option("--longest", type=int, help="Characters that it may have.")
+@click.option("--require", "required", multiple=True, metavar="NAME", help="Field that must not be empty.")
+@click.option("--match", multiple=True, metavar="NAME=REGEX", help="Keep rows in whose field this is found.")
+@click.option("--drop", multiple=True, metavar="NAME=REGEX", help="Remove rows in whose field this is found.")
+@click.option("--between", multiple=True, metavar="NAME=LOW..HIGH", help="Keep rows whose number is in the bounds.")
+def filter_rows(
+    files: tuple[str, ...],
+    field: str,
+    out: Path,
+    report: Path | None,
+    removed: Path | None,
+    shortest: int,
+    longest: int | None,
+    required: tuple[str, ...],
+    match: tuple[str, ...],
+    drop: tuple[str, ...],
+    between: tuple[str, ...],
+) -> None:
+    """Keep the rows of FILES that meet all conditions."""
+    from rl.tasks.curation.checks import Filter
+
+    bounds = {name: _bounds(name, text) for name, text in _pairs("--between", between).items()}
+    check = Filter(
+        field=field,
+        shortest=shortest,
+        longest=longest,
+        required=required,
+        match=_pairs("--match", match),
+        drop=_pairs("--drop", drop),
+        between=bounds,
+    )
+    _curate(files, check, out, report, removed)
+
+
+@command.command("dedup")
+@_rows_options
+@click.option(
+    "--threshold", type=click.FloatRange(0.5, 1.0), default=0.8, show_default=True, help="Jaccard similarity."
+)
+@click.option("--words", type=click.IntRange(1), default=3, show_default=True, help="Words of a shingle.")
+def dedup(
+    files: tuple[str, ...],
+    field: str,
+    out: Path,
+    report: Path | None,
+    removed: Path | None,
+    threshold: float,
+    words: int,
+) -> None:
+    """Remove rows of FILES whose text an earlier row has, or nearly (MinHash)."""
+    from rl.tasks.curation.checks import Duplicates
+
+    _curate(files, Duplicates(field=field, threshold=threshold, n=words), out, report, removed)
+
+
+@command.command("decontaminate")
+@_rows_options
+@click.option("--against", multiple=True, required=True, metavar="NAME=FILE", help="Questions of an evaluation.")
+@click.option("--words", type=click.IntRange(2), default=8, show_default=True, help="Words of a run (n-gram).")
+@click.option("--share", type=click.FloatRange(0.0, 1.0), default=0.5, show_default=True, help="Of a question's runs.")
+@click.option(
+    "--question", "questions", multiple=True, default=("prompt", "question"), metavar="NAME", help="Their fields."
+)
+def decontaminate(
+    files: tuple[str, ...],
+    field: str,
+    out: Path,
+    report: Path | None,
+    removed: Path | None,
+    against: tuple[str, ...],
+    words: int,
+    share: float,
+    questions: tuple[str, ...],
+) -> None:
+    """Remove rows of FILES that hold a question of an evaluation."""
+    from rl.tasks.curation.checks import Contamination
+    from rl.tasks.curation.passes import read_all
+
+    evaluations = {name: read_all([file]) for name, file in _pairs("--against", against).items()}
+    check = Contamination(evaluations, fields=questions, field=field, n=words, share=share)
+    _curate(files, check, out, report, removed)
+
+
+@command.command("split")
+@click.argument("files", nargs=-1, required=True)
+@click.option("--field", default="prompt", show_default=True, metavar="NAME", help="Field with the text, or the date.")
+@click.option("--every", type=click.IntRange(2), help="One text in so many is the test, by a hash (TaskMixture's).")
+@click.option("--from", "first", metavar="DATE", help="Rows from this day on are the test.")
+@click.option("--train", type=_PATH, required=True, help="File to write.")
+@click.option("--test", type=_PATH, required=True, help="File to write.")
+def split_rows(
+    files: tuple[str, ...], field: str, every: int | None, first: str | None, train: Path, test: Path
+) -> None:
+    """Divide the rows of FILES into train and test, by text or by date."""
+    from rl.tasks.curation.passes import read_all, split, split_by_date, split_by_text
+
+    if (every is None) == (first is None):
+        raise UserError("name one of --every (by text) and --from (by date)")
+    rule = split_by_text(field, every) if every is not None else split_by_date(field, first or "")
+    counts = split(read_all(files), rule, {"train": train, "test": test})
+    click.echo(f"{counts['read']} rows: {counts['train']} in {train}, {counts['test']} in {test}")
+
+
+@command.command("difficulty")
+@click.argument("file")
+@click.option("--task", default="rows", show_default=True, metavar="NAME", help="gsm8k, or rows: prompt and answer.")
+@click.option("--policy", required=True, metavar="NAME", help="Whose answers count: a run, or a model (`axl eval`).")
+@click.option("--samples", type=click.IntRange(1), default=8, show_default=True, help="Answers to each row.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--work", type=click.Path(path_type=Path), help="Folder of the answers.  [default: OUT.samples]")
+@click.option("--out", type=_PATH, required=True, help="File to write: .jsonl or .jsonl.gz.")
+@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change a field of the policy's config.")
+@click.option("--random-weights", is_flag=True, help="Sample an untrained policy.")
+def difficulty(
+    file: str,
+    task: str,
+    policy: str,
+    samples: int,
+    seed: int,
+    work: Path | None,
+    out: Path,
+    sets: tuple[str, ...],
+    random_weights: bool,
+) -> None:
+    """Add `pass_rate` and `samples` to the rows of FILE, from a policy's answers; resumed like `axl eval`.
+
+    Then `axl data filter --between pass_rate=0.1..0.9`. Rows whose prompt is too long for the policy have none.
+    """
+    from rl.tasks.curation.difficulty import with_pass_rates
+    from rl.tasks.rows.datasets import DATASETS, rows
+    from tools.commands.eval import evaluate_policy
+
+    folder = work or out.with_name(f"{out.name}.samples")
+    evaluate_policy(
+        policy, (f"{task}={file}",), folder, samples=samples, seed=seed, sets=sets, untrained=random_weights
+    )
+    columns = DATASETS.get(task, rows)(file).columns.build()
+    counts = with_pass_rates(file, folder, columns, out)
+    click.echo(f"{counts['rows']} rows, {counts['rated']} with a pass rate (mean {counts['mean']:.3f}): {out}")
+
+
+def _curate(files: Iterable[str], check: Check, out: Path, report: Path | None, removed: Path | None) -> None:
+    from rl.tasks.curation.passes import curate, read_all
+
+    found = curate(read_all(tuple(files)), [check], out, removed=removed)
+    path = report or out.with_name(f"{out.name}.report.json")
+    path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    click.echo(f"{found['kept']} of {found['read']} rows in {out}; report: {path}")
+    for reason, count in sorted(found["removed"].items(), key=lambda pair: -pair[1]):
+        first = found["examples"][reason][0]
+        click.echo(f"  {count} {reason}, such as {first['where']} ({first['detail']})")
+
+
+def _pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name or not value:
+            raise UserError(f"{option} {text!r}: expected NAME=VALUE")
+        pairs[name] = value
+    return pairs
+
+
+def _bounds(name: str, text: str) -> tuple[float, float]:
+    low, _, high = text.partition("..")
+    try:
+        return float(low or "-inf"), float(high or "inf")
+    except ValueError:
+        raise UserError(f"--between {name}={text}: expected LOW..HIGH, such as 0.1..0.9") from None

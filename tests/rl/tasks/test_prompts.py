@@ -1,5 +1,6 @@
 """Problems that raise, take too long or are too long are left out by rule and counted, and by a resumed run too."""
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -109,5 +110,7 @@ def test_an_endless_loop_ends_at_its_limit_and_later_code_is_not_interrupted():
     for _ in range(3):
         with pytest.raises(TookTooLong):
             limited(forever, 0.02)
-    assert sum(limited(lambda: 1, 1e-4) for _ in range(50)) == 50  # the timer and the return race
-    time.sleep(0.05)
+    for _ in range(50):
+        with contextlib.suppress(TookTooLong):
+            limited(lambda: 1, 1e-3)  # the timer and the return race
+    assert sum(1 for _ in range(100_000)) == 100_000

@@ -1,0 +1,219 @@
+"""An evaluation by itself: a policy's answers to problems, kept in a folder, and the figures from them.
+
+Problems are answered in order, and each is written as soon as its samples are scored: after `kill -9` the same command
+goes on behind the last one. What is drawn depends on (seed, problem, sample, position), so the files are the same.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from axlearn_like.run.metrics import read_rows
+from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
+from mesh.errors import UserError
+from rl.evaluation.pass_at_k import ProblemResult, summarise
+from rl.evaluation.statistics import compare, majority, wilson
+from rl.roles.messages import Problem, Rollout, Score
+from rl.roles.protocols import ScoreSource
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.request import Request
+from rl.tasks.mixture import TaskMixture
+from rl.tasks.prompts import PromptMaker
+
+__all__ = ["Samples", "compare_folders", "evaluate", "is_right", "sample_rows"]
+
+Row = dict[str, Any]
+_RECORD, _SAMPLES, _RESULT = "evaluation.json", "samples.jsonl", "result.json"
+
+
+class Samples:
+    """The folder of an evaluation: what it is of, samples to read, and its figures."""
+
+    def __init__(self, folder: Path, record: Mapping[str, Any]):
+        """Open the folder, or make it.
+
+        Args:
+            folder: of this evaluation alone.
+            record: what the figures depend on: policy, tasks, seed, number of samples, sampler.
+
+        Raises:
+            UserError: the folder holds an evaluation of something else; names what differs.
+        """
+        self.folder = folder
+        path = folder / _RECORD
+        if path.exists():
+            before = json.loads(path.read_text())
+            for name in sorted({*before, *record}):
+                if before.get(name) != record.get(name):
+                    raise UserError(
+                        f"{folder} holds an evaluation with {name} = {before.get(name)!r}, not {record.get(name)!r}; "
+                        "name another folder (--out)"
+                    )
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            _replace(path, record)
+        _drop_torn(self._path)
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / _SAMPLES
+
+    def rows(self) -> list[Row]:
+        """Return a row for each problem that has been answered, in order."""
+        return read_rows(self._path)
+
+    def append(self, row: Row) -> None:
+        """Write the row of a problem; one write, which a kill does not tear."""
+        with open(self._path, "ab", buffering=0) as file:
+            file.write(json.dumps(row).encode() + b"\n")
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the figures."""
+        _replace(self.folder / _RESULT, result)
+
+
+def evaluate(
+    samples: Samples,
+    problems: Sequence[Problem],
+    tasks: TaskMixture,
+    engine: RolloutEngine,
+    tokenizer: Tokenizer,
+    verifier: ScoreSource,
+    *,
+    maker: PromptMaker,
+    count: int,
+    ks: Sequence[int],
+    seed: int,
+    at_once: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any]:
+    """Answer the problems that are not answered yet, `count` times each, and return the figures of all.
+
+    Args:
+        samples: the folder.
+        problems: in the order in which they are answered.
+        tasks: of the problems; says what is a vote.
+        engine: with its weights.
+        tokenizer: of prompts and answers.
+        verifier: scores the answers.
+        maker: of prompts.
+        count: samples of each problem.
+        ks: of pass@k and maj@k.
+        seed: of the draws, and of the bootstrap.
+        at_once: problems that the engine gets at a time.
+        progress: gets the number of problems that are answered.
+    """
+    done = [row["problem"] for row in samples.rows()]
+    if done != [problem.id for problem in problems[: len(done)]]:
+        raise UserError(f"{samples.folder} holds other problems, or in another order; name another folder (--out)")
+    for first in range(len(done), len(problems), at_once):
+        part = problems[first : first + at_once]
+        rollouts = engine.generate([Request(maker.prompt(problem), count, seed) for problem in part])
+        answers = [answer_text(tokenizer, rollout.tokens.tolist()) for rollout in rollouts]
+        scores = verifier.score([rollout.prompt_id for rollout in rollouts], answers)
+        for number, problem in enumerate(part):
+            mine = slice(number * count, (number + 1) * count)
+            samples.append(_row(problem, rollouts[mine], answers[mine], scores[mine]))
+            progress(first + number + 1)
+    result = figures(samples.rows(), problems, tasks, ks=ks, seed=seed)
+    samples.finish(result)
+    return result
+
+
+def figures(
+    rows: Sequence[Row], problems: Sequence[Problem], tasks: TaskMixture, *, ks: Sequence[int], seed: int
+) -> dict[str, Any]:
+    """Return pass@k with bootstrap intervals over problems, as an evaluation during RL has them, and more.
+
+    maj@k is the mean of `majority`; with one sample a problem, pass@1 has Wilson's interval too. `failed` counts the
+    verifier's failures by status: they count as wrong.
+    """
+    results = [
+        ProblemResult(row["problem"], row["family"], sum(map(is_right, row["samples"])), len(row["samples"]))
+        for row in rows
+    ]
+    result = summarise(results, ks=ks, seed=seed)
+    votes: dict[str, dict[int, list[float]]] = {}
+    for row, problem in zip(rows, problems, strict=True):
+        cast = [tasks.vote(problem, sample["answer"]) for sample in row["samples"]]
+        right = [is_right(sample) for sample in row["samples"]]
+        for k in ks:
+            votes.setdefault(row["family"], {}).setdefault(k, []).append(majority(cast, right, k, seed))
+    for name, part in result["families"].items():
+        part |= {f"maj@{k}": sum(values) / len(values) for k, values in votes[name].items()}
+        if part["samples"] == part["problems"]:
+            part["pass@1_wilson"] = wilson(round(part["pass@1"] * part["problems"]), part["problems"])
+    families = result["families"].values()
+    result |= {f"maj@{k}": sum(part[f"maj@{k}"] for part in families) / len(families) for k in ks}
+    statuses = [sample["status"] for row in rows for sample in row["samples"] if sample["status"] != "ok"]
+    return {**result, "failed": {status: statuses.count(status) for status in sorted(set(statuses))}}
+
+
+def is_right(sample: Mapping[str, Any]) -> bool:
+    """Return True if the verifier gave a sample full marks."""
+    return sample["status"] == "ok" and sample["reward"] >= 1.0 - 1e-6
+
+
+def compare_folders(first: Path, second: Path, *, seed: int = 0) -> dict[str, Any]:
+    """Compare two policies on the problems that both have answered: all, and by family (see `statistics.compare`).
+
+    Raises:
+        UserError: a folder has no samples, or they have no problem in common.
+    """
+    tables = [{(row["family"], _key(row)): row for row in sample_rows(folder)} for folder in (first, second)]
+    common = [key for key in tables[0] if key in tables[1]]
+    if not common:
+        raise UserError(f"{first} and {second} have no problem in common: evaluate both on the same tasks")
+
+    def compared(keys: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        right = [[[is_right(sample) for sample in table[key]["samples"]] for key in keys] for table in tables]
+        return compare(right[0], right[1], seed=seed)
+
+    families = sorted({family for family, _ in common})
+    by_family = {name: compared([key for key in common if key[0] == name]) for name in families}
+    only = [len(table) - len(common) for table in tables]
+    return {**compared(common), "unpaired": only, "families": by_family}
+
+
+def sample_rows(folder: Path) -> Iterator[Row]:
+    """Return the rows of an evaluation's folder; UserError if there are none."""
+    rows = read_rows(folder / _SAMPLES)
+    if not rows:
+        raise UserError(f"{folder} has no samples of an evaluation ({_SAMPLES}); see `axl eval --out`")
+    return iter(rows)
+
+
+def _key(row: Row) -> str:
+    return hashlib.blake2b(row["question"].encode(), digest_size=16).hexdigest()
+
+
+def _row(problem: Problem, rollouts: Sequence[Rollout], answers: Sequence[str], scores: Sequence[Score]) -> Row:
+    drawn = [
+        {
+            "answer": answer,
+            "reward": score.reward,
+            "status": score.status,
+            "finish_reason": rollout.finish_reason,
+            "tokens": len(rollout.tokens),
+        }
+        for rollout, answer, score in zip(rollouts, answers, scores, strict=True)
+    ]
+    head = {"problem": problem.id, "family": problem.family, "question": problem.question}
+    return {**head, "expected": problem.answer, "samples": drawn}
+
+
+def _drop_torn(path: Path) -> None:
+    """Cut off a last line that has no end."""
+    if path.exists():
+        data = path.read_bytes()
+        if (end := data.rfind(b"\n") + 1) < len(data):
+            os.truncate(path, end)
+
+
+def _replace(path: Path, value: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,1 @@
+"""Curation of rows before a run: filters, near duplicates, contamination, splits, difficulty; with a report."""

@@ -1,0 +1,65 @@
+"""Sources of the rows of a task: files, a function of the user's, or a Grain source."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.input.rows import find_tables, read_rows
+from axlearn_like.input.source import InputError
+
+__all__ = ["RowFiles", "RowFunction", "RowSource"]
+
+
+class RowSource(Protocol):
+    """Rows in a fixed order."""
+
+    def rows(self) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield each row with its location, for messages."""
+        ...
+
+
+class RowFiles(Configurable):
+    """Rows of files: .jsonl, .json (both also .gz), .parquet, .arrow, or a directory of a Hugging Face dataset."""
+
+    class Config(ConfigBase["RowFiles"]):
+        files: str | tuple[str, ...] = REQUIRED  # paths, globs and directories; $NAME is from the environment
+        split: str = "train"  # of a directory
+
+    def __init__(self, cfg: Config):
+        self._paths = find_tables(cfg.files, cfg.split)
+
+    def rows(self) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield each row with its location."""
+        for path in self._paths:
+            yield from read_rows(path)
+
+
+class RowFunction(Configurable):
+    """Rows that a top-level function returns: any iterable of mappings, or a Grain source (random access).
+
+    The function is called in every process that needs the rows, and must return the same ones each time.
+    """
+
+    class Config(ConfigBase["RowFunction"]):
+        function: Callable[..., Any] = REQUIRED
+        arguments: dict[str, Any] = {}
+
+    def __init__(self, cfg: Config):
+        self._function, self._arguments = cfg.function, cfg.arguments
+
+    def rows(self) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield each row with its location."""
+        name = getattr(self._function, "__qualname__", str(self._function))
+        found = self._function(**self._arguments)
+        for number, row in enumerate(_iterate(found, name)):
+            if not isinstance(row, Mapping):
+                raise InputError(f"{name}(), row {number}: expected a mapping of fields, got {row!r:.60}")
+            yield row, f"{name}(), row {number}"
+
+
+def _iterate(found: Any, name: str) -> Iterable[Any]:
+    if hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, Mapping):
+        return (found[index] for index in range(len(found)))
+    if isinstance(found, Iterable):
+        return found
+    raise InputError(f"{name}() returned {type(found).__name__}; expected an iterable of rows, or a Grain source")

@@ -1,0 +1,33 @@
+"""The check that a run resumes with the data that it began with: its plan names rows by their numbers."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mesh.errors import UserError
+
+__all__ = ["check_unchanged"]
+
+
+def check_unchanged(run: Path, digests: Mapping[str, str], *, force: bool = False) -> None:
+    """Record checksums of the tasks' data in a run directory, or compare them with those recorded.
+
+    Raises:
+        UserError: the rows of a task are others than when the run began; not with `force`, which records the new ones.
+    """
+    path = run / "data.json"
+    if path.exists() and not force:
+        before = json.loads(path.read_text())
+        for name, digest in digests.items():
+            if before.get(name, digest) != digest:
+                raise UserError(
+                    f"the rows of task {name!r} have changed since {run} began: its plan counts them, so it cannot be "
+                    "resumed as it was; restore the files, begin another run, or resume with --force"
+                )
+        if before == dict(digests):
+            return
+    if digests:
+        temporary = path.with_name("data.json.tmp")
+        temporary.write_text(json.dumps(digests, indent=2) + "\n")
+        os.replace(temporary, path)

@@ -1,0 +1,239 @@
+"""Rows of files, datasets, functions and Grain sources become the same problems; what is wrong has one message."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axlearn_like.config import from_text, to_text
+from axlearn_like.tokenizers.bytes import ByteTokenizer
+from mesh.errors import UserError
+from rl.tasks.mixture import TaskMixture, encode_problem
+from rl.tasks.prompts import PromptMaker
+from rl.tasks.rows.columns import Columns
+from rl.tasks.rows.datasets import ehrsql, gsm8k, humaneval, rows
+from rl.tasks.rows.sources import RowFunction
+from rl.tasks.rows.task_rows import TaskRows, same_answer
+
+ROWS = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(40)]
+TOKENIZER = ByteTokenizer.Config().build()
+
+
+def made(count: int = 40) -> Iterator[dict[str, Any]]:
+    """The rows, as a user's function yields them."""
+    yield from ROWS[:count]
+
+
+def by_index() -> Any:
+    """The rows as a Grain source: by random access."""
+    import grain
+
+    return grain.MapDataset.source(ROWS)
+
+
+def mixture(*families: Any, **fields: Any) -> TaskMixture:
+    return TaskMixture.Config(families=families, **fields).build()
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return str(path)
+
+
+def datasets(folder: Path) -> dict[str, TaskRows.Config]:
+    """The rows in every form."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist(ROWS)
+    (folder / "hub" / "data").mkdir(parents=True)
+    for part in range(2):
+        name = f"train-0000{part}-of-00002.parquet"
+        pyarrow.parquet.write_table(table.slice(part * 20, 20), folder / "hub" / "data" / name)
+    saved = folder / "saved" / "train"
+    saved.mkdir(parents=True)
+    (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    with pyarrow.ipc.new_stream(str(saved / "data-00000-of-00001.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    (folder / "rows.json").write_text(json.dumps({"version": 1, "data": ROWS}))
+    files = [write(folder / "rows.jsonl", ROWS), write(folder / "rows.jsonl.gz", ROWS), str(folder / "rows.json")]
+    found = {name: rows(name) for name in [*files, str(folder / "hub"), str(folder / "saved")]}
+    return {**found, "made": TaskRows.Config(rows=RowFunction.Config(function=made))}
+
+
+def test_every_form_of_the_same_rows_gives_the_same_problems(tmp_path: Path):
+    forms = datasets(tmp_path)
+    pytest.importorskip("grain")
+    forms["grain"] = TaskRows.Config(rows=RowFunction.Config(function=by_index))
+    plans = {}
+    for name, cfg in forms.items():
+        assert from_text(to_text(cfg)) == cfg
+        tasks = mixture(cfg.set(label="sums"))
+        plans[name] = [tasks.train(i) for i in range(90)] + tasks.heldout(2)
+        assert tasks.digests() == {"sums": tasks.digests()["sums"]}
+    first = plans.pop("made")
+    assert all(plan == first for plan in plans.values()) and len(plans) == 6
+    problem = first[0]
+    assert (
+        problem.question.startswith("What is") and problem.entry in ROWS and problem.answer == problem.entry["answer"]
+    )
+
+
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own_that_any_process_finds():
+    cfg = TaskRows.Config(rows=RowFunction.Config(function=made), label="sums")
+    tasks = mixture(cfg, heldout_every=4)
+    heldout = {p.question for p in tasks.heldout(5)}
+    size = sum(row["prompt"] not in {p.question for p in _all_heldout(tasks)} for row in ROWS)
+    epochs = [[tasks.train(e * size + i) for i in range(size)] for e in range(3)]
+    assert all({p.question for p in epoch} == {p.question for p in epochs[0]} for epoch in epochs)
+    assert all(len({p.question for p in epoch}) == size for epoch in epochs)
+    assert not heldout & {p.question for p in epochs[0]}
+    orders = [[p.question for p in epoch] for epoch in epochs]
+    assert orders[0] != orders[1] != orders[2] and orders[0] != [
+        q for q in (r["prompt"] for r in ROWS) if q in orders[0]
+    ]
+    every = [p.id for epoch in epochs for p in epoch]
+    assert len(set(every)) == len(every)  # a row that comes again is drawn with other keys
+    again = mixture(cfg, heldout_every=4)
+    assert [again.train(i).id for i in (size + 1, 0, 2 * size)] == [epochs[1][1].id, epochs[0][0].id, epochs[2][0].id]
+    assert again.problem(epochs[2][3].id) == epochs[2][3]
+    plain = mixture(cfg.clone(shuffle=False), heldout_every=4)
+    kept = [row["prompt"] for row in ROWS if row["prompt"] in orders[0]]
+    assert [plain.train(i).question for i in range(size)] == kept
+    assert orders[0] != [mixture(cfg, heldout_every=4, seed=1).train(i).question for i in range(size)]
+
+
+def _all_heldout(tasks: TaskMixture) -> list[Any]:
+    with pytest.raises(UserError, match=r"has (\d+) distinct held-out questions") as found:
+        tasks.heldout(40)
+    return tasks.heldout(int(str(found.value).split("has ")[1].split()[0]))
+
+
+def test_long_rows_are_replaced_and_no_problem_comes_twice():
+    table = [{"prompt": f"{n}" + " long" * 20 * (n % 2), "answer": "0"} for n in range(64)]
+    cfg = TaskRows.Config(rows=RowFunction.Config(function=as_given, arguments={"table": table}), label="mixed")
+    tasks = mixture(cfg, heldout_every=10**9)
+    maker = tasks.admission = PromptMaker(TOKENIZER, max_prompt=10)
+    epoch = [tasks.train(i) for i in range(64)]
+    assert len({p.id for p in epoch}) == 64 and {p.question for p in epoch} == {str(n) for n in range(0, 64, 2)}
+    assert maker.skipped.counts()["mixed"]["long"] >= 32
+
+
+def test_held_out_files_are_never_trained_on_even_where_both_have_a_row(tmp_path: Path):
+    train, test = (
+        write(tmp_path / "train.jsonl", ROWS),
+        write(tmp_path / "test.jsonl", ROWS[:4] + [{**ROWS[0], "prompt": "1"}]),
+    )
+    tasks = mixture(rows(train, test))
+    heldout = [p.question for p in tasks.heldout(5)]
+    assert heldout == [*(row["prompt"] for row in ROWS[:4]), "1"]
+    assert {tasks.train(i).question for i in range(36)} == {row["prompt"] for row in ROWS[4:]}
+    tasks.check_disjoint(100, 5)
+    with pytest.raises(
+        UserError, match="has 5 distinct held-out questions in its first 5 items, 6 are wanted: .*hold out"
+    ):
+        tasks.heldout(6)
+
+
+def test_messages_and_templates():
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}], "answer": 4}
+    cfg = TaskRows.Config(
+        rows=RowFunction.Config(function=as_given, arguments={"table": [chat]}),
+        columns=Columns.Config(messages="messages"),
+    )
+    problem = mixture(cfg, heldout_every=10**9).train(0)
+    assert problem.messages == tuple(chat["messages"]) and problem.answer == "4"
+    assert TOKENIZER.decode(encode_problem(problem, TOKENIZER)) == "Be brief.\n\n2+2?\n"
+    filled = cfg.clone(columns=Columns.Config(template="Q: {messages[1][content]}\nA:", system="Help."))
+    problem = mixture(filled, heldout_every=10**9).train(0)
+    assert problem.question == "Q: 2+2?\nA:" and problem.messages is not None
+    assert [m["content"] for m in problem.messages] == ["Help.", "Q: 2+2?\nA:"]
+
+
+def as_given(table: list[Any]) -> list[Any]:
+    """The rows given."""
+    return table
+
+
+@pytest.mark.parametrize(
+    ("lines", "columns", "message"),
+    [
+        (['{"prompt": "a", "answer": "b"}', '{"prompt": "a", '], {}, r"rows.jsonl, line 2 is not JSON"),
+        (['{"prompt": "a", "anwser": "b"}'], {}, r"line 1: there is no field 'answer'; did you mean 'anwser'"),
+        (['{"prompt": 3, "answer": "b"}'], {}, r"line 1: expected field 'prompt' to be text, got 3 \(int\)"),
+        (['{"prompt": "a", "answer": ["b"]}'], {}, r"line 1: expected field 'answer' to be text or a number, got list"),
+        (['{"prompt": " ", "answer": "b"}'], {}, r"line 1: the prompt is empty"),
+        ([], {}, r"rows.jsonl is empty"),
+        ([""], {}, r"has no rows"),
+        (['{"prompt": "a", "answer": 1, "n": 1}'] * 2, {"id": "n"}, r"line 2: the id '1' is also that of .*line 1"),
+        (['{"prompt": "a", "answer": 1, "n": 1.5}'], {"id": "n"}, r"expected field 'n' to be text or a whole number"),
+        (["[1, 2]"], {}, r"line 1: expected a JSON object"),
+        (['{"prompt": "a"}'], {"template": "{promt}", "answer": None}, r"template needs a field 'promt'; did you mean"),
+        (['{"m": []}'], {"messages": "m", "answer": None}, r"field 'm': expected a list of messages"),
+        (['{"m": [{"role": "user", "content": [{"type": "image"}]}]}'], {"messages": "m"}, r"images are not read"),
+        (['{"m": [{"role": "assistant", "content": "x"}]}'], {"messages": "m"}, r"there is nothing to answer"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said_with_file_line_and_field(
+    lines: list[str], columns: dict[str, Any], message: str, tmp_path: Path
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n" * bool(lines))
+    with pytest.raises(UserError, match=message):
+        mixture(rows(str(path), **columns))
+
+
+def test_other_sources_that_cannot_be_read_are_named(tmp_path: Path):
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 not really")
+    (tmp_path / "x.arrow").write_bytes(b"nothing")
+    (tmp_path / "x.csv").write_text("a,b")
+    (tmp_path / "hub").mkdir()
+    write(tmp_path / "hub" / "test.jsonl", ROWS)
+    for name, message in {
+        "x.parquet": "is not a Parquet file",
+        "x.arrow": "is not a whole Arrow file",
+        "x.csv": "expected a name that ends with one of .jsonl",
+        "hub": "has no files of a split 'train'; known: test",
+        "none.jsonl": "no file matches",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            mixture(rows(str(tmp_path / name)))
+    for table, message in (
+        (3, "expected an iterable of rows"),
+        ([3], "row 0: expected a mapping"),
+        ([{"prompt": "a", "answer": b"x"}], "answer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            mixture(TaskRows.Config(rows=RowFunction.Config(function=as_given, arguments={"table": table})))
+    with pytest.raises(UserError, match=r"families: expected sources of problems"):
+        mixture(Columns.Config())
+
+
+def test_answers_are_compared_as_texts_and_as_numbers():
+    assert (
+        same_answer("72", "72") and same_answer("1,000", "1000") and same_answer("$5.0.", "5") and same_answer("b", "b")
+    )
+    assert not any(same_answer(*pair) for pair in (("", ""), ("7 2", "72"), ("B", "b"), ("1e3", "1000"), ("x", "1")))
+
+
+def test_published_datasets_are_a_line_each(shared_data: Path):
+    maths = gsm8k(f"{shared_data}/gsm8k/train.jsonl.gz", f"{shared_data}/gsm8k/test.jsonl.gz")
+    code = humaneval(f"{shared_data}/humaneval/HumanEval.jsonl.gz")
+    folder = shared_data / "ehrsql-2024"
+    parts = [tuple(str(folder / f"{part}.{what}.json.gz") for what in ("data", "label")) for part in ("valid", "test")]
+    sql = ehrsql(*parts[0], heldout=(parts[1][0], parts[1][1]))
+    tasks = mixture(maths.set(weight=2.0), code, sql)
+    assert [tasks.train(i).family for i in range(4)].count("gsm8k") == 2
+    problem = next(p for p in map(tasks.train, range(4)) if p.family == "gsm8k")
+    final = problem.answer.rpartition("####")[2].strip()
+    assert tasks.score(problem, f"so it is\n#### {final}") == 1.0 and tasks.score(problem, "#### 1234567") == 0.0
+    assert tasks.score(problem, problem.answer) == 1.0
+    votes = [tasks.vote(problem, text) for text in ("so #### 1,000", "#### 1000.", "#### x", "1000")]
+    assert votes == ["1000.0", "1000.0", "x", ""]
+    assert len(tasks.heldout(20)) == 60 and set(tasks.digests()) == {"gsm8k", "humaneval", "ehrsql"}
+    assert {"query", "id"} <= next(p for p in map(tasks.train, range(4)) if p.family == "ehrsql").entry.keys()

@@ -1,0 +1,63 @@
+"""`axl eval`: an untrained policy on rows of a file, resumed, compared; and what it refuses before jax is imported."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.cli import main
+
+NAME = "tests.rl.tiny:tiny_experiment"
+
+
+def rows(path: Path, count: int = 6) -> str:
+    lines = [json.dumps({"prompt": f"q{n}", "answer": "a", "n": n}) + "\n" for n in range(count)]
+    path.write_text("".join(lines) + json.dumps({"prompt": "a question that is too long", "answer": "a"}) + "\n")
+    return str(path)
+
+
+def test_a_policy_is_evaluated_on_rows_of_a_file_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file, out = rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    arguments = ["eval", NAME, "--random-weights", "--tasks", f"mine={file}", "--samples", "2"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "mine: 6 problems; pass@1" in said.out and "maj@2" in said.out
+    assert "1 problem of mine left out: have prompts longer than max_prompt" in said.err
+    before = (out / "samples.jsonl").read_bytes()
+    assert main([*arguments, "--out", str(out), "--json", "--against", str(out)]) == 0  # all is there: only read
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["compared"]["difference"] == 0.0 and result["problems"] == 6 and result["samples"] == 12
+    assert (out / "samples.jsonl").read_bytes() == before
+    assert main([*arguments, "--out", str(out), "--seed", "1"]) == 2
+    assert "holds an evaluation with seed = 0, not 1" in capsys.readouterr().err
+    rated = tmp_path / "rated.jsonl"
+    difficulty = ["data", "difficulty", file, "--task", "mine", "--policy", NAME, "--random-weights", "--samples", "2"]
+    assert main([*difficulty, "--out", str(rated)]) == 0
+    found = [json.loads(line) for line in rated.read_text().splitlines()]
+    assert [("pass_rate" in row, row.get("samples")) for row in found] == [(True, 2)] * 6 + [(False, None)]
+    assert found[0]["n"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "-k", "8", "--samples", "4"], "pass@8 needs --samples 8 or more; there are 4"),
+        (["demmo"], "did you mean 'demo'"),
+        (["no/such/folder"], "no directory no/such/folder"),
+        (
+            ["demo", "--random-weights", "--tasks", "humaneval=nothing.jsonl"],
+            "humaneval needs a verifier that runs code",
+        ),
+        (["demo", "--random-weights", "--tasks", "mine=nothing.jsonl"], "no file matches nothing.jsonl"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,242 @@
+"""`axl eval NAME`: a policy's answers to held-out problems, kept to read, with pass@k and maj@k."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from experiments.registry import check_name
+from mesh.errors import UserError
+from tools.experiment import apply_edits, check_command, code_option, default_run_dir, load_experiment, trust_place
+
+if TYPE_CHECKING:
+    from rl.experiment import RLExperiment
+    from rl.serving.model import ServedModel
+    from rl.serving.policy import Weights
+
+_PROBLEMS = 96  # of an endless family
+
+
+@click.command("eval")
+@code_option
+@click.argument("name")
+@click.option(
+    "--tasks",
+    "named",
+    multiple=True,
+    metavar="NAME=FILE,...",
+    help="gsm8k=FILE, humaneval=FILE, any other NAME=FILE with fields prompt and answer, a family of reasoning-gym, or "
+    "MINE.py:FUNCTION for a config of tasks.  [default: the run's own]",
+)
+@click.option("--verifier", metavar="PLACE:FUNCTION", help="Function of the tasks' config that returns a verifier's.")
+@click.option("--problems", type=click.IntRange(1), help=f"Of each task.  [default: all rows, {_PROBLEMS} of a family]")
+@click.option("--samples", type=click.IntRange(1), default=4, show_default=True, help="Answers to each problem.")
+@click.option("-k", "ks", type=click.IntRange(1), multiple=True, help="Of pass@k and maj@k.  [default: 1 and samples]")
+@click.option("--temperature", type=float, help="0: greedy.  [default: the policy's]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder of samples and figures.  [default: runs/eval/NAME]"
+)
+@click.option("--against", type=click.Path(path_type=Path), help="Folder of another evaluation, to compare pairs with.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, as the last line.")
+@click.option("--random-weights", is_flag=True, help="Evaluate an untrained policy.")
+@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change a field of the policy's config.")
+def command(
+    name: str,
+    named: tuple[str, ...],
+    verifier: str | None,
+    problems: int | None,
+    samples: int,
+    ks: tuple[int, ...],
+    temperature: float | None,
+    seed: int,
+    out: Path | None,
+    against: Path | None,
+    as_json: bool,
+    random_weights: bool,
+    sets: tuple[str, ...],
+) -> None:
+    """Evaluate the policy of NAME: a run, a checkpoint in one, an experiment (its run in runs/), or a model.
+
+    Answers go to samples.jsonl in the folder as they come, the figures to result.json. The same command goes on after
+    it was stopped, and gives the same files. pass@k is unbiased, with 95 % intervals by the bootstrap over problems
+    (with one sample each, Wilson's too); pairs are compared by the paired bootstrap and McNemar's test.
+    """
+    ks = tuple(sorted(set(ks or (1, samples))))
+    if max(ks) > samples:
+        raise UserError(f"pass@{max(ks)} needs --samples {max(ks)} or more; there are {samples}")
+    folder = out or Path("runs") / "eval" / Path(name.rpartition(":")[2]).absolute().name
+    sizes: dict[str, Any] = {"samples": samples, "ks": ks, "most": problems, "seed": seed}
+    policy: dict[str, Any] = {"sets": sets, "untrained": random_weights, "temperature": temperature}
+    result = evaluate_policy(name, named, folder, verifier=verifier, **sizes, **policy)
+    from rl.evaluation.standalone import compare_folders
+
+    compared = None if against is None else compare_folders(against, folder, seed=seed)
+    if as_json:
+        click.echo(json.dumps({**result, "compared": compared} if compared else result))
+        return
+    _print(result, ks)
+    if compared is not None:
+        low, high = compared["difference_ci"]
+        points = f"{100 * compared['difference']:+.2f} points of pass@1 on {compared['problems']} problems"
+        tests = f"95 % paired bootstrap {100 * low:+.2f} to {100 * high:+.2f}; McNemar p = {compared['mcnemar_p']:.3g}"
+        click.echo(f"against {against}: {points} ({tests})")
+    click.echo(f"samples: {folder / 'samples.jsonl'}")
+
+
+def evaluate_policy(
+    name: str,
+    named: tuple[str, ...],
+    folder: Path,
+    *,
+    samples: int,
+    seed: int = 0,
+    ks: tuple[int, ...] = (1,),
+    most: int | None = None,
+    verifier: str | None = None,
+    temperature: float | None = None,
+    sets: tuple[str, ...] = (),
+    untrained: bool = False,
+) -> dict[str, Any]:
+    """Evaluate a policy in a folder, or go on with it; returns the figures. The arguments are those of `axl eval`."""
+    cfg, weights = _policy(name, sets, untrained)
+    tasks_cfg, verifier_cfg = _tasks(cfg, named, verifier)
+    from axlearn_like.config import to_text
+    from axlearn_like.run.progress import Progress
+    from mesh.compilation import enable_compilation_cache
+    from rl.evaluation.standalone import Samples, evaluate
+    from rl.serving.policy import make_engine
+    from rl.tasks.prompts import PromptMaker
+    from rl.tasks.skipped import skipped_text
+
+    enable_compilation_cache()
+    if temperature is not None:
+        cfg.sampler.temperature = temperature
+    experiment: RLExperiment | ServedModel = cfg.build()
+    maker = PromptMaker(experiment.tokenizer, max_prompt=cfg.max_prompt, seconds=10.0)
+    tasks = tasks_cfg.build()
+    tasks.admission = maker
+    problems = tasks.for_evaluation(most, _PROBLEMS)
+    record = {
+        "policy": "as it begins" if weights is None else f"{weights.path} (version {weights.version})",
+        "tasks": to_text(tasks_cfg),
+        "data": tasks.digests(),
+        "verifier": to_text(verifier_cfg),
+        "sampler": to_text(cfg.sampler),
+        "sizes": [cfg.max_prompt, cfg.max_new],
+        "problems": len(problems),
+        "samples": samples,
+        "seed": seed,
+    }
+    opened = Samples(folder, record)
+    for line in skipped_text(maker.skipped.counts()):
+        click.echo(f"note: {line}", err=True)
+    at_once = max(1, 2 * experiment.engine_cfg.max_num_seqs // samples)
+    drawn: dict[str, Any] = {"count": samples, "ks": ks, "seed": seed, "at_once": at_once}
+    with Progress(len(problems), title="problems") as shown:
+        engine = make_engine(experiment, weights)
+        with verifier_cfg.build() as scoring:
+            roles = (engine, experiment.tokenizer, scoring)
+            return evaluate(opened, problems, tasks, *roles, maker=maker, **drawn, progress=shown.update)
+
+
+def _policy(
+    name: str, sets: tuple[str, ...], random_weights: bool
+) -> tuple[RLExperiment.Config | ServedModel.Config, Weights | None]:
+    """Return the config that says how to ask the policy, and its weights (None: those that it begins with)."""
+    path = Path(name)
+    if not path.is_dir():
+        if ":" not in name:
+            if os.sep in name:
+                raise UserError(f"no directory {path}; expected a run, a checkpoint in one, an experiment, or a model")
+            check_name(name)  # before jax is imported
+        trust_place(name)
+    from axlearn_like.run.directory import RunDirectory
+    from rl.serving.policy import find_run, newest_weights, recorded_config
+
+    if path.is_dir():
+        from experiments.served import is_model, served_model
+
+        if is_model(path):
+            model = served_model(path, random_weights=random_weights)
+            apply_edits(model, sets)
+            model.check()
+            return model, None
+    if not path.is_dir() and random_weights:
+        cfg: Any = load_experiment(name, sets)
+        check_command(cfg, "rl", name)
+        return cfg, None
+    run = find_run(path) if path.is_dir() else RunDirectory.attach(default_run_dir(name, None))
+    if run is None or not run.config_path.is_file():
+        where = path if run is None else run.path
+        raise UserError(f"{where} holds no run; expected a run, an experiment that has one in runs/, or a model")
+    recorded = recorded_config(run)
+    apply_edits(recorded, sets)
+    weights = None if random_weights else newest_weights(run, path)
+    if weights is None and not random_weights:
+        raise UserError(f"{run.path} holds no weights yet; continue its training, or evaluate with --random-weights")
+    return recorded, weights
+
+
+def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any, Any]:
+    """Return the configs of the tasks and of their verifier."""
+    from rl.tasks.mixture import TaskMixture
+    from rl.verification.scorers import ReasoningGymScorer
+    from rl.verification.service import Verifier
+
+    own = getattr(cfg, "tasks", None)
+    if not named:
+        if not isinstance(own, TaskMixture.Config):
+            raise UserError("there are no tasks to evaluate on: name some, as --tasks gsm8k=FILE")
+        tasks = own
+    else:
+        tasks = _named_tasks([part for text in named for part in text.split(",")])
+    if verifier is not None:
+        from experiments.registry import find
+
+        trust_place(verifier)
+        return tasks, find(verifier)(tasks)
+    if not named:
+        return tasks, cfg.verifier
+    if any(getattr(family, "label", None) == "humaneval" for family in tasks.families):
+        raise UserError("humaneval needs a verifier that runs code: name one by --verifier PLACE:FUNCTION")
+    return tasks, Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0))
+
+
+def _named_tasks(parts: list[str]) -> Any:
+    """Return the mixture of tasks named on the command line; all rows of a file are held out."""
+    from rl.tasks.family import TaskFamily
+    from rl.tasks.mixture import TaskMixture
+    from rl.tasks.rows.datasets import DATASETS, rows
+
+    if len(parts) == 1 and ":" in parts[0] and "=" not in parts[0]:
+        from experiments.registry import find
+
+        trust_place(parts[0])
+        return find(parts[0])()
+    families: list[Any] = []
+    for part in parts:
+        label, equals, file = part.partition("=")
+        if not equals:
+            families.append(TaskFamily.Config(name=label))
+            continue
+        family = DATASETS[label](file) if label in DATASETS else rows(file).set(label=label)
+        families.append(family.set(heldout=family.rows.clone()))
+    return TaskMixture.Config(families=tuple(families))
+
+
+def _print(result: dict[str, Any], ks: tuple[int, ...]) -> None:
+    for name, part in [*result["families"].items(), ("mean of tasks", result)]:
+        figures = []
+        for k in ks:
+            low, high = part[f"pass@{k}_ci"]
+            figures.append(f"pass@{k} {100 * part[f'pass@{k}']:.2f} % ({100 * low:.2f} to {100 * high:.2f})")
+            figures.append(f"maj@{k} {100 * part[f'maj@{k}']:.2f} %")
+        click.echo(f"{name}: {part['problems']} problems; {', '.join(figures)}")
+    if result["failed"]:
+        counts = ", ".join(f"{count} {status}" for status, count in result["failed"].items())
+        click.echo(f"warning: the verifier failed on {counts}; these count as wrong", err=True)
