@@ -16,6 +16,7 @@ def rows(path: Path, count: int = 6) -> str:
     return str(path)
 
 
+@pytest.mark.full
 def test_a_policy_is_evaluated_on_rows_of_a_file_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file, out = rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     arguments = ["eval", NAME, "--random-weights", "--tasks", f"mine={file}", "--samples", "2"]
