@@ -15,8 +15,7 @@ from tools.experiment import apply_edits, check_command, code_option, default_ru
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
-    from rl.serving.model import ServedModel
-    from rl.serving.policy import Weights
+    from rl.serving.policy import ServedModel, Weights
 
 _PROBLEMS = 96  # of an endless family
 
