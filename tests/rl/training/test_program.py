@@ -1,5 +1,7 @@
 """The program compiled ahead of time for a policy trainer is the one it runs: same arrays, same results."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ def groups() -> list[Group]:
 @pytest.mark.parametrize("preset", [grpo, dapo, rloo])
 def test_batches_have_the_described_arrays(preset):
     objective = preset().build()
-    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+    sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
     batch, _ = pack_groups(groups(), objective, **sizes, row_multiple=2)
     described = batch_shapes(objective, groups=GROUPS, samples=SAMPLES, **sizes)
     scored = described.pop("logprobs_old")  # by the trainer, once the batch is on its devices
