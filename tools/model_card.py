@@ -35,7 +35,9 @@ class ModelCard:
         forward_flops: of a token, mean over a row of `length` tokens that each see those before them.
         training_flops: of a token, three times those.
         decode_flops: of the token that follows `length` others.
-        cache_bytes: of keys and values of one token, all layers, in the dtype of activations.
+        cache_bytes: of keys and values of one token, all layers, in the dtype of activations; the kernel for TPUs
+            caches these.
+        latent_bytes: of what XLA's paged cache holds of a token instead, complete on every device; None: the same.
         kernels: platform -> the attention kernel of packed rows of `length` tokens, and why not others.
         decode_kernels: platform -> how an engine attends to its paged cache, or why it cannot.
     """
@@ -50,6 +52,7 @@ class ModelCard:
     training_flops: float
     decode_flops: float
     cache_bytes: int
+    latent_bytes: int | None
     kernels: dict[str, str]
     decode_kernels: dict[str, str]
 
@@ -85,7 +88,7 @@ def model_card(cfg: Decoder.Config, length: int) -> ModelCard:
     """Describe a decoder for rows of `length` tokens."""
     model: Any = jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0)))
     forward = model_flops(cfg, rows_workload(1, length)) / length
-    heads, width = model.cache_shape
+    (heads, width), latent = model.cache_shape, model.latent_width
     return ModelCard(
         parameters=count_parameters(cfg),
         active=round(active_weights(cfg)),
@@ -97,6 +100,7 @@ def model_card(cfg: Decoder.Config, length: int) -> ModelCard:
         training_flops=3 * forward,
         decode_flops=model_flops(cfg, Workload(1, 1, lambda window: float(min(window or length, length)))),
         cache_bytes=2 * cfg.num_layers * heads * width * model.dtype.itemsize,
+        latent_bytes=None if latent is None else cfg.num_layers * latent * model.dtype.itemsize,
         kernels={platform: _kernel(model, platform, length) for platform in PLATFORMS},
         decode_kernels={platform: _decode_kernel(model, platform) for platform in PLATFORMS},
     )
@@ -124,8 +128,10 @@ def rollout_memory(cfg: Decoder.Config, card: ModelCard, devices: RoleDevices) -
     return DeviceMemory(count, _hbm(devices), {"weights": -(-card.parameters * _itemsize(cfg) // count)})
 
 
-def cached_tokens(card: ModelCard, memory: DeviceMemory) -> int:
-    """Return how many tokens' keys and values fit into what an engine's weights leave on all its devices."""
+def cached_tokens(card: ModelCard, memory: DeviceMemory, devices: RoleDevices) -> int:
+    """Return how many tokens' keys and values, or latents, fit into what an engine's weights leave on its devices."""
+    if card.latent_bytes is not None and devices.topology is None:
+        return max(0, memory.left // card.latent_bytes)
     return max(0, memory.left * memory.devices // card.cache_bytes)
 
 

@@ -41,6 +41,8 @@ class Block(Layer):
         self.feed_forward_norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         self.feed_forward = cfg.feed_forward.clone(dim=cfg.dim).build(rngs=rngs)
         self.cache_shape: tuple[int, int] = self.attention.cache_shape
+        self.latent_width: int | None = getattr(self.attention, "latent_width", None)
+        self.window_shape: tuple[int, int] = getattr(self.attention, "window_shape", self.cache_shape)
 
     def __call__(
         self, x_btd: jax.Array, context: Context, cache: Any, routing: Any = None
@@ -120,7 +122,7 @@ class Decoder(Layer):
         self.norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         self.head = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
         self.num_layers, self.vocab_size, self.dim = cfg.num_layers, cfg.vocab_size, cfg.dim
-        self.cache_shape = self._cache_shape()
+        self.cache_shape, self.window_shape, self.latent_width = self._cache_shapes()
         self.dtype = jnp.dtype(cfg.dtype)
         self.remat, self.scan_unroll = cfg.remat, cfg.scan_unroll
         self.pipeline = cfg.pipeline.build()
@@ -278,15 +280,21 @@ class Decoder(Layer):
         }
         return {**rest, "layers": layers}
 
-    def _cache_shape(self) -> tuple[int, int]:
-        """Return the number of key/value heads and their width, which are those of all layers."""
-        shapes = {getattr(self, segment.name).cache_shape for segment in self.segments}
+    def _cache_shapes(self) -> tuple[tuple[int, int], tuple[int, int], int | None]:
+        """Return key/value heads and their width in a cache and in windows, and the width of latents (None: none).
+
+        They are those of all layers; where only some have latents, all cache keys and values.
+        """
+        stacks = [getattr(self, segment.name) for segment in self.segments]
+        shapes = {stack.cache_shape for stack in stacks}
+        latents = {getattr(stack, "latent_width", None) for stack in stacks}
         if len(shapes) > 1:
             raise UserError(
                 f"Decoder: layers have caches of different shapes {sorted(shapes)}; expected the same number of "
                 "key/value heads of the same width in all"
             )
-        return shapes.pop()
+        shape, latent = shapes.pop(), latents.pop() if len(latents) == 1 else None
+        return shape, stacks[0].window_shape if latent else shape, latent
 
     @property
     def output(self) -> Embedding | Head:

@@ -75,7 +75,7 @@ def _show(name: str, length: int, devices_text: str | None, as_json: bool) -> No
     found: dict[str, Any] = {"model": name, **dataclasses.asdict(card)}
     if devices is not None:
         training, rollout = training_memory(cfg, card, devices), rollout_memory(cfg, card, devices)
-        tokens = cached_tokens(card, rollout)
+        tokens = cached_tokens(card, rollout, devices)
         found["topology"] = devices.text
         found["training"] = {**dataclasses.asdict(training), "left": training.left, "fits": training.left > 0}
         found["rollout"] = {**dataclasses.asdict(rollout), "left": rollout.left, "fits": tokens > 0, "tokens": tokens}
@@ -141,6 +141,9 @@ def _print_card(name: str, cfg: Decoder.Config, card: ModelCard) -> None:
     click.echo(f"a token in rows of {card.length:,}: {card.forward_flops / 1e9:,.2f} GFLOPs forward,")
     click.echo(f"  {card.training_flops / 1e9:,.2f} in training, {card.decode_flops / 1e9:,.2f} decoded after the row")
     click.echo(f"keys and values of a token: {card.cache_bytes:,} bytes")
+    if card.latent_bytes is not None:
+        each = card.latent_bytes // card.layers
+        click.echo(f"  cached as latents, but by the kernel for TPUs: {card.latent_bytes:,} bytes, {each:,} in a layer")
     for platform, kernel in card.kernels.items():
         click.echo(f"attention of packed rows on {platform}: {kernel}")
         click.echo(f"  to the paged cache: {card.decode_kernels[platform]}")

@@ -1,15 +1,21 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1.2-2.1.3): keys and values from one small vector.
 
 A token's keys and values are projections of a normalised latent of `kv_rank` numbers; positions use a separate part of
-queries and keys, `rope_dim` wide, whose keys are shared by all heads. Keys and values are expanded, so a cache holds as
-much as with plain multi-head attention. (Folding the projections into queries and output, so that a cache holds latents
-only, needs a kernel of its own.)
+queries and keys, `rope_dim` wide, whose keys are shared by all heads. A cache of XLA's contexts holds latent and shared
+key alone (contexts/latents.py); the kernel for TPUs caches keys and values of all heads, as plain attention does.
 
-Shape letters: b batch, t length, d model width, k heads, q = 1, r rank of a latent, h head width.
+* `decode="expanded"`: keys and values are computed again from the latents, as in training: the same to the bit.
+* `decode="absorbed"`: the projection of keys is folded into the queries, that of values into the output (2.1.2 of the
+  paper), so decoding attends to the latents as one key/value head. It sums in another order than training.
+
+Shape letters: b batch, t length, d model width, k heads, q = 1, r rank of a latent, h head width, w width of what is
+cached.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any, override
+from typing import Any, ClassVar, Literal, Protocol, override, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +28,33 @@ from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.layers.attention.grouped_query import attention_flops, check_heads_divide
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
+from axlearn_like.layers.contexts.latents import Expand
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.remat import checkpoint_name
+from mesh.errors import UserError
+from mesh.rules import axis_sizes
 from mesh.sharding import gather_length
 
 Rotation = Callable[[jax.Array], jax.Array]
+
+
+@runtime_checkable
+class LatentContext(Context, Protocol):
+    """A context with a cache whose pages may hold latents."""
+
+    decodes: ClassVar[bool]  # one token of each row
+
+    def holds_latents(self, cache: Any) -> bool:
+        """Return True if they do."""
+        ...
+
+    def attend_latents(
+        self, q_btkqh: jax.Array, latent_btw: jax.Array, cache: Any, attention: AttentionParams, expand: Expand
+    ) -> tuple[jax.Array, Any]:
+        """Return `attend` with the keys and values that `expand` makes of latents."""
+        ...
 
 
 class LatentAttention(Layer):
@@ -45,6 +71,7 @@ class LatentAttention(Layer):
         norm: RMSNorm.Config = RMSNorm.Config()  # of latents
         rope: ConfigBase = Rope.Config()  # or another layer with `rotation`, e.g. NoPositions
         window: int | None = None  # tokens that a query sees, its own included; None: all up to its own
+        decode: Literal["expanded", "absorbed"] = "expanded"  # from a cache of latents: exactly as trained, or cheaply
         scale: float | None = None  # of scores; None: (nope_dim + rope_dim) ** -0.5
         kernel: ConfigBase = FirstSupported.Config()
         context_parallel: ConfigBase = AllGather.Config()
@@ -62,7 +89,11 @@ class LatentAttention(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         heads, width = cfg.num_heads, cfg.nope_dim + cfg.rope_dim
         check_heads_divide("LatentAttention: num_heads", heads)
-        self.cache_shape = (heads, width)  # values are padded
+        self.cache_shape = (heads, width)  # of keys and values; these are padded
+        self.latent_width, self._absorbed = cfg.kv_rank + cfg.rope_dim, cfg.decode == "absorbed"
+        self.window_shape = (1, self.latent_width) if self._absorbed else self.cache_shape
+        if self._absorbed and math.prod(axis_sizes("heads").values()) > 1:
+            raise UserError('LatentAttention.decode="absorbed" has one head of keys; expected a mesh without tensor')
         self.query_shape, self.value_dim = (heads, 1, width), cfg.value_dim
         self._nope_dim, self._kv_rank, self.sinks_kq = cfg.nope_dim, cfg.kv_rank, None
         into_heads = ("heads", None, None)
@@ -94,11 +125,15 @@ class LatentAttention(Layer):
         rotate = self.rope.rotation(context.positions)
         gathered_btd = gather_length(x_btd)
         q = checkpoint_name(self._queries(gathered_btd, rotate), "query")
-        k, v = self._keys_and_values(gathered_btd, rotate)
-        k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        if cache is not None:
-            v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - self.value_dim)])
-        mixed, cache = context.attend(q, k, v, cache, AttentionParams(self.rules, self.kernel, self.context_parallel))
+        latent, shared = self._latent(gathered_btd, rotate)
+        attention = AttentionParams(self.rules, self.kernel, self.context_parallel)
+        if isinstance(context, LatentContext) and context.holds_latents(cache):
+            mixed, cache = self._attend_latents(q, jnp.concatenate([latent, shared], -1), context, cache, attention)
+        else:
+            k, v = self._keys_and_values(latent, shared)
+            k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
+            v = v if cache is None else self._padded(v)
+            mixed, cache = context.attend(q, k, v, cache, attention)
         mixed = mixed[..., : self.value_dim]
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
         return checkpoint_name(out, "attention_out"), cache
@@ -117,11 +152,40 @@ class LatentAttention(Layer):
             q = project(latent, self.q_up_rkqh[...], out_axis="heads")
         return jnp.concatenate([q[..., :nope], rotate(q[..., nope:])], axis=-1)
 
-    def _keys_and_values(self, x_btd: jax.Array, rotate: Rotation) -> tuple[jax.Array, jax.Array]:
+    def _latent(self, x_btd: jax.Array, rotate: Rotation) -> tuple[jax.Array, jax.Array]:
+        """Return the normalised latent [b, t, r], and the key that all heads share, with positions [b, t, rope_dim]."""
         down = project(x_btd, self.kv_down_dr[...])
-        latent = self.kv_norm(down[..., : self._kv_rank])
+        return self.kv_norm(down[..., : self._kv_rank]), rotate(down[:, :, None, self._kv_rank :])[:, :, 0]
+
+    def _keys_and_values(self, latent: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
         k = project(latent, self.k_up_rkh[...], out_axis="heads")
         v = project(latent, self.v_up_rkh[...], out_axis="heads")
-        shared = rotate(down[:, :, None, self._kv_rank :])
         # A sum with zeros sharded as the heads are: a broadcast would be complete on every device.
-        return jnp.concatenate([k, shared + jnp.zeros_like(k[..., :1])], axis=-1), v
+        return jnp.concatenate([k, shared[:, :, None] + jnp.zeros_like(k[..., :1])], axis=-1), v
+
+    def _padded(self, v: jax.Array) -> jax.Array:
+        return jnp.pad(v, [(0, 0)] * 3 + [(0, self.cache_shape[1] - self.value_dim)])
+
+    def expand(self, latent_btw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return keys and padded values [b, t, k, h] of what is cached of tokens."""
+        k, v = self._keys_and_values(latent_btw[..., : self._kv_rank], latent_btw[..., self._kv_rank :])
+        return k, self._padded(v)
+
+    def window_keys(self, latent_btw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return keys and values as windows of decoding hold them, [b, t, *window_shape]."""
+        one = latent_btw[:, :, None]
+        return (one, one) if self._absorbed else self.expand(latent_btw)
+
+    def _attend_latents(
+        self, q: jax.Array, latent_btw: jax.Array, context: LatentContext, cache: Any, attention: AttentionParams
+    ) -> tuple[jax.Array, Any]:
+        if not (self._absorbed and context.decodes):
+            return context.attend_latents(q, latent_btw, cache, attention, self.expand)
+        nope, rope = q[:, :, :, 0, : self._nope_dim], q[:, :, :, 0, self._nope_dim :]
+        folded = jnp.einsum("btkh,rkh->btkr", nope, self.k_up_rkh[...].astype(q.dtype))
+        q_one = jnp.concatenate([folded, rope], axis=-1)[:, :, None]  # many queries of one head
+        rules = dataclasses.replace(self.rules, scale=self.rules.scale_of(q.shape[-1]))
+        attention = dataclasses.replace(attention, rules=rules)
+        mixed, cache = context.attend_latents(q_one, latent_btw, cache, attention, self.window_keys)
+        values = jnp.einsum("btkr,rkh->btkh", mixed[:, :, 0, :, : self._kv_rank], self.v_up_rkh[...].astype(q.dtype))
+        return values[:, :, :, None], cache

@@ -19,7 +19,7 @@ k, q, h as in attention/grouped_query.py.
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,14 @@ import jax.numpy as jnp
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform, stores_scores
 from axlearn_like.kernels.attention.interface import MASKED
 from axlearn_like.kernels.attention.xla import batched_dot, capped
+from axlearn_like.layers.contexts.latents import Expand, has_latents, page_size_of, read_expanded, write_latents
 from axlearn_like.layers.contexts.packed import require_complete_rows
 from axlearn_like.layers.deterministic import exponentials, no_fuse
 from axlearn_like.layers.linear import UNSPLIT_SUM
 from mesh.errors import UserError
 from mesh.rules import constrain, partition
 
-Pool = Any  # dict of arrays k, v (see `make_pool`), or the TPU kernel's array
+Pool = Any  # dict of arrays k, v (see `make_pool`) or latent (latents.py), or the TPU kernel's array
 Window = dict[str, jax.Array]  # k [r, k, h, s], v [r, k, s, h]
 
 KEY_BLOCK = 64  # windows are multiples of this many keys, so that XLA's CPU reductions run over whole vectors
@@ -62,6 +63,8 @@ class PagedContext:
         pages: of one layer.
         kernel: the TPU kernel is used; the pool then has its layout.
     """
+
+    decodes: ClassVar[bool] = False
 
     page_table: jax.Array
     starts: jax.Array
@@ -107,6 +110,25 @@ class PagedContext:
         window = read_window(pool, table, self.starts + self.counts)
         return attend_window(q_rckqh, window, self.positions, attention), (pool, layer)
 
+    def holds_latents(self, cache: tuple[Pool, jax.Array]) -> bool:
+        """Return True if the pages hold latents."""
+        return has_latents(cache[0])
+
+    def attend_latents(
+        self,
+        q_rckqh: jax.Array,
+        latent_rcw: jax.Array,
+        cache: tuple[Pool, jax.Array],
+        attention: AttentionParams,
+        expand: Expand,
+    ) -> tuple[jax.Array, tuple[Pool, jax.Array]]:
+        """Return `attend` where the pool holds latents, of which `expand` makes keys and values."""
+        pool, layer = cache
+        table = self.page_table + layer * self.pages
+        pool = write_latents(pool, latent_rcw, *token_places(pool, table, self.positions, self.live))
+        window = read_expanded(pool, table, self.starts + self.counts, expand)
+        return attend_window(q_rckqh, window, self.positions, attention), (pool, layer)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +163,16 @@ def write_tokens(
     pool: Pool, k_rckh: jax.Array, v_rckh: jax.Array, table: jax.Array, positions: jax.Array, live: jax.Array
 ) -> Pool:
     """Return the pool with the keys and values of live tokens in their pages; in place where the pool is donated."""
-    page_size = pool["k"].shape[-1]
-    page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
-    page = jnp.where(live, page, NULL_PAGE)
-    slot = positions % page_size
+    page, slot = token_places(pool, table, positions, live)
     k, v = (constrain(x.astype(pool["k"].dtype), None, None, "heads", None) for x in (k_rckh, v_rckh))
     return {"k": pool["k"].at[page, :, :, slot].set(k), "v": pool["v"].at[page, :, slot].set(v)}
+
+
+def token_places(pool: Pool, table: jax.Array, positions: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return page and slot of each token, int32 as the positions; padding goes to the null page."""
+    page_size = page_size_of(pool)
+    page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
+    return jnp.where(live, page, NULL_PAGE), positions % page_size
 
 
 def read_window(pool: Pool, table: jax.Array, lengths: jax.Array) -> Window:

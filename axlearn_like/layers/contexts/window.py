@@ -11,12 +11,13 @@ Shape letters: r rows, c = 1 token of each, s keys of a cell; k, q, h as in atte
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams
+from axlearn_like.layers.contexts.latents import Expand, page_size_of, read_expanded
 from axlearn_like.layers.contexts.paged import KEY_BLOCK, Pool, attend_blocks, key_blocks, read_window
 from mesh.rules import constrain, partition
 
@@ -44,8 +45,8 @@ class Cache(NamedTuple):
     """The cache of one layer."""
 
     windows: Windows
-    k: Any  # [steps, r, k, h], of the tokens fed since the windows were filled
-    v: Any
+    k: Any  # [steps, r, k, h], of the tokens fed since the windows were filled; or their latents, [steps, r, w]
+    v: Any  # None with latents
 
 
 def make_window(rows: int, keys: int, *, kv_heads: int, head_dim: int, dtype: Any) -> tuple[Cell, ...]:
@@ -68,7 +69,14 @@ def cells_needed(windows: Windows, tokens: jax.Array) -> jax.Array:
     return jnp.stack(found)
 
 
-def fill(windows: Windows, pool: Pool, table: jax.Array, lengths: jax.Array, needed: jax.Array) -> Windows:
+def fill(
+    windows: Windows,
+    pool: Pool,
+    table: jax.Array,
+    lengths: jax.Array,
+    needed: jax.Array,
+    expand: Expand | None = None,
+) -> Windows:
     """Return windows with pages copied into the cells that are needed, in place; others are neither read nor written.
 
     Args:
@@ -77,14 +85,15 @@ def fill(windows: Windows, pool: Pool, table: jax.Array, lengths: jax.Array, nee
         table: int32 [r, pages of a row], the layer's.
         lengths: int32 [r], tokens in the pool; values behind are zero (see `read_window`).
         needed: int32 [groups], see `cells_needed`.
+        expand: makes keys and values of the layer's latents, if the pool holds those.
     """
-    page_size, filled, first = pool["k"].shape[-1], [], 0
+    page_size, filled, first = page_size_of(pool), [], 0
     for group, cells in enumerate(windows):
         rows = slice(first, first := first + cells[0].v.shape[0])
         blocks, new = key_blocks(sum(cell.v.shape[2] for cell in cells), cells[0].v.shape[-1]), []
         for index, (block, cell) in enumerate(zip(blocks, cells, strict=True)):
             pages = table[rows, block.start // page_size : block.stop // page_size]
-            read = partial(_read_cell, pool, pages, lengths[rows] - block.start)
+            read = partial(_read_cell, pool, pages, lengths[rows] - block.start, expand)
             # A loop of one round or none updates the cell in place; a condition would copy it.
             rounds = (needed[group] > index).astype(jnp.int32)
             new.append(jax.lax.fori_loop(0, rounds, lambda round_, _, read=read: read(round_), cell))
@@ -92,9 +101,12 @@ def fill(windows: Windows, pool: Pool, table: jax.Array, lengths: jax.Array, nee
     return tuple(filled)
 
 
-def _read_cell(pool: Pool, pages: jax.Array, lengths: jax.Array, zero: jax.Array) -> Cell:
+def _read_cell(pool: Pool, pages: jax.Array, lengths: jax.Array, expand: Expand | None, zero: jax.Array) -> Cell:
     """Return a cell from the pool. `zero`, the number of a round, keeps XLA from hoisting this out of the loop."""
-    window = read_window(pool, pages + zero, lengths)
+    if expand is None:
+        window = read_window(pool, pages + zero, lengths)
+    else:
+        window = read_expanded(pool, pages + zero, lengths, expand)
     rows, heads, head_dim, size = window["k"].shape
     sharding = partition(None, "heads", None, None, None)
     k = jnp.reshape(window["k"], (rows, heads, head_dim, size // KEY_BLOCK, KEY_BLOCK), out_sharding=sharding)
@@ -119,6 +131,8 @@ class WindowContext:
         live: bool [r, 1], False in idle rows; None: there are none.
     """
 
+    decodes: ClassVar[bool] = True
+
     lengths: jax.Array
     needed: jax.Array
     step: jax.Array
@@ -134,16 +148,34 @@ class WindowContext:
     ) -> tuple[jax.Array, Cache]:
         """Return attention over the window with the new token in it, and the updated cache."""
         k, v = (constrain(x[:, 0], None, "heads", None) for x in (k_rckh, v_rckh))
+        mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
+        write = jax.lax.dynamic_update_index_in_dim
+        return mixed, Cache(windows, write(cache.k, k, self.step, 0), write(cache.v, v, self.step, 0))
+
+    def holds_latents(self, cache: Cache) -> bool:
+        """Return True if the pages, which the windows are filled from, hold latents."""
+        return cache.v is None
+
+    def attend_latents(
+        self, q_rckqh: jax.Array, latent_rcw: jax.Array, cache: Cache, attention: AttentionParams, expand: Expand
+    ) -> tuple[jax.Array, Cache]:
+        """Return `attend` where the pages hold latents; windows hold what `expand` makes of them."""
+        k, v = (constrain(x[:, 0], None, "heads", None) for x in expand(latent_rcw))
+        mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
+        latent = constrain(latent_rcw[:, 0].astype(cache.k.dtype), None, None)
+        return mixed, Cache(windows, jax.lax.dynamic_update_index_in_dim(cache.k, latent, self.step, 0), None)
+
+    def _attend(
+        self, q_rckqh: jax.Array, k: jax.Array, v: jax.Array, groups: Windows, attention: AttentionParams
+    ) -> tuple[jax.Array, Windows]:
         mixed, windows, first = [], [], 0
-        for group, cells in enumerate(cache.windows):
+        for group, cells in enumerate(groups):
             rows = slice(first, first := first + cells[0].v.shape[0])
             cells = _put(cells, k[rows], v[rows], self.lengths[rows])
             variants = [partial(_attend_cells, count, attention) for count in range(1, len(cells) + 1)]
             mixed.append(jax.lax.switch(self.needed[group] - 1, variants, q_rckqh[rows], cells, self.positions[rows]))
             windows.append(cells)
-        write = jax.lax.dynamic_update_index_in_dim
-        cache = Cache(tuple(windows), write(cache.k, k, self.step, 0), write(cache.v, v, self.step, 0))
-        return jnp.concatenate(mixed) if len(mixed) > 1 else mixed[0], cache
+        return jnp.concatenate(mixed) if len(mixed) > 1 else mixed[0], tuple(windows)
 
 
 def _attend_cells(

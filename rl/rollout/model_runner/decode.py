@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.layers.contexts.paged import PagedContext, Pool, write_tokens
+from axlearn_like.layers.contexts.latents import has_latents, write_latents
+from axlearn_like.layers.contexts.paged import PagedContext, Pool, token_places, write_tokens
 from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.training.losses import Chosen
@@ -61,7 +62,7 @@ def decode(
         cache, advance = pool, _paged_step(model, batch, pages)
     else:
         needed = cells_needed(windows[0], batch.lengths + jnp.minimum(batch.remaining, steps))
-        cache, advance = _filled(windows, pool, batch, needed, steps, pages), _window_step(model, needed)
+        cache, advance = _filled(model, windows, pool, batch, needed, steps, pages), _window_step(model, needed)
 
     def body(state: dict[str, Any]) -> dict[str, Any]:
         step, alive = state["step"], state["alive"]
@@ -171,22 +172,33 @@ def _window_step(model: Any, needed: jax.Array) -> Advance:
 
 
 def _filled(
-    windows: Items[Windows], pool: Pool, batch: DecodeBatch, needed: jax.Array, steps: int, pages: int
+    model: Any, windows: Items[Windows], pool: Pool, batch: DecodeBatch, needed: jax.Array, steps: int, pages: int
 ) -> tuple[Cache, ...]:
     """Return each layer's windows, filled from the pool, with room for the tokens of this dispatch."""
-    size, (_, heads, _, head_dim) = batch.feed.shape[0], pool["v"].shape
-    fresh = constrain(jnp.zeros((steps, size, heads, head_dim), pool["v"].dtype), None, None, "heads", None)
+    size = batch.feed.shape[0]
+    if has_latents(pool):
+        width = pool["latent"].shape[-1]
+        fresh = constrain(jnp.zeros((steps, size, width), pool["latent"].dtype), None, None, None), None
+        expands = [layer.attention.window_keys for layer in model.blocks()]
+    else:
+        _, heads, _, head_dim = pool["v"].shape
+        empty = constrain(jnp.zeros((steps, size, heads, head_dim), pool["v"].dtype), None, None, "heads", None)
+        fresh, expands = (empty, empty), [None] * len(windows)
     return tuple(
-        Cache(fill(window, pool, batch.page_table + layer * pages, batch.lengths, needed), fresh, fresh)
-        for layer, window in enumerate(windows)
+        Cache(fill(window, pool, batch.page_table + layer * pages, batch.lengths, needed, expand), *fresh)
+        for layer, (window, expand) in enumerate(zip(windows, expands, strict=True))
     )
 
 
 def _write_back(pool: Pool, caches: Items[Cache], batch: DecodeBatch, counts: jax.Array, pages: int) -> Pool:
     """Write the tokens of this dispatch into their pages."""
     for layer, cache in enumerate(caches):
-        k, v = (x.swapaxes(0, 1) for x in (cache.k, cache.v))
-        steps = jnp.arange(k.shape[1])
+        steps, table = jnp.arange(len(cache.k)), batch.page_table + layer * pages
         positions, live = batch.lengths[:, None] + steps, steps < counts[:, None]
-        pool = write_tokens(pool, k, v, batch.page_table + layer * pages, positions, live)
+        if cache.v is None:
+            places = token_places(pool, table, positions, live)
+            pool = write_latents(pool, cache.k.swapaxes(0, 1), *places)
+        else:
+            k, v = (x.swapaxes(0, 1) for x in (cache.k, cache.v))
+            pool = write_tokens(pool, k, v, table, positions, live)
     return pool

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.base import Params, bind
+from axlearn_like.layers.contexts.latents import make_latent_pool
 from axlearn_like.layers.contexts.paged import make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
 from axlearn_like.layers.wrappers.adapters import adapted
@@ -85,6 +86,15 @@ class ModelRunner:
             self._cache_shape: tuple[int, int] = model.cache_shape  # heads and width
             bank = {"mesh": self.mesh, "dtype": self._dtype, "stacked": self._kernel}
             self.bank = None if adapters is None else AdapterBank(adapters, cfg.model, **bank)
+            # Adapters differ by row, and are gathered for all rows of a dispatch, not for those of one window.
+            expanded = self._kernel or adapters is not None
+            self._latent_width: int | None = None if expanded else model.latent_width
+            self._window_shape: tuple[int, int] = model.window_shape
+            if expanded and self._window_shape != self._cache_shape:
+                what = "the kernel for TPUs" if self._kernel else "an engine with adapters"
+                raise UserError(
+                    f'LatentAttention.decode="absorbed": {what} caches the keys of all heads; expected "expanded"'
+                )
             limit = model.embedding.max_length
             if limit is not None and cfg.longest > limit:
                 raise UserError(
@@ -196,14 +206,10 @@ class ModelRunner:
             from axlearn_like.kernels.ragged_paged_attention import make_pool as make_kernel_pool
 
             return make_kernel_pool(self._layers, self._pages, page_size, heads, width, self._dtype)
-        return make_pool(
-            layers=self._layers,
-            pages=self._pages,
-            page_size=page_size,
-            kv_heads=heads,
-            head_dim=width,
-            dtype=self._dtype,
-        )
+        sizes: dict[str, Any] = {"layers": self._layers, "pages": self._pages, "page_size": page_size}
+        if self._latent_width is not None:
+            return make_latent_pool(**sizes, width=self._latent_width, dtype=self._dtype)
+        return make_pool(**sizes, kv_heads=heads, head_dim=width, dtype=self._dtype)
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy pages, int32 [n] each; all reads come before the writes."""
@@ -258,7 +264,7 @@ class ModelRunner:
         return [[self._windows[key][layer] for key in keys] for layer in range(self._layers)]
 
     def _make_window(self, rows: int) -> tuple[Cell, ...]:
-        heads, width = self._cache_shape
+        heads, width = self._window_shape
         return make_window(rows, self.buckets.widest, kv_heads=heads, head_dim=width, dtype=self._dtype)
 
     # ---- ahead of time

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from axlearn_like.config import replace
 from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.attention.rope import InterleavedRope, Rope
 from axlearn_like.layers.attention.rope_scaling import YarnScaling
@@ -112,23 +113,43 @@ def drawn(cfg: Decoder.Config, params: Any) -> list[tuple[Any, Any]]:
     return list(zip(prompts, rollouts, strict=True))
 
 
-@pytest.mark.parametrize("policy", [windowed, sinks, latent, positioned])
-def test_the_engine_draws_with_the_log_probabilities_of_scoring(policy):
-    cfg = policy()
-    graphdef, params = initialise(cfg)
+def scored(cfg: Decoder.Config, params: Any, pairs: list[tuple[Any, Any]]) -> Any:
+    """Log-probabilities of rows of whole sequences."""
+    graphdef = initialise(cfg)[0]
     rows = np.zeros((8, LENGTH + 1), np.int32)
-    pairs = drawn(cfg, params)
     for row, (prompt, rollout) in enumerate(pairs):
         whole = np.concatenate([prompt.tokens, rollout.tokens])
         rows[row, : len(whole)] = whole
     score = jax.jit(lambda p, tokens, targets, t: score_rows(bind(graphdef, p), tokens, targets, t))
-    scored = score(params, rows[:, :-1], rows[:, 1:], np.array([0.8], np.float32)).logprobs()
+    return score(params, rows[:, :-1], rows[:, 1:], np.array([0.8], np.float32)).logprobs()
+
+
+@pytest.mark.parametrize("policy", [windowed, sinks, latent, positioned])
+def test_the_engine_draws_with_the_log_probabilities_of_scoring(policy):
+    cfg = policy()
+    _, params = initialise(cfg)
+    pairs = drawn(cfg, params)
+    whole = scored(cfg, params, pairs)
     for row, (prompt, rollout) in enumerate(pairs):
         first = len(prompt.tokens) - 1
-        expected = scored[row, first : first + len(rollout.tokens)]
+        expected = whole[row, first : first + len(rollout.tokens)]
         assert rollout.logprobs.tobytes() == expected.astype(np.float32).tobytes(), (row, rollout.logprobs - expected)
     assert sum(len(rollout.tokens) for _, rollout in pairs) > 40
     assert len({int(token) for _, rollout in pairs for token in rollout.tokens}) > 20
+
+
+@pytest.mark.full
+def test_absorbed_decoding_draws_with_nearly_those():
+    exact = latent()
+    _, params = initialise(exact)
+    absorbed = latent()
+    replace(absorbed, LatentAttention.Config, lambda attention: attention.set(decode="absorbed"))
+    pairs = drawn(absorbed, params)
+    whole = scored(exact, params, pairs)
+    for row, (prompt, rollout) in enumerate(pairs):
+        first = len(prompt.tokens) - 1
+        expected = whole[row, first : first + len(rollout.tokens)]
+        np.testing.assert_allclose(rollout.logprobs, expected, atol=2e-5)
 
 
 def test_learned_positions_are_not_exceeded():

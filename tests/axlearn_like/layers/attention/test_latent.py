@@ -1,5 +1,6 @@
 """Latent attention against numpy in float64, and through every context."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ from flax import nnx
 from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.contexts.latents import make_latent_pool
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
+from axlearn_like.layers.contexts.window import Cache, WindowContext, fill, make_window
 from axlearn_like.layers.norm import RMSNorm
 from mesh import UserError, make_mesh
 from tests.axlearn_like.layers import reference
@@ -74,10 +77,60 @@ def test_scoring_and_a_paged_cache_give_the_same():
     assert (heads, width) == (3, NOPE + ROPE)
     pool, found = make_pool(layers=1, pages=3, page_size=64, kv_heads=heads, head_dim=width, dtype=jnp.float32), []
     for start, count in ((0, 5), (5, 3)):
-        context = PagedContext(jnp.array([[2]]), jnp.array([start]), jnp.array([count]), chunk=count, pages=3)
-        y, (pool, _) = layer(x[:, start : start + count], context, (pool, jnp.int32(0)))
+        y, pool = prefilled(layer, x, start, count, pool)
         found.append(np.asarray(y[0]))
     np.testing.assert_allclose(np.concatenate(found), whole, atol=2e-5)
+
+
+def prefilled(layer: Any, x: np.ndarray, start: int, count: int, pool: Any) -> tuple[jax.Array, Any]:
+    """Outputs of tokens that are put into the second page, and the pool."""
+    context = PagedContext(jnp.array([[2]]), jnp.array([start]), jnp.array([count]), chunk=count, pages=3)
+    y, (pool, _) = layer(x[:, start : start + count], context, (pool, jnp.int32(0)))
+    return y, pool
+
+
+@functools.cache
+def compiled(decode: str) -> tuple[Any, Any]:
+    """Outputs of nine tokens: by scoring, from pages of latents (chunks of 5 and 3, the last one decoded); the pool."""
+    graphdef, params = initialise(config(q_rank=7, decode=decode))
+    x = np.random.default_rng(2).normal(size=(1, 9, DIM)).astype(np.float32)
+
+    def run(params: Any) -> Any:
+        layer = bind(graphdef, params)
+        scored, _ = layer(x, RowContext(jnp.arange(9)[None]), None)
+        pool = make_latent_pool(layers=1, pages=3, page_size=64, width=layer.latent_width, dtype=jnp.float32)
+        pool = {"latent": pool["latent"].at[2].set(jnp.nan)}  # left by the page's previous owner
+        first, pool = prefilled(layer, x, 0, 5, pool)
+        second, pool = prefilled(layer, x, 5, 3, pool)
+        heads, width = layer.window_shape
+        windows = [make_window(1, 64, kv_heads=heads, head_dim=width, dtype=jnp.float32)]
+        lengths, needed = jnp.array([8]), jnp.array([1])
+        filled = fill(windows, pool, jnp.array([[2]]), lengths, needed, layer.window_keys)
+        cache = Cache(filled, jnp.zeros((1, 1, layer.latent_width)), None)
+        last, cache = layer(x[:, 8:], WindowContext(lengths, needed, jnp.int32(0)), cache)
+        return scored, jnp.concatenate([first, second, last], axis=1), (pool["latent"], cache.k)
+
+    scored, cached, kept = jax.jit(run)(params)
+    return (np.asarray(scored), np.asarray(cached)), kept
+
+
+def test_pages_of_latents_give_what_scoring_gives_to_the_bit():
+    (scored, cached), (pages, fed) = compiled("expanded")
+    np.testing.assert_array_equal(cached, scored)
+    assert pages.shape == (3, 64, RANK + ROPE) and fed.shape == (1, 1, RANK + ROPE)
+    assert np.all(np.isfinite(pages[2, :8])) and np.all(np.isnan(pages[2, 8:])), "one vector for each token"
+
+
+def test_absorbed_decoding_differs_by_rounding_alone():
+    (scored, cached), _ = compiled("absorbed")
+    np.testing.assert_array_equal(cached[:, :8], scored[:, :8])  # prefill is exact
+    assert 0 < np.abs(cached[:, 8] - scored[:, 8]).max() < 1e-6 * np.abs(scored).max()
+    mesh = make_mesh({"tensor": 3}, jax.devices()[:1] * 3).abstract_mesh
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(UserError, match='decode="absorbed" has one head of keys; expected a mesh without tensor'),
+    ):
+        jax.eval_shape(lambda: split(config(decode="absorbed").build(rngs=nnx.Rngs(0)))[1])
 
 
 def test_what_cannot_be_is_refused_by_name():
