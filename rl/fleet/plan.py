@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from rl.fleet.fleet import Placed
 from rl.fleet.hosts import count_hosts
 from rl.fleet.memory import ProgramMemory, program_memory
 from rl.rollout.model_runner.runner import ModelRunner
+from rl.training.reference import Reference
 
 NEXT_WEIGHTS = "the next version's weights"  # a worker pulls them while it draws with the ones in place
 
@@ -186,10 +187,12 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
     # Gradients of packed rows are summed, and rollouts scored, by programs that read the parameters alone.
     frozen = experiment.trainer_cfg.learner.build().frozen(state["params"])
     optimizer, packed = {"optimizer": bytes_of_device(state["opt_state"])}, cfg.trainer.packing is not None
-    beside = {"score": optimizer, **({"train": optimizer} if packed else {})}
+    reference = _reference(cfg.trainer.reference, frozen, state["params"])
+    trains |= reference
+    beside = {"score": optimizer | reference, "train": (optimizer if packed else {}) | reference, "update": reference}
     updates = ("train", "update", "score") if packed else ("train", "score")
     # Where both roles are one process, the engine sleeps while the trainer updates, not the other way round.
-    also = {name: trains[name] for name in ("parameters and optimizer",) if fleet.together}
+    also = {"parameters and optimizer": trains["parameters and optimizer"], **reference} if fleet.together else {}
     return FleetPlan(
         trainer=RolePlan(
             "trainer",
@@ -220,6 +223,12 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
         seconds=time.monotonic() - began,
         together=fleet.together,
     )
+
+
+def _reference(cfg: Reference.Config | None, frozen: Collection[str], params: Any) -> dict[str, int]:
+    """Return the bytes of a device for what a reference policy holds beside the policy, if it does."""
+    held = {} if cfg is None else cfg.build(frozen=frozen).describe(params)
+    return {"reference policy": bytes_of_device(held)} if held else {}
 
 
 def refuse(plan: FleetPlan) -> None:

@@ -29,7 +29,7 @@ from rl.objective.regulariser import (
     kl_k2,
     kl_k3,
 )
-from rl.objective.reward_shaping import RewardShaping, SoftOverlongPenalty
+from rl.objective.reward_shaping import ReferencePenalty, RewardShaping, SoftOverlongPenalty
 from rl.objective.surrogate import (
     ClippedSurrogate,
     ClippedWeightLogProbability,
@@ -60,6 +60,7 @@ __all__ = [
     "Ratio",
     "RawReward",
     "ReferenceKL",
+    "ReferencePenalty",
     "Regulariser",
     "RewardShaping",
     "RolloutRejection",

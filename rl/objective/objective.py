@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from rl.objective.advantage import Advantage, GroupAdvantage, constant_groups
+from rl.objective.advantage import Advantage, GroupAdvantage, SuccessNormalisedAdvantage, constant_groups
 from rl.objective.aggregation import Aggregation, TokenMean
 from rl.objective.importance import Importance, NoImportance
 from rl.objective.regulariser import NoRegulariser, Regulariser, kl_k3
@@ -71,6 +71,9 @@ class Objective(Configurable):
                 self.zero_variance == "keep" or advantage.group_relative,
                 f"'keep': with {type(advantage).__name__} a group of equal rewards has a gradient",
             )
+            shaped = self.reward_shaping is not None and isinstance(advantage, SuccessNormalisedAdvantage)
+            expected = f"None: shaped rewards may be negative, and {type(advantage).__name__} divides by their mean"
+            self.require("reward_shaping", not shaped, expected)
             owner = type(self.importance).__owner__.__name__
             self.require(
                 "old_policy",
@@ -105,6 +108,11 @@ class Objective(Configurable):
         return self.regulariser.needs_reference
 
     @property
+    def needs_divergence(self) -> bool:
+        """True if `prepare` needs the divergence of each rollout from the reference."""
+        return self.reward_shaping is not None and self.reward_shaping.needs_reference
+
+    @property
     def needs_entropy(self) -> bool:
         """True if `loss` needs the entropy."""
         return self.regulariser.needs_entropy
@@ -117,6 +125,7 @@ class Objective(Configurable):
         groups: np.ndarray | None = None,
         truncated: np.ndarray | None = None,
         scored: np.ndarray | None = None,
+        divergence: np.ndarray | None = None,
     ) -> Prepared:
         """Advantages and weights of the global batch.
 
@@ -127,6 +136,7 @@ class Objective(Configurable):
             truncated: bool[...], cut off by the length limit (none if omitted).
             scored: bool[...], rollout and score are usable (all if omitted). Others leave the
                 group statistics, the loss and the denominator.
+            divergence: float[...], sum over the sampled tokens of log mu - log ref, if `needs_divergence`.
 
         Raises:
             ValueError: shapes disagree, a usable reward is not finite, or `groups` is omitted
@@ -160,7 +170,14 @@ class Objective(Configurable):
             live = live & ~constant[group]
         shaped = raw
         if self.reward_shaping is not None:
-            shaped = self.reward_shaping(raw, mask.sum(axis=1))
+            lengths = mask.sum(axis=1)
+            if not self.needs_divergence:
+                shaped = self.reward_shaping(raw, lengths)
+            elif divergence is None or divergence.shape != shape:
+                found = None if divergence is None else divergence.shape
+                raise ValueError(f"divergence has shape {found}, expected {shape}")
+            else:
+                shaped = self.reward_shaping(raw, lengths, np.asarray(divergence, np.float64).reshape(-1))
         advantages = self.advantage(np.where(live, shaped, 0.0), group, live)
         if self.mask_truncated:
             live = live & ~truncated_flat

@@ -13,8 +13,13 @@ class RewardShaping(Configurable):
     class Config(ConfigBase["RewardShaping"]):
         pass
 
-    def __call__(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """float64[N] from rewards [N] and lengths [N] in sampled tokens."""
+    needs_reference: bool = False
+
+    def __call__(self, rewards: np.ndarray, lengths: np.ndarray, divergence: np.ndarray | None = None) -> np.ndarray:
+        """float64[N] from rewards [N], lengths [N] in sampled tokens, and `divergence` [N] if `needs_reference`.
+
+        `divergence` is sum_t (log mu - log ref) of the sampled tokens of each rollout.
+        """
         raise NotImplementedError
 
 
@@ -36,6 +41,31 @@ class SoftOverlongPenalty(RewardShaping):
         self.max_length, self.buffer = cfg.max_length, cfg.buffer
 
     @override
-    def __call__(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def __call__(self, rewards: np.ndarray, lengths: np.ndarray, divergence: np.ndarray | None = None) -> np.ndarray:
         over = (self.max_length - self.buffer - lengths) / self.buffer
         return rewards + np.clip(over, -1.0, 0.0)
+
+
+class ReferencePenalty(RewardShaping):
+    """r - coef * sum_t (log mu - log ref): KL to a reference in the reward, by k1 over the tokens of the rollout.
+
+    As a reward k1 has the right gradient: on-policy, with a sum over the tokens (`SequenceSum`), what is subtracted has
+    the expected gradient of coef * KL(pi || ref) of whole rollouts, whatever baseline the advantage takes. With stale
+    rollouts mu is the policy that drew them. `then` shapes the result further.
+    """
+
+    class Config(RewardShaping.Config):
+        coef: float = REQUIRED
+        then: ConfigBase[RewardShaping] | None = None
+
+    needs_reference = True
+
+    def __init__(self, cfg: Config):
+        self.coef = cfg.coef
+        self.then: RewardShaping | None = None if cfg.then is None else cfg.then.build()
+
+    @override
+    def __call__(self, rewards: np.ndarray, lengths: np.ndarray, divergence: np.ndarray | None = None) -> np.ndarray:
+        assert divergence is not None, "Objective.prepare passes it"
+        shaped = rewards - self.coef * divergence
+        return shaped if self.then is None else self.then(shaped, lengths)

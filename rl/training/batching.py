@@ -84,6 +84,7 @@ def arrange(
     packing: Packing | None = None,
     shards: int = 1,
     parts: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None,
+    divergence: np.ndarray | None = None,
 ) -> Arranged:
     """Advantages and weights of an update, and the rollouts of each of its rows.
 
@@ -92,6 +93,7 @@ def arrange(
     by itself; and the number of rows is padded to a multiple of `row_multiple`, which bounds the number of shapes
     compiled. What depends on the whole group is known by then, so the update is the same. Groups may be of any sizes.
     `parts` maps the live groups to those of each mini-batch, both bool[groups]; None: there is one.
+    `divergence`: of every rollout from the reference, in their order, if the objective needs it.
     """
     sizes = np.asarray([len(header.rollouts) for header in headers])
     each_row = samples_per_row or int(sizes.max())
@@ -108,6 +110,7 @@ def arrange(
         groups=np.nonzero(present)[0],
         truncated=np.asarray([rollout.finish_reason == "length" for rollout in rollouts]),
         scored=np.asarray([score.status == "ok" for score in scores]),
+        divergence=divergence,
     )
     prepared = flat._replace(arrays={name: _placed(array, present) for name, array in flat.arrays.items()})
     live = prepared.arrays["weights"].any(axis=-1)
@@ -125,7 +128,8 @@ def arrange(
         computed = sum(len(one.rows) for one in microbatches) * (max_prompt - 1 + each_row * max_new)
     else:
         computed = sum(len(one.rows) * (packing.prompts + one.length) for one in microbatches)
-    figures = {**prepared.stats, **_figures(headers), **_tokens(headers, live, mask, microbatches, computed)}
+    apart = {} if divergence is None else {"divergence_mean": float(np.mean(divergence))}
+    figures = {**prepared.stats, **apart, **_figures(headers), **_tokens(headers, live, mask, microbatches, computed)}
     return Arranged(minibatches, {name: float(value) for name, value in figures.items()})
 
 

@@ -62,9 +62,14 @@ def _check_policies(cfg: Objective.Config, sizes: Sizes, trainer: Trainer) -> No
         )
         cfg.require("old_policy", cfg.old_policy != "current" or not several, f"{kept} is not the one at their start")
         trainer.updates.require("minibatches", parts <= sizes.groups, f"at most groups={sizes.groups}")
-    needed = cfg.build().needs_reference
+    objective = cfg.build()
+    penalised, needed = objective.needs_divergence, objective.needs_reference or objective.needs_divergence
     ways = "FrozenCopy.Config(), WithoutAdapters.Config() (LoRA) or MovingAverage.Config()"
     given = not needed or trainer.reference is not None
-    cfg.require("regulariser", given, f"trainer.reference, {ways}, with a term that compares with a reference policy")
+    cfg.require(
+        "reward_shaping" if penalised else "regulariser",
+        given,
+        f"trainer.reference, {ways}, with a term that compares with a reference policy",
+    )
     read = needed or trainer.reference is None
     trainer.require("reference", read, "None where no term of the objective compares with a reference policy")

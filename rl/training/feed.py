@@ -21,7 +21,7 @@ from rl.objective import Objective
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.roles.protocols import BatchSource
-from rl.training.agreement import agreed_batch, fetched
+from rl.training.agreement import AgreedBatch, agreed_batch, fetched
 from rl.training.batching import Arranged, Batch, Minibatch, arrange, fill_packed, fill_padded
 from rl.training.logprob_diff import LogprobDiff, only_version
 from rl.training.packing import Microbatch, Packing
@@ -87,12 +87,14 @@ class PolicyFeed:
         version, params = step - 1, state["params"]
         waiting_since = self._waiting_since = self._waiting_since or time.monotonic()
         agreed = agreed_batch(self._controller, self._group, version, timeout)
-        contents = None
-        if agreed is not None:
+        divergence = contents = None
+        if agreed is not None and self._objective.needs_divergence:
+            divergence = self._divergence(agreed, params)
+        if agreed is not None and (divergence is not None or not self._objective.needs_divergence):
             headers = agreed.headers
             parts = None if self._updates is None else partial(self._updates.parts, version=version)
             placing: dict[str, Any] = {"packing": self._packing, "shards": math.prod(axis_sizes("batch").values())}
-            arranged = arrange(headers, self._objective, **self._sizes, **placing, parts=parts)
+            arranged = arrange(headers, self._objective, **self._sizes, **placing, parts=parts, divergence=divergence)
             drawn_by = only_version(headers) if version % self._diff_every == 0 else None
             wanted = rollouts_of(arranged, [] if drawn_by is None else self._diff.rows(headers))
             contents = fetched(agreed, self._controller, self._group, wanted)
@@ -117,6 +119,17 @@ class PolicyFeed:
         if self._replay is not None:
             self._metrics["routing_bytes"] = routing_bytes(contents)
         return self._inputs(filled, params) * (1 if self._updates is None else self._updates.epochs)
+
+    def _divergence(self, agreed: AgreedBatch, params: Params) -> np.ndarray | None:
+        """Return the divergence of each rollout from the reference; None if a process cannot get its rollouts."""
+        assert self._reference is not None, "a term against a reference is refused without one"
+        wanted: dict[int, set[int]] = {}
+        for g, n in self._diff.rows(agreed.headers):
+            wanted.setdefault(g, set()).add(n)
+        contents = fetched(agreed, self._controller, self._group, wanted)
+        if contents is None:
+            return None
+        return self._diff.divergence(agreed.headers, contents, self._reference.params(params))
 
     def _fill(
         self, minibatch: Minibatch, microbatch: Microbatch, contents: Contents
@@ -143,7 +156,7 @@ class PolicyFeed:
         All of them are computed now, when the policy is still the one at the start of the update.
         """
         others = {"logprobs_old": params} if self._objective.needs_old else {}
-        if self._reference is not None:
+        if self._reference is not None and self._objective.needs_reference:
             others["logprobs_reference"] = self._reference.params(params)
         inputs: list[Any] = []
         for part in filled:

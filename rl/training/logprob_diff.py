@@ -87,6 +87,19 @@ class LogprobDiff:
         scoring = np.abs(np.concatenate(self._scoring_differences(headers, contents, params)))
         return {**found, **self._gathered("scoring_diff", scoring)}
 
+    def divergence(self, headers: Sequence[GroupHeader], contents: Contents, reference: Params) -> np.ndarray:
+        """Return sum_t (log mu - log ref) over the sampled tokens of every rollout, float64 [rollouts].
+
+        Each process scores its own `rows`, of which it has the contents.
+        """
+        own = [-float(np.sum(d, dtype=np.float64)) for d in self._scoring_differences(headers, contents, reference)]
+        rows = [row for row in local_rows(self._count(headers)) if row < sum(len(h.rollouts) for h in headers)]
+        found = np.zeros(sum(len(header.rollouts) for header in headers))
+        for part in self._group.gather(list(zip(rows, own, strict=True))):
+            for row, value in part:
+                found[row] = value
+        return found
+
     def rows(self, headers: Sequence[GroupHeader]) -> list[tuple[int, int]]:
         """Return group and rollout of each of the rows that this process scores."""
         rollouts = [(g, n) for g, header in enumerate(headers) for n in range(len(header.rollouts))]

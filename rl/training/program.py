@@ -229,7 +229,11 @@ def _objective_arrays(objective: Objective, samples: int) -> list[tuple[str, int
     one = (1, samples)
     rewards = np.arange(samples, dtype=np.float64)[None]
     prepared = objective.prepare(
-        rewards, np.ones((*one, 1), bool), truncated=np.zeros(one, bool), scored=np.ones(one, bool)
+        rewards,
+        np.ones((*one, 1), bool),
+        truncated=np.zeros(one, bool),
+        scored=np.ones(one, bool),
+        divergence=np.zeros(one),
     )
     for name, array in prepared.arrays.items():
         if array.shape != (*one, 1)[: array.ndim]:

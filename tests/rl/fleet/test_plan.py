@@ -15,8 +15,10 @@ from mesh.topology import find_compiler, parse_topology
 from rl.fleet import memory
 from rl.fleet.fleet import Fleet, place
 from rl.fleet.plan import NEXT_WEIGHTS, plan_fleet
+from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
 from rl.run import RLRun
+from rl.training.reference import FrozenCopy, WithoutAdapters
 from tests.rl.tiny import tiny_experiment, tiny_params
 from tools import cli
 
@@ -61,6 +63,19 @@ def test_of_adapters_the_first_push_alone_has_the_frozen_parameters():
     plan = plan_fleet(place(cfg), compile_programs=False)
     assert plan.frozen == weights and plan.pull == plan.push
     assert 100 < weights / plan.push < 500
+
+
+def test_a_reference_counts_what_it_holds_beside_the_policy():
+    """A copy of all parameters; of adapters, a copy of these; the base without them, nothing."""
+    cfg = experiment("h100:1", "h100:1", objective=grpo(kl_coef=0.1))
+    parameters = nbytes(tiny_params(cfg.policy))  # pyright: ignore
+    cfg.trainer.reference = FrozenCopy.Config()
+    assert plan_fleet(place(cfg)).trainer.holds["reference policy"] == parameters
+    low_rank(cfg)
+    adapted = plan_fleet(place(cfg))
+    assert adapted.trainer.holds["reference policy"] == adapted.push < parameters / 3
+    cfg.trainer.reference = WithoutAdapters.Config()
+    assert "reference policy" not in plan_fleet(place(cfg)).trainer.holds
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mesh.errors import UserError
-from rl.objective import PRESETS, NoRegulariser, Objective
+from rl.objective import PRESETS, NoRegulariser, Objective, SoftOverlongPenalty
 
 GROUPS, SAMPLES, LENGTH = 3, 4, 5
 RNG = np.random.default_rng(7)
@@ -233,3 +233,9 @@ def test_dapo_takes_its_overlong_penalty_whole_or_not_at_all():
     assert cfg.reward_shaping is not None and PRESETS["dapo"]().reward_shaping is None
     with pytest.raises(UserError, match="both max_length and buffer"):
         PRESETS["dapo"](max_length=4)
+
+
+def test_maxrl_with_rewards_that_may_be_negative_is_refused():
+    shaping = SoftOverlongPenalty.Config(max_length=4, buffer=2)
+    with pytest.raises(UserError, match=r"reward_shaping: expected None: shaped rewards may be negative"):
+        PRESETS["maxrl"]().set(reward_shaping=shaping).build()

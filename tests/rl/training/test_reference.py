@@ -12,9 +12,11 @@ import pytest
 from axlearn_like.config import ConfigError
 from axlearn_like.layers.base import Params
 from experiments.modifiers import low_rank
+from rl.objective import ReferencePenalty
 from rl.objective.presets import grpo
+from rl.training.packing import Packing
 from rl.training.reference import FrozenCopy, MovingAverage, Reference, WithoutAdapters
-from tests.rl.tiny import tiny_experiment
+from tests.rl.tiny import tiny_experiment, tiny_params
 from tests.rl.training.test_trainer import Roles, config, host
 
 FROZEN = ("base/w", "head")
@@ -130,3 +132,18 @@ def test_adapters_off_are_the_frozen_copy_of_adapters_that_were_zero(tmp_path: P
     one = three_updates(tmp_path / "a", WithoutAdapters.Config(), adapters=True)
     other = three_updates(tmp_path / "b", FrozenCopy.Config(), adapters=True)
     assert host(one.trainer.state) == host(other.trainer.state) and one.rows() == other.rows()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_penalty_in_the_reward_is_the_divergence_of_what_was_drawn(tmp_path: Path, packed: bool):
+    """Zero, to rounding, while version 0 draws; then what scoring by hand says."""
+    cfg = config(objective=grpo().set(reward_shaping=ReferencePenalty.Config(coef=0.5)))
+    cfg.trainer.set(reference=FrozenCopy.Config())
+    if packed:
+        cfg.trainer.set(packing=Packing.Config(lengths=(12, 6), rows=2))
+    roles = Roles.make(tmp_path / "r", cfg, initial=tiny_params(cfg.policy))  # pyright: ignore
+    roles.advance(2)
+    first, second = roles.rows()
+    assert abs(first["divergence_mean"]) < 1e-4 < abs(second["divergence_mean"])
+    assert first["update_norm"] > 0 and "kl_reference" not in first
