@@ -63,6 +63,8 @@ class WorkerPool:
         by_group: bool = False,
     ):
         self._by_group = by_group
+        self.isolation = ""
+        """What keeps its processes apart: "namespaces, seccomp", "namespaces", "none: why"; "" if not wanted."""
         self._scorer_config = scorer_config
         self._processes = processes
         self._deadline_s = deadline_s
@@ -113,8 +115,8 @@ class WorkerPool:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return counts since the start: one per status, "restarts", "scored"; "last_error" is a text."""
-        return self._queue.stats()
+        """Return counts since the start: one per status, "restarts", "scored"; "last_error", "isolation" are texts."""
+        return {**self._queue.stats(), "isolation": self.isolation}
 
     def pids(self) -> list[int]:
         """Return the ids of the processes that are alive."""
@@ -198,6 +200,7 @@ class WorkerPool:
             self._starting.remove(worker)
             self._failed_starts = 0
             self._idle.add(worker)
+            self._note_isolation(str(message.get("isolation", ""))[:200])
         elif worker in self._busy and "row" in message:
             worker.add_note(message)
         elif worker in self._busy and "done" in message:
@@ -209,6 +212,11 @@ class WorkerPool:
                 raise MalformedMessage(f"that it is done, without {len(left_out)} results")
         else:
             raise MalformedMessage("what nobody has asked for")
+
+    def _note_isolation(self, isolation: str) -> None:
+        if isolation.startswith("none") and not self.isolation:
+            _log.warning("verification processes are not kept apart from this machine: %s", isolation)
+        self.isolation = isolation
 
     def _collect(self, worker: WorkerProcess, chunk: list[Job]) -> list[Job]:
         """Deliver the results in the shared buffer; return the jobs that have none."""

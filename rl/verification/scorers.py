@@ -20,6 +20,10 @@ class Scorer(Configurable, abc.ABC):
             """Return what it wants beside answers: "tokens", "finish_reason"; "group": a prompt's samples at once."""
             return frozenset()
 
+        def confined(self) -> bool:
+            """Return True if it needs neither network nor files but those of packages: its processes get no others."""
+            return False
+
         def environment(self) -> tuple[str, ...]:
             """Return the names of the environment variables that its processes inherit beside those of a locale."""
             return ()
@@ -43,6 +47,10 @@ class ReasoningGymScorer(Scorer):
         pass_mark: float | None = None
         """If given, the reward is 1 for scores of at least this and 0 below: many of the package's scorers give some
         credit for an answer that merely resembles the right one."""
+
+        @override
+        def confined(self) -> bool:
+            return True
 
     def __init__(self, cfg: Config):
         self._mixture = cfg.mixture.build()

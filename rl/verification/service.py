@@ -61,7 +61,7 @@ class Verifier(Configurable):
     def stats(self) -> dict[str, Any]:
         """Return counts since the start: "scored", "ok", "error", "timeout", "crash", "restarts".
 
-        "last_error" is the text of the last exception of a scorer.
+        "last_error" is the text of the last exception of a scorer, "isolation" what keeps its processes apart.
         """
         return self._pool.stats()
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from axlearn_like.config import from_text
 from rl.verification.rewards import check_rewards
+from rl.verification.sandbox import isolation
 from rl.verification.scorers import Scorer
 from rl.verification.shared_buffer import ResultBuffer
 from rl.verification.wire import pack, read
@@ -29,6 +30,7 @@ from rl.verification.wire import pack, read
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
+_TMP_MB = 64  # of a confined process
 
 
 def die_with_parent(parent: int, connection: socket.socket) -> None:
@@ -64,11 +66,41 @@ def main(argv: list[str]) -> None:
         sys.exit(0)
     scorer: Scorer = from_text(first["scorer"]).build()
     send: Callable[[Any], None] = lambda message: connection.sendall(pack(message))  # noqa: E731
-    send({"ready": True})
+    apart = ""
+    if first["scratch"]:
+        apart = _confine(connection, first["scratch"])
+    send({"ready": True, "isolation": apart})
     _silence()
     while (jobs := read(stream)) is not None:
         _score_chunk(scorer, jobs, results, send)
         send({"done": True})
+
+
+def _confine(connection: socket.socket, scratch: str) -> str:
+    """Go on in a child without network, privileges and files of others, where the machine allows; say what it is.
+
+    The child is the first process of a namespace, so that whatever an answer may start ends with it.
+    """
+    visible = [path or os.getcwd() for path in (*sys.path, sys.prefix, sys.base_prefix)]
+    try:
+        isolation.enter_namespaces()
+    except OSError as error:
+        return f"none: {error}"
+    if (child := os.fork()) != 0:
+        connection.close()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code if code >= 0 else 1)
+    isolation.die_with_parent()
+    try:
+        calls = isolation.CallFilter()
+        isolation.private_tmp(isolation.make_root(scratch, visible), _TMP_MB)
+        isolation.drop_privileges(None)
+        calls.load()
+    except OSError as error:  # an old kernel, or a container that forbids to mount: network and pids are apart
+        return f"none of files: {error}"
+    return "namespaces, seccomp" if calls.available else "namespaces"
 
 
 def _score_chunk(

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,7 +37,8 @@ class WorkerProcess:
         self.connection.setblocking(False)
         self._stderr = tempfile.TemporaryFile()
         text = to_text(scorer_config)
-        self._unsent = bytearray(pack({"scorer": text}))
+        self._scratch = tempfile.mkdtemp(prefix="verifier-") if scorer_config.confined() else ""
+        self._unsent = bytearray(pack({"scorer": text, "scratch": self._scratch}))
         self._reader = Reader()
         self.answers = 0
         """How many are in its chunk."""
@@ -120,6 +122,8 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Close the shared buffer and the files, after `kill`."""
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         self.results.close()
         self._stderr.close()
 

@@ -48,6 +48,22 @@ def _sections(names: Iterable[str], but: str) -> Callable[[Any], Any]:
     return click.option("--sections", default="", help=words)
 
 
+@command.command(name="verify")
+@_quick
+@_json
+def verify(quick: bool, as_json: bool) -> None:
+    """Checks of mathematics and tests of code a second, attacks on the sandbox, and the seconds to reap a hang."""
+    from tools.bench.verify import benchmark as bench
+
+    figures = bench.measure(checks=60, tests=10) if quick else bench.measure()
+    for name, value in figures.items():
+        click.echo(f"{name:32} {value}")
+    if as_json:
+        click.echo(json.dumps(figures))
+    if figures["attacks_survived"] < figures["attacks"] or any(figures["self_test_mistakes"].values()):
+        raise UserError("an attack got through, or a verifier failed its self-test")
+
+
 @command.command(name="grpo_step")
 @_peers("tunix,trl")
 @_steps

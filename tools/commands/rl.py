@@ -30,6 +30,13 @@ DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
     "workers=trainer: one that shares the trainer's.  "
     "[default: the experiment's]",
 )
+@click.option(
+    "--reward",
+    "reward_place",
+    metavar="FILE.py:FUNCTION",
+    help="A reward of your own in place of the experiment's: a function of `answer` and what else it names "
+    "(docs/how-to/bring-a-reward.md).",
+)
 @click.option("--plan", "plan_only", is_flag=True, help="Print hosts, meshes and memory of each role; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --plan: print one JSON object as the last line.")
 @click.option("--force", is_flag=True, help="Resume in the run directory of another config.")
@@ -48,6 +55,7 @@ def command(
     run_dir: Path | None,
     runtime: Literal["inprocess", "ray"],
     fleet: str | None,
+    reward_place: str | None,
     plan_only: bool,
     as_json: bool,
     force: bool,
@@ -68,6 +76,10 @@ def command(
 
     placed = load_placed(experiment, sets, seed, applied, fleet)
     cfg = placed.cfg
+    if reward_place is not None:
+        from rl.verification.verifiers.reward import reward
+
+        cfg.verifier.set(scorer=reward(reward_place, cfg.tasks))
     if plan_only:
         return print_plan(experiment, placed, as_json=as_json)
     from mesh.compilation import enable_compilation_cache

@@ -247,6 +247,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         events = read_rows(folder / "events.jsonl", notes)
         notes += skipped_text(SkippedProblems(skipped_path(folder)).counts())
         notes += filter(None, [failed_scores(events)])
+        if config.is_file() and "allow_unisolated: True" in config.read_text(encoding="utf-8", errors="replace"):
+            notes.append("answers may have run as code without isolation (allow_unisolated)")
         rollouts = [row for part in sorted((folder / "rollouts").glob("*.jsonl")) for row in read_rows(part, notes)]
         return Run(
             path=folder,

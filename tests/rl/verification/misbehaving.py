@@ -103,6 +103,32 @@ def digits(problem_id: int, answer: str) -> float:
     return sum(c.isdigit() for c in answer) / max(1, len(answer))
 
 
+class Confined(Scorer):
+    """A scorer that does what answers say, in a process that is kept apart."""
+
+    class Config(Scorer.Config):
+        def confined(self) -> bool:
+            return True
+
+    def __init__(self, cfg: Config):
+        pass
+
+    def score(self, problem_id: int, answer: str) -> float:
+        action, _, argument = answer.partition(" ")
+        if action == "read":
+            return float(len(Path(argument).read_text()))
+        if action == "connect":
+            socket.create_connection(("127.0.0.1", int(argument)), timeout=1)
+        if action == "write":
+            Path(argument).write_text("x")
+        if action == "signal":
+            os.kill(int(argument), signal.SIGTERM)
+        if action == "daemon" and os.fork() == 0:
+            os.setsid()
+            time.sleep(1000)
+        return score(problem_id, answer) if action in ("hang", "exit", "segfault", "killed") else 1.0
+
+
 class CannotStart(Scorer):
     """A scorer whose process always ends before it is ready."""
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from mesh.errors import UserError
 from rl.verification.scorers import FunctionScorer, Scorer
 from rl.verification.service import Verifier
 from tests.rl.verification import misbehaving
+from tests.rl.verification.processes import descendants
 
 
 def config(processes: int = 2, deadline_s: float = 1.0) -> Verifier.Config:
@@ -109,6 +111,44 @@ def test_an_answer_that_moves_the_clock_is_late_all_the_same(verifier: Verifier)
     began = time.monotonic()
     assert verifier.score([5], ["forge-clock"])[0].status == "timeout"
     assert time.monotonic() - began < 1.5 + 1.0
+
+
+@pytest.fixture(scope="module")
+def confined() -> Iterator[Verifier]:
+    scorer = misbehaving.Confined.Config()
+    with Verifier.Config(scorer=scorer, processes=1, deadline_s=1.0).build() as built:
+        built.score([0], ["fine"])
+        if not built.stats()["isolation"].startswith("namespaces"):
+            pytest.skip(f"no isolation on this machine: {built.stats()['isolation']}")
+        yield built
+
+
+def test_a_confined_process_reaches_nothing(confined: Verifier, tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        attacks = [f"read {secret}", f"connect {port}", f"write {__file__}", f"signal {os.getpid()}", "write mark"]
+        scores = confined.score(range(5), attacks)
+    assert [s.status for s in scores] == ["error"] * 4 + ["ok"]
+    kinds = [s.error.partition(":")[0] for s in scores[:4]]
+    assert kinds == ["FileNotFoundError", "PermissionError", "OSError", "ProcessLookupError"]
+    assert not Path("mark").exists()
+
+
+def test_a_confined_process_fails_as_others_do(confined: Verifier):
+    scores = confined.score(range(5), ["fine", "hang", "exit 3", "segfault", "fine"])
+    assert [s.status for s in scores] == ["ok", "timeout", "crash", "crash", "ok"]
+
+
+def test_what_a_confined_answer_starts_ends_with_its_process(confined: Verifier):
+    confined.score([1], ["fine"])
+    count = len(descendants(os.getpid()))
+    assert confined.score([1], ["daemon"])[0].status == "ok"
+    assert len(descendants(os.getpid())) == count + 1
+    assert confined.score([1], ["hang"])[0].status == "timeout"
+    confined.score([1], ["fine"])
+    assert len(descendants(os.getpid())) == count
 
 
 def test_printing_disturbs_nothing(verifier: Verifier):

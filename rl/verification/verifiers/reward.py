@@ -1,0 +1,292 @@
+"""Rewards of the user's own: plain functions, weighted, gated, and named in metrics and report.
+
+A function says by its parameters' names what it wants: `answer` or, for the whole group at once, `answers`; `row` (the
+problem's record), `question`, `reference`, `family`, `problem_id`; `tokens` and `finish_reason`, lists for a group; and
+any field of the row. It returns a number or a dict of named numbers, of a group a list of them; it may be `async`.
+
+    def score(answer, reference):
+        return float(answer.strip() == reference)
+"""
+
+import asyncio
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, override
+
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.config.trusted_code import import_place
+from mesh.errors import UserError
+from rl.roles.messages import Details, Problem
+from rl.verification.rewards import NotAReward, check_terms, describe, number
+from rl.verification.scorers import Scorer
+
+__all__ = ["Format", "Function", "Length", "Reward", "Term", "reward"]
+
+_OF_ROLLOUT = ("tokens", "finish_reason")
+_OF_PROBLEM = ("row", "question", "reference", "family", "problem_id")
+
+
+class Term(Scorer):
+    """A part of a reward."""
+
+    class Config(Scorer.Config):
+        name: str | None = None
+        """Of the term in metrics; None: its function's or class's."""
+        weight: float = 1.0
+        gate: bool = False
+        """The weighted sum is multiplied by the term, which no weight applies to: 0 closes it."""
+
+        def title(self) -> str:
+            """Return the name of the term in metrics."""
+            return self.name or (self.__owner__ or type(self)).__name__.lower()
+
+    def values(self, problem: Problem, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
+        """Return a number, or named numbers, for each answer."""
+        raise NotImplementedError
+
+    @override
+    def score(self, problem_id: int, answer: str) -> float:
+        raise NotImplementedError("a term needs a problem: put it into a Reward")
+
+
+class Function(Term):
+    """A function of the user's own."""
+
+    class Config(Term.Config):
+        function: Callable[..., Any] = REQUIRED
+        inherits: tuple[str, ...] = ()
+        """Environment variables that it needs, such as a key."""
+
+        @override
+        def title(self) -> str:
+            return self.name or self.function.__name__
+
+        @override
+        def wants(self) -> frozenset[str]:
+            names = set(_parameters(self.function))
+            group = {"group"} if "answers" in names or inspect.iscoroutinefunction(self.function) else set()
+            return frozenset(names & {*_OF_ROLLOUT}) | group
+
+        @override
+        def environment(self) -> tuple[str, ...]:
+            return self.inherits
+
+        @override
+        def check_fields(self) -> None:
+            names = _parameters(self.function)
+            one = ("answer" in names) != ("answers" in names)
+            what = "a function with a parameter `answer`, or `answers` for a whole group"
+            self.require("function", one, what)
+
+    def __init__(self, cfg: Config):
+        self._function, self._names = cfg.function, _parameters(cfg.function)
+        self._asynchronous = inspect.iscoroutinefunction(cfg.function)
+
+    @override
+    def values(self, problem: Problem, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
+        known = {
+            "row": problem.entry,
+            "question": problem.question,
+            "reference": problem.answer,
+            "family": problem.family,
+            "problem_id": problem.id,
+        }
+        shared = {
+            name: known[name] if name in known else _column(problem, name) for name in self._names if _shared(name)
+        }
+        if "answers" in self._names:
+            lists = {name: [one[name] for one in details] for name in _OF_ROLLOUT if name in self._names}
+            calls = [functools.partial(self._function, answers=list(answers), **lists, **shared)]
+        else:
+            calls = [
+                functools.partial(self._function, answer=answer, **shared, **_of(details, index, self._names))
+                for index, answer in enumerate(answers)
+            ]
+        results = asyncio.run(_together(calls)) if self._asynchronous else [call() for call in calls]
+        if "answers" not in self._names:
+            return results
+        if isinstance(results[0], str) or not isinstance(results[0], Sequence):
+            raise NotAReward(f"{self._function.__name__} returned {describe(results[0])}; expected a list of rewards")
+        if len(results[0]) != len(answers):
+            raise NotAReward(f"{self._function.__name__} returned {len(results[0])} rewards for {len(answers)} answers")
+        return results[0]
+
+
+class Length(Term):
+    """1 up to `free` tokens, falling to 0 at `most`."""
+
+    class Config(Term.Config):
+        free: int = 0
+        most: int = REQUIRED
+
+        @override
+        def wants(self) -> frozenset[str]:
+            return frozenset({"tokens"})
+
+        @override
+        def check_fields(self) -> None:
+            self.require("most", 0 <= self.free < self.most, "more than `free`, which is 0 or more")
+
+    def __init__(self, cfg: Config):
+        self._free, self._most = cfg.free, cfg.most
+
+    @override
+    def values(self, problem: Problem, answers: Sequence[str], details: Sequence[Details]) -> Sequence[float]:
+        over = [(len(one["tokens"]) - self._free) / (self._most - self._free) for one in details]
+        return [1.0 - min(1.0, max(0.0, share)) for share in over]
+
+
+class Format(Term):
+    """1 for an answer of which the whole matches a regular expression."""
+
+    class Config(Term.Config):
+        pattern: str = REQUIRED
+
+        @override
+        def check_fields(self) -> None:
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                self.require("pattern", False, f"a regular expression ({error})")
+
+    def __init__(self, cfg: Config):
+        self._pattern = re.compile(cfg.pattern, re.DOTALL)
+
+    @override
+    def values(self, problem: Problem, answers: Sequence[str], details: Sequence[Details]) -> Sequence[float]:
+        return [float(self._pattern.fullmatch(answer) is not None) for answer in answers]
+
+
+class Verified(Term):
+    """The score of a verifier, such as `MathVerifier`."""
+
+    class Config(Term.Config):
+        verifier: Scorer.Config = REQUIRED
+
+        @override
+        def title(self) -> str:
+            return self.name or (self.verifier.__owner__ or type(self.verifier)).__name__.lower()
+
+        @override
+        def wants(self) -> frozenset[str]:
+            return self.verifier.wants()
+
+        @override
+        def environment(self) -> tuple[str, ...]:
+            return self.verifier.environment()
+
+    def __init__(self, cfg: Config):
+        self._verifier: Scorer = cfg.verifier.build()
+
+    @override
+    def values(self, problem: Problem, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
+        scores = self._verifier.score_samples(problem.id, answers, details)
+        return [score["reward"] if isinstance(score, Mapping) else score for score in scores]
+
+
+class Reward(Scorer):
+    """The product of the gates and the weighted sum of the other terms; each is a term of the score, unweighted.
+
+    Of a function that returns named numbers, "reward" is the term's value if it is among them, else their sum.
+    """
+
+    class Config(Scorer.Config):
+        mixture: ConfigBase[Any] = REQUIRED
+        """Equal to the tasks that drew the problems."""
+        terms: tuple[Term.Config, ...] = REQUIRED
+
+        @override
+        def wants(self) -> frozenset[str]:
+            return frozenset().union(*(term.wants() for term in self.terms))
+
+        @override
+        def environment(self) -> tuple[str, ...]:
+            return tuple(dict.fromkeys(name for term in self.terms for name in term.environment()))
+
+        @override
+        def check_fields(self) -> None:
+            titles = [term.title() for term in self.terms]
+            self.require("terms", bool(titles) and len(set(titles)) == len(titles), "terms of different names")
+            self.require("terms", not all(term.gate for term in self.terms), "a term that is no gate")
+
+    def __init__(self, cfg: Config):
+        self._terms: Sequence[tuple[str, Term.Config, Any]] = [(one.title(), one, one.build()) for one in cfg.terms]
+        self._problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(cfg.mixture.build().problem)
+
+    @override
+    def score(self, problem_id: int, answer: str) -> Any:
+        return self.score_samples(problem_id, [answer], [{}])[0]
+
+    @override
+    def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
+        problem = self._problem(problem_id)
+        found: list[dict[str, float]] = [{} for _ in answers]
+        sums, gates = [0.0] * len(answers), [1.0] * len(answers)
+        for title, cfg, term in self._terms:
+            for index, value in enumerate(term.values(problem, answers, details)):
+                total, named = _value(value, title)
+                found[index] |= named
+                if cfg.gate:
+                    gates[index] *= total
+                else:
+                    sums[index] += cfg.weight * total
+        return [{**terms, "reward": gate * sum_} for terms, gate, sum_ in zip(found, gates, sums, strict=True)]
+
+
+def reward(function: Callable[..., Any] | str, mixture: ConfigBase[Any], *more: Term.Config) -> Reward.Config:
+    """Return the config of a reward by a function, or by its place `my_file.py:score`, and by `more` terms.
+
+    Raises:
+        UserError: there is no such file or function.
+    """
+    if isinstance(function, str):
+        place, _, name = function.rpartition(":")
+        module = import_place(place) if place else None
+        found = getattr(module, name, None)
+        if not callable(found):
+            names = [key for key, value in vars(module).items() if callable(value)] if module else []
+            has = f"{Path(place).name} has {', '.join(names) or 'none'}" if module else "expected FILE.py:FUNCTION"
+            raise UserError(f"{function!r} is no function: {has}")
+        function = found
+    return Reward.Config(mixture=mixture, terms=(Function.Config(function=function), *more))
+
+
+def _value(value: Any, title: str) -> tuple[float, dict[str, float]]:
+    """Return the value of a term and the numbers to be shown: its own, and those that it names."""
+    if not isinstance(value, Mapping):
+        total = number(value, title)
+        return total, {title: total}
+    terms = check_terms(value)
+    total = terms.pop("reward", None)
+    total = sum(terms.values()) if total is None else total
+    return total, {title: total, **terms}
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names that a function wants: those without a default, and those with one that are known here."""
+    known = {"answer", "answers", *_OF_ROLLOUT, *_OF_PROBLEM}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = [one for one in inspect.signature(function).parameters.values() if one.kind in kinds]
+    return [one.name for one in parameters if one.default is one.empty or one.name in known]
+
+
+def _shared(name: str) -> bool:
+    return name not in ("answer", "answers", *_OF_ROLLOUT)
+
+
+def _column(problem: Problem, name: str) -> Any:
+    if name not in problem.entry:
+        has = ", ".join((*_OF_PROBLEM, *_OF_ROLLOUT, *map(str, problem.entry)))
+        raise LookupError(f"the reward wants {name!r}, which the row of problem {problem.id} has not; it has {has}")
+    return problem.entry[name]
+
+
+def _of(details: Sequence[Details], index: int, names: Sequence[str]) -> dict[str, Any]:
+    return {name: details[index][name] for name in _OF_ROLLOUT if name in names}
+
+
+async def _together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    return list(await asyncio.gather(*(call() for call in calls)))

@@ -1,0 +1,85 @@
+"""The base of verifiers that compare an answer with a problem's row."""
+
+import abc
+import collections
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, override
+
+from axlearn_like.config import REQUIRED, ConfigBase
+from rl.roles.messages import Problem
+from rl.verification.scorers import Scorer
+
+__all__ = ["RowScorer", "last_match"]
+
+
+class RowScorer(Scorer, abc.ABC):
+    """Scores an answer by the problem that it answers."""
+
+    class Config(Scorer.Config):
+        mixture: ConfigBase[Any] = REQUIRED
+        """Equal to the tasks that drew the problems."""
+        field: str | None = None
+        """Field of the row that holds the reference; None: the problem's answer."""
+        answer_pattern: str | None = None
+        """Regular expression of which the last match in an answer is judged (its group 1, if it has one); an answer
+        without a match scores 0. None: the whole answer."""
+        reference_pattern: str | None = None
+        """The same for the reference, such as `#### (.+)` of GSM8K."""
+
+        @override
+        def confined(self) -> bool:
+            return True
+
+        @override
+        def check_fields(self) -> None:
+            for field in ("answer_pattern", "reference_pattern"):
+                if (pattern := getattr(self, field)) is not None:
+                    self.require(field, _compiles(pattern), "a regular expression")
+
+    def __init__(self, cfg: Config):
+        self._field = cfg.field
+        self._answer_pattern, self._reference_pattern = cfg.answer_pattern, cfg.reference_pattern
+        mixture = cfg.mixture.build()
+        self._problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(mixture.problem)
+
+    @abc.abstractmethod
+    def judge(self, answer: str, reference: Any, problem: Problem) -> Any:
+        """Return the reward of an answer to a problem, given the reference."""
+
+    @override
+    def score(self, problem_id: int, answer: str) -> Any:
+        problem = self._problem(problem_id)
+        reference = problem.answer if self._field is None else _field(problem, self._field)
+        if self._reference_pattern is not None:
+            found = last_match(self._reference_pattern, str(reference))
+            if found is None:
+                raise LookupError(f"the reference of problem {problem_id} has no {self._reference_pattern!r}")
+            reference = found
+        if self._answer_pattern is not None:
+            found = last_match(self._answer_pattern, answer)
+            if found is None:
+                return 0.0
+            answer = found
+        return self.judge(answer, reference, problem)
+
+
+def last_match(pattern: str, text: str) -> str | None:
+    """Return group 1 of the last match, the whole match if there is no group, or None."""
+    matches = collections.deque(re.finditer(pattern, text), maxlen=1)
+    return (matches[0][1] if matches[0].re.groups else matches[0][0]) if matches else None
+
+
+def _field(problem: Problem, name: str) -> Any:
+    if name not in problem.entry:
+        raise LookupError(f"the row of problem {problem.id} has no field {name!r}; it has {', '.join(problem.entry)}")
+    return problem.entry[name]
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True

@@ -1,0 +1,122 @@
+"""Verifiers of text: equal to the reference, of a form, or JSON of a schema."""
+
+import importlib
+import json
+import re
+import unicodedata
+from typing import Any, override
+
+from rl.roles.messages import Problem
+from rl.verification.verifiers.rows import RowScorer
+
+__all__ = ["ExactMatch", "JsonMatch", "RegexMatch"]
+
+
+class ExactMatch(RowScorer):
+    """1 for an answer equal to the reference, or to one of several, after the same normalisation."""
+
+    VERSION = 1
+
+    class Config(RowScorer.Config):
+        fold_case: bool = True
+        fold_space: bool = True
+        """Spaces around it are dropped, and each run of spaces inside is one."""
+        drop_punctuation: bool = False
+        """At the end: "42." is "42"."""
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self._cfg = cfg
+
+    @override
+    def judge(self, answer: str, reference: Any, problem: Problem) -> float:
+        references = reference if isinstance(reference, list | tuple) else [reference]
+        return float(self._normal(answer) in {self._normal(str(one)) for one in references})
+
+    def _normal(self, text: str) -> str:
+        text = unicodedata.normalize("NFKC", text)
+        if self._cfg.fold_space:
+            text = " ".join(text.split())
+        if self._cfg.drop_punctuation:
+            text = text.rstrip(" .,;:!?")
+        return text.casefold() if self._cfg.fold_case else text
+
+
+class RegexMatch(RowScorer):
+    """1 for an answer of which the whole matches a regular expression: the reference of its row."""
+
+    VERSION = 1
+
+    class Config(RowScorer.Config):
+        pass
+
+    @override
+    def judge(self, answer: str, reference: Any, problem: Problem) -> float:
+        return float(re.fullmatch(str(reference), answer.strip(), re.DOTALL) is not None)
+
+
+class JsonMatch(RowScorer):
+    """1 for JSON that fits a schema and equals the reference, if there is one.
+
+    Numbers compare by value, objects without their order. The schema is a field of the row, or the reference itself.
+    """
+
+    VERSION = 1
+
+    class Config(RowScorer.Config):
+        schema_field: str | None = None
+        """Field of the row with the JSON schema; None: there is none."""
+        compare: bool = True
+        """Compare with the reference; False: the form alone counts."""
+
+        @override
+        def check_fields(self) -> None:
+            super().check_fields()
+            self.require("compare", self.compare or self.schema_field is not None, "True without a schema_field")
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self._cfg = cfg
+
+    @override
+    def judge(self, answer: str, reference: Any, problem: Problem) -> float:
+        try:
+            found = json.loads(_unfenced(answer), parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return 0.0
+        if self._cfg.schema_field is not None:
+            validators = importlib.import_module("jsonschema.validators")
+
+            schema = problem.entry[self._cfg.schema_field]
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            if not validators.validator_for(schema)(schema).is_valid(found):
+                return 0.0
+        if not self._cfg.compare:
+            return 1.0
+        wanted = json.loads(reference) if isinstance(reference, str) else reference
+        return float(_same(found, wanted))
+
+
+def _unfenced(text: str) -> str:
+    """Return what stands inside of ```json fences, if there are some."""
+    fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", text, re.DOTALL)
+    return fenced[1] if fenced else text
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Return True if two values of JSON are equal; true is not 1."""
+    if isinstance(found, bool) or isinstance(wanted, bool):
+        return found is wanted
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(_same(found[key], wanted[key]) for key in found)
+    if isinstance(found, list) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    return type(found) is type(wanted) and found == wanted or _number(found) and _number(wanted) and found == wanted
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,20 @@
+"""The benchmark of verifiers runs, and its figures are there."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from rl.verification.sandbox.attacks import ATTACKS
+from tools.commands.bench import command
+
+
+@pytest.mark.full
+def test_all_parts_are_measured():
+    result = CliRunner().invoke(command, ["verify", "--quick", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    figures = json.loads(result.output.splitlines()[-1])
+    assert figures["attacks_survived"] == figures["attacks"] == len(ATTACKS)
+    assert not any(figures["self_test_mistakes"].values())
+    for name in ("math_per_second", "math_of_numbers_per_second", "python_tests_per_second", "reap_seconds_max"):
+        assert figures[name] > 0

@@ -1,0 +1,105 @@
+"""Verifiers: checks of mathematics and tests of code a second, attacks survived, and the seconds to reap a hang.
+
+All of it through `Verifier` with one process a core, as in a run; the processes are warm (started, with some checks
+done), which is all that answers share: each test of code has two boxes of its own.
+"""
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import UserError
+from rl.verification.sandbox.attacks import ATTACKS, STDIN, TESTS
+from rl.verification.sandbox.sandbox import Sandbox
+from rl.verification.scorers import Scorer
+from rl.verification.service import Verifier
+from rl.verification.verifiers.code import CodeVerifier
+from rl.verification.verifiers.math import MathVerifier
+from rl.verification.verifiers.self_test import CASES, VERIFIERS, Case, Rows, self_test
+
+__all__ = ["measure"]
+
+_SECRET = "AXL_BENCH_SECRET"
+_DEADLINE_S = 1.0
+
+
+def measure(checks: int = 4000, tests: int = 600, processes: int = 2) -> dict[str, Any]:
+    """Return the figures of all parts.
+
+    Args:
+        checks: answers of mathematics.
+        tests: answers of code.
+        processes: of the verifier.
+    """
+    math, plain, code = CASES["math"], _numbers(), CASES["code"][:1]
+    attacks = _attack()
+    mistakes = {name: len(self_test(VERIFIERS[name], CASES[name]).mistakes) for name in sorted(VERIFIERS)}
+    return {
+        "math_per_second": _rate(math, MathVerifier.Config, checks, processes),
+        "math_of_numbers_per_second": _rate(plain, MathVerifier.Config, checks, processes),
+        "python_tests_per_second": _rate(code, CodeVerifier.Config, tests, processes),
+        "processes": processes,
+        "load": os.getloadavg()[0],
+        **attacks,
+        "self_test_mistakes": mistakes,
+    }
+
+
+def _numbers() -> Sequence[Case]:
+    return [Case({"answer": str(n)}, [f"{n}"], [f"{n + 1}"]) for n in range(0, 10_000, 13)]
+
+
+def _rate(cases: Sequence[Case], config: Any, count: int, processes: int) -> float:
+    """Score right and wrong answers in turn; return answers a second. None may fail, or be scored wrongly."""
+    rows = Rows.Config(rows=tuple(case.row for case in cases))
+    every = [(n, one, 1.0) for n, case in enumerate(cases) for one in case.right]
+    every += [(n, one, 0.0) for n, case in enumerate(cases) for one in case.wrong]
+    listed = [every[i % len(every)] for i in range(count)]
+    scorer: Scorer.Config = config(mixture=rows)
+    with Verifier.Config(scorer=scorer, processes=processes).build() as verifier:
+        warm = listed[: 20 * processes]
+        verifier.score([n for n, _, _ in warm], [one for _, one, _ in warm])
+        began = time.perf_counter()
+        scores = verifier.score([n for n, _, _ in listed], [one for _, one, _ in listed])
+        seconds = time.perf_counter() - began
+    for score, (row, answer, expected) in zip(scores, listed, strict=True):
+        if score.status != "ok" or score.reward != expected:
+            raise UserError(f"row {row}, answer {answer!r}: {score}, expected {expected}")
+    return round(count / seconds, 1)
+
+
+def _attack() -> dict[str, Any]:
+    """Run all attacks in one sandbox; the reap is the time from a deadline until the box and all below it are gone."""
+    survived, reaps, through = 0, [], []
+    os.environ[_SECRET] = "secret"
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
+        secret = Path(folder) / "secret"
+        secret.write_text("secret")
+        port = listener.getsockname()[1]
+        places = {"secret": str(secret), "variable": _SECRET, "port": port, "pid": os.getpid()}
+        with Sandbox.Config(deadline_s=_DEADLINE_S).build() as sandbox:
+            isolation = sandbox.isolation
+            for name, attack in ATTACKS.items():
+                began, source = time.perf_counter(), attack.fill(places)
+                if attack.script:
+                    outcome = sandbox.run_script(source, STDIN)
+                    solved = outcome.passed and outcome.output.split() == ["152399025"]
+                else:
+                    solved = sandbox.run_tests(source, TESTS).passed
+                if attack.hangs:
+                    reaps.append(time.perf_counter() - began - _DEADLINE_S)
+                survived += not solved
+                through += [name] * solved
+    del os.environ[_SECRET]
+    return {
+        "isolation": isolation,
+        "attacks": len(ATTACKS),
+        "attacks_survived": survived,
+        "attacks_through": through,
+        "reap_seconds_max": round(max(reaps), 3),
+        "reap_seconds_mean": round(sum(reaps) / len(reaps), 3),
+    }
