@@ -2,8 +2,11 @@
 
 Local saves are fast and may be frequent; the machine's disk may be gone tomorrow. A remote checkpoint is a directory
 named by its step, with the files as they are and an object `COMPLETE`, written last, that lists their sizes and
-digests: without it there is no checkpoint. Compared with a `CheckpointManager` of orbax.checkpoint 0.12 on gs://: that
-is one tier whose saves go to the bucket; it keeps no digests of files and does not notice another run's config.
+digests: without it there is no checkpoint. Files of parameters that do not change (`frozen`, `constant`) are stored
+once for all checkpoints, under `shared/` by their digests.
+
+Compared with a `CheckpointManager` of orbax.checkpoint 0.12 on gs://: that is one tier whose saves go to the bucket; it
+keeps no digests of files and does not notice another run's config.
 """
 
 import json
@@ -18,12 +21,13 @@ import xxhash
 
 from axlearn_like.checkpoint.hard_links import link_tree
 from axlearn_like.checkpoint.manifest import CheckpointError
+from axlearn_like.checkpoint.reader import CONSTANT, FROZEN
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.run.directory import same_run
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.object_store import open_store, store_spec
 
-_COMPLETE, _CONFIG = "COMPLETE", "config.txt"
+_COMPLETE, _CONFIG, _SHARED = "COMPLETE", "config.txt", "shared"
 _ATTEMPTS, _PAUSE = 3, 2.0  # a bucket's own retries come first
 
 
@@ -49,6 +53,7 @@ class RemoteTier(Configurable):
         self._staged = directory.parent / f"{directory.name}.outgoing"
         shutil.rmtree(self._staged, ignore_errors=True)  # what a killed process left
         self._queue: queue.Queue[int | None] = queue.Queue()
+        self._digests: dict[tuple[int, int, int], tuple[int, str]] = {}  # of linked files: (size, digest)
         self._error: CheckpointError | None = None
         self._thread = threading.Thread(target=self._work, name="remote-checkpoints", daemon=True)
         self._thread.start()
@@ -76,8 +81,8 @@ class RemoteTier(Configurable):
         began, target = time.monotonic(), self._directory / str(newest)
         incoming = self._directory.parent / f"{self._directory.name}.incoming"
         shutil.rmtree(incoming, ignore_errors=True)
-        for name, (size, digest) in self._listing(newest).items():
-            content = self._read(f"{newest}/{name}")
+        for name, (size, digest, *key) in self._listing(newest).items():
+            content = self._read(key[0] if key else f"{newest}/{name}")
             if len(content) != size or xxhash.xxh3_128_hexdigest(content) != digest:
                 raise CheckpointError(
                     f"remote checkpoint {self._cfg.url}/{newest} is damaged: {name} is not what was written; delete "
@@ -122,16 +127,26 @@ class RemoteTier(Configurable):
     def _copy(self, step: int) -> None:
         if step in self.steps():
             return  # the same run and step, so the same content
-        began, folder, listing = time.monotonic(), self._staged / str(step), {}
+        began, folder, listing, size = time.monotonic(), self._staged / str(step), {}, 0
+        there = self._shared()
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            name, content = path.relative_to(folder).as_posix(), path.read_bytes()
+            name = path.relative_to(folder).as_posix()
+            if name.partition("/")[0] in (FROZEN, CONSTANT):
+                nbytes, digest = self._digest(path)
+                listing[name] = (nbytes, digest, key := f"{_SHARED}/{digest}")
+                if key not in there:
+                    self._write(key, path.read_bytes())
+                    size += nbytes
+                    there.add(key)
+                continue
+            content = path.read_bytes()
             listing[name] = (len(content), xxhash.xxh3_128_hexdigest(content))
             self._write(f"{step}/{name}", content)
+            size += len(content)
         self._write(_CONFIG, self._config)
         self._write(f"{step}/{_COMPLETE}", json.dumps(listing).encode())
         for old in self.steps()[: -self._cfg.keep]:
             self._delete(old)
-        size = sum(size for size, _ in listing.values())
         seconds = round(time.monotonic() - began, 3)
         self._events.append("trainer", "copied", step=step, seconds=seconds, nbytes=size, to=self._cfg.url)
 
@@ -156,7 +171,25 @@ class RemoteTier(Configurable):
         if spec["driver"] == "file":  # which leaves the directories
             shutil.rmtree(Path(spec["path"]) / str(step), ignore_errors=True)
 
-    def _listing(self, step: int) -> dict[str, tuple[int, str]]:
+        used = {key for left in self.steps() for _, _, *keys in self._listing(left).values() for key in keys}
+        for key in self._shared() - used:
+            self._write(key, None)
+
+    def _shared(self) -> set[str]:
+        """Return the keys of files that several checkpoints may have."""
+        keys = (key.decode(errors="replace") for key in self._do("list", _SHARED, self._store.list()))
+        return {key for key in keys if key.startswith(f"{_SHARED}/")}
+
+    def _digest(self, path: Path) -> tuple[int, str]:
+        """Return size and digest of a file that further checkpoints link to: it is read once."""
+        stat = path.stat()
+        place = (stat.st_dev, stat.st_ino, stat.st_mtime_ns)
+        if place not in self._digests:
+            content = path.read_bytes()
+            self._digests[place] = len(content), xxhash.xxh3_128_hexdigest(content)
+        return self._digests[place]
+
+    def _listing(self, step: int) -> dict[str, Any]:
         return json.loads(self._read(f"{step}/{_COMPLETE}"))
 
     def _read(self, name: str) -> bytes:

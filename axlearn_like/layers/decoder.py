@@ -21,6 +21,7 @@ from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.moe.routing import RoutingLayout, mark_padding
 from axlearn_like.layers.norm import LayerNorm, RMSNorm
 from axlearn_like.layers.pipeline import Pipeline
+from axlearn_like.layers.wrappers.low_rank import current_dropout_key, dropout_layer
 from axlearn_like.remat import checkpoint, checkpoint_name, find_remat
 from mesh.errors import UserError
 from mesh.sharding import gather_length, shard_residual
@@ -156,7 +157,8 @@ class Decoder(Layer):
             (x, cache), (layer, index, routing) = carry, each
             layer = segment.block(layer, kind)
             if cache is None:
-                x, _, aux = cast_late(layer, index, self.dtype)(x, context, None, routing)
+                with dropout_layer(index):
+                    x, _, aux = cast_late(layer, index, self.dtype)(x, context, None, routing)
                 return (x, None), aux
             x, (cache, _), aux = layer(x, context, (cache, index), routing)
             return (x, cache), aux
@@ -200,6 +202,10 @@ class Decoder(Layer):
         if cache is not None or routing is not None:
             raise UserError(
                 "Decoder: a mesh with a pipeline axis is for training; expected neither a cache nor routing"
+            )
+        if current_dropout_key() is not None:
+            raise UserError(
+                "LoRA.dropout: expected 0 on a mesh with a pipeline axis, whose stages do not know their layers"
             )
         (segment,), stages = self.segments, self.pipeline.stages
         if segment.count // stages % segment.period:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from axlearn_like.layers.wrappers.low_rank import RowAdapted
+from axlearn_like.layers.wrappers.low_rank import DroppedOut, RowAdapted
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import length_axes
 
@@ -22,7 +22,7 @@ UNSPLIT_SUM = 32768  # entries of a matrix up to which XLA's CPU matmul sums its
 
 def project(
     x: jax.Array,
-    weight: jax.Array | RowAdapted,
+    weight: jax.Array | RowAdapted | DroppedOut,
     *,
     inputs: int = 1,
     in_axis: str | None = None,
@@ -49,8 +49,12 @@ def project(
     """
     batch, length = x.shape[:2]
     out = out or weight.shape[inputs:]
+    axes: Any = {"in_axis": in_axis, "out_axis": out_axis}
+    if isinstance(weight, DroppedOut):
+        y = project(x, weight.weight, inputs=inputs, **axes, out=out, dtype=dtype, like=like)
+        low = project(weight.dropped(x), weight.a, inputs=inputs, in_axis=in_axis)
+        return y + project(low, weight.b, out_axis=out_axis, out=out, dtype=dtype, like=like)
     if isinstance(weight, RowAdapted):
-        axes: Any = {"in_axis": in_axis, "out_axis": out_axis}
         y = project(x, weight.weight, inputs=inputs, **axes, out=out, dtype=dtype, like=like)
         spec = partition("batch", None, out_axis, *[None] * (len(out) - 1))
         return y + jnp.reshape(weight.update(x, **axes).astype(y.dtype), y.shape, out_sharding=spec)

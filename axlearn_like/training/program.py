@@ -24,6 +24,7 @@ from mesh import to_named_sharding
 from mesh.batches import batch_partition
 from mesh.rules import mesh_axes
 
+_DROPOUT = 0  # seed: with step, microbatch, layer and matrix it makes the keys
 _INTEGERS = ("tokens", "targets", "positions", "segment_ids")
 
 
@@ -56,8 +57,15 @@ def train_program(
     with jax.set_mesh(mesh):
         graphdef, state, init = describe_state(model, learner, mesh)
         loss_fn = make_supervised_loss(graphdef, loss)
-        step = make_train_step(loss_fn, learner, microbatches, like=state, compiler_options=compiler_options)
+        dropout = None if drops_out(model) is None else _DROPOUT
+        options: dict[str, Any] = {"compiler_options": compiler_options, "dropout": dropout}
+        step = make_train_step(loss_fn, learner, microbatches, like=state, **options)
         return Program(step, state, graphdef, init)
+
+
+def drops_out(model: ConfigBase) -> str | None:
+    """Return the path of a layer of a model that drops out in training, None where nothing does."""
+    return next((path for path, node in walk_configs(model) if getattr(node, "dropout", 0)), None)
 
 
 def describe_state(

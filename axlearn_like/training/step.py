@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axlearn_like.layers.wrappers.low_rank import dropout_key
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import LossFn, Metrics
 from mesh.errors import UserError
@@ -35,6 +36,7 @@ def make_train_step(
     *,
     like: State | None = None,
     compiler_options: Mapping[str, str] | None = None,
+    dropout: int | None = None,
 ) -> Step:
     """Return the jitted `step(state, batch) -> (state, metrics)`; the state is donated.
 
@@ -47,6 +49,7 @@ def make_train_step(
             the batch. Arrays without axes (scalars) are shared by all slices.
         like: a state, abstract or not, with shardings; needed if the learner keeps some of it on the host.
         compiler_options: of XLA.
+        dropout: seed of what layers drop out; None: nothing is.
 
     Returns:
         The step. Its metrics are those of `loss_fn` and of the learner. `state["step"]` counts
@@ -56,26 +59,38 @@ def make_train_step(
         raise UserError(f"microbatches: expected 1 or more, got {microbatches}")
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def gradients(params: Any, batch: Any) -> tuple[Any, Metrics]:
+    def differentiated(params: Any, batch: Any, *place: Any) -> Any:
+        """Return the result of `value_and_grad` at a place of the run: (step, number of the microbatch)."""
+        if dropout is None:
+            return value_and_grad(params, batch)
+        key = jax.random.key(dropout)
+        for number in place:
+            key = jax.random.fold_in(key, number)
+        with dropout_key(key):
+            return value_and_grad(params, batch)
+
+    def gradients(params: Any, batch: Any, step: jax.Array) -> tuple[Any, Metrics]:
         if microbatches == 1:
-            (_, metrics), grads = value_and_grad(params, batch)
+            (_, metrics), grads = differentiated(params, batch, step, 0)
             return grads, metrics
         leaves, treedef = jax.tree.flatten(batch)
         sliced = [_split(x, microbatches) if x.ndim else None for x in leaves]
 
-        def accumulate(total: Any, slices: list[Any]) -> tuple[Any, Metrics]:
+        def accumulate(total: Any, numbered: tuple[Any, list[Any]]) -> tuple[Any, Metrics]:
+            number, slices = numbered
             merged = [x if s is None else s for x, s in zip(leaves, slices, strict=True)]
-            (_, metrics), grads = value_and_grad(params, jax.tree.unflatten(treedef, merged))
+            (_, metrics), grads = differentiated(params, jax.tree.unflatten(treedef, merged), step, number)
             return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), metrics
 
         # Sums of many small terms lose bits in bfloat16: accumulate in float32 whatever the
         # parameters are.
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
-        grads, metrics = jax.lax.scan(accumulate, zeros, sliced)
+        numbers = None if dropout is None else jnp.arange(microbatches)
+        grads, metrics = jax.lax.scan(accumulate, zeros, (numbers, sliced))
         return grads, {name: _combined(name, values) for name, values in metrics.items()}
 
     def step(state: State, batch: Any) -> tuple[State, Metrics]:
-        grads, metrics = gradients(state["params"], batch)
+        grads, metrics = gradients(state["params"], batch, state["step"])
         return _updated(learner, state, grads, metrics)
 
     out = None if like is None else learner.step_shardings(like)

@@ -112,7 +112,7 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> Adapter:
         "base_model_name_or_path": base,
         "inference_mode": True,
         "lora_alpha": first.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": first.dropout,
         "r": first.rank,
         "target_modules": sorted(modules),
         "task_type": "CAUSAL_LM",

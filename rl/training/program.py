@@ -19,7 +19,7 @@ from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.learner import Learner
 from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
-from axlearn_like.training.program import Program, describe_state
+from axlearn_like.training.program import Program, describe_state, drops_out
 from axlearn_like.training.step import AccumulatedStep, make_train_step
 from mesh import UserError
 from mesh.rules import axis_sizes, constrain, partition
@@ -50,6 +50,8 @@ def policy_program(
 
     `max_new`: the update is by microbatches of several shapes, of completions of at most so many tokens.
     """
+    if (path := drops_out(model)) is not None:
+        raise UserError(f"policy.{path}.dropout: expected 0 in RL: rollouts are drawn, and scored, without dropout")
     with jax.set_mesh(mesh):
         graphdef, state, init = describe_state(model, learner, mesh, "policy")
         options: dict[str, Any] = {"like": state, "compiler_options": compiler_options}

@@ -17,7 +17,7 @@ import numpy as np
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import matrix_axes, path_name
-from axlearn_like.layers.wrappers.base import Wrapper, plain_config
+from axlearn_like.layers.wrappers.base import Wrapper, plain_config, projected
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
 from axlearn_like.layers.wrappers.low_rank import RowAdapted
 from mesh.errors import UserError, did_you_mean
@@ -84,7 +84,7 @@ def adapter_of(model: ConfigBase[Any], params: Params) -> Adapter:
 def matrices(model: Any, match: tuple[str, ...] = ("*",)) -> Iterator[tuple[str, Matrix]]:
     """Yield the matrices of a plain decoder that can be adapted, by path; it may be abstract."""
     for segment in model.segments:
-        for path, leaf in _projected(getattr(model, segment.name), f"{segment.name}/"):
+        for path, leaf in projected(getattr(model, segment.name), f"{segment.name}/"):
             if not any(fnmatch.fnmatchcase(path, pattern) for pattern in match):
                 continue
             axes = matrix_axes(path, leaf.ndim)
@@ -164,18 +164,6 @@ def _rngs() -> Any:
 
 def _shown(known: Mapping[str, Any]) -> str:
     return ", ".join(sorted(known)[:8]) or "a model whose layers multiply by `project`"
-
-
-def _projected(module: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield a layer's matrices that `project` multiplies with, and those of the layers in it."""
-    from axlearn_like.layers.base import Layer, split
-
-    for name, value in split(module)[1].items():
-        child = getattr(module, name)
-        if isinstance(child, Layer):
-            yield from _projected(child, f"{path}{name}/")
-        elif name in module.projected:
-            yield path + name, value
 
 
 def walk_wrappers(module: Any, path: str = "", place: str = "") -> Iterator[tuple[str, str, Wrapper]]:

@@ -9,6 +9,7 @@ weights of one layer exist at a time.
 """
 
 import fnmatch
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -100,7 +101,17 @@ def plain_params(graphdef: nnx.GraphDef[Any], params: Params) -> Params:
     return unwrapped(bind(graphdef, params), params)
 
 
-def replaced(params: Params, new: dict[str, jax.Array]) -> Params:
+def projected(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the matrices that `project` alone multiplies with, by path: a layer's own, and those of layers in it."""
+    for name, value in split(layer)[1].items():
+        child = getattr(layer, name)
+        if isinstance(child, Layer):
+            yield from projected(child, f"{path}{name}/")
+        elif name in layer.projected:
+            yield path + name, value
+
+
+def replaced(params: Params, new: Mapping[str, Any]) -> Params:
     """Return a copy of nested parameters with others at some paths."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: new.get(path_name(path), leaf), params)
 

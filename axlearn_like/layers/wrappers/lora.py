@@ -1,6 +1,7 @@
 """Low-rank adaptation (LoRA, Hu et al. 2021, arXiv 2106.09685): a frozen layer and small trained matrices."""
 
 import math
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple, override
 
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from axlearn_like.layers.base import Initializer, Params, fan_in_init, split
+from axlearn_like.config import path_of
+from axlearn_like.layers.base import Initializer, Params, bind, fan_in_init, split
 from axlearn_like.layers.parameter_names import matrix_axes, shape_suffix
-from axlearn_like.layers.wrappers.base import Wrapper, parameter, replaced
+from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
+from axlearn_like.layers.wrappers.low_rank import DroppedOut, current_dropout_key
+from mesh.errors import UserError
 
 
 class LoRA(Wrapper):
@@ -23,6 +27,9 @@ class LoRA(Wrapper):
     The sum is computed, one layer at a time, and then multiplied with: any layer can be wrapped, and merging changes
     nothing but rounding. It saves the optimizer's state, not work: the gradient of the sum is computed too.
 
+    With `dropout`, steps of training compute x W + scale (dropout(x) a) b instead, each matrix with a mask of its own.
+    The keys follow from step, microbatch, layer and matrix, so a run that is resumed draws the same.
+
     The learner chooses what is trained:
 
         groups=(Group.Config(match="*/lora/*"), Group.Config(frozen=True))
@@ -31,14 +38,21 @@ class LoRA(Wrapper):
     class Config(Wrapper.Config):
         rank: int = 8
         alpha: float = 16.0
+        dropout: float = 0.0  # of the input of A in training, by matrix; the product is then computed apart
         rank_stabilised: bool = False  # alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)
 
         @override
         def check_fields(self) -> None:
             self.require_least(1, "rank")
+            self.require("dropout", 0 <= self.dropout < 1, "a share, 0 or more and below 1")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
+        self.dropout = cfg.dropout
+        if self.dropout:
+            other = sorted(set(self.names).difference(path for path, _ in projected(self.inner)))
+            if other:
+                raise UserError(f"{path_of(cfg)}.dropout: expected 0 with {other[0]}, a matrix of experts; see `skip`")
         self.scale = cfg.alpha / (math.sqrt(cfg.rank) if cfg.rank_stabilised else cfg.rank)
         params, factors = split(self.inner)[1], {}
         for name in self.names:
@@ -65,6 +79,22 @@ class LoRA(Wrapper):
             )
             new[name] = weight + (self.scale * update).astype(weight.dtype)
         return replaced(params, new)
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the inner layer returns, with dropout if this is a step of training."""
+        key = current_dropout_key()
+        if not self.dropout or key is None:
+            return super().__call__(*args, **kwargs)
+        graphdef, params = split(self.inner)
+        factors, new = nnx.to_pure_dict(nnx.state(self))["lora"], {}
+        for name in self.names:
+            weight = parameter(params, name)
+            names = factor_names(name, weight.ndim)
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            a, b = parameter(factors, names.a), parameter(factors, names.b)
+            new[name] = DroppedOut(weight, a, self.scale * b, own, self.dropout)
+        return bind(graphdef, replaced(params, new))(*args, **kwargs)
 
     def used_share(self, path: str) -> float:
         """Return the share of a factor that each token meets: that of the matrix which it changes."""

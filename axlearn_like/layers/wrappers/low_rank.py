@@ -10,7 +10,10 @@ The way was chosen by counting. For r rows of one token, s adapters of rank l, a
 So factors are gathered, by row and not by token, once for a whole dispatch of many tokens.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Self
 
 import jax
@@ -72,3 +75,68 @@ class RowAdapted:
             return jnp.concatenate(parts, axis=1)
 
         return jax.lax.platform_dependent(x, self.a, self.b, cpu=in_blocks, default=multiplied)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DroppedOut:
+    """W x + (dropout(x) a) b in the place of W x, for `project`: dropout on the input of A alone, as PEFT has it.
+
+    Attributes:
+        weight: [*in, *out].
+        a: [*in, rank].
+        b: [rank, *out], with the scale in it.
+        key: of the numbers of x that are kept.
+        rate: share of numbers that are dropped.
+    """
+
+    weight: jax.Array
+    a: jax.Array
+    b: jax.Array
+    key: jax.Array
+    rate: float = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return the whole, as a parameter is read by `[...]`."""
+        assert index is ..., "a matrix with low-rank updates is read as a whole"
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return self.weight.shape
+
+    def dropped(self, x: jax.Array) -> jax.Array:
+        """Return x with some numbers 0 and the others as much larger."""
+        spec = None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding.spec
+        kept = jax.random.bernoulli(self.key, 1.0 - self.rate, x.shape, out_sharding=spec)
+        return jnp.where(kept, x / (1.0 - self.rate), jnp.zeros_like(x))
+
+
+_KEY: ContextVar[jax.Array | None] = ContextVar("dropout_key", default=None)
+
+
+@contextlib.contextmanager
+def dropout_key(key: jax.Array) -> Iterator[None]:
+    """Let layers traced within drop out, by this key: a train step does; without it nothing is dropped out."""
+    token = _KEY.set(key)
+    try:
+        yield
+    finally:
+        _KEY.reset(token)
+
+
+@contextlib.contextmanager
+def dropout_layer(index: jax.Array | None) -> Iterator[None]:
+    """Give the layer of this index in a stack a key of its own; None: nothing within has one."""
+    key = _KEY.get()
+    token = _KEY.set(None if key is None or index is None else jax.random.fold_in(key, index))
+    try:
+        yield
+    finally:
+        _KEY.reset(token)
+
+
+def current_dropout_key() -> jax.Array | None:
+    """Return the key of the layer that is being traced."""
+    return _KEY.get()

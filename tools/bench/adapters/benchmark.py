@@ -25,8 +25,8 @@ from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.request import Request
 from tools.bench.harness.circumstances import circumstances, machine
 
-ADAPTERS, RANK, PROMPT, NEW = 32, 8, 32, 64
-WIDTH, LAYERS, VOCAB = 768, 4, 4096
+ADAPTERS, RANK, PROMPT, NEW = 32, 8, 32, 16
+WIDTH, LAYERS, VOCAB = 768, 2, 2048
 BENCHMARK = "adapters"
 
 

@@ -1,6 +1,7 @@
 """Low-rank factors: against sums and gradients made by numpy, at the start, in training, merged, and on a mesh."""
 
 import contextlib
+import zlib
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ from axlearn_like.checkpoint.convert import WrapPlain
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.feed_forward import FeedForward
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
+from axlearn_like.layers.wrappers.low_rank import dropout_key, dropout_layer
 from axlearn_like.learner import AdamW, Constant, Group, Learner
 from axlearn_like.training.losses import make_supervised_loss
 from axlearn_like.training.step import init_state, make_train_step
@@ -37,7 +40,7 @@ def adapted(**changes: Any) -> Decoder.Config:
     assert isinstance(cfg.block, Block.Config)
     router = SoftmaxRouter.Config(top_k=2)
     moe = MoE.Config(num_experts=4, router=router, experts=Experts.Config(hidden=16))
-    cfg.block.attention = LoRA.Config(inner=cfg.block.attention, rank=RANK, alpha=ALPHA)
+    cfg.block.attention = LoRA.Config(inner=cfg.block.attention, rank=RANK, alpha=ALPHA, dropout=0.25)
     cfg.block.feed_forward = LoRA.Config(inner=moe, rank=RANK, alpha=ALPHA)
     return cfg
 
@@ -153,7 +156,7 @@ def steps(shape: dict[str, int] | None, count: int) -> dict[str, Any]:
         where = jax.tree.map(lambda a: a.sharding, to_named_sharding(abstract, mesh)) if mesh else None
         state = jax.jit(init, out_shardings=where)(jax.random.key(3))
         born, batch = flat(jax.device_get(state["params"])), shard_batch(make_batch())
-        step = make_train_step(make_supervised_loss(graphdefs[0]), learn)
+        step = make_train_step(make_supervised_loss(graphdefs[0]), learn, dropout=0)
         losses = []
         for _ in range(count):
             state, metrics = step(state, batch)
@@ -251,6 +254,7 @@ def test_names_of_factors():
     ("changes", "message"),
     [
         ({"rank": 0}, "rank: expected 1 or more, got 0"),
+        ({"dropout": 1.0}, "dropout: expected a share, 0 or more and below 1, got 1.0"),
         ({"match": "q_dkgh"}, "no matrix of Attention fits match='q_dkgh'.*did you mean 'q_dkqh'"),
     ],
 )
@@ -258,6 +262,57 @@ def test_what_cannot_be_adapted_is_refused(changes: dict[str, Any], message: str
     cfg = LoRA.Config(inner=Attention.Config(dim=16, num_heads=2), **changes)
     with pytest.raises(UserError, match=message):
         jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0)))
+
+
+def test_dropout_is_on_the_input_of_the_first_factor():
+    cfg = LoRA.Config(inner=FeedForward.Config(dim=16, hidden=8, activation="relu"), rank=RANK, dropout=0.5)
+    graphdef, params = initialise(cfg)
+    rng = np.random.default_rng(1)
+    params["lora"] = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), params["lora"])
+    x, key = np.random.default_rng(0).normal(size=(2, 3, 16)).astype(np.float32), jax.random.key(7)
+    keys = [jax.random.fold_in(jax.random.fold_in(key, 5), zlib.crc32(name)) for name in (b"up_df", b"down_fd")]
+
+    def expected(x: Any, name: str, bias: str, key: jax.Array) -> Any:
+        kept = np.asarray(jax.random.bernoulli(key, 0.5, x.shape))
+        a, b = (np.asarray(params["lora"][one]) for one in factor_names(name, 2)[:2])
+        plain = x @ np.asarray(params["inner"][name]) + np.asarray(params["inner"][bias])
+        return plain + 16.0 / RANK * (np.where(kept, 2 * x, 0) @ a @ b)
+
+    with dropout_key(key), dropout_layer(jnp.int32(5)):
+        found = bind(graphdef, params)(jnp.asarray(x))[0]
+    hidden = np.maximum(expected(x, "up_df", "up_bias_f", keys[0]), 0)
+    np.testing.assert_allclose(found, expected(hidden, "down_fd", "down_bias_d", keys[1]), rtol=1e-4, atol=1e-4)
+    assert np.abs(found - bind(graphdef, params)(jnp.asarray(x))[0]).max() > 0.1, "and not without a key"
+
+
+def test_dropout_follows_from_step_and_microbatch():
+    cfg = small_decoder(num_layers=2)
+    assert isinstance(cfg.block, Block.Config)
+    cfg.block.feed_forward = LoRA.Config(inner=cfg.block.feed_forward, rank=RANK, dropout=0.5)
+    graphdef, params = initialise(cfg)
+    params = jax.tree.map(lambda leaf: leaf + 0.1, params)  # the second factors too
+    rows = {name: jnp.asarray(x[:1]) for name, x in make_batch().items()}
+    batch = {name: jnp.concatenate([x, x]) for name, x in rows.items()}
+    learn = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=0.0)).build()
+    step = make_train_step(make_supervised_loss(graphdef), learn, 2, dropout=0)
+
+    def loss(number: int) -> float:
+        state = {**init_state(params, learn), "step": jnp.int32(number)}
+        return float(step(jax.tree.map(jnp.copy, state), batch)[1]["loss"])
+
+    losses = [loss(number) for number in (4, 5, 4)]  # as a run that was resumed at step 4 would draw
+    assert losses[0] == losses[2] != losses[1]
+    same = float(make_supervised_loss(graphdef)(params, batch)[0])
+    assert all(abs(one - same) > 1e-4 for one in losses)
+    with dropout_key(jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 4), 0)):
+        first = float(make_supervised_loss(graphdef)(params, rows)[0])
+    assert losses[0] != pytest.approx(2 * first, abs=1e-6), "equal microbatches have masks of their own"
+
+
+def test_dropout_of_experts_is_refused():
+    moe = MoE.Config(dim=16, num_experts=2, router=SoftmaxRouter.Config(top_k=1), experts=Experts.Config(hidden=8))
+    with pytest.raises(UserError, match="dropout: expected 0 with experts/down_efd, a matrix of experts"):
+        jax.eval_shape(lambda: LoRA.Config(inner=moe, dropout=0.1).build(rngs=nnx.Rngs(0)))
 
 
 def test_some_matrices_can_be_chosen():
