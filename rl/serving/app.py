@@ -91,9 +91,12 @@ class App:
             return await self._streamed(request, job)
         return await self._whole(request, job)
 
-    def _begin(self, endpoint: str, generation: Generation) -> "_Job":
+    def _check_alive(self) -> None:
         if not self._engine.alive:
             raise ApiError(503, "the engine has failed; the server is going down", code="engine_failed")
+
+    def _begin(self, endpoint: str, generation: Generation) -> "_Job":
+        self._check_alive()
         waiting = self._waiting()
         if waiting >= self._max_queue:
             again = min(max(1, math.ceil(self._first_token_seconds)), LONGEST_RETRY)
@@ -232,6 +235,7 @@ class App:
         self, request: HttpRequest, change: Callable[[Any, EngineThread], Awaitable[str]]
     ) -> Response:
         self._check_access(request)
+        self._check_alive()
         return Response(await change(await read_json(request, self._max_body), self._engine), media_type="text/plain")
 
     async def _health(self, request: HttpRequest) -> Response:
