@@ -38,7 +38,7 @@ def run(
     width: int = WIDTH,
     new: int = NEW,
 ) -> dict[str, Any]:
-    """Draw one completion for each adapter, in all three ways in turn, after a round that compiles.
+    """Draw one completion for each adapter, in all three ways in turn, after what compiles.
 
     Returns:
         `speedup_over_loop` and `overhead_to_base` by CPU seconds, and `..._wall` by the clock: medians over rounds of
@@ -47,13 +47,13 @@ def run(
     model = _model(width)
     ways = _ways(model, adapters, new)
     measured: list[dict[str, tuple[float, float]]] = []
-    for index in range(rounds + 1):
-        say(f"round {index} of {rounds}")
+    for index in range(rounds):
+        say(f"round {index + 1} of {rounds}")
         measured.append({name: _timed(way) for name, way in ways.items()})
-    kept = measured[1:]
+        say("CPU s: " + ", ".join(f"{name} {cpu:.2f}" for name, (cpu, _) in measured[-1].items()))
 
     def quotient(part: int, over: str, under: str) -> float:
-        return statistics.median(row[over][part] / row[under][part] for row in kept)
+        return statistics.median(row[over][part] / row[under][part] for row in measured)
 
     return {
         "bench": BENCHMARK,
@@ -61,8 +61,8 @@ def run(
         "speedup_over_loop_wall": round(quotient(1, "loop", "mixed"), 2),
         "overhead_to_base": round(quotient(0, "mixed", "base") - 1, 3),
         "overhead_to_base_wall": round(quotient(1, "mixed", "base") - 1, 3),
-        "cpu_s": {name: round(statistics.median(row[name][0] for row in kept), 3) for name in ways},
-        "wall_s": {name: round(statistics.median(row[name][1] for row in kept), 3) for name in ways},
+        "cpu_s": {name: round(statistics.median(row[name][0] for row in measured), 3) for name in ways},
+        "wall_s": {name: round(statistics.median(row[name][1] for row in measured), 3) for name in ways},
         "rounds": rounds,
         "job": (
             f"{adapters} adapters of rank {RANK} on all matrices of {LAYERS} layers of width {width}, "
@@ -87,6 +87,10 @@ def _ways(model: Decoder.Config, adapters: int, new: int) -> dict[str, Callable[
     rng = np.random.default_rng(0)
     prompts = [Prompt(i, "random", rng.integers(0, VOCAB, PROMPT).astype(np.int32)) for i in range(adapters)]
     requests = [Request(prompt, adapter=name) for prompt, name in zip(prompts, names, strict=True)]
+    for _ in range(2):  # what is compiled, and what is allocated once
+        plain.generate([Request(prompt) for prompt in prompts])
+        adapted.generate(requests)
+        adapted.generate(requests[:1])
     return {
         "base": lambda: plain.generate([Request(prompt) for prompt in prompts]),
         "mixed": lambda: adapted.generate(requests),
