@@ -84,7 +84,8 @@ class LatentAttention(Layer):
                 "value_dim", self.value_dim <= width, f"nope_dim + rope_dim={width} or less: a cache has one width"
             )
 
-    projected = ("q_down_dr", "q_dkqh", "q_up_rkqh", "kv_down_dr", "k_up_rkh", "v_up_rkh", "out_kqhd")
+    # Without the projections from the latent of keys: those of cached tokens are made in groups of rows, or folded.
+    projected = ("q_down_dr", "q_dkqh", "q_up_rkqh", "kv_down_dr", "out_kqhd")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         heads, width = cfg.num_heads, cfg.nope_dim + cfg.rope_dim

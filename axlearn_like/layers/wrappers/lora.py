@@ -52,7 +52,8 @@ class LoRA(Wrapper):
         if self.dropout:
             other = sorted(set(self.names).difference(path for path, _ in projected(self.inner)))
             if other:
-                raise UserError(f"{path_of(cfg)}.dropout: expected 0 with {other[0]}, a matrix of experts; see `skip`")
+                said = f"expected 0 with {other[0]}, which rows do not go through one by one; see `skip`"
+                raise UserError(f"{path_of(cfg)}.dropout: {said}")
         self.scale = cfg.alpha / (math.sqrt(cfg.rank) if cfg.rank_stabilised else cfg.rank)
         params, factors = split(self.inner)[1], {}
         for name in self.names:

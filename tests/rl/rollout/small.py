@@ -36,7 +36,7 @@ def make_engine(
     """An engine with weights; `changes` are fields of its config."""
     sizes = {"max_num_seqs": 4, "page_size": 8, "steps_per_dispatch": 4, "prefill_tokens": 64, **changes}
     sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "sampler": Sampler.Config(temperature=TEMPERATURE), **sizes}
-    engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, **sizes).build(decode=text, adapters=adapters)
+    engine = RolloutEngine.Config(**{"model": POLICY, **sizes}, stop_tokens=STOP).build(decode=text, adapters=adapters)
     engine.set_weights(params() if weights is None else weights, version)
     return engine
 

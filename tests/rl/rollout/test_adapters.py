@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 
 from axlearn_like.config import replace
+from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.parameter_names import merged
-from axlearn_like.layers.wrappers.adapters import Adapter, Factors, adapter_of
+from axlearn_like.layers.wrappers.adapters import Adapter, Factors, adapter_of, matrices
 from axlearn_like.layers.wrappers.base import plain_params
 from axlearn_like.layers.wrappers.lora import LoRA
 from mesh import UserError
@@ -21,6 +22,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.request import Request
 from tests.rl.rollout.small import POLICY, assert_no_page_is_held, assert_same, drain, make_engine, params, request
+from tests.rl.tiny import tiny_params
 
 LIMITS = AdapterLimits(slots=3, rank=4)
 NAMES = ("french", "poems", "sums")
@@ -147,6 +149,29 @@ def test_preempted_requests_and_a_slept_engine_draw_the_same(engine: RolloutEngi
     small.set_weights(params(), 5)
     assert_same(small.generate(asked), expected)
     assert small.stats()["preemptions"] > 0
+
+
+@pytest.mark.full
+def test_rows_of_latent_attention_have_their_own_adapters():
+    """Keys and values of cached latents are made for groups of rows, so no adapter of those projections is taken."""
+    policy = POLICY.clone()
+    latent = LatentAttention.Config(num_heads=2, kv_rank=12, nope_dim=8, rope_dim=4, value_dim=8)
+    replace(policy, Block.Config, lambda block: block.set(attention=latent))
+    known = dict(matrices(jax.eval_shape(lambda: policy.build(rngs=nnx.Rngs(0)))))
+    assert {path.rpartition("/")[2] for path in known} == {
+        "q_dkqh", "kv_down_dr", "out_kqhd", "gate_df", "up_df", "down_fd"
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    made = make_engine(tiny_params(policy), model=policy, adapters=LIMITS)
+    for name in NAMES:
+        shapes = {path: ((m.layers, m.inputs, 2), (m.layers, 2, m.outputs)) for path, m in known.items()}
+        random = {path: Factors(*(0.5 * rng.standard_normal(shape) for shape in both)) for path, both in shapes.items()}
+        made.load_adapter(name, Adapter(random))
+    mixture = requests("french", None, "poems", "sums")
+    mixed = made.generate(mixture)
+    for number, one in enumerate(mixture):
+        assert_same(mixed[2 * number : 2 * number + 2], made.generate([one]))
+    assert len({made.generate([request(3, adapter=name)])[0].tokens.tobytes() for name in (None, *NAMES)}) == 4
 
 
 WRONG: list[tuple[Any, str]] = [

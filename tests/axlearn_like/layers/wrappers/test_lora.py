@@ -311,7 +311,7 @@ def test_dropout_follows_from_step_and_microbatch():
 
 def test_dropout_of_experts_is_refused():
     moe = MoE.Config(dim=16, num_experts=2, router=SoftmaxRouter.Config(top_k=1), experts=Experts.Config(hidden=8))
-    with pytest.raises(UserError, match="dropout: expected 0 with experts/down_efd, a matrix of experts"):
+    with pytest.raises(UserError, match="dropout: expected 0 with experts/down_efd, which rows do not"):
         jax.eval_shape(lambda: LoRA.Config(inner=moe, dropout=0.1).build(rngs=nnx.Rngs(0)))
 
 
