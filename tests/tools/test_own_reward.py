@@ -9,7 +9,7 @@ import pytest
 
 from axlearn_like.run.metrics import read_rows
 
-SOURCE = '''
+SOURCE = """
 from tests.rl.tiny import tiny_experiment
 
 
@@ -24,7 +24,7 @@ def score(answer, tokens, question, finish_reason):
 
 def fail(answer):
     raise OSError("the answer key is missing")
-'''
+"""
 
 
 @pytest.mark.full

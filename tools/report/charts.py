@@ -234,19 +234,29 @@ def _tips(series: Sequence[Curve], form: Callable[[float], str]) -> list[tuple[f
 
 def small_multiples(run: Run) -> str:
     """Return one small reward plot per family on common axes; empty without family rewards."""
+    return _minis(run, [(family, run.series("rl", f"reward/{family}"), (0.0, 1.0)) for family in run.families])
+
+
+def term_multiples(run: Run) -> str:
+    """Return one small plot per term of the reward, each on axes of its own; empty if the reward has no terms."""
+    names = dict.fromkeys(key[12:] for row in run.rows("rl") for key in row if key.startswith("reward_term/"))
+    every = [(name, run.series("rl", f"reward_term/{name}")) for name in names]
+    return _minis(run, [(name, values, svg.limits([value for _, value in values])) for name, values in every])
+
+
+def _minis(run: Run, series: list[tuple[str, Points, tuple[float, float]]]) -> str:
     cards = []
     ruled = marks(run)
-    for family in run.families:
-        values = run.series("rl", f"reward/{family}")
+    for title, values, limits in series:
         if values:
-            curve = Curve(family, values, "accent")
+            curve = Curve(title, values, "accent")
             ends = moving_mean(values, window(len(values)))
-            name = f"Reward of {family}: {ends[0][1]:.2f} at first, {ends[-1][1]:.2f} at last"
-            plot = _curve_plot([curve], MINI, 168, name, "reward", False, (0.0, 1.0), svg.number_label)
+            name = f"Reward of {title}: {ends[0][1]:.2f} at first, {ends[-1][1]:.2f} at last"
+            plot = _curve_plot([curve], MINI, 168, name, "reward", False, limits, svg.number_label)
             _draw_marks(plot, [replace(mark, words="") for mark in ruled], words=False)
             plot.hover(_tips([curve], plain))
             cards.append(
-                f'<figure class="card plot"><div class="head"><h3>{html.escape(family)}</h3>'
+                f'<figure class="card plot"><div class="head"><h3>{html.escape(title)}</h3>'
                 f'<span class="meta">{ends[0][1]:.2f} → {ends[-1][1]:.2f}</span></div>'
                 f"{plot.render()}</figure>"
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from tools.report import goodput, svg
 from tools.report.cards import bars, table, table_card
-from tools.report.charts import FULL, Curve, curves, small_multiples
+from tools.report.charts import FULL, Curve, curves, small_multiples, term_multiples
 from tools.report.load import Points, Run, mapping, number
 from tools.report.words import duration, label
 
@@ -22,7 +22,7 @@ _TRANSFERS = {
 
 
 def reward(run: Run) -> str:
-    """Return the mean reward over RL steps, then one small plot per task family."""
+    """Return the mean reward over RL steps, then one small plot per task family and per term of the reward."""
     values = run.series("rl", "reward")
     low, high = svg.limits([value for _, value in values])
     whole = curves(
@@ -41,7 +41,10 @@ def reward(run: Run) -> str:
             '<h3 class="sub">By task family</h3><p class="lead">Same axes everywhere. Good: none '
             f"falls while the others rise.</p>{minis}"
         )
-    return whole + minis
+    terms = term_multiples(run)
+    if terms:
+        terms = f'<h3 class="sub">By term</h3><p class="lead">Means of a batch, before weights and gates.</p>{terms}'
+    return whole + minis + terms
 
 
 def sft(run: Run) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -486,3 +487,25 @@ def test_the_tables_are_printed_where_the_page_cannot_be_written(
     assert "cannot write the report" in printed.err and "--output" in printed.err
     assert main(["report", str(path), "--output", str(tmp_path / "elsewhere.html")]) == 0
     assert Page((tmp_path / "elsewhere.html").read_text(encoding="utf-8")).open == []
+
+
+def test_terms_of_a_reward_and_failures_of_its_scorer_are_shown(tmp_path: Path):
+    (tmp_path / "config.txt").write_text("verifier.scorer.sandbox.allow_unisolated: True\n")
+    rows = [{"phase": "rl", "step": n, "time": n, "reward": 0.1, "reward_term/shortness": n / 4} for n in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    failed = {
+        "event": "score",
+        "role": "worker-0",
+        "time": 2.0,
+        "answers": 8,
+        "failed": 3,
+        "error": "error: KeyError: 1",
+    }
+    (tmp_path / "events.jsonl").write_text(json.dumps(failed) + "\n")
+    run = load_run(tmp_path)
+    assert run.notes == [
+        "3 answers could not be scored; the last one: error: KeyError: 1",
+        "answers may have run as code without isolation (allow_unisolated)",
+    ]
+    assert "Reward of shortness: 0.25 at first, 1.00 at last" in charts.term_multiples(run)
+    assert charts.term_multiples(replace(run, metrics=[])) == ""
