@@ -113,11 +113,18 @@ class Parquet(FileSource):
 
 
 def read_parquet(path: Path, columns: list[str] | None = None) -> Iterator[Record]:
-    """Yield the rows of a Parquet file, with these columns or all."""
+    """Yield the rows of a Parquet file, with these columns or all; InputError if it is damaged."""
     with _parquet(path) as file:
         count, number = file.metadata.num_rows, 0
-        for batch in file.iter_batches(batch_size=_AT_ONCE, columns=columns):
-            for record in batch.to_pylist():
+        batches = file.iter_batches(batch_size=_AT_ONCE, columns=columns)
+        while True:
+            try:
+                records = next(batches).to_pylist()
+            except StopIteration:
+                return
+            except (OSError, ValueError) as error:  # Arrow's own are of these
+                raise InputError(f"{path} is damaged behind row {number}: {error}") from error
+            for record in records:
                 yield record, f"{path}, row {number}", (number + 1) / count
                 number += 1
 

@@ -7,6 +7,7 @@ Directories are read as files, without network and without the library that wrot
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,14 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def _json(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSON document: a list, or an object of which one member is a list of objects."""
-    data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} is a damaged gzip file: {error}") from error
     try:
         document = json.loads(decode_utf8(data, str(path)))
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply") from None
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}"
         raise InputError(f"{path} is not JSON: {error.msg} at {at}; JSON lines end with .jsonl") from None

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input.rows import find_tables, read_rows
 from axlearn_like.input.source import InputError
+from mesh.errors import UserError
 
 __all__ = ["RowFiles", "RowFunction", "RowSource"]
 
@@ -50,11 +51,17 @@ class RowFunction(Configurable):
     def rows(self) -> Iterator[tuple[Mapping[str, Any], str]]:
         """Yield each row with its location."""
         name = getattr(self._function, "__qualname__", str(self._function))
-        found = self._function(**self._arguments)
-        for number, row in enumerate(_iterate(found, name)):
-            if not isinstance(row, Mapping):
-                raise InputError(f"{name}(), row {number}: expected a mapping of fields, got {row!r:.60}")
-            yield row, f"{name}(), row {number}"
+        number = 0
+        try:
+            for row in _iterate(self._function(**self._arguments), name):
+                if not isinstance(row, Mapping):
+                    raise InputError(f"{name}(), row {number}: expected a mapping of fields, got {row!r:.60}")
+                yield row, f"{name}(), row {number}"
+                number += 1
+        except UserError:
+            raise
+        except Exception as error:  # of the user's code
+            raise InputError(f"{name}() raised {type(error).__name__} at row {number}: {error}") from error
 
 
 def _iterate(found: Any, name: str) -> Iterable[Any]:

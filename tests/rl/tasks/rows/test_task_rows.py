@@ -160,6 +160,12 @@ def as_given(table: list[Any]) -> list[Any]:
     return table
 
 
+def failing() -> Iterator[dict[str, Any]]:
+    """One row, and an error of the user's."""
+    yield ROWS[0]
+    raise KeyError("field")
+
+
 @pytest.mark.parametrize(
     ("lines", "columns", "message"),
     [
@@ -210,6 +216,8 @@ def test_other_sources_that_cannot_be_read_are_named(tmp_path: Path):
     ):
         with pytest.raises(UserError, match=message):
             mixture(TaskRows.Config(rows=RowFunction.Config(function=as_given, arguments={"table": table})))
+    with pytest.raises(UserError, match=r"failing\(\) raised KeyError at row 1: 'field'"):
+        mixture(TaskRows.Config(rows=RowFunction.Config(function=failing)))
     with pytest.raises(UserError, match=r"families: expected sources of problems"):
         mixture(Columns.Config())
 
