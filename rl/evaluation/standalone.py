@@ -198,6 +198,8 @@ def _row(problem: Problem, rollouts: Sequence[Rollout], answers: Sequence[str], 
             "status": score.status,
             "finish_reason": rollout.finish_reason,
             "tokens": len(rollout.tokens),
+            **({} if score.status == "ok" else {"error": score.error}),
+            **({"terms": dict(score.terms)} if score.terms else {}),
         }
         for rollout, answer, score in zip(rollouts, answers, scores, strict=True)
     ]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -377,23 +376,41 @@ def numbers(**fields: Any) -> TaskMixture.Config:
     return TaskMixture.Config(families=(Numbers.Config(label="numbers", **fields),), heldout_every=10**9)
 
 
-def test_a_problem_is_made_outside_the_lock_and_one_that_never_comes_is_left_out_of_every_lease():
-    plain = make(tasks=numbers())
-    plain.begin(0, 0)
-    first, second = drain(plain)
-    controller = make(tasks=numbers(endless=(ids(first)[0],)), problem_seconds=1.0)
+def test_problems_are_made_outside_the_lock():
+    gate, asked = threading.Event(), threading.Event()
+    controller = make(tasks=numbers())
+    train = controller._tasks.train
+
+    def train_slowly(index: int) -> Any:
+        asked.set()
+        assert gate.wait(60)
+        return train(index)
+
+    controller._tasks.train = train_slowly
     found: list[Lease | None] = []
     thread = threading.Thread(target=lambda: found.append(controller.lease("w", timeout=60.0)))
     controller.begin(0, 0)
-    began = time.monotonic()
     thread.start()
-    while thread.is_alive() and time.monotonic() - began < 0.3:
-        controller.status()
-        controller.renew(0)
-    assert thread.is_alive() and time.monotonic() - began < 0.8  # neither waited for the problem
+    assert asked.wait(60)
+    assert controller.status()["leased"] == 0 and not controller.renew(0) and controller.next_batch(0) is None
+    controller.published(0)
+    assert thread.is_alive()  # nobody waited for the problem but who asked for it
+    gate.set()
     thread.join(60)
-    lease = found[0]
-    assert lease is not None and ids(lease)[0] == ids(first)[0] + 1 and ids(lease)[1] == ids(first)[1]
+    plain = make(tasks=numbers())
+    plain.begin(0, 0)
+    assert found[0] is not None
+    assert_same_prompts(found[0], granted(plain))
+
+
+def test_a_problem_that_never_comes_is_left_out_of_every_lease():
+    plain = make(tasks=numbers())
+    plain.begin(0, 0)
+    first, second = drain(plain)
+    controller = make(tasks=numbers(endless=(ids(first)[0],)), problem_seconds=0.5)
+    controller.begin(0, 0)
+    lease = granted(controller)
+    assert ids(lease) == [ids(first)[0] + 1, ids(first)[1]]
     assert_same_prompts(granted(controller), second)
     assert controller.status()["skipped"] == {"numbers": {"slow": 1}}
     for one in (lease, second):

@@ -32,6 +32,8 @@ TASKS: TaskMixture = TaskMixture.Config(families=(TaskRows.Config(rows=ROWS, hel
 
 
 def first_is_ascii(problem_id: int, answer: str) -> float:
+    if problem_id % 5 == 4 and answer:
+        raise ValueError("cannot read this")
     return float(answer[:1].isascii() and bool(answer))
 
 
@@ -69,7 +71,9 @@ def test_a_killed_evaluation_goes_on_to_the_same_files_and_pairs_are_compared(en
     assert [row["question"] for row in rows] == [f"q{n}" for n in range(5)] and len(rows[0]["samples"]) == COUNT
     for k in (1, 4):
         assert whole[f"pass@{k}"] == pytest.approx(sum(pass_at_k(COUNT, c, k) for c in right) / 5)
-    assert whole["maj@1"] == pytest.approx(whole["pass@1"]) and 0 < whole["pass@1"] < 1 and whole["failed"] == {}
+    assert whole["maj@1"] == pytest.approx(whole["pass@1"]) and 0 < whole["pass@1"] < 1
+    failed = [sample for row in rows for sample in row["samples"] if sample["status"] == "error"]
+    assert whole["failed"] == {"error": len(failed)} and "cannot read this" in failed[0]["error"]
     # Killed behind the third problem, in the middle of the fourth's row; then in other portions.
     with pytest.raises(Killed):
         run(tmp_path / "killed", engine, kill_after=3)

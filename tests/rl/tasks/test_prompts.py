@@ -3,6 +3,7 @@
 import contextlib
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh.errors import UserError
+from rl.tasks import time_limit
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker, check_prompts
 from rl.tasks.skipped import SkippedProblems, skipped_text
@@ -36,9 +38,8 @@ PLAIN = plan(mixture())  # one of 0..3, one of 4..7, ...
 def test_the_next_candidate_takes_the_place_of_one_that_is_left_out_and_no_other_place_changes(tmp_path: Path):
     first, second, third, *others = PLAIN
     fields: dict[str, Any] = {"bad": (first,), "long": (second,), "endless": (third,)}
-    rules: dict[str, Any] = {"max_prompt": 20, "seconds": 0.2}
     log = SkippedProblems(tmp_path / "skipped.jsonl")
-    maker = PromptMaker(TOKENIZER, skipped=log, **rules)
+    maker = PromptMaker(TOKENIZER, skipped=log, max_prompt=20, seconds=0.5)
     found = plan(mixture(maker, **fields))
     assert found[3:] == others and all(a != b for a, b in zip(found[:3], PLAIN, strict=False))
     assert [number // 4 for number in found] == [0, 1, 2, 3, 4]
@@ -48,34 +49,31 @@ def test_the_next_candidate_takes_the_place_of_one_that_is_left_out_and_no_other
     assert rows == {
         first: ("raised", f"AssertionError: {first} is bad"),
         second: ("long", "103 tokens"),
-        third: ("slow", "more than 0.2 s"),
+        third: ("slow", "more than 0.5 s"),
     }
     assert skipped_text(log.counts())[1] == "1 problem of numbers left out: raised when they were made"
     # Resumed, the slow one is not tried again, and nothing is counted twice.
     resumed = SkippedProblems(tmp_path / "skipped.jsonl")
-    tasks = mixture(PromptMaker(TOKENIZER, skipped=resumed, **rules), **fields)
-    began = time.monotonic()
+    tasks = mixture(PromptMaker(TOKENIZER, skipped=resumed, max_prompt=20, seconds=1e6), **fields)
     assert plan(tasks) == found and resumed.counts() == log.counts()
-    assert time.monotonic() - began < 0.2
 
 
-def test_a_slow_problem_that_was_used_is_used_by_a_slower_machine_too(tmp_path: Path):
+def test_a_slow_problem_that_was_used_is_used_by_a_slower_machine_too(tmp_path: Path, monkeypatch: Any):
+    clock = iter([0.0, 6.0, 100.0, 101.0])  # seconds at the beginnings and ends of problems
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     log = SkippedProblems(tmp_path / "skipped.jsonl")
-    maker = PromptMaker(TOKENIZER, seconds=0.2, skipped=log)
+    maker = PromptMaker(TOKENIZER, seconds=20.0, skipped=log)
     problem = mixture().train(0)
+    assert maker.make(7, "f", lambda: problem) is problem and maker.make(8, "f", lambda: problem) is problem
+    assert log.counts() == {} and (log.verdict(7), log.verdict(8)) == ("kept", None)  # nothing is left out
+    monkeypatch.undo()
 
-    def slow(seconds: float) -> Any:
-        def make() -> Any:
-            time.sleep(seconds)
-            return problem
+    def slow() -> Any:
+        time.sleep(0.05)
+        return problem
 
-        return make
-
-    assert maker.make(7, "f", slow(0.1)) is problem
     again = PromptMaker(TOKENIZER, seconds=0.01, skipped=SkippedProblems(tmp_path / "skipped.jsonl"))
-    assert again.make(7, "f", slow(0.05)) is problem
-    assert again.make(8, "f", slow(0.05)) is None
-    assert log.counts() == {}  # nothing is left out
+    assert again.make(7, "f", slow) is problem and again.make(8, "f", slow) is None
 
 
 def test_long_prompts_are_truncated_to_their_end_or_refused_by_rule():
