@@ -30,6 +30,7 @@ from rl.tasks.skipped import SkippedProblems
 
 _Key = tuple[int, int]  # step, work item
 _EVALUATION: _Key = (-1, -1)  # in their place: the problems of evaluations
+_PROMPTS_WAIT = 30.0  # seconds in one call: less than the time after which a role counts as unresponsive
 _AHEAD = 2  # steps beyond those that can be leased, whose prompts are made
 
 
@@ -127,9 +128,10 @@ class Controller(Configurable):
     def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
         """Grant the next work item; None if there is none within `timeout` seconds, or the run is over.
 
-        Where there is one, its prompts are awaited beyond the timeout, but not under the lock.
+        Where there is one, its prompts are awaited beyond the timeout, though not for ever nor under the lock.
         """
         end = self._clock() + timeout
+        give_up = time.monotonic() + max(timeout, _PROMPTS_WAIT)
         while not self._stopped:
             with self._changed:
                 self._expire()
@@ -142,7 +144,11 @@ class Controller(Configurable):
                         return None
                     self._changed.wait(min(left, 1.0))
             if found is not None:
-                self._made.get(found, lambda: self._stopped)
+                self._made.get(found, lambda: self._stopped or time.monotonic() > give_up)
+                if not self._made.ready(found) and time.monotonic() > give_up:
+                    with self._changed:
+                        self._wait(worker, worker, lambda key=found: f"prompts of work item {key[1]} of step {key[0]}")
+                    return None
         return None
 
     def renew(self, lease: int) -> bool:

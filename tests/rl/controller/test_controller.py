@@ -376,7 +376,7 @@ def numbers(**fields: Any) -> TaskMixture.Config:
     return TaskMixture.Config(families=(Numbers.Config(label="numbers", **fields),), heldout_every=10**9)
 
 
-def test_problems_are_made_outside_the_lock():
+def test_problems_are_made_outside_the_lock(monkeypatch: pytest.MonkeyPatch):
     gate, asked = threading.Event(), threading.Event()
     controller = make(tasks=numbers())
     train = controller._tasks.train
@@ -393,8 +393,9 @@ def test_problems_are_made_outside_the_lock():
     thread.start()
     assert asked.wait(60)
     assert controller.status()["leased"] == 0 and not controller.renew(0) and controller.next_batch(0) is None
-    controller.published(0)
     assert thread.is_alive()  # nobody waited for the problem but who asked for it
+    monkeypatch.setattr("rl.controller.controller._PROMPTS_WAIT", 0.01)
+    assert controller.lease("v") is None  # and nobody for ever
     gate.set()
     thread.join(60)
     plain = make(tasks=numbers())
