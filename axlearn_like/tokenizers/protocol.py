@@ -108,15 +108,16 @@ def completion_text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
 
 
 def answer_text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
-    """Return the text of an answer as a verifier reads it: without the token that ended it, and nothing else dropped.
+    """Return the text of an answer as a verifier reads it: special tokens at its ends are dropped, as its end itself.
 
-    Special tokens that a policy has drawn in the middle are spelled out, or U+FFFD where they have no spelling: without
-    them "1<pad>2" would read "12".
+    Between two texts a special token that a policy has drawn is spelled out, or U+FFFD where it has no spelling:
+    without it "1<pad>2" would read "12".
     """
     tokens = list(ids)
-    if tokens and tokens[-1] in tokenizer.stop_ids:
-        tokens.pop()
     pieces = [tokenizer.token_bytes(token) for token in tokens]
+    texts = [n for n, piece in enumerate(pieces) if piece]
+    inside = slice(texts[0], texts[-1] + 1) if texts else slice(0)
+    tokens, pieces = tokens[inside], pieces[inside]
     if not all(pieces):
         spelled = {tokenizer.encode(text, special=True)[0]: text.encode() for text in tokenizer.special_tokens}
         unknown = "\ufffd".encode()

@@ -6,13 +6,14 @@ modulo `heldout_every`, unless a source has held-out rows of its own.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, override
 
 import numpy as np
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, text_lines
 from axlearn_like.tokenizers.chat import encode_chat
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import UserError
@@ -78,6 +79,12 @@ class TaskMixture(Configurable):
             labels = [family.title for family in self.families if isinstance(family, ProblemSource.Config)]
             distinct = bool(labels) and len(set(labels)) == len(labels)
             self.require("families", distinct, "families of different labels (Config.label)")
+
+        def environment(self) -> tuple[str, ...]:
+            """Return the names of the environment variables that paths of the tasks name, as $NAME."""
+            lines = text_lines(self).items()
+            texts = " ".join(text for path, text in lines if ".files" in path or ".arguments" in path)
+            return tuple(sorted(set(re.findall(r"\$\{?([A-Za-z_]\w*)", texts))))
 
     def __init__(self, cfg: Config):
         self.heldout_every = cfg.heldout_every

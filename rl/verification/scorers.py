@@ -52,6 +52,10 @@ class ReasoningGymScorer(Scorer):
         def confined(self) -> bool:
             return True
 
+        @override
+        def environment(self) -> tuple[str, ...]:
+            return self.mixture.environment()
+
     def __init__(self, cfg: Config):
         self._mixture = cfg.mixture.build()
         self._pass_mark = cfg.pass_mark

@@ -40,8 +40,9 @@ def test_a_vocabulary_without_room_for_special_ids_is_refused():
         ByteTokenizer.Config(vocab_size=256).build()
 
 
-def test_an_answer_loses_its_end_and_no_other_special_token():
+def test_special_tokens_between_the_texts_of_an_answer_are_seen_and_those_at_its_ends_dropped():
     tokenizer = ByteTokenizer.Config().build()
     assert answer_text(tokenizer, [*b"12", tokenizer.eos]) == "12" == answer_text(tokenizer, b"12")
     assert answer_text(tokenizer, [*b"1", tokenizer.pad, *b"2", tokenizer.eos]) == "1\ufffd2"
-    assert answer_text(tokenizer, [tokenizer.eos, *b"2"]) == "\ufffd2" and answer_text(tokenizer, []) == ""
+    assert answer_text(tokenizer, [tokenizer.bos, *b"2", tokenizer.pad, tokenizer.eos]) == "2"
+    assert answer_text(tokenizer, [tokenizer.eos]) == answer_text(tokenizer, []) == ""

@@ -17,6 +17,7 @@ from rl.tasks.rows.columns import Columns
 from rl.tasks.rows.datasets import ehrsql, gsm8k, humaneval, rows
 from rl.tasks.rows.sources import RowFunction
 from rl.tasks.rows.task_rows import TaskRows, same_answer
+from rl.verification.scorers import ReasoningGymScorer
 
 ROWS = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(40)]
 TOKENIZER = ByteTokenizer.Config().build()
@@ -138,6 +139,12 @@ def test_held_out_files_are_never_trained_on_even_where_both_have_a_row(tmp_path
         UserError, match="has 5 distinct held-out questions in its first 5 items, 6 are wanted: .*hold out"
     ):
         tasks.heldout(6)
+
+
+def test_a_verifiers_processes_get_the_environment_variables_that_paths_name():
+    named = rows("$AXL_DATA/a.jsonl", "${OTHER}/b.jsonl", template="costs $price")
+    tasks = TaskMixture.Config(families=(named, ehrsql("$EHR/data.json", "labels.json")))
+    assert ReasoningGymScorer.Config(mixture=tasks).environment() == ("AXL_DATA", "EHR", "OTHER")
 
 
 def test_messages_and_templates():
