@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ DATASETS: dict[str, Callable[..., TaskRows.Config]] = {"gsm8k": gsm8k, "humaneva
 
 
 def _document(path: str) -> Any:
-    file = Path(path).expanduser()
+    file = Path(os.path.expandvars(path)).expanduser()
     try:
         data = file.read_bytes()
         return json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
