@@ -61,7 +61,7 @@ class LLMJudge(RowScorer):
 
         @override
         def environment(self) -> tuple[str, ...]:
-            return () if self.key_variable is None else (self.key_variable,)
+            return (*super().environment(), *filter(None, [self.key_variable]))
 
         @override
         def check_fields(self) -> None:

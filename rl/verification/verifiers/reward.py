@@ -22,6 +22,7 @@ from mesh.errors import UserError
 from rl.roles.messages import Details, Problem
 from rl.verification.rewards import NotAReward, check_terms, describe, number
 from rl.verification.scorers import Scorer
+from rl.verification.verifiers.rows import variables_of
 
 __all__ = ["Format", "Function", "Length", "Reward", "Term", "reward"]
 
@@ -204,7 +205,8 @@ class Reward(Scorer):
 
         @override
         def environment(self) -> tuple[str, ...]:
-            return tuple(dict.fromkeys(name for term in self.terms for name in term.environment()))
+            names = (*variables_of(self.mixture), *(name for term in self.terms for name in term.environment()))
+            return tuple(dict.fromkeys(names))
 
         @override
         def check_fields(self) -> None:

@@ -11,7 +11,7 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from rl.roles.messages import Problem
 from rl.verification.scorers import Scorer
 
-__all__ = ["RowScorer", "last_match"]
+__all__ = ["RowScorer", "last_match", "variables_of"]
 
 
 class RowScorer(Scorer, abc.ABC):
@@ -31,6 +31,10 @@ class RowScorer(Scorer, abc.ABC):
         @override
         def confined(self) -> bool:
             return True
+
+        @override
+        def environment(self) -> tuple[str, ...]:
+            return variables_of(self.mixture)
 
         @override
         def check_fields(self) -> None:
@@ -63,6 +67,11 @@ class RowScorer(Scorer, abc.ABC):
                 return 0.0
             answer = found
         return self.judge(answer, reference, problem)
+
+
+def variables_of(mixture: ConfigBase[Any]) -> tuple[str, ...]:
+    """Return the names of the environment variables that tasks need to be built."""
+    return getattr(mixture, "environment", tuple)()
 
 
 def last_match(pattern: str, text: str) -> str | None:

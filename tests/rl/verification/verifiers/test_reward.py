@@ -10,6 +10,9 @@ import pytest
 
 from axlearn_like.config import ConfigError, from_text, to_text
 from mesh.errors import UserError
+from rl.tasks.mixture import TaskMixture
+from rl.tasks.rows.sources import RowFiles
+from rl.tasks.rows.task_rows import TaskRows
 from rl.verification.inline import InlineVerifier
 from rl.verification.service import Verifier
 from rl.verification.verifiers.reward import Format, Function, Length, Reward, Term, Verified, reward
@@ -147,6 +150,14 @@ def test_signatures_are_checked_before_anything_runs():
         config(Function.Config(function=right), Function.Config(function=right)).check()
     with pytest.raises(ConfigError, match="a term that is no gate"):
         config(Function.Config(function=right, gate=True)).check()
+
+
+def test_variables_of_tasks_and_terms_are_inherited():
+    files = RowFiles.Config(files="$SOME_DATA/rows.jsonl")
+    tasks = TaskMixture.Config(families=(TaskRows.Config(rows=files, label="rows"),))
+    term = Function.Config(function=right, inherits=("SOME_KEY",))
+    assert Reward.Config(mixture=tasks, terms=(term,)).environment() == ("SOME_DATA", "SOME_KEY")
+    assert ExactMatch.Config(mixture=tasks).environment() == ("SOME_DATA",)
 
 
 def test_a_file_is_named_by_its_place(tmp_path: Path):
