@@ -65,6 +65,7 @@ def test_of_adapters_the_first_push_alone_has_the_frozen_parameters():
     assert 100 < weights / plan.push < 500
 
 
+@pytest.mark.full
 def test_a_reference_counts_what_it_holds_beside_the_policy():
     """A copy of all parameters; of adapters, a copy of these; the base without them, nothing."""
     cfg = experiment("h100:1", "h100:1", objective=grpo(kl_coef=0.1))

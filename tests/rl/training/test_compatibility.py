@@ -20,7 +20,6 @@ from tests.rl.tiny import tiny_experiment
 from tests.rl.training.test_trainer import Roles, host
 
 REQUIRED = {"dr_grpo": {"max_length": 6}}  # max_new of the tiny experiment
-QUICK = ("grpo",)  # the others are made of such parts, each tested for itself
 
 
 def two_updates(path: Path, objective: Objective.Config) -> Roles:
@@ -33,9 +32,8 @@ def two_updates(path: Path, objective: Objective.Config) -> Roles:
     return roles
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in PRESETS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_takes_updates_as_it_is_returned(tmp_path: Path, name: str):
     roles = two_updates(tmp_path / "r", PRESETS[name](**REQUIRED.get(name, {})))
     first, second = roles.rows()
