@@ -131,6 +131,13 @@ class RolloutEngine(Configurable):
             self._core.install(placed, version, recompute=swap == "recompute")
         self._swap_seconds += time.monotonic() - began
 
+    def compilations(self) -> list[Callable[[], None]]:
+        """Return functions that each compile a program of a short request, which need no weights.
+
+        They may run in threads, beside the reading of weights, until the engine gets its first request.
+        """
+        return self._runner.compilations()
+
     def invalidate_weights(self) -> None:
         """Forget which version the weights in place are: they may be of a trainer that died before it saved them."""
         self._core.version = -1

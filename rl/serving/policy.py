@@ -1,12 +1,12 @@
 """The policy that a server serves: a run directory's as recorded, with its newest weights; or a model alone."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from axlearn_like.checkpoint.pretrained import pretrained_source
@@ -19,12 +19,12 @@ from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from axlearn_like.training.program import check_length
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.experiment import RLExperiment
-from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
-from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.training.warm_start import warm_start_directory
+
+_COMPILING = 2  # programs at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +143,21 @@ def load_params(experiment: RLExperiment | ServedModel, weights: Weights | None,
 def make_engine(
     experiment: RLExperiment | ServedModel, weights: Weights | None, adapters: AdapterLimits | None = None
 ) -> RolloutEngine:
-    """Return the experiment's engine with weights (None: random ones) and its usual programs compiled."""
-    engine = experiment.make_engine(
-        adapters=adapters, keep_completions=True
-    )  # a conversation continues with its next question
-    params = load_params(experiment, weights, make_mesh(engine.cfg.mesh))
-    engine.set_weights(params, 0 if weights is None else weights.version)
-    first = Prompt(0, "warm-up", np.asarray([experiment.tokenizer.eos] * 2, np.int32)[: engine.cfg.max_prompt])
-    engine.generate([Request(first, stop=StopConditions(max_new=1))])
+    """Return the experiment's engine with weights (None: random ones) and the programs of short requests compiled.
+
+    They are compiled while the weights are read, which waits for the disk.
+    """
+    # A conversation continues with its next question.
+    engine = experiment.make_engine(adapters=adapters, keep_completions=True)
+    threads = ThreadPoolExecutor(_COMPILING, "compile")
+    try:
+        compiling = [threads.submit(compile_one) for compile_one in engine.compilations()]
+        params = load_params(experiment, weights, make_mesh(engine.cfg.mesh))
+        engine.set_weights(params, 0 if weights is None else weights.version)
+        for one in compiling:
+            one.result()
+    finally:  # weights that are damaged are said to be at once, whatever is being compiled
+        threads.shutdown(wait=False, cancel_futures=True)
     return engine
 
 

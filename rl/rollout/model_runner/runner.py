@@ -176,9 +176,9 @@ class ModelRunner:
         self.wake()
         self.params = params
 
-    def _computed_with(self) -> Any:
+    def _computed_with(self, params: Any) -> Any:
         """Return the arrays of the model: the parameters, and the bank of adapters if there is one."""
-        return self.params if self.bank is None else (self.params, self.bank.arrays)
+        return params if self.bank is None else (params, self.bank.arrays)
 
     # ---- memory
 
@@ -226,7 +226,7 @@ class ModelRunner:
     def prefill(self, batch: PrefillBatch) -> Any:
         """Put the tokens of a batch into the pool; returns their routing if it is recorded (see `decode.prefill`)."""
         with jax.set_mesh(self.mesh):
-            self.pool, routing = self._run_prefill(self._computed_with(), self.pool, batch)
+            self.pool, routing = self._run_prefill(self._computed_with(self.params), self.pool, batch)
         return routing
 
     def decode(self, batch: DecodeBatch, *, quorum: int, plain: bool) -> dict[str, jax.Array]:
@@ -241,7 +241,7 @@ class ModelRunner:
         with jax.set_mesh(self.mesh):
             windows = self._windows_of(size)
             self.pool, windows, out = self._run_decode(
-                self._computed_with(), self.pool, windows, batch, np.int32(quorum), plain=plain
+                self._computed_with(self.params), self.pool, windows, batch, np.int32(quorum), plain=plain
             )
         for layer, groups in enumerate(windows):
             for key, cells in zip(enumerate(self.buckets.groups(size)), groups, strict=True):
@@ -268,6 +268,31 @@ class ModelRunner:
         return make_window(rows, self.buckets.widest, kv_heads=heads, head_dim=width, dtype=self._dtype)
 
     # ---- ahead of time
+
+    def compilations(self) -> list[Callable[[], None]]:
+        """Return functions that each compile a program of a short request by itself, before there are weights.
+
+        They may run in threads at the same time, until the runner is used, which then finds the programs compiled.
+        Decoding is compiled as samplers with a temperature alone need it, and for all others (greedy ones, top-p).
+        """
+        chunk, rows = self.buckets.chunks[0], self.buckets.rows(1)
+        width = self.buckets.width(chunk) // self.page_size
+        with_bank, described = self.bank is not None, self._computed_with(self._weights.described)
+        prompt = pack_prefill([], self.buckets.prefill_rows(1, chunk), chunk, width, adapters=with_bank)
+        sizes = {"pages": self.pages_of_a_row, "vocab": self.vocab}
+        batch = pack_decode([], [Sampler.Config()] * rows, **sizes, adapters=with_bank)
+        with jax.set_mesh(self.mesh):
+            windows = self._windows_of(rows)
+
+        def compile_prefill() -> None:
+            with jax.set_mesh(self.mesh):
+                self._run_prefill.lower(described, self.pool, prompt).compile()
+
+        def compile_decode(plain: bool) -> None:
+            with jax.set_mesh(self.mesh):
+                self._run_decode.lower(described, self.pool, windows, batch, np.int32(1), plain=plain).compile()
+
+        return [partial(compile_decode, True), compile_prefill, partial(compile_decode, False)]
 
     def dispatches(self) -> list[Dispatch]:
         """Return the dispatches that the engine runs, of each kind the largest."""

@@ -11,7 +11,10 @@ from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.layers.base import Params
 from axlearn_like.run.directory import RunDirectory
 from mesh import UserError, make_mesh
-from rl.serving.policy import Weights, find_run, load_params, newest_weights, recorded_config
+from rl.roles.messages import Prompt
+from rl.rollout.request import Request
+from rl.rollout.sampling import Sampler
+from rl.serving.policy import Weights, find_run, load_params, make_engine, newest_weights, recorded_config
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
 
 
@@ -85,3 +88,17 @@ def test_a_run_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.txt").write_text("axlearn_like.learner:AdamW\n")
     with pytest.raises(UserError, match="is a run of axlearn_like.learner:AdamW"):
         recorded_config(RunDirectory.attach(tmp_path))
+
+
+@pytest.mark.full
+def test_programs_are_compiled_beside_the_reading_of_weights() -> None:
+    """Those of short requests, greedy or not: the first ones trace and compile nothing."""
+    engine = make_engine(tiny_experiment().build(), None)
+    assert engine.stats()["compilations"] == 3
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **kwargs: compiled.append(event))
+    prompt = np.arange(9, dtype=np.int32)
+    for number, sampler in enumerate((None, Sampler.Config(temperature=0.0))):
+        engine.generate([Request(Prompt(number, "any", prompt), sampler=sampler)])
+    assert engine.stats()["compilations"] == 3
+    assert [event for event in compiled if "backend_compile" in event] == []
