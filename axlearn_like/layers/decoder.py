@@ -250,19 +250,30 @@ class Decoder(Layer):
             for index in range(segment.count)
         ]
 
-    @property
-    def routing_layout(self) -> RoutingLayout | None:
-        """The parts of a record of its routing; None: it has no experts."""
+    def _mixtures(self) -> dict[int, Any]:
+        """Return the mixtures of experts, maybe wrapped, by layer; with the parameters of its stack."""
         if isinstance(self.layers, tuple):
             blocks = list(self.layers)
         else:
             blocks = [getattr(self, segment.name) for segment in self.segments for _ in range(segment.count)]
         feeds: list[Any] = [getattr(block, "feed_forward", None) for block in blocks]
-        found = {index: feed for index, feed in enumerate(feeds) if hasattr(feed, "num_experts")}
+        return {index: feed for index, feed in enumerate(feeds) if hasattr(feed, "num_experts")}
+
+    @property
+    def has_experts(self) -> bool:
+        """True if a layer is a mixture of experts."""
+        return bool(self._mixtures())
+
+    @property
+    def routing_layout(self) -> RoutingLayout | None:
+        """The parts of a record of its routing; None: it has no experts, or of several kinds and no record."""
+        found = self._mixtures()
         if not found:
             return None
         kinds = {(feed.num_experts, feed.router.top_k, feed.record_routing) for feed in found.values()}
         if len(kinds) > 1:
+            if not any(feed.record_routing for feed in found.values()):
+                return None
             raise UserError(
                 f"Decoder: layers with mixtures of {len(kinds)} kinds; expected the same num_experts, top_k and "
                 "record_routing in all"

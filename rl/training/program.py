@@ -134,15 +134,14 @@ class Scored(NamedTuple):
 def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: float, chunks: int = 1) -> Scored:
     """Return the objective's input from a model, at the behaviour temperature; logits of one chunk exist at a time."""
     groups, prefix = batch["inputs"].shape[0], batch["prefix"]
-    layout: RoutingLayout | None = getattr(model, "routing_layout", None)
     if batch["inputs"].ndim == 2:
         context = PackedGroupContext(*(batch[name] for name in _PLACES))
     else:
         _, samples, length = batch["inputs"].shape
-        used = None if layout is None else _used_lengths(batch["action_mask"])
+        used = _used_lengths(batch["action_mask"]) if getattr(model, "has_experts", False) else None
         context = GroupContext(batch["prefix_lengths"], prefix.shape[1], samples, length, used)
     tokens = jnp.concatenate([prefix, batch["inputs"].reshape(groups, -1)], axis=1)
-    routing = None if layout is None or "routing" not in batch else to_model(layout, batch["routing"])
+    routing = to_model(model.routing_layout, batch["routing"]) if "routing" in batch else None
     hidden = model.hidden(tokens, context, routing=routing)
     x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
     answers, targets = x[:, prefix.shape[1] :], batch["targets"].reshape(groups, -1)

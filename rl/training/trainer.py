@@ -131,7 +131,7 @@ class PolicyTrainer(Configurable):
             if not self.replay_routing:
                 return None
             layout = routing_layout(self.model)
-            self.require("replay_routing", layout is not None, "False, for the policy has no mixtures of experts")
+            self.require("replay_routing", layout is not None, "False, for the policy has no mixtures of one kind")
             return layout
 
         def sizes(self) -> dict[str, Any]:

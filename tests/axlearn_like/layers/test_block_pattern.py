@@ -94,6 +94,17 @@ def test_flops_count_each_window():
     assert model_flops(pattern, work) == plain - 5 * 2 * fewer_pairs * 2 * (8 + 8)
 
 
+def test_mixtures_of_several_kinds_have_no_record():
+    def built(record: bool) -> Decoder:
+        other = block(feed_forward=mixture(record).set(num_experts=2))
+        pattern = BlockPattern.Config(blocks=(block(feed_forward=mixture(record)),), leading=other, num_leading=1)
+        return jax.eval_shape(lambda: decoder(pattern, 3).build(rngs=nnx.Rngs(0)))
+
+    assert built(False).has_experts and built(False).routing_layout is None
+    with pytest.raises(UserError, match="layers with mixtures of 2 kinds; expected the same num_experts, top_k and"):
+        _ = built(True).routing_layout
+
+
 def test_layers_without_experts_have_no_routing_to_record_or_replay():
     blocks = (block(window=2, feed_forward=mixture()), block(feed_forward=mixture()))
     graphdef, params = initialise(decoder(BlockPattern.Config(blocks=blocks, leading=block(), num_leading=2), 4))
