@@ -92,7 +92,7 @@ def test_a_run_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_programs_are_compiled_beside_the_reading_of_weights() -> None:
-    """Those of short requests, greedy or not: the first ones trace and compile nothing."""
+    """The first requests, greedy or not, trace and compile nothing."""
     engine = make_engine(tiny_experiment().build(), None)
     assert engine.stats()["compilations"] == 3
     compiled: list[str] = []
