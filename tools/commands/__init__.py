@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "models": "List the published models that are built in, and show what one costs.",
     "data": "Prepare data: train a tokenizer, filter, dedup, decontaminate, split rows.",
     "aot": "Compile a step for TPUs that are not there: does it fit, and how fast could it be.",
+    "launch": "Plan a run on TPUs, and write the manifests that ask for them.",
     "bench": "Run a benchmark and print its result as JSON.",
     "report": "Rebuild the report of a run directory.",
 }

@@ -1,0 +1,88 @@
+"""Mistakes with `axl launch`: one message that names the thing, status 2, and nothing is written."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tools import cli
+
+RL = ["qwen25_0_5b_rl", "--tpu", "v6e:2x2"]
+WORKERS = ["--workers", "2", "--worker-tpu", "v6e:1x1"]
+TRAIN = ["llama2_7b", "--tpu", "v5p:2x2x4"]
+
+CASES = {
+    "no such topology": (["llama2_7b", "--tpu", "v5p:4x4x5"], "no TPU topology 'v5p:4x4x5'; the nearest: v5p:4x4x4"),
+    "no such generation": (["llama2_7b", "--tpu", "v5q:4x4x4"], "no TPU generation 'v5q'.*did you mean 'v5"),
+    "no such machine": (["llama2_7b", "--tpu", "v4:1x1x1"], "tpu: --tpu=v4:1x1x1: no machine type has 1 chips"),
+    "no rule": (["llama2_70b", "--tpu", "v6e:2x2"], "llama2_70b has no mesh rule for 'tpu-v6e-4'"),
+    "mesh that does not divide": ([*TRAIN, "--set", "mesh={'fsdp': 12}"], "12.*16"),
+    "does not fit": (
+        ["qwen25_1_5b_rl", "--tpu", "v6e:2x2", *WORKERS, "--set", "engine.pages=10000000"],
+        r"nothing is written:\n  worker: what it holds needs weights .* = .* GiB, and a device of v6e:1x1 has 32.00",
+    ),
+    "no device": (["llama2_7b"], "expected --tpu KIND:SHAPE"),
+    "no workers": (RL, r"workers: expected --workers N --worker-tpu KIND:SHAPE for an RL experiment"),
+    "workers alone": ([*RL, "--workers", "2"], "workers: expected --workers together with --worker-tpu"),
+    "workers of no RL": ([*TRAIN, *WORKERS], "workers: expected 0: llama2_7b is no RL experiment"),
+    "capacity": ([*TRAIN, "--capacity", "spto"], "--capacity='spto': expected .*did you mean 'spot'"),
+    "reservation": ([*TRAIN, "--capacity", "reserved"], "expected reserved:NAME"),
+    "name of spot": ([*TRAIN, "--capacity", "spot:x"], "spot takes no name"),
+    "name": ([*TRAIN, "--name", "My_run"], "--name='My_run': expected a DNS label"),
+    "long name": (
+        [*TRAIN, "--name", "a" * 50],
+        r"the Pod a+-trainer-node-0-3-xxxxx would have 73 .*expected a name of at most 40",
+    ),
+    "storage": ([*TRAIN, "--storage", "s3://b"], "expected gs://BUCKET"),
+    "slices": ([*TRAIN, "--slices", "0"], "slices: expected 1 or more, got 0"),
+    "secret": ([*TRAIN, "--set", "launch.env={'HF_TOKEN': 'x'}"], r"env: expected no secrets \(HF_TOKEN\)"),
+    "field": ([*TRAIN, "--set", "launch.kubernetes.namespce=x"], "did you mean 'namespace'"),
+    "experiment": (["lama2_7b", "--tpu", "v5p:4x4x4"], "did you mean 'llama2_7b'"),
+    "target": ([*TRAIN, "--on", "gce"], "--on gce: Compute Engine are not supported yet|--on gce"),
+    "unknown target": ([*TRAIN, "--on", "gek"], "did you mean 'gke'"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_and_nothing_is_written(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments, message = CASES[case]
+    assert cli.main(["launch", *arguments, "--dry-run", str(tmp_path / "out")]) == 2
+    shown = capsys.readouterr().err
+    assert re.search(message, shown, re.DOTALL), shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_function_may_return_the_submission_and_options_replace_its_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from tools.launch.launch import Launch\n\n"
+        "def mine():\n    return Launch.Config(experiment='demo_sft', tpu='v6e:2x2', name='mine')\n"
+    )
+    out = tmp_path / "out"
+    options = ["--queue", "research", "--capacity", "spot", "--set", "launch.kubernetes.namespace=lab", "--json"]
+    assert cli.main(["launch", f"{mine}:mine", *options, "--set", "num_steps=7", "--dry-run", str(out)]) == 0
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (plan["name"], plan["command"], plan["chips"], plan["roles"]["trainer"]["capacity"]) == (
+        *("mine", "train", 4, "spot"),
+    )
+    text = (out / "launch.txt").read_text()
+    assert "kubernetes.queue: 'research'" in text and "kubernetes.namespace: 'lab'" in text
+    assert "num_steps: 7\n" in (out / "config.txt").read_text()
+    (jobset,) = yaml.safe_load_all((out / "trainer.yaml").read_text())
+    assert jobset["metadata"]["namespace"] == "lab"
+
+
+def test_submitting_is_refused_by_name(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["launch", *TRAIN]) == 2
+    assert "cannot submit by itself yet: give --dry-run DIR" in capsys.readouterr().err
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert cli.main(["launch", *TRAIN, "--dry-run", str(tmp_path)]) == 2
+    assert "expected a new or empty folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

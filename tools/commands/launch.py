@@ -1,0 +1,145 @@
+"""`axl launch EXPERIMENT`: what running it on TPUs takes, and the manifests that ask for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from experiments.registry import check_name
+from mesh.errors import UserError, did_you_mean
+from tools.experiment import edit_options
+
+if TYPE_CHECKING:
+    from tools.launch.launch import Launch
+    from tools.launch.plan import LaunchPlan, Role
+
+TARGETS = ("gke",)
+_ABSENT = {  # said by name, as others may look for them
+    "queued-resource": "queued resources of the Cloud TPU API",
+    "gce": "Compute Engine",
+    "ray": "KubeRay and existing Ray clusters",
+    "local": "running the manifests on this machine",
+}
+_PREFIX = "launch."  # of edits that are the submission's, not the experiment's
+_GIB = 1 << 30
+
+
+@click.command("launch")
+@edit_options
+@click.option("--on", "target", default="gke", show_default=True, help="Where it runs: gke.")
+@click.option("--tpu", metavar="KIND:SHAPE", help="Slice of the trainer, e.g. v5p:4x4x4.")
+@click.option("--slices", type=int, metavar="N", help="Slices of the trainer.  [default: 1]")
+@click.option("--capacity", metavar="TERMS", help="on-demand, spot, reserved:NAME or flex.  [default: on-demand]")
+@click.option("--workers", type=int, metavar="K", help="Rollout workers of an RL run.")
+@click.option("--worker-tpu", metavar="KIND:SHAPE", help="Slice of each worker, e.g. v6e:2x2.")
+@click.option("--worker-capacity", metavar="TERMS", help="Of the workers.  [default: the trainer's]")
+@click.option("--queue", metavar="NAME", help="Queue of Kueue.")
+@click.option("--storage", metavar="PLACE", help="gs://BUCKET/FOLDER or pvc:CLAIM/FOLDER.  [default: pvc:axl]")
+@click.option("--name", help="Of the run.  [default: the experiment's]")
+@click.option("--seed", type=int, help="The experiment's argument `seed`.")
+@click.option("--price", type=float, help="Of a chip of the trainer for an hour, for the plan.")
+@click.option("--worker-price", type=float, help="Of a chip of a worker.  [default: the trainer's]")
+@click.option("--dry-run", type=click.Path(path_type=Path), metavar="DIR", help="Write everything there; ask no cloud.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object on the last line.")
+def command(
+    experiment: str,
+    sets: tuple[str, ...],
+    applied: tuple[str, ...],
+    target: str,
+    dry_run: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Plan a run of EXPERIMENT on TPUs, and write what asks for them.
+
+    The plan says hosts, chips, mesh and whether it fits, by the mesh rules of the target. Manifests, the code in use
+    and a script that submits them are written to --dry-run DIR, without a cloud's library or credentials.
+    EXPERIMENT may be FILE.py:FUNCTION that returns a Launch.Config; options given here replace its fields.
+    --set launch.PATH=VALUE changes the submission (launch.image=..., launch.kubernetes.namespace=...).
+    """
+    check_name(experiment)
+    if target not in TARGETS:
+        if target in _ABSENT:
+            raise UserError(f"--on {target}: {_ABSENT[target]} are not supported yet; there is --on gke")
+        raise UserError(f"--on {target!r}: no such target{did_you_mean(target, TARGETS)}")
+    if dry_run is None:
+        raise UserError(
+            "axl launch cannot submit by itself yet: give --dry-run DIR, look at what it writes, and run DIR/submit.sh"
+        )
+    from tools.launch.plan import plan_launch, refuse
+    from tools.launch.submission import submission, write
+
+    cfg = launch_config(experiment, sets, applied, on=target, **options)
+    plan = plan_launch(cfg)
+    for line in plan_lines(plan):
+        click.echo(line, err=as_json)
+    if as_json and plan.refusals:
+        click.echo(json.dumps(plan.as_dict()))
+    refuse(plan)
+    files, bundle = submission(cfg, plan)
+    write(dry_run, files, bundle)
+    if bundle is not None:
+        click.echo(bundle.summary, err=as_json)
+    click.echo(f"written to {dry_run}: {', '.join(sorted(files))}; nothing was submitted", err=as_json)
+    if as_json:
+        click.echo(json.dumps(plan.as_dict()))
+
+
+def launch_config(
+    experiment: str, sets: tuple[str, ...], applied: tuple[str, ...], queue: str | None = None, **options: Any
+) -> Launch.Config:
+    """Return the config of a submission: that of a function, or of an experiment, with the options that are given.
+
+    Raises:
+        UserError: an option or an edit does not fit, or a device is missing.
+    """
+    from tools.experiment import apply_edits, load_experiment
+    from tools.launch.launch import Launch
+
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    own = [edit.removeprefix(_PREFIX) for edit in sets if edit.startswith(_PREFIX)]
+    others = tuple(edit for edit in sets if not edit.startswith(_PREFIX))
+    found: Any = load_experiment(experiment) if ":" in experiment else None
+    if isinstance(found, Launch.Config):
+        found.set(sets=(*found.sets, *others), applied=(*found.applied, *applied), **given)
+    elif "tpu" not in given:
+        raise UserError("axl launch: expected --tpu KIND:SHAPE, the slice of the trainer, such as --tpu v5p:4x4x4")
+    else:
+        found = Launch.Config(experiment=experiment, sets=others, applied=applied, **given)
+    if queue is not None:
+        found.kubernetes.queue = queue
+    apply_edits(found, own, _PREFIX)
+    return found
+
+
+def plan_lines(plan: LaunchPlan) -> list[str]:
+    """Return the plan as lines for a reader."""
+    data = plan.as_dict()
+    cost = "" if plan.cost is None else f", {plan.cost:,.2f} an hour at the price given"
+    lines = [f"{plan.name}: {data['hosts']} hosts, {data['chips']} chips, {data['processes']} processes{cost}"]
+    lines += [_role_line(role) for role in plan.roles]
+    if plan.refusals:
+        return lines
+    return [
+        *lines,
+        "by arithmetic of what a device keeps all the time, it fits; `axl aot` asks the compiler for a step",
+    ]
+
+
+def _role_line(role: Role) -> str:
+    number = f"{role.count} x " if role.count > 1 else ""
+    if role.slices is None:
+        return f"  {role.name}: one machine without accelerators, {role.memory_gib} GiB, {role.capacity.kind}"
+    mesh = " x ".join(f"{axis} {size}" for axis, size in role.mesh.items()) or "one device"
+    held = " + ".join(f"{name} {size / _GIB:.2f}" for name, size in role.holds.items())
+    used, there = math.prod(role.mesh.values()), role.slices.topology.devices
+    unused = f" ({used} of {there} devices: the others are not used)" if used < there else ""
+    machines = f"{role.jobs * role.pods} x {role.slices.machine_type}"
+    return (
+        f"  {role.name}: {number}{role.slices.topology}, {machines}, {role.capacity.kind}; mesh {mesh}{unused}; "
+        f"a device keeps {held} of {role.device_memory / _GIB:.2f} GiB"
+    )

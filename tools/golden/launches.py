@@ -1,0 +1,61 @@
+"""Golden texts of what `axl launch` writes, compared by tests/tools/launch/test_golden.py.
+
+    python -m tools.golden.launches
+
+The digest of the code is left out, and so are the experiments' configs, which have golden texts of their own.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from axlearn_like.config import to_text
+from tools.launch.launch import Kubernetes, Launch
+from tools.launch.plan import LaunchPlan, plan_launch
+from tools.launch.submission import render
+
+DIRECTORY = Path(__file__).parents[2] / "tests" / "tools" / "launch" / "golden"
+DIGEST = "0" * 16
+CASES: dict[str, Launch.Config] = {
+    "llama2_7b.gke": Launch.Config(
+        experiment="llama2_7b",
+        tpu="v5p:4x4x4",
+        slices=2,
+        capacity="reserved:mine",
+        price=4.2,
+        storage="gs://bucket/runs",
+        kubernetes=Kubernetes.Config(queue="research", priority="high"),
+    ),
+    "qwen25_0_5b_rl.gke": Launch.Config(
+        experiment="qwen25_0_5b_rl",
+        seed=3,
+        sets=("num_steps=100",),
+        tpu="v6e:2x2",
+        workers=2,
+        worker_tpu="v6e:1x1",
+        worker_capacity="spot",
+        secret_env={"WANDB_API_KEY": "wandb/key"},
+        kubernetes=Kubernetes.Config(worker_priority="low"),
+    ),
+}
+
+
+def golden_text(cfg: Launch.Config, plan: LaunchPlan) -> str:
+    """Return config, plan and files as one text."""
+    data: dict[str, Any] = {key: value for key, value in plan.as_dict().items() if key != "plan_s"}
+    parts = {"launch.txt": to_text(cfg), "plan.json": json.dumps(data, indent=1) + "\n", **render(cfg, plan, DIGEST)}
+    return "".join(f"==> {name} <==\n{text}" for name, text in parts.items())
+
+
+def main() -> None:
+    """Write the texts, and delete those of cases that are gone."""
+    DIRECTORY.mkdir(exist_ok=True)
+    for path in DIRECTORY.glob("*.txt"):
+        if path.stem not in CASES:
+            path.unlink()
+    for name, cfg in CASES.items():
+        (DIRECTORY / f"{name}.txt").write_text(golden_text(cfg, plan_launch(cfg.clone())))
+
+
+if __name__ == "__main__":
+    main()

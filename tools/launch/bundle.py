@@ -1,0 +1,122 @@
+"""The code in use as one archive that is named by its content: the same code gives the same name, and is sent once."""
+
+import dataclasses
+import gzip
+import hashlib
+import io
+import subprocess
+import tarfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from mesh import UserError
+from tools.launch.launch import Launch
+from tools.launch.plan import LaunchPlan
+from tools.launch.script import USER_FILES
+
+ROOMS = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
+_BESIDE = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE")
+_ROOT = Path(__file__).parents[2]
+_DIGEST = 16  # characters; a label has at most 63
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """An archive.
+
+    Attributes:
+        digest: of the content, compression left out.
+        content: of the file.
+        summary: one line about what is in it.
+    """
+
+    digest: str
+    content: bytes
+    summary: str
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file."""
+        return f"axl-{self.digest}.tar.gz"
+
+
+def make_bundle(cfg: Launch.Config, plan: LaunchPlan, texts: dict[str, str], root: Path = _ROOT) -> Bundle:
+    """Pack the rooms as they are on disk, the user's files that the experiment names, and `texts` (path -> content).
+
+    Files whose names begin with a dot, byte code and links are left out.
+
+    Raises:
+        UserError: the code was installed without its checkout, two of the user's files have one name, or a name is of
+            a module that would not be there.
+    """
+    if not (root / "pyproject.toml").is_file():
+        raise UserError(
+            "launch.bundle=True: the code in use is no checkout (no pyproject.toml beside it); run in a checkout, or "
+            "set launch.image to an image with the package, and launch.bundle=False"
+        )
+    files = {path.relative_to(root).as_posix(): path.read_bytes() for path in _code(root)}
+    own = dict(_own_files((cfg.experiment, *cfg.applied)))
+    files |= {f"{USER_FILES}/{name}": content for name, content in own.items()}
+    files |= {path: text.encode() for path, text in texts.items()}
+    archive = _archive(files)
+    digest = hashlib.sha256(archive).hexdigest()[:_DIGEST]
+    content = gzip.compress(archive, mtime=0)
+    own_said = f", {len(own)} of yours ({', '.join(own)})" if own else ""
+    said = f"bundle axl-{digest}: {len(files)} files, {len(content) / 1e6:.2f} MB{own_said}; {_changes(root)}"
+    return Bundle(digest, content, said)
+
+
+def _code(root: Path) -> Iterator[Path]:
+    for room in ROOMS:
+        for path in (root / room).rglob("*"):
+            hidden = any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(root).parts)
+            if path.is_file() and not path.is_symlink() and not hidden and path.suffix != ".pyc":
+                yield path
+    yield from (path for name in _BESIDE if (path := root / name).is_file())
+
+
+def _own_files(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the user's files that these names mention, by name."""
+    seen: dict[str, Path] = {}
+    for name in names:
+        place = name.rpartition(":")[0]
+        if not place or place.partition(".")[0] in ROOMS:
+            continue
+        if not place.endswith(".py"):
+            raise UserError(
+                f"{name!r}: the module {place} would not be where the run is; expected FILE.py:FUNCTION, or an image "
+                "that has it (launch.image) and launch.bundle=False"
+            )
+        path = Path(place).expanduser().resolve()
+        if seen.setdefault(path.name, path) != path:
+            raise UserError(f"{seen[path.name]} and {path} have one name, and the bundle has one folder; rename one")
+        yield path.name, path.read_bytes()
+
+
+def _archive(files: dict[str, bytes]) -> bytes:
+    """Return an archive that depends on names and contents alone."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name in sorted(files):
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(files[name]), 0o644
+            archive.addfile(entry, io.BytesIO(files[name]))
+    return buffer.getvalue()
+
+
+def _changes(root: Path) -> str:
+    """Say in words which of the code is in no commit."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.rstrip("\n")
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        lines = git("status", "--porcelain", "--untracked-files=all", "--", *ROOMS).splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return "not under git"
+    new = sum(line.startswith("??") for line in lines)
+    if not lines:
+        return f"commit {commit}, nothing changed"
+    return f"commit {commit}, {len(lines) - new} changed and {new} untracked files, as they are on disk"

@@ -1,0 +1,184 @@
+"""JobSets on GKE: one for the trainer of a supervised run; one for each instance of a role of an RL run.
+
+An instance is submitted by itself, so that a worker which is taken away restarts alone, and Kueue admits, evicts and
+readmits it alone. Exit status 2 is the user's mistake and fails the JobSet; everything else restarts it.
+"""
+
+from typing import Any
+
+from tools.launch.accelerators import Slices
+from tools.launch.capacity import SPOT_GRACE
+from tools.launch.launch import Launch
+from tools.launch.names import NODE
+from tools.launch.plan import LaunchPlan, Role
+from tools.launch.script import CODE, MEETING_PORT, RAY_PORT, bootstrap, bundle_path, process_arguments
+from tools.launch.storage import MOUNT
+
+TOKEN_KEY = "ray"  # in the Secret of a run
+_GRACE = 60  # seconds, where machines are not taken away
+_USER_ERROR = 2
+_TPU_PORTS = {"tpu-runtime": 8471, "megascale": 8080, "metrics": 8431, "meeting": MEETING_PORT}
+_POLICY = "cloud.google.com/placement-policy-name"
+_EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+
+
+def jobsets(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the JobSets of each role; `digest`: of the bundle."""
+    return {role.name: [jobset(cfg, plan, role, index, digest) for index in range(role.count)] for role in plan.roles}
+
+
+def jobset(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: str) -> dict[str, Any]:
+    """Return the JobSet of one instance of a role."""
+    name = jobset_name(plan, role, index)
+    kubernetes = cfg.kubernetes
+    labels = run_labels(cfg, plan, role, digest)
+    queue = {} if kubernetes.queue is None else {"kueue.x-k8s.io/queue-name": kubernetes.queue}
+    restarts = kubernetes.worker_max_restarts if role.name == "worker" else kubernetes.max_restarts
+    # A slice of several hosts is a node pool; those of one host may be many in a pool.
+    exclusive = {"annotations": {_EXCLUSIVE: "cloud.google.com/gke-nodepool"}} if role.pods > 1 else {}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name, "namespace": kubernetes.namespace, "labels": {**labels, **queue}, **exclusive},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {
+                "maxRestarts": restarts,
+                "restartStrategy": "BlockingRecreate",  # two generations of Pods never share a slice
+                "rules": [
+                    {"name": "usersMistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+                ],
+            },
+            "replicatedJobs": [
+                {"name": NODE, "replicas": role.jobs, "template": {"spec": _job(cfg, plan, role, name, labels, digest)}}
+            ],
+        },
+    }
+
+
+def jobset_name(plan: LaunchPlan, role: Role, index: int) -> str:
+    """Return the name of an instance's JobSet."""
+    return f"{plan.name}-{role.name}" + (f"-{index}" if role.name == "worker" else "")
+
+
+def token_secret(plan: LaunchPlan) -> str:
+    """Return the name of the Secret with the token of an RL run's cluster."""
+    return f"{plan.name}-token"
+
+
+def run_labels(cfg: Launch.Config, plan: LaunchPlan, role: Role, digest: str) -> dict[str, str]:
+    """Return the labels of everything that belongs to a role of a run."""
+    code = {"axl/bundle": f"axl-{digest}"} if cfg.bundle else {}
+    return {"axl/run": plan.name, "axl/role": role.name, **code}
+
+
+def node_selector(cfg: Launch.Config, role: Role) -> dict[str, str]:
+    """Return the labels of the machines of a role."""
+    if role.slices is None:
+        return {}
+    slices: Slices = role.slices
+    policy = cfg.kubernetes.placement_policies.get(slices.topology.name)
+    return {
+        "cloud.google.com/gke-tpu-accelerator": slices.accelerator.label,
+        "cloud.google.com/gke-tpu-topology": slices.shape,
+        "node.kubernetes.io/instance-type": slices.machine_type,  # one topology may be of machines of two sizes
+        **({} if policy is None else {_POLICY: policy}),
+        **role.capacity.node_selector(),
+    }
+
+
+def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[str, Any]]:
+    """Return the variables of a container; secrets are references."""
+    plain = {"PYTHONUNBUFFERED": "1", "AXL_COMPILATION_CACHE": str(cfg.place().path / "compilation-cache")}
+    if cfg.bundle:
+        plain["PYTHONPATH"] = CODE
+    if role.slices is None:
+        plain["JAX_PLATFORMS"] = "cpu"
+    secret = dict(cfg.secret_env)
+    if plan.command == "rl":
+        plain["RAY_AUTH_MODE"] = "token"
+        secret["RAY_AUTH_TOKEN"] = f"{token_secret(plan)}/{TOKEN_KEY}"
+    found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in {**plain, **cfg.env}.items()]
+    for name, where in secret.items():
+        owner, _, key = where.partition("/")
+        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": owner, "key": key}}})
+    return found
+
+
+def _job(
+    cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str, labels: dict[str, str], digest: str
+) -> dict[str, Any]:
+    failed = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_USER_ERROR]}}
+    metadata = {"labels": labels, **_annotations(cfg)}
+    return {
+        "parallelism": role.pods,
+        "completions": role.pods,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [failed]},
+        "template": {"metadata": metadata, "spec": _pod(cfg, plan, role, name, digest)},
+    }
+
+
+def _annotations(cfg: Launch.Config) -> dict[str, Any]:
+    found = cfg.place().annotations()
+    return {"annotations": found} if found else {}
+
+
+def _pod(cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str, digest: str) -> dict[str, Any]:
+    kubernetes = cfg.kubernetes
+    host = kubernetes.host_network if kubernetes.host_network is not None else role.jobs > 1
+    priority = kubernetes.worker_priority if role.name == "worker" else kubernetes.priority
+    tolerations = [*role.capacity.tolerations()]
+    if role.slices is not None:
+        tolerations.append({"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"})
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": SPOT_GRACE if role.capacity.spot else _GRACE,
+        "serviceAccountName": kubernetes.service_account,
+        "automountServiceAccountToken": False,  # nothing in a run talks to the cluster's API
+        **({} if priority is None else {"priorityClassName": priority}),
+        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if host and role.slices else {}),
+        **({"nodeSelector": selector} if (selector := node_selector(cfg, role)) else {}),
+        **({"tolerations": tolerations} if tolerations else {}),
+        "containers": [_container(cfg, plan, role, name, digest)],
+        "volumes": [cfg.place().volume(), {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+    }
+
+
+def _container(cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str, digest: str) -> dict[str, Any]:
+    ports = _TPU_PORTS if role.slices is not None else {"ray": RAY_PORT}
+    return {
+        "name": role.name,
+        "image": cfg.image,
+        "command": ["/bin/bash", "-c", bootstrap(cfg, bundle_path(cfg, digest)), "axl"],
+        "args": process_arguments(cfg, plan, role, name),
+        "env": [*environment(cfg, plan, role), *_downward(role)],
+        "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
+        "resources": _resources(cfg, role),
+        "securityContext": _security(cfg, role),
+        "volumeMounts": [{"name": "runs", "mountPath": MOUNT}, {"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+
+
+def _downward(role: Role) -> list[dict[str, Any]]:
+    """Return what a process must know of its place; TPU_NAME tells Ray which hosts are one slice."""
+    fields = {"POD_IP": "status.podIP", "AXL_SLICE": "metadata.labels['jobset.sigs.k8s.io/job-index']"}
+    if role.slices is not None:
+        fields["TPU_NAME"] = "metadata.labels['batch.kubernetes.io/job-name']"
+    return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
+
+
+def _resources(cfg: Launch.Config, role: Role) -> dict[str, Any]:
+    if role.slices is None:
+        return {"requests": {"cpu": str(cfg.kubernetes.head_cpus), "memory": f"{role.memory_gib}Gi"}}
+    chips = {"google.com/tpu": role.slices.host_chips}
+    return {"requests": chips, "limits": dict(chips)}
+
+
+def _security(cfg: Launch.Config, role: Role) -> dict[str, Any]:
+    if role.slices is None:
+        return {"allowPrivilegeEscalation": False}
+    if cfg.kubernetes.privileged:
+        return {"privileged": True}
+    return {"capabilities": {"add": ["SYS_RESOURCE"]}}  # to lock memory

@@ -1,0 +1,131 @@
+"""The config of a submission: what runs, on which TPUs, under which terms, and what the cluster calls its things."""
+
+import re
+from typing import Literal
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from mesh.topology import parse_topology
+from tools.launch.accelerators import Slices
+from tools.launch.capacity import Capacity, parse_capacity
+from tools.launch.names import check_label, run_name
+from tools.launch.storage import Storage, parse_storage
+
+_SECRET = re.compile(r"(?i)token|secret|passw|credential|api_?key|private_?key")
+_REFERENCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[\w.-]+")
+
+
+class Kubernetes(Configurable):
+    """Names and limits of the cluster, with --on gke."""
+
+    class Config(ConfigBase["Kubernetes"]):
+        namespace: str = "default"
+        service_account: str = "axl-run"  # of the Pods; needs the storage and nothing else
+        queue: str | None = None  # of Kueue
+        priority: str | None = None  # class of head and trainer
+        worker_priority: str | None = None  # class of workers
+        max_restarts: int = 100  # of the head's and the trainer's JobSet
+        worker_max_restarts: int = 10_000  # of each worker's
+        host_network: bool | None = None  # None: where several slices are one program
+        privileged: bool = False  # for GKE before 1.28
+        head_cpus: int = 16
+        placement_policies: dict[str, str] = {}  # "tpu7x:2x2x2" -> name of its workload policy
+
+        def check_fields(self) -> None:
+            """Refuse names that are no DNS labels, and limits below 0."""
+            for field in ("namespace", "service_account", "queue", "priority", "worker_priority"):
+                if (value := getattr(self, field)) is not None:
+                    with self.errors_in(field):
+                        check_label(value, field)
+            self.require_least(0, "max_restarts", "worker_max_restarts")
+            self.require_least(1, "head_cpus")
+
+
+class Launch(Configurable):
+    """One submission of an experiment."""
+
+    class Config(ConfigBase["Launch"]):
+        experiment: str = REQUIRED  # as `axl train` and `axl rl` take it
+        applied: tuple[str, ...] = ()  # modifiers, as --apply
+        sets: tuple[str, ...] = ()  # edits of the experiment, as --set
+        seed: int | None = None
+        on: Literal["gke"] = "gke"
+        name: str | None = None  # of the run; None: the experiment's
+        tpu: str = REQUIRED  # of the trainer: v5p:4x4x4
+        slices: int = 1  # of the trainer
+        capacity: str = "on-demand"  # or spot, reserved:NAME, flex
+        workers: int = 0  # rollout workers
+        worker_tpu: str | None = None  # of each
+        worker_capacity: str | None = None  # None: the trainer's
+        price: float | None = None  # of a chip of the trainer for an hour, in the user's currency
+        worker_price: float | None = None  # None: the trainer's
+        storage: str = "pvc:axl"  # gs://BUCKET/FOLDER or pvc:CLAIM/FOLDER, which all processes see
+        image: str = "python:3.12"
+        setup: str = 'pip install --quiet -c constraints.txt -e ".[rl,tpu]"'  # in the bundle's folder, before a process
+        bundle: bool = True  # send the code in use; False: it is in the image
+        env: dict[str, str] = {}
+        secret_env: dict[str, str] = {}  # variable -> "SECRET/KEY" of a Secret in the cluster
+        kubernetes: Kubernetes.Config = Kubernetes.Config()
+
+        def check_fields(self) -> None:
+            """Refuse devices, capacity, names and secrets that cannot be; nothing is looked up in a cloud."""
+            self.require_least(1, "slices")
+            self.require_least(0, "workers", "price", "worker_price")
+            both = (self.workers > 0) == (self.worker_tpu is not None)
+            self.require("workers", both, "--workers together with --worker-tpu")
+            self.require("bundle", self.bundle or self.image != "python:3.12", "an image that has the code (image=...)")
+            for name in self.env:
+                safe = _SECRET.search(name) is None
+                self.require("env", safe, f"no secrets ({name}); name a Secret: secret_env={{'{name}': 'SECRET/KEY'}}")
+            for name, where in self.secret_env.items():
+                fits = _REFERENCE.fullmatch(where) is not None
+                self.require("secret_env", fits, f"SECRET/KEY for {name}, the name of a Secret and of a key in it")
+            with self.errors_in("name"):
+                check_label(self.run_name, "--name")
+            with self.errors_in("storage"):
+                self.place()
+            with self.errors_in("tpu"):
+                self.trainer_slices()
+            with self.errors_in("worker_tpu"):
+                self.worker_slices()
+            with self.errors_in("capacity"):
+                self.terms("trainer")
+            with self.errors_in("worker_capacity"):
+                self.terms("worker")
+
+        @property
+        def run_name(self) -> str:
+            """The name of the run."""
+            return run_name(self.experiment) if self.name is None else self.name
+
+        def place(self) -> Storage:
+            """Return where the run lives."""
+            return parse_storage(self.storage)
+
+        def trainer_slices(self) -> Slices:
+            """Return the slices of the trainer."""
+            return _slices(self.tpu, "--tpu", self.slices)
+
+        def worker_slices(self) -> Slices | None:
+            """Return the slice of each worker; None: there are no workers."""
+            return None if self.worker_tpu is None else _slices(self.worker_tpu, "--worker-tpu", 1)
+
+        def terms(self, role: str) -> Capacity:
+            """Return the capacity that a role asks for; the head is never on machines that can be taken away."""
+            if role == "head":
+                return Capacity("on-demand")
+            if role == "worker" and self.worker_capacity is not None:
+                return parse_capacity(self.worker_capacity, "--worker-capacity")
+            return parse_capacity(self.capacity, "--capacity")
+
+        def price_of(self, role: str) -> float | None:
+            """Return the price of a chip of a role for an hour."""
+            return self.worker_price if role == "worker" and self.worker_price is not None else self.price
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+
+def _slices(text: str, field: str, count: int) -> Slices:
+    found = Slices(parse_topology(text, count))
+    found.check(field)
+    return found

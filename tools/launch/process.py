@@ -1,0 +1,298 @@
+"""A process of a launched run, in its container: its rank, its chips, its log, its end.
+
+    python -m tools.launch.process train --name JOBSET --run-dir DIR [--hosts N --slices S --meet HOST:PORT] -- COMMAND
+    python -m tools.launch.process head --name JOBSET --run-dir DIR -- COMMAND
+    python -m tools.launch.process node --name JOBSET --run-dir DIR --hosts N --head HOST:PORT
+
+`head` starts a Ray cluster and runs the command in it; `node` adds its machine to that cluster until the run has ended.
+Rank, world size and meeting point come from the arguments and from the index that Kubernetes gives; what the platform
+says of the same (stale after some preemptions) is compared, and a difference is reported. A process that was asked
+to stop ends with status 143, also where its command saved and ended with 0: the run is not complete, and restarts.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+STOPPED = 128 + signal.SIGTERM
+USER_ERROR = 2
+_RESTART = 70  # a machine that is not as expected; another may be
+_POLL = 1.0  # seconds
+_FIND_HEAD = 600.0  # seconds
+_QUIET = ("--disable-usage-stats", "--log-color=false")
+_RAY_END = 10.0  # seconds
+_HAND_BACK = 12.0  # seconds that roles have, of the 15 that a spot machine gives
+_CHIPS = re.compile(r"accel\d+|\d+")  # in /dev and /dev/vfio
+
+
+class Wrong(Exception):
+    """A machine or a platform that is not as the arguments say."""
+
+
+def rank(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Return the number of this process among those of all slices."""
+    index, part = environment.get("JOB_COMPLETION_INDEX", "0"), environment.get("AXL_SLICE", "0")
+    if not index.isdecimal() or not part.isdecimal():
+        raise Wrong(f"JOB_COMPLETION_INDEX={index!r}, AXL_SLICE={part!r}: expected numbers")
+    if int(index) >= arguments.hosts or int(part) >= arguments.slices:
+        most = f"{arguments.slices} slices of {arguments.hosts} hosts"
+        raise Wrong(f"slice {part}, host {index}: expected one of {most}")
+    return int(part) * arguments.hosts + int(index)
+
+
+def platform_rank(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int | None:
+    """Return the same by the platform's own variables; None: it does not say."""
+    index, part = environment.get("TPU_WORKER_ID", ""), environment.get("MEGASCALE_SLICE_ID", "0")
+    if not index.isdecimal() or not part.isdecimal():
+        return None
+    return int(part) * arguments.hosts + int(index)
+
+
+def seen_chips(devices: Path = Path("/dev")) -> int:
+    """Return the number of TPU chips that this container has."""
+    folders = (devices / "vfio", devices)
+    for folder in folders:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        wanted = [name for name in names if _CHIPS.fullmatch(name) and (folder.name == "vfio" or name[0] == "a")]
+        if wanted:
+            return len(wanted)
+    return 0
+
+
+def check_machine(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Return the rank; report what does not fit.
+
+    Raises:
+        Wrong: this is no machine for the process.
+    """
+    own, theirs = rank(arguments, environment), platform_rank(arguments, environment)
+    if theirs is not None and theirs != own:
+        print(f"axl: this is process {own} by its index, and {theirs} by the platform's variables; {own} counts")
+    if arguments.chips and environment.get("JAX_PLATFORMS") != "cpu":
+        found = seen_chips()
+        if found != arguments.chips:
+            raise Wrong(f"this machine shows {found} TPU chips; expected {arguments.chips}")
+    return own
+
+
+def release_lock(run_dir: Path, host: str) -> None:
+    """Remove the lock of the run directory if an earlier container of this process left it, on another machine.
+
+    A lock is honoured where its machine cannot be asked whether the owner lives. Here it is known to be gone: the
+    platform starts a process again only when all of the old ones are. Locks of others are left alone.
+    """
+    lock, last = run_dir / "run.lock", run_dir / "launch" / "host"
+    last.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        owner = json.loads(lock.read_text())["host"]
+    except (OSError, ValueError, KeyError):
+        owner = None
+    if owner is not None and owner != host and last.is_file() and owner == last.read_text():
+        lock.unlink()
+        print(f"axl: the run was on {owner}, and goes on here")
+    last.write_text(host)
+
+
+class Child:
+    """A command whose output goes to a log too, and which gets our SIGTERM."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log, self._began = log, time.time()
+        # A group of its own: a signal for the container's group would reach it twice.
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(environment), start_new_session=True
+        )
+        assert self._process.stdout is not None
+        self._copier = threading.Thread(target=_copy, args=(self._process.stdout, log), daemon=True)
+        self._copier.start()
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, killing after `timeout`; record the status beside the log and return it."""
+        try:
+            status = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        self._copier.join(_POLL)  # a grandchild may keep the pipe open
+        status = status if status >= 0 else 128 - status
+        record = {"status": status, "began": round(self._began, 3), "ended": round(time.time(), 3)}
+        self.log.with_suffix(".exit.json").write_text(json.dumps(record) + "\n")
+        return status
+
+
+def _copy(source: BinaryIO, log: Path) -> None:
+    with log.open("ab", buffering=0) as file:
+        while part := os.read(source.fileno(), 1 << 16):
+            file.write(part)
+            sys.stdout.buffer.write(part)
+            sys.stdout.buffer.flush()
+
+
+class Stop:
+    """True once SIGTERM or SIGINT has come; the child gets SIGTERM at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.child: Child | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, *_: Any) -> None:
+        self.requested = True
+        if self.child is not None:
+            self.child.terminate()
+
+
+def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str], stop: Stop) -> int:
+    """Run a command to its end; 143 where it was asked to stop."""
+    stop.child = Child(command, log, environment)
+    if stop.requested:
+        stop.child.terminate()
+    status = stop.child.wait()
+    return STOPPED if stop.requested and status != USER_ERROR else status
+
+
+def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop) -> int:
+    """Start Ray, run the command in its cluster, and tell the nodes when the run has ended."""
+    ended = ended_path(arguments.run_dir)
+    ended.unlink(missing_ok=True)  # before a node can find us
+    host = own_address(environment)
+    start = ["ray", "start", "--head", f"--node-ip-address={host}", f"--port={arguments.port}", "--block"]
+    ray = Child([*start, "--include-dashboard=false", *_QUIET], log.with_suffix(".ray.log"), environment)
+    try:
+        if not _find(f"{host}:{arguments.port}", lambda: stop.requested or ray.poll() is not None):
+            if stop.requested:
+                return STOPPED
+            raise Wrong(f"ray start ended with status {ray.poll()}; its last words are above and in {ray.log}")
+        environment = {**environment, "RAY_ADDRESS": f"{host}:{arguments.port}"}
+        status = run_command(arguments.command, log, environment, stop)
+        if status in (0, USER_ERROR):  # a restart would change nothing
+            ended.write_text(json.dumps({"status": status, "time": time.time()}) + "\n")
+    finally:
+        ray.terminate()
+        ray.wait(_RAY_END)
+    return status
+
+
+def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop) -> int:
+    """Add this machine to the head's cluster until the run has ended; on SIGTERM let its roles hand back first."""
+    ended = ended_path(arguments.run_dir)
+    if not _find(arguments.head, lambda: stop.requested or ended.exists()):
+        return STOPPED if stop.requested else 0
+    start = ["ray", "start", f"--address={arguments.head}", f"--node-ip-address={own_address(environment)}", "--block"]
+    ray = Child([*start, *_QUIET], log, environment)
+    while ray.poll() is None and not stop.requested and not ended.exists():
+        time.sleep(_POLL)
+    if stop.requested:
+        _hand_back()
+    ray.terminate()
+    ray.wait(_RAY_END)
+    return STOPPED if stop.requested else 0 if ended.exists() else 1
+
+
+def own_address(environment: Mapping[str, str]) -> str:
+    """Return the address of this machine in the cluster's network."""
+    return environment.get("POD_IP") or socket.gethostbyname(socket.gethostname())
+
+
+def ended_path(run_dir: Path) -> Path:
+    """Return the file that says that the run has ended for good."""
+    return run_dir / "launch" / "ended.json"
+
+
+def _find(address: str, given_up: Callable[[], bool]) -> bool:
+    """Wait until something listens at an address; False: there is no more reason to."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _FIND_HEAD
+    while time.monotonic() < deadline:
+        if given_up():
+            return False
+        try:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+            return True
+        except OSError:
+            time.sleep(_POLL)
+    raise Wrong(f"nothing listens at {address} within {_FIND_HEAD:.0f} s")
+
+
+def _hand_back() -> None:
+    """Ask the roles on this machine to hand back their work, and wait for them."""
+    import psutil
+
+    roles = [process for process in psutil.process_iter(["cmdline"]) if _is_role(process.info["cmdline"])]
+    for process in roles:
+        try:
+            process.terminate()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(roles, timeout=_HAND_BACK)
+
+
+def _is_role(command: Sequence[str] | None) -> bool:
+    return bool(command) and command[0].startswith("ray::RoleHost")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments."""
+    own, command = list(arguments), list[str]()
+    if "--" in own:
+        cut = own.index("--")
+        own, command = own[:cut], own[cut + 1 :]
+    parser = argparse.ArgumentParser(prog="python -m tools.launch.process")
+    parser.add_argument("mode", choices=["train", "head", "node"])
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--slices", type=int, default=1)
+    parser.add_argument("--chips", type=int, default=0)
+    parser.add_argument("--port", type=int, default=6379)
+    parser.add_argument("--meet")
+    parser.add_argument("--head")
+    found = parser.parse_args(own)
+    found.command = command
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a process and return its exit status."""
+    given, stop = parse(arguments), Stop()
+    try:
+        index = check_machine(given, os.environ)
+        log = given.run_dir / "launch" / "logs" / f"{given.name}-{index}.log"
+        if given.mode == "head" or given.mode == "train" and index == 0:
+            release_lock(given.run_dir, socket.gethostname())
+        if given.mode == "head":
+            return run_head(given, log, os.environ, stop)
+        if given.mode == "node":
+            return run_node(given, log, os.environ, stop)
+        count = given.hosts * given.slices
+        if given.meet:
+            given.command += ["--processes", str(count), "--process", str(index), "--meet", given.meet]
+        return run_command(given.command, log, os.environ, stop)
+    except Wrong as error:
+        print(f"axl: {error}", file=sys.stderr)
+        return STOPPED if stop.requested else _RESTART
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""All files of a submission: its config, the experiment as resolved, manifests, the code, and how to submit them."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from axlearn_like.config import strip_comments, to_text
+from mesh import UserError
+from tools.launch.bundle import Bundle, make_bundle
+from tools.launch.jobset import TOKEN_KEY, jobsets, token_secret
+from tools.launch.launch import Launch
+from tools.launch.plan import LaunchPlan
+from tools.launch.script import bundle_path, run_dir, words
+from tools.launch.storage import MOUNT
+
+_OWN = "launch.txt"  # a folder with this file is one of ours, and is written again
+_WRITTEN = ("*.yaml", "*.json", "*.txt", "*.sh", "axl-*.tar.gz")
+_SUBMIT = "submit.sh"
+
+
+def submission(cfg: Launch.Config, plan: LaunchPlan) -> tuple[dict[str, str], Bundle | None]:
+    """Return the texts of a submission by file name, and the archive of the code.
+
+    Raises:
+        UserError: the target has no such capacity, or the code cannot be packed.
+    """
+    known = {_OWN: to_text(cfg), "config.txt": to_text(plan.experiment)}
+    # Without comments: they name paths of this machine, of which the digest must not depend.
+    packed = {f"launch/{name}": strip_comments(text) for name, text in known.items()}
+    bundle = make_bundle(cfg, plan, packed) if cfg.bundle else None
+    return {**known, **render(cfg, plan, "" if bundle is None else bundle.digest)}, bundle
+
+
+def render(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
+    """Return manifests or requests, and the script that submits them; `digest`: of the bundle."""
+    found = jobsets(cfg, plan, digest)
+    files = {f"{name}s.yaml" if name == "worker" else f"{name}.yaml": _yaml(all_) for name, all_ in found.items()}
+    return {**files, _SUBMIT: _submit(cfg, plan, digest, sorted(files))}
+
+
+def write(folder: Path, files: dict[str, str], bundle: Bundle | None) -> None:
+    """Write a submission; files of an earlier one in the folder are removed.
+
+    Raises:
+        UserError: the folder has something else in it, or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / _OWN).is_file():
+            raise UserError(f"--dry-run {folder}: expected a new or empty folder, or one that `axl launch` wrote")
+        for path in [path for pattern in _WRITTEN for path in folder.glob(pattern)]:
+            path.unlink()
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        if bundle is not None:
+            (folder / bundle.file_name).write_bytes(bundle.content)
+    except OSError as error:
+        raise UserError(f"--dry-run {folder}: cannot write there: {error.strerror}") from error
+
+
+_Base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where there is libyaml
+
+
+class _Dumper(_Base):
+    """Equal parts are written twice, not as anchors; scripts as blocks."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: Any, text: str) -> Any:
+    # "12e3" is a string here, and a number to the cluster's reader of YAML.
+    quoted = "'" if text[:1] in "+-.0123456789" else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else quoted)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _yaml(documents: list[dict[str, Any]]) -> str:
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000)
+
+
+def _submit(cfg: Launch.Config, plan: LaunchPlan, digest: str, files: list[str]) -> str:
+    """Return a script of the steps that a submission by hand takes; it asks no secret of anyone."""
+    lines = ["#!/bin/bash", f"# Submits {plan.name}; run it in its folder. The same again resumes the run."]
+    lines += ["set -euo pipefail", *(_upload(cfg, plan, digest))]
+    namespace = ["--namespace", cfg.kubernetes.namespace]
+    if plan.command == "rl":
+        secret, get = token_secret(plan), ["kubectl", "get", "secret", *namespace]
+        make = ["kubectl", "create", "secret", "generic", secret, *namespace]
+        lines.append(f"{words([*get, secret])} >/dev/null 2>&1 ||")
+        lines.append(f'  {words(make)} --from-literal={TOKEN_KEY}="$(openssl rand -hex 32)"')
+    lines += [words(["kubectl", "apply", "-f", name]) for name in files]
+    return "\n".join(lines) + "\n"
+
+
+def _upload(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> list[str]:
+    storage, ended = cfg.place(), "launch/ended.json"
+    if not storage.bucket:
+        copy = f" copy axl-{digest}.tar.gz to {bundle_path(cfg, digest)}, and" if cfg.bundle else ""
+        steps = f"in the claim {storage.name} (mounted at {MOUNT}):{copy} remove {run_dir(cfg, plan)}/{ended}"
+        refusal = words(["echo", f"first, {steps}; then COPIED=yes bash {_SUBMIT}"])
+        return [f'[ "${{COPIED:-}}" = yes ] || {{ {refusal} >&2; exit 1; }}']
+    lines = [f"gcloud storage rm {storage.url}/{plan.name}/{ended} 2>/dev/null || true"]
+    if cfg.bundle:
+        target = f"{storage.url}/bundles/axl-{digest}.tar.gz"
+        lines.append(f"gcloud storage cp --no-clobber axl-{digest}.tar.gz {target}")
+    return lines
