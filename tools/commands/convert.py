@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.errors import UserError
-from tools.bytes_progress import bytes_progress
+from tools.commands.bytes_progress import bytes_progress
 from tools.experiment import code_option
 
 if TYPE_CHECKING:
