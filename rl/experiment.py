@@ -58,7 +58,7 @@ from rl.training.program import padded
 from rl.training.replay import recording
 from rl.training.trainer import PolicyTrainer
 from rl.training.warm_start import check_warm_start, warm_start_directory
-from rl.verification.scorers import Scorer
+from rl.verification.scorers import Scorer, check_problems
 from rl.verification.service import Verifier
 
 Runtime = Literal["inprocess", "ray"]
@@ -139,13 +139,15 @@ class RLExperiment(Configurable):
             check_tokenizer(self.tokenizer, self.policy)
             check_length(self.policy, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")
             experiment = self.build()
+            tasks = self.tasks.build()
             check_prompts(
-                self.tasks.build(),
+                tasks,
                 experiment.controller_cfg.prompt_maker(experiment.tokenizer),
                 max_prompt=self.max_prompt,
                 num_train=run_steps * self.groups,
                 per_family=0 if self.evaluation is None else self.evaluation.problems_per_family,
             )
+            check_problems(self.verifier, [tasks.train(index) for index in range(self.groups)])
             experiment.controller_cfg.check()
             experiment.engine_cfg.check()
             experiment.trainer_cfg.check(devices)

@@ -2,14 +2,14 @@
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, override
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, walk_configs
 from rl.roles.messages import Details, Problem
 from rl.tasks.mixture import TaskMixture
 
-__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer"]
+__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "check_problems"]
 
 
 class Scorer(Configurable, abc.ABC):
@@ -28,6 +28,9 @@ class Scorer(Configurable, abc.ABC):
             """Return the names of the environment variables that its processes inherit beside those of a locale."""
             return ()
 
+        def check_problem(self, problem: Problem) -> None:
+            """Refuse problems without what it compares answers with (ConfigError); called before a run begins."""
+
     @abc.abstractmethod
     def score(self, problem_id: int, answer: str) -> float:
         """Return the reward of `answer`; an exception counts as status "error" and is no reward."""
@@ -36,6 +39,14 @@ class Scorer(Configurable, abc.ABC):
         """Return a number for each answer to one problem, or a mapping of named terms with their sum as "reward"."""
         del details
         return [self.score(problem_id, answer) for answer in answers]
+
+
+def check_problems(verifier: ConfigBase[Any], problems: Iterable[Problem]) -> None:
+    """Refuse a verifier with a scorer that needs what these problems do not have (ConfigError)."""
+    scorers = [cfg for _, cfg in walk_configs(verifier) if isinstance(cfg, Scorer.Config)]
+    for problem in problems:
+        for cfg in scorers:
+            cfg.check_problem(problem)
 
 
 class ReasoningGymScorer(Scorer):

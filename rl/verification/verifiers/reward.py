@@ -18,7 +18,7 @@ from typing import Any, override
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.config.trusted_code import import_place
-from mesh.errors import UserError
+from mesh.errors import UserError, did_you_mean
 from rl.roles.messages import Details, Problem
 from rl.verification.rewards import NotAReward, check_terms, describe, number
 from rl.verification.scorers import Scorer
@@ -81,6 +81,14 @@ class Function(Term):
             one = ("answer" in names) != ("answers" in names)
             what = "a function with a parameter `answer`, or `answers` for a whole group"
             self.require("function", one, what)
+
+        @override
+        def check_problem(self, problem: Problem) -> None:
+            known = _known(problem)
+            lacking = [name for name in _parameters(self.function) if _shared(name) and name not in known]
+            hint = did_you_mean(lacking[0], known, limit=len(known)) if lacking else ""
+            has = f"parameters that a problem of family {problem.family!r} has: no {', '.join(lacking)}{hint}"
+            self.require("function", not lacking, has)
 
     def __init__(self, cfg: Config):
         self._function, self._names = cfg.function, _parameters(cfg.function)
@@ -279,9 +287,13 @@ def _shared(name: str) -> bool:
     return name not in ("answer", "answers", *_OF_ROLLOUT)
 
 
+def _known(problem: Problem) -> list[str]:
+    return list(dict.fromkeys((*_OF_PROBLEM, *_OF_ROLLOUT, *map(str, problem.entry))))
+
+
 def _column(problem: Problem, name: str) -> Any:
     if name not in problem.entry:
-        has = ", ".join((*_OF_PROBLEM, *_OF_ROLLOUT, *map(str, problem.entry)))
+        has = ", ".join(_known(problem))
         raise LookupError(f"the reward wants {name!r}, which the row of problem {problem.id} has not; it has {has}")
     return problem.entry[name]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, override
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from mesh.errors import did_you_mean
 from rl.roles.messages import Problem
 from rl.verification.scorers import Scorer
 
@@ -41,6 +42,13 @@ class RowScorer(Scorer, abc.ABC):
             for field in ("answer_pattern", "reference_pattern"):
                 if (pattern := getattr(self, field)) is not None:
                     self.require(field, _compiles(pattern), "a regular expression")
+
+        @override
+        def check_problem(self, problem: Problem) -> None:
+            has = self.field is None or self.field in problem.entry
+            names = list(map(str, problem.entry))
+            hint = "" if has else did_you_mean(str(self.field), names, limit=len(names))
+            self.require("field", has, f"a field that the rows of family {problem.family!r} have{hint}")
 
     def __init__(self, cfg: Config):
         self._field = cfg.field

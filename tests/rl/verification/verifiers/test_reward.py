@@ -14,6 +14,7 @@ from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.sources import RowFiles
 from rl.tasks.rows.task_rows import TaskRows
 from rl.verification.inline import InlineVerifier
+from rl.verification.scorers import check_problems
 from rl.verification.service import Verifier
 from rl.verification.verifiers.reward import Format, Function, Length, Reward, Term, Verified, reward
 from rl.verification.verifiers.self_test import Rows
@@ -150,6 +151,21 @@ def test_signatures_are_checked_before_anything_runs():
         config(Function.Config(function=right), Function.Config(function=right)).check()
     with pytest.raises(ConfigError, match="a term that is no gate"):
         config(Function.Config(function=right, gate=True)).check()
+
+
+def test_what_no_row_has_is_refused_before_a_run():
+    def misspelt(answer: str, refernce: str, level: int) -> float:
+        return float(answer == refernce) * level
+
+    problem = ROWS.build().problem(0)
+    wrong = Verifier.Config(scorer=Reward.Config(mixture=ROWS, terms=(Function.Config(function=misspelt),)))
+    with pytest.raises(ConfigError, match=r"function: expected .* no refernce; did you mean 'reference'"):
+        check_problems(wrong, [problem])
+    exact = Verifier.Config(scorer=ExactMatch.Config(mixture=ROWS, field="levels"))
+    with pytest.raises(ConfigError, match=r"field: expected a field that the rows .* have; did you mean 'level'"):
+        check_problems(exact, [problem])
+    fine = Reward.Config(mixture=ROWS, terms=(Function.Config(function=row_and_rollout),))
+    check_problems(Verifier.Config(scorer=fine), [problem])
 
 
 def test_variables_of_tasks_and_terms_are_inherited():
