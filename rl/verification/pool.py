@@ -200,6 +200,7 @@ class WorkerPool:
             self._starting.remove(worker)
             self._failed_starts = 0
             self._idle.add(worker)
+            worker.remove_scratch()
             self._note_isolation(str(message.get("isolation", ""))[:200])
         elif worker in self._busy and "row" in message:
             worker.add_note(message)

@@ -59,6 +59,11 @@ class WorkerProcess:
             )
         self.pid = self._process.pid
 
+    def remove_scratch(self) -> None:
+        """Remove the folder in which the process has put together a root of its own, and which it has left."""
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
     def begin(self, answers: int) -> None:
         """Prepare for the results of a chunk."""
         self.results.clear()
@@ -122,8 +127,7 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Close the shared buffer and the files, after `kill`."""
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        self.remove_scratch()
         self.results.close()
         self._stderr.close()
 

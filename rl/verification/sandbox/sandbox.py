@@ -240,6 +240,8 @@ class _Process:
             self.end()
             raise
         self.isolation = str(hello["ready"])
+        if self.isolation != "none":  # the folder was only where a root was put together
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def start(self, mode: str, descriptors: Sequence[int]) -> _Box:
         """Fork a box that waits for its job."""

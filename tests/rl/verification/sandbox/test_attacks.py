@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,14 @@ def test_programs_and_functions(sandbox: Sandbox):
     assert (
         sandbox.run_tests("def f(x): return h(x)", "assert f(1) == g(1)", prelude="def g(x): return x").passed is False
     )
+
+
+def test_no_folder_is_left_behind(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Sandbox.Config().build() as another:
+        assert another.run_script("print(1)", "").output == "1\n"
+        assert another.isolation == sandbox.isolation
+        assert list(tmp_path.iterdir()) == []  # while it runs, so that a kill leaves none either
 
 
 def test_boxes_share_nothing(sandbox: Sandbox):
