@@ -31,7 +31,7 @@ def gsm8k_small(*, folder: str = "$AXL_DATA/gsm8k", steps: int = 20, seed: int =
     source = SupervisedSource.Config(mixture=tasks, tokenizer=TOKENIZER.clone(), num_examples=7_000)
     supervised = Trainer.Config(
         model=policy,
-        input=SupervisedInput.Config(source=source, seq_len=512, batch_size=8, seed=seed),
+        input=SupervisedInput.Config(source=source, seq_len=512, batch_size=8, long="split", seed=seed),
         learner=learner,
         checkpoint=Checkpointer.Config(save_every=100, keep=1),
         mesh={"data": -1},
