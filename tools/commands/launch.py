@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from tools.launch.launch import Launch
     from tools.launch.plan import LaunchPlan, Role
 
-TARGETS = ("gke",)
+TARGETS = ("gke", "ray")
 _ABSENT = {  # said by name, as others may look for them
     "queued-resource": "queued resources of the Cloud TPU API",
     "gce": "Compute Engine",
-    "ray": "KubeRay and existing Ray clusters",
     "local": "running the manifests on this machine",
 }
 _PREFIX = "launch."  # of edits that are the submission's, not the experiment's
@@ -30,7 +29,7 @@ _GIB = 1 << 30
 
 @click.command("launch")
 @edit_options
-@click.option("--on", "target", default="gke", show_default=True, help="Where it runs: gke.")
+@click.option("--on", "target", default="gke", show_default=True, help="gke: JobSets; ray: a RayJob.")
 @click.option("--tpu", metavar="KIND:SHAPE", help="Slice of the trainer, e.g. v5p:4x4x4.")
 @click.option("--slices", type=int, metavar="N", help="Slices of the trainer.  [default: 1]")
 @click.option("--capacity", metavar="TERMS", help="on-demand, spot, reserved:NAME or flex.  [default: on-demand]")
@@ -64,7 +63,7 @@ def command(
     check_name(experiment)
     if target not in TARGETS:
         if target in _ABSENT:
-            raise UserError(f"--on {target}: {_ABSENT[target]} are not supported yet; there is --on gke")
+            raise UserError(f"--on {target} ({_ABSENT[target]}) is not supported yet; there are --on gke and ray")
         raise UserError(f"--on {target!r}: no such target{did_you_mean(target, TARGETS)}")
     if dry_run is None:
         raise UserError(

@@ -38,6 +38,7 @@ CASES: dict[str, Launch.Config] = {
         kubernetes=Kubernetes.Config(worker_priority="low"),
     ),
 }
+CASES["qwen25_0_5b_rl.ray"] = CASES["qwen25_0_5b_rl.gke"].clone(on="ray", image="registry/image:tag")
 
 
 def golden_text(cfg: Launch.Config, plan: LaunchPlan) -> str:

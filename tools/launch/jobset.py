@@ -87,6 +87,22 @@ def node_selector(cfg: Launch.Config, role: Role) -> dict[str, str]:
     }
 
 
+def machine(cfg: Launch.Config, role: Role) -> dict[str, Any]:
+    """Return the fields of a Pod that say where it may run, and as whom."""
+    kubernetes = cfg.kubernetes
+    priority = kubernetes.worker_priority if role.name == "worker" else kubernetes.priority
+    tolerations = role.capacity.tolerations()
+    if role.slices is not None:
+        tolerations.append({"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"})
+    return {
+        "serviceAccountName": kubernetes.service_account,
+        "automountServiceAccountToken": False,  # nothing in a run talks to the cluster's API
+        **({} if priority is None else {"priorityClassName": priority}),
+        **({"nodeSelector": selector} if (selector := node_selector(cfg, role)) else {}),
+        **({"tolerations": tolerations} if tolerations else {}),
+    }
+
+
 def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[str, Any]]:
     """Return the variables of a container; secrets are references."""
     plain = {"PYTHONUNBUFFERED": "1", "AXL_COMPILATION_CACHE": str(cfg.place().path / "compilation-cache")}
@@ -126,21 +142,12 @@ def _annotations(cfg: Launch.Config) -> dict[str, Any]:
 
 
 def _pod(cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str, digest: str) -> dict[str, Any]:
-    kubernetes = cfg.kubernetes
-    host = kubernetes.host_network if kubernetes.host_network is not None else role.jobs > 1
-    priority = kubernetes.worker_priority if role.name == "worker" else kubernetes.priority
-    tolerations = [*role.capacity.tolerations()]
-    if role.slices is not None:
-        tolerations.append({"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"})
+    host = cfg.kubernetes.host_network if cfg.kubernetes.host_network is not None else role.jobs > 1
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": SPOT_GRACE if role.capacity.spot else _GRACE,
-        "serviceAccountName": kubernetes.service_account,
-        "automountServiceAccountToken": False,  # nothing in a run talks to the cluster's API
-        **({} if priority is None else {"priorityClassName": priority}),
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if host and role.slices else {}),
-        **({"nodeSelector": selector} if (selector := node_selector(cfg, role)) else {}),
-        **({"tolerations": tolerations} if tolerations else {}),
+        **machine(cfg, role),
         "containers": [_container(cfg, plan, role, name, digest)],
         "volumes": [cfg.place().volume(), {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
     }

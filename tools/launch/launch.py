@@ -10,12 +10,13 @@ from tools.launch.capacity import Capacity, parse_capacity
 from tools.launch.names import check_label, run_name
 from tools.launch.storage import Storage, parse_storage
 
+STOCK_IMAGE = "python:3.12"
 _SECRET = re.compile(r"(?i)token|secret|passw|credential|api_?key|private_?key")
 _REFERENCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[\w.-]+")
 
 
 class Kubernetes(Configurable):
-    """Names and limits of the cluster, with --on gke."""
+    """Names and limits of the cluster, with --on gke and ray."""
 
     class Config(ConfigBase["Kubernetes"]):
         namespace: str = "default"
@@ -48,7 +49,7 @@ class Launch(Configurable):
         applied: tuple[str, ...] = ()  # modifiers, as --apply
         sets: tuple[str, ...] = ()  # edits of the experiment, as --set
         seed: int | None = None
-        on: Literal["gke"] = "gke"
+        on: Literal["gke", "ray"] = "gke"  # ray: a RayJob of KubeRay
         name: str | None = None  # of the run; None: the experiment's
         tpu: str = REQUIRED  # of the trainer: v5p:4x4x4
         slices: int = 1  # of the trainer
@@ -59,7 +60,7 @@ class Launch(Configurable):
         price: float | None = None  # of a chip of the trainer for an hour, in the user's currency
         worker_price: float | None = None  # None: the trainer's
         storage: str = "pvc:axl"  # gs://BUCKET/FOLDER or pvc:CLAIM/FOLDER, which all processes see
-        image: str = "python:3.12"
+        image: str = STOCK_IMAGE
         setup: str = 'pip install --quiet -c constraints.txt -e ".[rl,tpu]"'  # in the bundle's folder, before a process
         bundle: bool = True  # send the code in use; False: it is in the image
         env: dict[str, str] = {}
@@ -72,7 +73,7 @@ class Launch(Configurable):
             self.require_least(0, "workers", "price", "worker_price")
             both = (self.workers > 0) == (self.worker_tpu is not None)
             self.require("workers", both, "--workers together with --worker-tpu")
-            self.require("bundle", self.bundle or self.image != "python:3.12", "an image that has the code (image=...)")
+            self.require("bundle", self.bundle or self.image != STOCK_IMAGE, "an image that has the code (image=...)")
             for name in self.env:
                 safe = _SECRET.search(name) is None
                 self.require("env", safe, f"no secrets ({name}); name a Secret: secret_env={{'{name}': 'SECRET/KEY'}}")

@@ -11,6 +11,7 @@ from tools.launch.bundle import Bundle, make_bundle
 from tools.launch.jobset import TOKEN_KEY, jobsets, token_secret
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
+from tools.launch.rayjob import rayjob
 from tools.launch.script import bundle_path, run_dir, words
 from tools.launch.storage import MOUNT
 
@@ -34,7 +35,7 @@ def submission(cfg: Launch.Config, plan: LaunchPlan) -> tuple[dict[str, str], Bu
 
 def render(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
     """Return manifests or requests, and the script that submits them; `digest`: of the bundle."""
-    found = jobsets(cfg, plan, digest)
+    found = {"rayjob": [rayjob(cfg, plan, digest)]} if cfg.on == "ray" else jobsets(cfg, plan, digest)
     files = {f"{name}s.yaml" if name == "worker" else f"{name}.yaml": _yaml(all_) for name, all_ in found.items()}
     return {**files, _SUBMIT: _submit(cfg, plan, digest, sorted(files))}
 
@@ -87,7 +88,7 @@ def _submit(cfg: Launch.Config, plan: LaunchPlan, digest: str, files: list[str])
     lines = ["#!/bin/bash", f"# Submits {plan.name}; run it in its folder. The same again resumes the run."]
     lines += ["set -euo pipefail", *(_upload(cfg, plan, digest))]
     namespace = ["--namespace", cfg.kubernetes.namespace]
-    if plan.command == "rl":
+    if plan.command == "rl" and cfg.on == "gke":
         secret, get = token_secret(plan), ["kubectl", "get", "secret", *namespace]
         make = ["kubectl", "create", "secret", "generic", secret, *namespace]
         lines.append(f"{words([*get, secret])} >/dev/null 2>&1 ||")

@@ -163,11 +163,20 @@ print("nodes", len([n for n in ray.nodes() if n["Alive"]]), flush=True)
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    node = start(tmp_path, "node", "--head", f"127.0.0.1:{port}", **{**variables, "JOB_COMPLETION_INDEX": "0"})
+    node = start(
+        tmp_path,
+        "node",
+        "--name",
+        "run-worker",
+        "--head",
+        f"127.0.0.1:{port}",
+        **{**variables, "JOB_COMPLETION_INDEX": "0"},
+    )
     head = start(tmp_path, "head", "--port", str(port), "--", sys.executable, "-c", code, **variables)
     try:
         output, _ = head.communicate(timeout=200)
-        assert head.returncode == 0 and "nodes 2" in output, output
+        joined = tmp_path / "launch" / "logs" / "run-worker-0.log"
+        assert head.returncode == 0 and "nodes 2" in output, joined.read_text() if joined.exists() else output
         assert node.wait(timeout=60) == 0, node.stdout
         deadline = time.monotonic() + 30
         while (left := _raylets(port)) and time.monotonic() < deadline:

@@ -40,8 +40,13 @@ CASES = {
     "secret": ([*TRAIN, "--set", "launch.env={'HF_TOKEN': 'x'}"], r"env: expected no secrets \(HF_TOKEN\)"),
     "field": ([*TRAIN, "--set", "launch.kubernetes.namespce=x"], "did you mean 'namespace'"),
     "experiment": (["lama2_7b", "--tpu", "v5p:4x4x4"], "did you mean 'llama2_7b'"),
-    "target": ([*TRAIN, "--on", "gce"], "--on gce: Compute Engine are not supported yet|--on gce"),
-    "unknown target": ([*TRAIN, "--on", "gek"], "did you mean 'gke'"),
+    "target": (
+        [*TRAIN, "--on", "gce"],
+        r"--on gce \(Compute Engine\) is not supported yet; there are --on gke and ray",
+    ),
+    "Ray without an image": ([*RL, *WORKERS, "--on", "ray"], "image: expected an image with ray and jax"),
+    "Ray without RL": ([*TRAIN, "--on", "ray"], "--on ray: llama2_7b is no RL experiment"),
+    "unknown target": ([*TRAIN, "--on", "gek"], "no such target"),
 }
 
 
