@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -146,8 +147,8 @@ def test_a_head_whose_ray_does_not_start_ends_and_its_command_is_not_started(tmp
 
 @pytest.mark.full
 def test_a_head_and_a_node_are_one_cluster_until_the_command_has_ended(tmp_path: Path):
-    """Real Ray on loopback: the command sees both nodes, the node ends with the run, and nothing is left."""
-    port, token = 26379, "0" * 64
+    """Real Ray with a token: the command sees both nodes, the node ends with the run, and nothing is left."""
+    port, token, host = 26379, "0" * 64, own_address()
     code = """
 import ray, time
 ray.init("auto", log_to_driver=False)
@@ -157,21 +158,12 @@ while len([n for n in ray.nodes() if n["Alive"]]) < 2 and time.monotonic() < dea
 print("nodes", len([n for n in ray.nodes() if n["Alive"]]), flush=True)
 """
     variables = {
-        "POD_IP": "127.0.0.1",
+        "POD_IP": host,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    node = start(
-        tmp_path,
-        "node",
-        "--name",
-        "run-worker",
-        "--head",
-        f"127.0.0.1:{port}",
-        **{**variables, "JOB_COMPLETION_INDEX": "0"},
-    )
+    node = start(tmp_path, "node", "--name", "run-worker", "--head", f"{host}:{port}", **variables)
     head = start(tmp_path, "head", "--port", str(port), "--", sys.executable, "-c", code, **variables)
     try:
         output, _ = head.communicate(timeout=200)
@@ -187,6 +179,13 @@ print("nodes", len([n for n in ray.nodes() if n["Alive"]]), flush=True)
             one.kill()
 
 
+def own_address() -> str:
+    """Return this machine's address in its network: Ray joins no second node on loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
 def _raylets(port: int) -> list[list[str]]:
     found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return [command for command in found if any(f"127.0.0.1:{port}" in word for word in command)]
+    return [command for command in found if any(f":{port}" in word for word in command)]
