@@ -153,6 +153,30 @@ class WrapPlain(Configurable):
         return fan_in_init(math.prod(like.shape[axis] for axis in axes.inputs))(key, like.shape, like.dtype)
 
 
+class NewHead(Configurable):
+    """A language model was saved, one with a head of layers/heads.py is wanted: the head is new, its bias zero."""
+
+    class Config(ConfigBase["NewHead"]):
+        seed: int = 0
+
+    def __init__(self, cfg: Config):
+        self._seed = cfg.seed
+
+    def saved(self, wanted: Tree) -> Tree:
+        """Return `wanted` without the head."""
+        return {name: part for name, part in wanted.items() if name != "head"}
+
+    def convert(self, params: Tree, wanted: Tree) -> Tree:
+        """Add the head."""
+        key = jax.random.fold_in(jax.random.key(self._seed), zlib.crc32(b"head"))
+
+        def new(like: jax.ShapeDtypeStruct) -> jax.Array:
+            init = fan_in_init(like.shape[0]) if like.ndim > 1 else jax.nn.initializers.zeros
+            return init(key, like.shape, like.dtype)
+
+        return {**params, **({"head": jax.tree.map(new, wanted["head"])} if "head" in wanted else {})}
+
+
 def restore_converted(
     path: str | Path,
     abstract_params: Tree,

@@ -8,6 +8,7 @@ examples is a source.
 
 from axlearn_like.input.chat import Chat
 from axlearn_like.input.encoding import Document, PromptAnswer, TokenIds
+from axlearn_like.input.labelled import LabelledInput, LabelledLines, Preference, TextLabel, labelled_text, preference
 from axlearn_like.input.line_formats import JsonLines, PlainText
 from axlearn_like.input.mixture import Mixture, Part, Stage
 from axlearn_like.input.packing import FirstFit, FirstFitDecreasing, OneARow
@@ -23,17 +24,23 @@ __all__ = [
     "FirstFitDecreasing",
     "InputError",
     "JsonLines",
+    "LabelledInput",
+    "LabelledLines",
     "Mixture",
     "OneARow",
     "Parquet",
     "Part",
     "PlainText",
+    "Preference",
     "PromptAnswer",
     "Source",
     "Stage",
     "SupervisedInput",
+    "TextLabel",
     "TokenIds",
     "json_record",
+    "labelled_text",
+    "preference",
     "text_record",
     "tf_example_record",
 ]

@@ -3,11 +3,12 @@
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from axlearn_like.input.mixture import Drawn, Mixture, Single
 from axlearn_like.input.packing import Arrangement, RowPlan, TooLong, plan_rows, split_examples
 from axlearn_like.input.shuffle import derived_seed, shuffled
-from axlearn_like.input.source import InputError
+from axlearn_like.input.source import IndexedSource, InputError
 
 
 class Window(NamedTuple):
@@ -32,6 +33,8 @@ class BatchStream:
     The rows of a window are a function of what was drawn before it, the lengths of its examples, and the seed. So the
     global batches depend neither on the number of hosts nor on when training was interrupted.
     """
+
+    _targets: DTypeLike = np.int32
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class BatchStream:
     def __next__(self) -> Batch:
         shape = (len(self._rows), self._seq_len)
         names = ("tokens", "targets", "positions", "segment_ids")
-        out = {name: np.zeros(shape, np.int32) for name in names}
+        out = {name: np.zeros(shape, self._targets if name == "targets" else np.int32) for name in names}
         learned = np.zeros(shape, bool)
         epochs = self._epochs()
         done = targets = live = 0
@@ -138,15 +141,21 @@ class BatchStream:
     def _fill(self, window: Window, row: int, out: dict[str, np.ndarray], learned: np.ndarray) -> None:
         """Read the pieces of a row into arrays [seq_len]."""
         pieces, first, at = window.plan.pieces, window.plan.first, 0
-        for segment, piece in enumerate(range(first[row], first[row + 1]), start=1):
+        for piece in range(first[row], first[row + 1]):
             example, start, stop = pieces.example[piece], int(pieces.start[piece]), int(pieces.stop[piece])
-            source = self._mixture.sources[window.source[example]]
-            tokens, mask = source.read(int(window.index[example]), start, stop + 1)
-            to = slice(at, at + stop - start)
-            out["tokens"][to], out["targets"][to], learned[to] = tokens[:-1], tokens[1:], mask[1:]
-            out["positions"][to] = np.arange(stop - start)
-            out["segment_ids"][to] = segment
-            at += stop - start
+            source, to = self._mixture.sources[window.source[example]], slice(at, at + stop - start)
+            part = {name: array[to] for name, array in out.items()}
+            self._fill_piece(source, int(window.index[example]), start, stop, part, learned[to])
+            at = to.stop
+        out["segment_ids"][:at] = np.cumsum(out["positions"][:at] == 0)
+
+    def _fill_piece(
+        self, source: IndexedSource, index: int, start: int, stop: int, out: dict[str, np.ndarray], learned: np.ndarray
+    ) -> None:
+        """Read a piece of an example into arrays [stop - start]."""
+        tokens, mask = source.read(index, start, stop + 1)
+        out["tokens"][:], out["targets"][:], learned[:] = tokens[:-1], tokens[1:], mask[1:]
+        out["positions"][:] = np.arange(stop - start)
 
 
 def too_long(where: str, length: int, seq_len: int) -> InputError:

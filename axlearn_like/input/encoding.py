@@ -36,14 +36,14 @@ class Document(Configurable):
         eos: bool = True
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
-        self._tokenizer = _needed(tokenizer, cfg)
+        self._tokenizer = required_tokenizer(tokenizer, cfg)
         self.fields = (cfg.text,)
         self._before = begin(self._tokenizer) if cfg.bos else []
         self._after = [self._tokenizer.eos] if cfg.eos else []
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
         """Return tokens and loss mask, see `Encoding.encode`."""
-        ids = [*self._before, *self._tokenizer.encode(_text(record, self.fields[0], where)), *self._after]
+        ids = [*self._before, *self._tokenizer.encode(text_of(record, self.fields[0], where)), *self._after]
         return ids, np.ones(len(ids), bool)
 
 
@@ -57,13 +57,13 @@ class PromptAnswer(Configurable):
         learn: Literal["answer", "all"] = "answer"
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
-        self._tokenizer = _needed(tokenizer, cfg)
+        self._tokenizer = required_tokenizer(tokenizer, cfg)
         self.fields = (cfg.prompt, cfg.answer)
         self._separator, self._learn_all = cfg.separator, cfg.learn == "all"
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
         """Return tokens and loss mask, see `Encoding.encode`."""
-        prompt, answer = (_text(record, field, where) for field in self.fields)
+        prompt, answer = (text_of(record, field, where) for field in self.fields)
         given = [*begin(self._tokenizer), *self._tokenizer.encode(prompt + self._separator)]
         learned = [*self._tokenizer.encode(answer), self._tokenizer.eos]
         return given + learned, np.arange(len(given) + len(learned)) >= (0 if self._learn_all else len(given))
@@ -82,7 +82,7 @@ class TokenIds(Configurable):
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
         """Return tokens and loss mask, see `Encoding.encode`."""
-        ids = np.asarray(_field(record, self.fields[0], where))
+        ids = np.asarray(field_of(record, self.fields[0], where))
         if ids.ndim != 1 or not (ids.dtype.kind in "iu" or not len(ids)):
             raise InputError(f"{where}: expected {self.fields[0]!r} to be a list of integers, got {str(ids)[:60]}")
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
@@ -92,17 +92,19 @@ class TokenIds(Configurable):
             )
         if len(self.fields) == 1:
             return ids, np.ones(len(ids), bool)
-        return ids, np.asarray(_field(record, self.fields[1], where)).astype(bool)
+        return ids, np.asarray(field_of(record, self.fields[1], where)).astype(bool)
 
 
-def _field(record: Mapping[str, Any], name: str, where: str) -> Any:
+def field_of(record: Mapping[str, Any], name: str, where: str) -> Any:
+    """Return a field of a record; InputError, with the nearest names, if there is none."""
     if name not in record:
         raise InputError(f"{where}: there is no field {name!r}{did_you_mean(name, map(str, record))}")
     return record[name]
 
 
-def _text(record: Mapping[str, Any], name: str, where: str) -> str:
-    value = _field(record, name, where)
+def text_of(record: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a field that is text; InputError if it is none."""
+    value = field_of(record, name, where)
     if isinstance(value, bytes):
         value = decode_utf8(value, f"{where}, field {name!r}")
     if not isinstance(value, str):
@@ -120,7 +122,8 @@ def decode_utf8(data: bytes, where: str) -> str:
         ) from None
 
 
-def _needed(tokenizer: Tokenizer | None, cfg: ConfigBase[Any]) -> Tokenizer:
+def required_tokenizer(tokenizer: Tokenizer | None, cfg: ConfigBase[Any]) -> Tokenizer:
+    """Return the tokenizer; InputError, with the config's name, if there is none."""
     if tokenizer is None:
         raise InputError(f"{type(cfg).__qualname__} reads text: the source needs a tokenizer")
     return tokenizer

@@ -14,8 +14,8 @@ import xxhash
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, text_lines
 from axlearn_like.input.encoding import Document, Encoding
 from axlearn_like.input.source import InputError
-from axlearn_like.input.token_cache import Examples, TokenCache
-from axlearn_like.input.token_file import TokenFile
+from axlearn_like.input.token_cache.cache import Examples, TokenCache
+from axlearn_like.input.token_cache.file import TokenFile
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import did_you_mean
 

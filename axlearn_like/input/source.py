@@ -54,7 +54,9 @@ class IndexedSource(Protocol):
 
 def indexed(source: Source | IndexedSource) -> IndexedSource:
     """Return the source itself, or one that finds the lengths by reading the examples."""
-    return source if isinstance(source, IndexedSource) else ReadAhead(source)
+    if isinstance(source, IndexedSource):
+        return source
+    return LabelledReadAhead(source) if getattr(source, "labelled", False) else ReadAhead(source)
 
 
 class ReadAhead:
@@ -65,7 +67,7 @@ class ReadAhead:
         self._name = type(source).__name__
         self.digest = f"{self._name} of {len(source)} examples"
         self.longest: tuple[int, str] = (0, "")  # unknown before it is read
-        self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._kept: dict[int, tuple[np.ndarray, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._source)
@@ -83,15 +85,40 @@ class ReadAhead:
 
     def read(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens [start, stop) of an example (int32) and their loss mask (bool)."""
-        tokens, mask = self._example(index)
+        tokens, mask, *_ = self._example(index)
         return tokens[start:stop], mask[start:stop]
 
-    def _example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def _example(self, index: int) -> tuple[np.ndarray, ...]:
         return self._kept.get(index) or self._read(index)
 
-    def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, index: int) -> tuple[np.ndarray, ...]:
         example = self._source[index]
         return check_example(example["tokens"], example["loss_mask"], f"example {index} of {self._name}")
+
+
+class LabelledReadAhead(ReadAhead):
+    """A source of labelled examples (see labelled.py) as an indexed one.
+
+    Its tokens are followed by one that is only a target, as the last of other examples is, so that an example of n
+    tokens takes n positions; the loss mask is that of the labels, moved on by one like targets.
+    """
+
+    def labels(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return labels (float32, NaN where there is none) and positions (int32) of an example's tokens."""
+        labels, positions = self._example(index)[2:]
+        return labels, positions
+
+    def _read(self, index: int) -> tuple[np.ndarray, ...]:
+        example, where = self._source[index], f"example {index} of {self._name}"
+        tokens, labels = np.asarray(example["tokens"], np.int32), np.asarray(example["labels"], np.float32)
+        positions = np.asarray(example.get("positions", np.arange(len(tokens))), np.int32)
+        has_label = ~np.isnan(labels)
+        if tokens.ndim != 1 or not tokens.shape == labels.shape == positions.shape or not has_label.any():
+            raise InputError(
+                f"{where}: expected tokens, labels and positions of one shape [n] with at least one label, got "
+                f"{tokens.shape}, {labels.shape} with {int(has_label.sum())}, and {positions.shape}"
+            )
+        return np.append(tokens, np.int32(0)), np.append(False, has_label), labels, positions
 
 
 def check_example(

@@ -10,7 +10,7 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable, owner_name, 
 from axlearn_like.input.batches import Batch, BatchStream, too_long
 from axlearn_like.input.mixture import Mixture, Single, build_source
 from axlearn_like.input.packing import FirstFit
-from axlearn_like.input.source import InputError
+from axlearn_like.input.source import InputError, LabelledReadAhead
 
 _FORMAT = 2  # of the state
 
@@ -42,6 +42,14 @@ class SupervisedInput(Configurable):
             self.require_least(1, "seq_len", "batch_size")
             self.require_least(0, "prefetch")
 
+        @property
+        def targets_dtype(self) -> str:
+            """The dtype of a batch's targets."""
+            return "int32"
+
+    _stream = BatchStream  # makes the batches
+    _labelled = False  # sources have labels
+
     def __init__(self, cfg: Config, *, rows: Sequence[int] | np.ndarray | None = None):
         """`rows`: indices of this process's rows, ascending (see `mesh.batches.local_rows`); None: all."""
         self.seq_len, self.batch_size = cfg.seq_len, cfg.batch_size
@@ -54,6 +62,9 @@ class SupervisedInput(Configurable):
         else:
             mixture = Single(build_source(cfg.source, name), name)
         for source in mixture.sources:
+            if isinstance(source, LabelledReadAhead) != self._labelled:
+                expected = "examples with labels" if self._labelled else "a LabelledInput for examples with labels"
+                raise InputError(f"{owner_name(cfg)} of {name}: expected {expected}")
             length, where = source.longest
             if cfg.long == "refuse" and length - 1 > cfg.seq_len:
                 raise too_long(where, length, cfg.seq_len)
@@ -65,7 +76,7 @@ class SupervisedInput(Configurable):
             "weights": mixture.describe(),
             **{f"data of {n}": source.digest for n, source in zip(mixture.names, mixture.sources, strict=True)},
         }
-        stream = BatchStream(
+        stream = self._stream(
             mixture,
             arrangement,
             seq_len=cfg.seq_len,

@@ -18,6 +18,7 @@ from axlearn_like.layers.block_pattern import Segment, build_segments, scan_segm
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
 from axlearn_like.layers.moe.routing import RoutingLayout, mark_padding
 from axlearn_like.layers.norm import LayerNorm, RMSNorm
 from axlearn_like.layers.pipeline import Pipeline
@@ -107,7 +108,8 @@ class Decoder(Layer):
         embedding: Embedding.Config = Embedding.Config()
         block: ConfigBase = Block.Config()  # of every layer; a BlockPattern.Config where they are not alike
         norm: RMSNorm.Config | LayerNorm.Config = RMSNorm.Config()
-        head: Head.Config | None = None  # None: tied to the embedding
+        # None: tied to the embedding. With a head that makes no logits it is no language model, see heads.py.
+        head: Head.Config | ScoreHead.Config | EmbeddingHead.Config | None = None
         dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are float32
         pipeline: Pipeline.Config = Pipeline.Config()  # used where the mesh has a pipeline axis
         scan_unroll: int = 1  # layers per iteration of the scan: more runs faster and compiles slower
@@ -121,6 +123,7 @@ class Decoder(Layer):
         stacks: dict[str, Any] = {segment.name: stack for segment, stack in made}
         self.leading, self.layers, self.tail = (stacks.get(name) for name in ("leading", "layers", "tail"))
         self.norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
+        sizes = sizes if isinstance(cfg.head, Head.Config) else {"dim": cfg.dim}
         self.head = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
         self.num_layers, self.vocab_size, self.dim = cfg.num_layers, cfg.vocab_size, cfg.dim
         self.cache_shape, self.window_shape, self.latent_width = self._cache_shapes()
@@ -229,6 +232,8 @@ class Decoder(Layer):
         else:
             kinds = ((jax.tree.map(lambda leaf: leaf[0], block), count) for block, count in self.kinds())
             layers = sum(count * block.flops(work) for block, count in kinds)
+        if isinstance(self.head, ScoreHead | EmbeddingHead):
+            return layers + self.head.flops(work)
         return layers + 2.0 * work.outputs * self.vocab_size * self.dim
 
     def kinds(self) -> list[tuple[Block, int]]:
@@ -315,9 +320,21 @@ class Decoder(Layer):
 
     @property
     def output(self) -> Embedding | Head:
-        """The layer that makes logits."""
+        """The layer that makes logits. UserError: there is none."""
+        if isinstance(self.head, ScoreHead | EmbeddingHead):
+            kind = type(self.head).__name__
+            raise UserError(
+                f"Decoder.Config.head: {kind} makes no logits; expected Head.Config, or None for a tied one"
+            )
         return self.head or self.embedding
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Return float32 logits of hidden states, so that callers compute them only where they need them."""
         return self.output.logits(x_btd)
+
+    def scores(self, x_btd: jax.Array, context: Context) -> jax.Array:
+        """Return what a head of heads.py makes of hidden states, float32. UserError: the decoder has none."""
+        if not isinstance(self.head, ScoreHead | EmbeddingHead):
+            head = "the tied embedding" if self.head is None else type(self.head).__name__
+            raise UserError(f"Decoder.Config.head: {head} scores no tokens; expected ScoreHead.Config")
+        return self.head(x_btd, context)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.kernels.deterministic import no_fuse, row_sum, sum_of_squares
 from axlearn_like.layers.base import Layer, param
-from axlearn_like.layers.deterministic import no_fuse, row_sum, sum_of_squares
 
 
 class RMSNorm(Layer):

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.config import ConfigBase, Configurable, path_of
-from axlearn_like.layers.deterministic import no_fuse
+from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.learner.ema import EMA
 from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.expert_bias import BIAS, with_balancing, without_loads

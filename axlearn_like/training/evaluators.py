@@ -8,7 +8,7 @@ from flax import nnx
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import Params
-from axlearn_like.training.losses import SupervisedLoss, eval_step
+from axlearn_like.training.losses import Loss, eval_step
 from mesh import shard_batch
 from mesh.batches import local_rows
 
@@ -25,7 +25,7 @@ class Evaluator(Protocol):
 
 
 class LossEvaluator(Configurable):
-    """Loss and token accuracy on the first batches of an input that is not trained on."""
+    """Loss and accuracy on the first batches of an input that is not trained on."""
 
     class Config(ConfigBase["LossEvaluator"]):
         input: SupervisedInput.Config = REQUIRED
@@ -37,7 +37,7 @@ class LossEvaluator(Configurable):
         def check_fields(self) -> None:
             self.require_least(1, "batches", "every")
 
-    def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any], loss: SupervisedLoss):
+    def __init__(self, cfg: Config, *, graphdef: nnx.GraphDef[Any], loss: Loss):
         self.every, self.averaged = cfg.every, cfg.averaged
         data = cfg.input.build(rows=local_rows(cfg.input.batch_size))
         self._rows = cfg.input.batch_size
@@ -46,7 +46,7 @@ class LossEvaluator(Configurable):
         self._loss = eval_step(graphdef, loss)
 
     def run(self, params: Params, step: int) -> dict[str, float]:
-        """Return `eval_loss` and `eval_accuracy`: means over the batches, each of which counts alike.
+        """Return `eval_loss` and, if the loss has one, `eval_accuracy`: means over the batches, which count alike.
 
         For averaged parameters they are `eval_averaged_loss` and `eval_averaged_accuracy`.
         """
@@ -57,4 +57,5 @@ class LossEvaluator(Configurable):
         return {
             f"{prefix}_{name}": float(sum(result[name] for result in results) / len(results))
             for name in ("loss", "accuracy")
+            if name in results[0]
         }

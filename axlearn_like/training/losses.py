@@ -11,16 +11,17 @@ from flax import nnx
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.context_parallel.zigzag import reorder
+from axlearn_like.kernels.deterministic import exponentials, no_fuse
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
-from axlearn_like.layers.deterministic import exponentials, no_fuse
 from axlearn_like.training.chunked_head import fused_linear_loss, map_chunks
 from mesh.sharding import shard_like, token_axes
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 LossFn = Callable[[Any, Batch], tuple[jax.Array, Metrics]]
+Loss = LossFn  # of a model and a batch, as `SupervisedLoss`; a LossFn is of parameters
 
 
 def token_logprobs(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:
@@ -154,12 +155,12 @@ def with_aux(loss: jax.Array, metrics: Metrics, aux: Aux, share: jax.Array | flo
     return sum(losses.values(), loss), {**metrics, **losses, **others}
 
 
-def make_supervised_loss(graphdef: nnx.GraphDef[Any], loss: SupervisedLoss | None = None) -> LossFn:
-    """Return `loss_fn(params, batch)` of a decoder on the packed batches of `SupervisedInput`."""
+def make_supervised_loss(graphdef: nnx.GraphDef[Any], loss: Loss | None = None) -> LossFn:
+    """Return `loss_fn(params, batch)` of a decoder on the packed batches of its input."""
     loss = loss or SupervisedLoss.Config().build()
     return lambda params, batch: loss(bind(graphdef, params), batch)
 
 
-def eval_step(graphdef: nnx.GraphDef[Any], loss: SupervisedLoss) -> LossFn:
+def eval_step(graphdef: nnx.GraphDef[Any], loss: Loss) -> LossFn:
     """Return the jitted `(params, batch) -> (loss, metrics)` of an evaluation by the trainer's loss."""
     return jax.jit(make_supervised_loss(graphdef, loss))

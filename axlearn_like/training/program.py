@@ -18,14 +18,14 @@ from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import split
 from axlearn_like.layers.embedding import PositionedEmbedding
 from axlearn_like.learner import Learner
-from axlearn_like.training.losses import SupervisedLoss, make_supervised_loss
+from axlearn_like.training.losses import Loss, make_supervised_loss
 from axlearn_like.training.step import State, Step, init_state, make_train_step
 from mesh import to_named_sharding
 from mesh.batches import batch_partition
 from mesh.rules import mesh_axes
 
 _DROPOUT = 0  # seed: with step, microbatch, layer and matrix it makes the keys
-_INTEGERS = ("tokens", "targets", "positions", "segment_ids")
+_INTEGERS = ("tokens", "positions", "segment_ids")
 
 
 class Program(NamedTuple):
@@ -40,7 +40,7 @@ class Program(NamedTuple):
 def train_program(
     model: ConfigBase,
     inputs: SupervisedInput.Config,
-    loss: SupervisedLoss,
+    loss: Loss,
     learner: Learner,
     mesh: Mesh,
     *,
@@ -91,10 +91,10 @@ def describe_state(
 
 def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Return a packed batch of `SupervisedInput` as `shard_batch` shards it; the mesh is set."""
-    dtypes = {**dict.fromkeys(_INTEGERS, jnp.int32), "weights": jnp.float32}
+    dtypes = {**dict.fromkeys(_INTEGERS, "int32"), "targets": cfg.targets_dtype, "weights": "float32"}
     shape = (cfg.batch_size, cfg.seq_len)
     return {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch_partition(shape, name)))
+        name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, batch_partition(shape, name)))
         for name, dtype in dtypes.items()
     }
 

@@ -92,7 +92,7 @@ def trainer_tuning(cfg: TrainerConfig) -> Tuning:
         microbatches=cfg.microbatches,
         rows=cfg.input.batch_size,
         length=cfg.input.seq_len,
-        chunked=cfg.loss.chunks > 1,
+        chunked=getattr(cfg.loss, "chunks", 2) > 1,  # scores need no chunks
     )
 
 

@@ -30,7 +30,7 @@ from axlearn_like.run.progress import Progress
 from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.loop import Feed, TrainingLoop
-from axlearn_like.training.losses import SupervisedLoss
+from axlearn_like.training.losses import Loss
 from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.program import Program
 from axlearn_like.training.step import AccumulatedStep, State, Step, init_state
@@ -155,7 +155,7 @@ class Session(contextlib.ExitStack):
         program: Program,
         feed: Feed,
         learner: Learner,
-        loss: SupervisedLoss,
+        loss: Loss,
         *,
         show: bool = False,
     ) -> TrainingLoop:

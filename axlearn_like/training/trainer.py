@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, path_of, resolve, to_text
-from axlearn_like.input import SupervisedInput
+from axlearn_like.input import LabelledInput, SupervisedInput
 from axlearn_like.learner import Learner
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import step_flops
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.signals import graceful_stop
 from axlearn_like.tokenizers.embedding import check_tokenizers
+from axlearn_like.training.head_losses import HeadLoss
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program, check_length, check_rows, describe_batch, train_program
 from axlearn_like.training.programs import Tuning, trainer_programs, trainer_tuning
@@ -40,7 +41,7 @@ class Trainer(Configurable):
 
     class Config(TrainingConfig["Trainer"]):
         input: SupervisedInput.Config = REQUIRED
-        loss: SupervisedLoss.Config = SupervisedLoss.Config()
+        loss: SupervisedLoss.Config | HeadLoss.Config = SupervisedLoss.Config()
         mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
         seed: int = 0  # of the initial parameters
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
@@ -58,6 +59,13 @@ class Trainer(Configurable):
             super().check()
             check_length(self.model, self.input.seq_len, f"{path_of(self.input)}.seq_len", path_of(self.model))
             check_tokenizers(self.input, self.model)
+            labelled = isinstance(self.loss, HeadLoss.Config)
+            expected = (
+                f"a {'Labelled' if labelled else 'Supervised'}Input.Config, as loss is {type(self.loss).__qualname__}"
+            )
+            for data in (self, *self.evaluators):
+                given = getattr(data, "input", self.input)
+                data.require("input", isinstance(given, LabelledInput.Config) == labelled, expected)
 
         def check_sizes(self, devices: Sequence[Any] | None = None) -> Mesh:
             """Return the mesh of these devices, or of this process's, if rows divide over it (UserError)."""

@@ -10,10 +10,12 @@ from typing import Any
 from axlearn_like.config import text_lines, walk_configs
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.heads import ScoreHead
 from mesh.errors import did_you_mean
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson, ConfigJsonError
 from models.huggingface.families import deepseek, dense, gemma, gpt2, gpt_oss, mixtures
+from models.huggingface.families.heads import classifiers
 from models.huggingface.rows import ConversionError
 
 # Fields, and configs, that change neither a model's parameters nor the function that it computes.
@@ -29,6 +31,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     for family in (dense, mixtures, gemma, gpt2, gpt_oss, deepseek)
     for architecture in family.ARCHITECTURES
 }
+CLASSIFIERS: dict[str, Architecture] = {one.name: one for one in classifiers(ARCHITECTURES.values())}
 
 
 def find_architecture(json: ConfigJson) -> Architecture:
@@ -41,10 +44,11 @@ def find_architecture(json: ConfigJson) -> Architecture:
     if not names:
         by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
         return json.choice("model_type", by_type)
-    if names[0] not in ARCHITECTURES:
-        hint = did_you_mean(str(names[0]), ARCHITECTURES, limit=len(ARCHITECTURES))
+    known = {**ARCHITECTURES, **CLASSIFIERS}
+    if names[0] not in known:
+        hint = did_you_mean(str(names[0]), known, limit=len(ARCHITECTURES))
         raise ConfigJsonError(f"{json.file}: architectures: no architecture {names[0]!r} here{hint}")
-    return ARCHITECTURES[names[0]]
+    return known[names[0]]
 
 
 def read_decoder(json: ConfigJson) -> tuple[Architecture, Decoder.Config]:
@@ -90,7 +94,8 @@ def architecture_for(cfg: Decoder.Config, names: Iterable[str] = ()) -> Architec
         ConversionError: none has; for the nearest one, the fields that it has not.
     """
     wanted, nearest = _function(cfg), None
-    for architecture in [ARCHITECTURES[name] for name in names] or ARCHITECTURES.values():
+    known = CLASSIFIERS if isinstance(cfg.head, ScoreHead.Config) else ARCHITECTURES
+    for architecture in [known[name] for name in names if name in known] or known.values():
         try:
             fields = {**architecture.write(cfg), "architectures": [architecture.name]}
             found = _function(architecture.read(ConfigJson(fields)))

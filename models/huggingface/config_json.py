@@ -75,6 +75,10 @@ class ConfigJson:
         """Return a list."""
         return self._typed(name, default, "a list", lambda value: isinstance(value, list))
 
+    def size(self, name: str, default: int) -> int:
+        """Return the number of entries of an object; where the field is absent or null, the default."""
+        return len(self._typed(name, [None] * default, "an object", lambda value: isinstance(value, dict)))
+
     def nested(self, name: str) -> "ConfigJson | None":
         """Return an object within, None where it is absent or null."""
         value = self._typed(name, None, "an object", lambda value: isinstance(value, dict))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable, label
-from axlearn_like.layers.deterministic import no_fuse
+from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import UserError
 

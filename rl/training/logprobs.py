@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.layers.contexts.paged import RowContext
-from axlearn_like.layers.deterministic import no_fuse
 from axlearn_like.training.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform, stores_scores
 from axlearn_like.kernels.attention.interface import MASKED
 from axlearn_like.kernels.attention.xla import batched_dot, capped
+from axlearn_like.kernels.deterministic import exponentials, no_fuse
 from axlearn_like.layers.contexts.latents import Expand, has_latents, page_size_of, read_expanded, write_latents
 from axlearn_like.layers.contexts.packed import require_complete_rows
-from axlearn_like.layers.deterministic import exponentials, no_fuse
 from axlearn_like.layers.linear import UNSPLIT_SUM
 from mesh.errors import UserError
 from mesh.rules import constrain, partition

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.layers.deterministic import no_fuse
+from axlearn_like.kernels.deterministic import no_fuse
 
 
 class Order(NamedTuple):

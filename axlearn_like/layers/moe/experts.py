@@ -15,9 +15,9 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.kernels.grouped_matmul import RaggedDot
 from axlearn_like.layers.base import Layer, fan_in_init, param
-from axlearn_like.layers.deterministic import no_fuse
 from axlearn_like.layers.moe import all_to_all
 from axlearn_like.layers.moe.dispatch import combine, counts, order_by, permute, repeat_sorted, unpermute
 from mesh.cost.expected import filled

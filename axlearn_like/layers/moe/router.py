@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.kernels.deterministic import exponentials, no_fuse, row_sum
 from axlearn_like.layers.base import Layer, fan_in_init, param
-from axlearn_like.layers.deterministic import exponentials, no_fuse, row_sum
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.moe import load_balance
 from axlearn_like.layers.moe.routing import live_tokens

@@ -18,7 +18,7 @@ import xxhash
 
 from axlearn_like.input.encoding import Encoded
 from axlearn_like.input.source import InputError
-from axlearn_like.input.token_file import Damaged, TokenFile, TokenWriter
+from axlearn_like.input.token_cache.file import Damaged, TokenFile, TokenWriter
 from axlearn_like.run.disk import raising_disk_full
 from mesh.cache_directory import cache_directory
 

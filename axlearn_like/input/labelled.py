@@ -1,0 +1,141 @@
+"""Labelled input: rows whose targets are labels of tokens (classes, scores, preferences), not the next tokens.
+
+A source of labelled examples has `labelled = True`; its examples are `{"tokens": int32[n], "labels": float32[n]}` with
+NaN where a token has no label. A sequence's label is that of its last token. An example may hold several sequences,
+whose `positions` (int32[n]) restart at 0; they stay side by side in one row.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, override
+
+import numpy as np
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.input.batches import BatchStream
+from axlearn_like.input.encoding import field_of, required_tokenizer, text_of
+from axlearn_like.input.file_source import find_files
+from axlearn_like.input.line_formats import read_json_lines
+from axlearn_like.input.source import IndexedSource, InputError, LabelledReadAhead
+from axlearn_like.input.supervised import SupervisedInput
+from axlearn_like.tokenizers.protocol import Tokenizer, begin
+from mesh.errors import did_you_mean
+
+
+class LabelledStream(BatchStream):
+    """Batches whose `targets` are labels, float32."""
+
+    _targets = np.float32
+
+    @override
+    def _fill_piece(
+        self, source: IndexedSource, index: int, start: int, stop: int, out: dict[str, np.ndarray], learned: np.ndarray
+    ) -> None:
+        assert isinstance(source, LabelledReadAhead), "checked by the input"
+        super()._fill_piece(source, index, start, stop, out, learned)
+        labels, positions = source.labels(index)
+        out["targets"][:], out["positions"][:] = np.where(learned, labels, 0), positions
+
+
+class LabelledInput(SupervisedInput):
+    """A `SupervisedInput` of labelled examples: `targets` float32, `weights` on the tokens that have labels."""
+
+    class Config(SupervisedInput.Config):
+        @override
+        def check_fields(self) -> None:
+            super().check_fields()
+            self.require("long", self.long == "refuse", "refuse: a part of a text does not have its label")
+
+        @property
+        @override
+        def targets_dtype(self) -> str:
+            return "float32"
+
+    _stream = LabelledStream
+    _labelled = True
+
+
+def labelled_text(tokens: Sequence[int] | np.ndarray, label: float) -> dict[str, np.ndarray]:
+    """Return the example of a sequence with one label, on its last token."""
+    labels = np.full(len(tokens), np.nan, np.float32)
+    labels[-1:] = label
+    return {"tokens": np.asarray(tokens, np.int32), "labels": labels}
+
+
+def preference(
+    chosen: Sequence[int] | np.ndarray, rejected: Sequence[int] | np.ndarray, margin: float = 0.0
+) -> dict[str, np.ndarray]:
+    """Return the example of two sequences of which the first is preferred, by a margin of the score if there is one."""
+    both = np.concatenate([np.asarray(chosen, np.int32), np.asarray(rejected, np.int32)])
+    positions = np.concatenate([np.arange(len(chosen)), np.arange(len(rejected))])
+    return {**labelled_text(both, margin), "positions": positions.astype(np.int32)}
+
+
+class TextLabel(Configurable):
+    """A record's text, and its class or score."""
+
+    class Config(ConfigBase["TextLabel"]):
+        text: str = "text"  # field
+        label: str = "label"  # field
+        classes: tuple[str, ...] = ()  # names of classes 0, 1, ...; (): labels are numbers
+
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
+        self._tokenizer, self._cfg = required_tokenizer(tokenizer, cfg), cfg
+
+    def encode(self, record: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
+        """Return the labelled example of bos, text, eos."""
+        text, label = text_of(record, self._cfg.text, where), field_of(record, self._cfg.label, where)
+        classes = self._cfg.classes
+        if classes and label not in classes:
+            raise InputError(f"{where}: no class {label!r}{did_you_mean(str(label), classes, limit=len(classes))}")
+        if not classes and not isinstance(label, int | float):
+            raise InputError(f"{where}: expected {self._cfg.label!r} to be a number, got {label!r:.60}; or set classes")
+        return labelled_text(_whole(self._tokenizer, text), classes.index(label) if classes else label)
+
+
+class Preference(Configurable):
+    """A record's prompt with the answer that is preferred, and with the one that is not."""
+
+    class Config(ConfigBase["Preference"]):
+        prompt: str = "prompt"  # field
+        chosen: str = "chosen"  # field
+        rejected: str = "rejected"  # field
+        margin: str | None = None  # field; None: 0
+        separator: str = "\n"
+
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
+        self._tokenizer, self._cfg = required_tokenizer(tokenizer, cfg), cfg
+
+    def encode(self, record: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
+        """Return the example of both sequences: bos, prompt, separator, answer, eos."""
+        cfg = self._cfg
+        prompt = text_of(record, cfg.prompt, where) + cfg.separator
+        texts = [prompt + text_of(record, field, where) for field in (cfg.chosen, cfg.rejected)]
+        margin = 0.0 if cfg.margin is None else float(field_of(record, cfg.margin, where))
+        chosen, rejected = (_whole(self._tokenizer, text) for text in texts)
+        return preference(chosen, rejected, margin)
+
+
+class LabelledLines(Configurable):
+    """Labelled examples in files of JSON lines; all are tokenised at the start, and held."""
+
+    labelled = True
+
+    class Config(ConfigBase["LabelledLines"]):
+        files: str | tuple[str, ...] = REQUIRED  # as of `JsonLines`
+        tokenizer: ConfigBase = REQUIRED
+        example: ConfigBase = TextLabel.Config()  # or Preference
+
+    def __init__(self, cfg: Config):
+        encoding = cfg.example.build(tokenizer=cfg.tokenizer.build())
+        records = (record for path in find_files(cfg.files) for record in read_json_lines(path))
+        self._examples = [encoding.encode(record, where) for record, where, _ in records]
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self._examples[index]
+
+
+def _whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    return [*begin(tokenizer), *tokenizer.encode(text), tokenizer.eos]

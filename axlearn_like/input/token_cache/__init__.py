@@ -1,0 +1,1 @@
+"""Files of tokens, and the cache of what an encoding made of text."""

@@ -1,0 +1,71 @@
+"""Right and wrong answers to the problems of a task mixture, as pairs for a reward model."""
+
+import numpy as np
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.input import preference
+from axlearn_like.tokenizers.bytes import ByteTokenizer
+from mesh.errors import UserError
+from rl.roles.messages import Problem
+from rl.tasks.mixture import TaskMixture, encode_prompt
+
+_ATTEMPTS = 32  # changed answers that are scored before a problem is given up
+
+
+class PreferenceSource(Configurable):
+    """Pairs of a question with its answer and with a wrong one, by random access.
+
+    The wrong answer is the right one with one character replaced by another of the same kind, two neighbours swapped,
+    or one left out: near enough that only solving the problem tells them apart. The family's own score says that it is
+    wrong.
+    """
+
+    labelled = True
+
+    class Config(ConfigBase["PreferenceSource"]):
+        mixture: TaskMixture.Config = REQUIRED
+        tokenizer: ConfigBase = ByteTokenizer.Config()
+        num_examples: int = REQUIRED  # of held-out ones: of each family
+        start: int = 0  # index of the first training problem
+        heldout: bool = False  # problems that training never sees, see `TaskMixture`
+        seed: int = 0  # of the wrong answers
+
+    def __init__(self, cfg: Config):
+        self._mixture, self._tokenizer = cfg.mixture.build(), cfg.tokenizer.build()
+        self._heldout = self._mixture.heldout(cfg.num_examples) if cfg.heldout else None
+        self._size = cfg.num_examples if self._heldout is None else len(self._heldout)
+        self._start, self._seed = cfg.start, cfg.seed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return the example of both sequences (see `axlearn_like.input.preference`): bos, question, answer, eos."""
+        if not 0 <= index < self._size:
+            raise IndexError(f"example {index} of {self._size}")
+        problem = self._mixture.train(self._start + index) if self._heldout is None else self._heldout[index]
+        prompt = encode_prompt(problem.question, self._tokenizer)
+        answers = problem.answer, self._wrong(problem, np.random.default_rng((self._seed, problem.id)))
+        chosen, rejected = ([*prompt, *self._tokenizer.encode(text), self._tokenizer.eos] for text in answers)
+        return preference(chosen, rejected)
+
+    def _wrong(self, problem: Problem, rng: np.random.Generator) -> str:
+        for _ in range(_ATTEMPTS):
+            changed = changed_text(problem.answer, rng)
+            if changed != problem.answer and self._mixture.score(problem, changed) < 1.0:
+                return changed
+        raise UserError(f"problem {problem.id}: no change of its answer {problem.answer!r} is scored as wrong")
+
+
+def changed_text(text: str, rng: np.random.Generator) -> str:
+    """Return a text with one change; it may be the same by chance."""
+    place = int(rng.integers(len(text)))
+    way = rng.choice(["replace", "swap", "drop"], p=[0.6, 0.3, 0.1])
+    if way == "swap" and len(text) > 1:
+        place = min(place, len(text) - 2)
+        return text[:place] + text[place + 1] + text[place] + text[place + 2 :]
+    if way == "drop" and len(text) > 1:
+        return text[:place] + text[place + 1 :]
+    kinds = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "+-")
+    letters = next((kind for kind in kinds if text[place] in kind), kinds[0])
+    return text[:place] + str(rng.choice(list(letters))) + text[place + 1 :]
