@@ -12,9 +12,10 @@ from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
-from axlearn_like.layers.wrappers.int8 import Int8Weights
 from axlearn_like.layers.wrappers.lora import LoRA
+from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights, StoredWeights
 from axlearn_like.learner import Group, Learner
+from rl.rollout.engine import RolloutEngine
 
 
 def no_positions(cfg: ConfigBase[Any]) -> None:
@@ -42,5 +43,34 @@ def low_rank(cfg: ConfigBase[Any]) -> None:
 
 def int8(cfg: ConfigBase[Any]) -> None:
     """All matrices of all blocks rounded to eight bits while they are trained."""
-    rounded = lambda inner: Int8Weights.Config(inner=inner)  # noqa: E731
+    rounded = lambda inner: QuantisedWeights.Config(inner=inner)  # noqa: E731
     replace(cfg, Block.Config, lambda b: b.set(attention=rounded(b.attention), feed_forward=rounded(b.feed_forward)))
+
+
+def int4(cfg: ConfigBase[Any]) -> None:
+    """All matrices of all blocks rounded to four bits while they are trained, 32 inputs to a scale."""
+    rounded = lambda inner: QuantisedWeights.Config(inner=inner, numbers="int4", group=32)  # noqa: E731
+    replace(cfg, Block.Config, lambda b: b.set(attention=rounded(b.attention), feed_forward=rounded(b.feed_forward)))
+
+
+def int8_products(cfg: ConfigBase[Any]) -> None:
+    """Weights and activations of all blocks rounded to int8 before each product, in training and rollouts."""
+    rounded = lambda inner: QuantisedProducts.Config(inner=inner)  # noqa: E731
+    replace(cfg, Block.Config, lambda b: b.set(attention=rounded(b.attention), feed_forward=rounded(b.feed_forward)))
+
+
+def fp8_products(cfg: ConfigBase[Any]) -> None:
+    """Weights and activations of all blocks rounded to fp8 (e4m3) before each product, in training and rollouts."""
+    rounded = lambda inner: QuantisedProducts.Config(inner=inner, numbers="fp8")  # noqa: E731
+    replace(cfg, Block.Config, lambda b: b.set(attention=rounded(b.attention), feed_forward=rounded(b.feed_forward)))
+
+
+def int8_rollouts(cfg: ConfigBase[Any]) -> None:
+    """Engines hold the weights of all blocks as int8; the objective needs an importance correction."""
+    replace(cfg, RolloutEngine.Config, lambda engine: engine.set(weights=StoredWeights.Config()))
+
+
+def int4_rollouts(cfg: ConfigBase[Any]) -> None:
+    """Engines hold the weights of all blocks as int4, 32 inputs to a scale; the objective needs a correction."""
+    weights = StoredWeights.Config(numbers="int4", group=32)
+    replace(cfg, RolloutEngine.Config, lambda engine: engine.set(weights=weights.clone()))

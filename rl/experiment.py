@@ -33,7 +33,7 @@ from rl.controller.evaluations import EvaluationSchedule
 from rl.evaluation.evaluator import Evaluation
 from rl.fleet.fleet import Fleet
 from rl.fleet.programs import experiment_programs, experiment_tuning
-from rl.objective import Objective
+from rl.objective import NoImportance, Objective
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.server import ParameterServer
@@ -177,6 +177,11 @@ class RLExperiment(Configurable):
             trainer.require("chunks", trainer.packing is not None or fits, f"a divisor of {tokens}")
             once = self.start_from is None or self.warm_start is None
             self.require("start_from", once, "None with a warm start, whose own `warm_start.start_from` says the same")
+            objective, weights = self.objective, self.engine.weights
+            corrected = objective.old_policy == "behaviour" or not isinstance(objective.importance, NoImportance.Config)
+            if weights is not None and not corrected:
+                tags = " and ".join(weights.tags)
+                objective.require("importance", False, f"TruncatedImportance.Config, as rollouts are of {tags}")
             self.require_least(1, "evaluate_every")
             fits = self.evaluate_every is None or self.evaluation is not None
             self.require("evaluate_every", fits, "None where there is no `evaluation`")

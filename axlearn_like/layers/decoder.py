@@ -133,8 +133,9 @@ class Decoder(Layer):
         find_remat(cfg.remat)  # refused here, before anything is compiled
 
     def __call__(self, tokens_bt: jax.Array, context: Context) -> jax.Array:
-        """Return float32 logits [batch, length, vocab]."""
-        return self.logits(self.hidden(tokens_bt, context).x)
+        """Return float32 logits [batch, length, vocab], or what another head makes of each token."""
+        x_btd = self.hidden(tokens_bt, context).x
+        return self.scores(x_btd, context) if self.scoring else self.logits(x_btd)
 
     def hidden(self, tokens_bt: jax.Array, context: Context, cache: Any = None, routing: Any = None) -> Hidden:
         """Return final hidden states, the cache as updated by the context, and the layers' auxiliary outputs.
@@ -317,6 +318,11 @@ class Decoder(Layer):
             )
         shape, latent = shapes.pop(), latents.pop() if len(latents) == 1 else None
         return shape, stacks[0].window_shape if latent else shape, latent
+
+    @property
+    def scoring(self) -> bool:
+        """True for a head that makes scores, or embeddings, instead of logits."""
+        return isinstance(self.head, ScoreHead | EmbeddingHead)
 
     @property
     def output(self) -> Embedding | Head:

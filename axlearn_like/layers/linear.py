@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from axlearn_like.kernels.quantised_matmul import product_numbers, quantised_dot
 from axlearn_like.layers.wrappers.low_rank import DroppedOut, RowAdapted
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import length_axes
@@ -22,7 +23,7 @@ UNSPLIT_SUM = 32768  # entries of a matrix up to which XLA's CPU matmul sums its
 
 def project(
     x: jax.Array,
-    weight: jax.Array | RowAdapted | DroppedOut,
+    weight: Any,
     *,
     inputs: int = 1,
     in_axis: str | None = None,
@@ -35,7 +36,8 @@ def project(
 
     Args:
         x: activations; the weight is cast to their type.
-        weight: the first of its input and of its output axes may be sharded. Each row may have an update of its own.
+        weight: the first of its input and of its output axes may be sharded. Each row may have an update of its own
+            (`RowAdapted`). A `QArray` within `quantised_products`.
         inputs: how many axes are contracted.
         in_axis: logical name of the first contracted axis *of the activations*, None if it is not sharded.
         out_axis: logical name of the first output axis, None if it is not sharded.
@@ -48,7 +50,7 @@ def project(
         [batch, length, *out].
     """
     batch, length = x.shape[:2]
-    out = out or weight.shape[inputs:]
+    out = tuple(out or weight.shape[inputs:])
     axes: Any = {"in_axis": in_axis, "out_axis": out_axis}
     if isinstance(weight, DroppedOut):
         y = project(x, weight.weight, inputs=inputs, **axes, out=out, dtype=dtype, like=like)
@@ -70,11 +72,14 @@ def project(
     rows, inside, outside = partition("batch", in_axis, out_axis) or (None,) * 3
     x = jnp.reshape(x, (batch, length, width), out_sharding=PartitionSpec(rows, before, inside))
     spec = PartitionSpec(rows, after, outside)
-    y = jnp.einsum("bti,io->bto", x, matrix, preferred_element_type=dtype, out_sharding=spec)
+    if (numbers := product_numbers()) is not None:
+        y = quantised_dot(x, matrix, numbers, dtype, spec)
+    else:
+        y = jnp.einsum("bti,io->bto", x, matrix, preferred_element_type=dtype, out_sharding=spec)
     return jnp.reshape(y, (batch, length, *out), out_sharding=PartitionSpec(rows, after, outside, *unsharded))
 
 
-def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: str | None) -> jax.Array:
+def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | None) -> jax.Array:
     """Return x [rows, in] x matrix [in, out], each row the same to the bit however many rows there are (on CPUs).
 
     With 64 rows or more (128 for a very narrow matrix) XLA's CPU matmul sums over `in` in one order; with fewer it may
@@ -82,6 +87,8 @@ def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: 
     matrix is cut into columns so narrow that the sum is not split. Nothing is changed on accelerators.
     """
     spec = partition("batch", out_axis)
+    if (numbers := product_numbers()) is not None:
+        return quantised_dot(x, matrix, numbers, dtype, spec)
     enough = 128 if matrix.shape[1] < 16 else 64
     complete = out_axis is None or math.prod(axis_sizes(out_axis).values()) == 1
 
@@ -100,8 +107,10 @@ def _matmul(x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None, out_axis: 
     return jax.lax.platform_dependent(x, matrix, cpu=few_rows, default=dot)
 
 
-def _as_matrix(weight: jax.Array, inputs: int) -> jax.Array:
+def _as_matrix(weight: Any, inputs: int) -> Any:
     """Return [*in, *out] as [in, out], sharded as the first of its input and of its output axes are."""
+    if hasattr(weight, "qvalue"):  # numbers, and a scale for each output
+        return jax.tree.map(lambda part: _as_matrix(part, inputs), weight)
     shape = (math.prod(weight.shape[:inputs]), math.prod(weight.shape[inputs:]))
     if jax.sharding.get_abstract_mesh().empty:
         return weight.reshape(shape)

@@ -1,6 +1,7 @@
 """Sizes and defaults of a rollout engine."""
 
 from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
+from axlearn_like.layers.wrappers.quantised import StoredWeights
 from rl.rollout.sampling import Sampler
 
 
@@ -23,6 +24,7 @@ class EngineConfig[T](ConfigBase[T]):
     mesh: dict[str, int] = {}  # {}: one device; {"tensor": n}: n devices; {"tensor": n, "expert": m}: n * m, for MoE
     mesh_rules: MeshRules = ()  # edits by the devices of a worker (axlearn_like/config/mesh_rules.py)
     sampler: Sampler.Config = Sampler.Config()
+    weights: StoredWeights.Config | None = None  # held as fewer bits; None: in the type of the model's activations
 
     @property
     def longest(self) -> int:

@@ -89,7 +89,7 @@ class RolloutEngine(Configurable):
         """
         if not self._core.executor.alone:
             raise UserError("an engine of several processes takes its weights from a parameter server only")
-        return PlacedWeights(self._runner.place(params), approximations)
+        return PlacedWeights(self._runner.place(params), (*approximations, *self._runner.approximations))
 
     def place_pulled(self, pulled: Pulled, receiver: GroupReceiver) -> PlacedWeights:
         """Put slices that all processes of the engine have pulled into the form that `set_weights` takes.

@@ -99,8 +99,9 @@ def trace(model: str) -> Traced:
 
     def forward(params: Any, tokens: Any, positions: Any, segments: Any) -> Any:
         decoder = bind(graphdef, params)
-        hidden = decoder.hidden(tokens, PackedContext(positions, segments)).x
-        return hidden, decoder.logits(hidden)
+        context = PackedContext(positions, segments)
+        hidden = decoder.hidden(tokens, context).x
+        return hidden, decoder.scores(hidden, context) if decoder.scoring else decoder.logits(hidden)
 
     jaxpr, (hidden, logits) = jax.make_jaxpr(forward, return_shape=True)(tree, *[integers] * 3)
     equations = list(_equations(jaxpr.jaxpr))

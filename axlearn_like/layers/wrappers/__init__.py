@@ -1,1 +1,1 @@
-"""Wrappers: a layer around any other layer that changes its weights, as LoRA and int8 rounding do."""
+"""Wrappers: a layer around any other layer that changes its weights, as LoRA and quantisation do."""

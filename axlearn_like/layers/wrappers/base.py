@@ -29,6 +29,11 @@ class Wrapper(Layer):
         match: str | tuple[str, ...] = "*"  # the matrices to change, by their paths in the inner layer
         skip: str = "*router/*"  # matrices to leave out: a router's choice should not change with rounding
 
+        @property
+        def in_engine(self) -> bool:
+            """True for a wrapper with which an engine computes, too, instead of with its `weights`."""
+            return False
+
         def set(self, **values: Any) -> Self:
             """Set own fields; all others are set in a copy of the inner config."""
             own = {name: values.pop(name) for name in list(values) if name in type(self).__dataclass_fields__}
@@ -47,6 +52,7 @@ class Wrapper(Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.inner: Any = cfg.inner.build(rngs=rngs)
+        self.in_engine = cfg.in_engine
         matrices = {name: leaf for name, leaf in _leaves(split(self.inner)[1]) if kind_of(name, leaf.ndim) == "matrix"}
         patterns = (cfg.match,) if isinstance(cfg.match, str) else cfg.match
         fitting = [name for name in matrices if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
@@ -73,25 +79,25 @@ class Wrapper(Layer):
         return getattr(self.inner, name)
 
 
-def plain_config[C: ConfigBase[Any]](model: C) -> C:
-    """Return a copy of a model's config with every wrapper replaced by its inner layer."""
+def plain_config[C: ConfigBase[Any]](model: C, *, engine: bool = False) -> C:
+    """Return a copy of a model's config with every wrapper replaced by its inner layer; `engine`: see `in_engine`."""
     plain: Any = model
-    while isinstance(plain, Wrapper.Config):
+    while isinstance(plain, Wrapper.Config) and not (engine and plain.in_engine):
         plain = plain.inner
     plain = plain.clone()
-    if any(isinstance(cfg, Wrapper.Config) for _, cfg in walk_configs(plain)):
-        replace(plain, Wrapper.Config, lambda wrapper: wrapper.inner)
+    if any(isinstance(cfg, Wrapper.Config) for path, cfg in walk_configs(plain) if path):
+        replace(plain, Wrapper.Config, lambda wrapper: wrapper if engine and wrapper.in_engine else wrapper.inner)
     return plain
 
 
-def plain_params(graphdef: nnx.GraphDef[Any], params: Params) -> Params:
+def plain_params(graphdef: nnx.GraphDef[Any], params: Params, *, engine: bool = False) -> Params:
     """Return parameters for `plain_config` that compute the same: the wrappers' `weights`, whole stacks at once.
 
     Pure; to be jitted, under the mesh if there is one.
     """
 
     def unwrapped(module: Any, own: Params) -> Params:
-        if isinstance(module, Wrapper):
+        if isinstance(module, Wrapper) and not (engine and module.in_engine):
             return unwrapped(module.inner, module.weights(own["inner"]))
         return {
             name: unwrapped(getattr(module, name), value) if isinstance(value, dict) else value
@@ -113,7 +119,11 @@ def projected(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def replaced(params: Params, new: Mapping[str, Any]) -> Params:
     """Return a copy of nested parameters with others at some paths."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: new.get(path_name(path), leaf), params)
+
+    def leaf(value: Any) -> bool:
+        return not isinstance(value, dict)
+
+    return jax.tree_util.tree_map_with_path(lambda path, value: new.get(path_name(path), value), params, is_leaf=leaf)
 
 
 def _leaves(params: Params) -> list[tuple[str, jax.Array]]:

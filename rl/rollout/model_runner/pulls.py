@@ -67,7 +67,8 @@ class GroupReceiver:
         self._waiting.remove(key)
         executor.order_place(key)
         self._receiver.check(pulled.manifest, pulled.params)
-        return PlacedWeights(executor.runner.place(pulled.params), self.approximations, key)
+        runner = executor.runner
+        return PlacedWeights(runner.place(pulled.params), (*self.approximations, *runner.approximations), key)
 
     def _pull(self, manifest: Manifest, end: float) -> Pulled:
         began, left = time.monotonic(), max(0.0, end - time.monotonic())

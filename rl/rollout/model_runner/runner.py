@@ -72,6 +72,8 @@ class ModelRunner:
             described: devices to compile for that are not there (see aot.py); nothing is allocated on them.
             adapters: room for LoRA adapters, of which every row may use another one; None: there is none.
         """
+        if adapters is not None and cfg.weights is not None:
+            cfg.require("weights", False, "None where adapters are served: they are added to matrices of floats")
         self._cfg, self._pages, self.page_size = cfg, cfg.pool_pages, cfg.page_size
         self.mesh = make_mesh(cfg.mesh, described)
         platform = self.mesh.devices.flat[0].platform
@@ -80,7 +82,7 @@ class ModelRunner:
         self.traces = 0  # programs compiled
         self._windows: dict[tuple[int, int], list[Any]] = {}  # by (index of the group, its rows); see `_windows_of`
         with jax.set_mesh(self.mesh):
-            self._weights = WeightLayout(cfg.model, self.mesh, stacked=self._kernel)
+            self._weights = WeightLayout(cfg.model, self.mesh, stacked=self._kernel, stored=cfg.weights)
             model = self._weights.model
             self._layers, self.vocab, self._dtype = model.num_layers, model.vocab_size, model.dtype
             self._cache_shape: tuple[int, int] = model.cache_shape  # heads and width
@@ -162,6 +164,11 @@ class ModelRunner:
     def weights_like(self) -> Params:
         """Arrays that `place` can use with the least copying."""
         return self._weights.like
+
+    @property
+    def approximations(self) -> tuple[str, ...]:
+        """Tags of what is drawn with placed weights: of the numbers that hold them."""
+        return self._weights.approximations
 
     def place(self, params: Params) -> Params:
         """Return the trainer's parameters in the engine's layout.

@@ -14,6 +14,7 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.layers.attention.grouped_query import MERGEABLE
 from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
+from axlearn_like.layers.wrappers.quantised import StoredWeights, stored_config, stored_params
 from mesh import UserError, to_named_sharding
 
 
@@ -34,22 +35,24 @@ class PlacedWeights:
 class WeightLayout:
     """The layout of a model's parameters on a mesh.
 
-    Matrices are stored in the type that the model computes in; norms keep float32, as the trainer uses them. Wrapped
-    layers (LoRA, int8) are unwrapped once for each version. Kernels take the layers as a stack; XLA takes them one by
-    one.
+    Matrices are stored in the type that the model computes in, or as fewer bits (`StoredWeights`); norms keep float32,
+    as the trainer uses them. Wrapped layers (LoRA) are unwrapped once for each version. Kernels take the layers as a
+    stack; XLA takes them one by one.
     """
 
-    def __init__(self, model: ConfigBase, mesh: Mesh, *, stacked: bool):
-        """Describe the layout; `stacked` for kernels."""
+    def __init__(self, model: ConfigBase, mesh: Mesh, *, stacked: bool, stored: StoredWeights.Config | None = None):
+        """Describe the layout; `stacked` for kernels; `stored`: as which numbers blocks hold their matrices."""
         self._mesh, self._stacked = mesh, stacked
+        self.approximations = () if stored is None else stored.tags
         with jax.set_mesh(mesh):
-            self.model = jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0)))
+            self.model = _abstract(model)
             graphdef, arriving = split(self.model)
             self._arriving = to_named_sharding(arriving, mesh)
-            plain = plain_config(model)
-            self._unwrap = None if plain == model else jax.jit(partial(plain_params, graphdef))
-            self.graphdef, stored = split(jax.eval_shape(lambda: self._build(plain)))
-            self._placed = to_named_sharding(stored, mesh)
+            plain = plain_config(model, engine=True)
+            held = plain if stored is None else stored_config(plain, stored)
+            self._convert = None if held == model else jax.jit(partial(_converted, graphdef, _abstract(held)))
+            self.graphdef, placed = split(jax.eval_shape(lambda: self._build(held)))
+            self._placed = to_named_sharding(placed, mesh)
 
     def _build(self, cfg: ConfigBase) -> Any:
         model = cfg.build(rngs=nnx.Rngs(0))
@@ -60,7 +63,7 @@ class WeightLayout:
         """Arrays that can be placed with the least copying: the trainer's layout, the types that are stored here."""
 
         def described(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            dtype = self._dtype(path, leaf) if self._unwrap is None else leaf.dtype
+            dtype = self._dtype(path, leaf) if self._convert is None else leaf.dtype
             return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
         return jax.tree_util.tree_map_with_path(described, self._arriving)
@@ -78,10 +81,10 @@ class WeightLayout:
         """
         self._check(params)
         with jax.set_mesh(self._mesh):
-            if self._unwrap is None:
+            if self._convert is None:
                 params = jax.tree.map(_on_devices, params, self._arriving)
             else:
-                params = self._unwrap(jax.tree.map(lambda leaf, like: place(leaf, like, like), params, self._arriving))
+                params = self._convert(jax.tree.map(lambda leaf, like: place(leaf, like, like), params, self._arriving))
             if not self._stacked:
                 params = self.model.unstack_params(params)
             return jax.tree_util.tree_map_with_path(
@@ -106,7 +109,15 @@ class WeightLayout:
         return jax.ShapeDtypeStruct(shape, self._dtype(path, like), sharding=sharding)
 
     def _dtype(self, path: Any, like: jax.ShapeDtypeStruct) -> Any:
-        return like.dtype if _name(path).endswith(("scale", "norm.bias")) else self.model.dtype
+        return like.dtype if _name(path).endswith(("scale", "norm.bias", "qvalue")) else self.model.dtype
+
+
+def _abstract(model: ConfigBase) -> Any:
+    return jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0)))
+
+
+def _converted(graphdef: nnx.GraphDef[Any], held: Any, params: Params) -> Params:
+    return stored_params(held, plain_params(graphdef, params, engine=True))
 
 
 def _on_devices(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:

@@ -85,7 +85,7 @@ def test_a_model_without_logits_or_scores_says_so():
     context = packed()
     scorer = bind(*initialise(small_decoder(num_layers=1, head=ScoreHead.Config())))
     with pytest.raises(UserError, match=r"ScoreHead makes no logits; expected Head\.Config"):
-        jax.eval_shape(scorer, jnp.zeros((2, LENGTH), jnp.int32), context)
+        scorer.logits(jnp.zeros((2, LENGTH, 32)))
     decoder = bind(*initialise(small_decoder(num_layers=1)))
     with pytest.raises(UserError, match=r"the tied embedding scores no tokens; expected ScoreHead"):
         decoder.scores(jnp.zeros((2, LENGTH, 32)), context)

@@ -31,12 +31,18 @@ def params(seed: int = 0) -> Params:
 
 
 def make_engine(
-    weights: Params | None = None, version: int = 5, *, adapters: AdapterLimits | None = None, **changes: Any
+    weights: Params | None = None,
+    version: int = 5,
+    *,
+    adapters: AdapterLimits | None = None,
+    stored: Any = None,
+    **changes: Any,
 ) -> RolloutEngine:
-    """An engine with weights; `changes` are fields of its config."""
+    """An engine with weights; `changes` are fields of its config, `stored` its `weights`."""
     sizes = {"max_num_seqs": 4, "page_size": 8, "steps_per_dispatch": 4, "prefill_tokens": 64, **changes}
     sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "sampler": Sampler.Config(temperature=TEMPERATURE), **sizes}
-    engine = RolloutEngine.Config(**{"model": POLICY, **sizes}, stop_tokens=STOP).build(decode=text, adapters=adapters)
+    cfg = RolloutEngine.Config(stop_tokens=STOP, weights=stored, **{"model": POLICY, **sizes})
+    engine = cfg.build(decode=text, adapters=adapters)
     engine.set_weights(params() if weights is None else weights, version)
     return engine
 

@@ -13,8 +13,8 @@ from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SigmoidRouter
-from axlearn_like.layers.wrappers.int8 import Int8Weights
 from axlearn_like.layers.wrappers.lora import LoRA
+from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights
 from mesh import make_mesh
 from rl.roles.messages import Group, Prompt
 from rl.rollout.engine import RolloutEngine
@@ -69,10 +69,12 @@ def test_in_bfloat16_they_are_close():
     assert found.any() and found.mean() < 5e-3 and found.max() < 0.1
 
 
-def test_low_rank_and_rounded_weights_are_made_for_the_engine_before_it_draws():
+@pytest.mark.parametrize("products", [False, pytest.param(True, marks=pytest.mark.full)])  # slow to compile on CPUs
+def test_low_rank_and_rounded_weights_are_made_for_the_engine_before_it_draws(products: bool):
     policy = tiny_policy(VOCAB, num_layers=2)
     assert isinstance(policy.block, Block.Config)
     policy.block.attention = LoRA.Config(inner=policy.block.attention, rank=2)
-    policy.block.feed_forward = Int8Weights.Config(inner=policy.block.feed_forward)
+    rounded = QuantisedWeights.Config(inner=policy.block.feed_forward)
+    policy.block.feed_forward = QuantisedProducts.Config(inner=rounded) if products else rounded
     found = np.abs(differences(policy, initialise(policy)[1], 1.0, 1))
     assert len(found) > 100 and not found.any()

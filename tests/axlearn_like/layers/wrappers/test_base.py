@@ -8,14 +8,14 @@ from axlearn_like.layers.base import bind
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.wrappers.base import plain_config
-from axlearn_like.layers.wrappers.int8 import Int8Weights
 from axlearn_like.layers.wrappers.lora import LoRA
+from axlearn_like.layers.wrappers.quantised import QuantisedWeights
 from axlearn_like.operations.flops import model_flops, rows_workload
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
 
 def wrapped_twice() -> Block.Config:
-    return Block.Config(attention=LoRA.Config(inner=Int8Weights.Config(inner=Attention.Config(num_heads=4))))
+    return Block.Config(attention=LoRA.Config(inner=QuantisedWeights.Config(inner=Attention.Config(num_heads=4))))
 
 
 def test_fields_of_others_go_to_a_copy_of_the_inner_config():
@@ -66,7 +66,7 @@ def test_flops_of_rounded_weights_are_those_of_the_model():
     plain = small_decoder()
     set_path(plain, "block.attention.head_dim", 8)
     cfg = plain.clone()
-    replace(cfg, Attention.Config, lambda attention: Int8Weights.Config(inner=attention))
+    replace(cfg, Attention.Config, lambda attention: QuantisedWeights.Config(inner=attention))
 
     def flops(model: Decoder.Config) -> float:
         return model_flops(model, rows_workload(1, 10))

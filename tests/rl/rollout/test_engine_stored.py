@@ -1,0 +1,80 @@
+"""An engine that holds its weights as fewer bits draws what the rounded policy draws, and says so."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_like.config import ConfigError
+from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights, StoredWeights
+from models.tiny import tiny
+from rl.objective import TruncatedImportance
+from rl.objective.presets import grpo
+from rl.rollout.engine import RolloutEngine
+from tests.rl.rollout.small import POLICY, make_engine, params, request
+from tests.rl.tiny import tiny_experiment
+
+
+def wrapped(wrapper: Any, **fields: Any) -> tuple[Any, Any]:
+    """Return the policy with wrapped layers, and its parameters: those of the plain one."""
+    model: Any = POLICY.clone()
+    block = model.block
+    names = ("attention", "feed_forward")
+    block.set(**{name: wrapper.Config(inner=getattr(block, name), **fields) for name in names})
+    own = params()
+    layers = {name: {"inner": value} if name in names else value for name, value in own["layers"].items()}
+    return model, {**own, "layers": layers}
+
+
+@pytest.mark.parametrize(
+    ("weights", "wrapper", "fields", "tags"),
+    [
+        (
+            StoredWeights.Config(numbers="int4", group=4),
+            QuantisedWeights,
+            {"numbers": "int4", "group": 4},
+            ("int4-weights",),
+        ),
+        pytest.param(
+            StoredWeights.Config(activations="int8"),
+            QuantisedProducts,
+            {},
+            ("int8-activations", "int8-weights"),
+            marks=pytest.mark.full,  # slow to compile on CPUs
+        ),
+    ],
+)
+def test_it_draws_what_the_rounded_policy_draws_to_the_bit(weights, wrapper, fields, tags):
+    requests = [request(number) for number in range(3)]
+    found = make_engine(params(), stored=weights).generate(requests)
+    model, own = wrapped(wrapper, **fields)
+    expected = make_engine(own, model=model).generate(requests)
+    assert len(found) == len(expected) == 6
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+        assert a.tags == tags and b.tags == ()
+
+
+def test_arguments_of_the_decode_program_are_half_of_those_of_bfloat16():
+    policy = tiny(vocab_size=32, dim=64, hidden=192, num_heads=4, num_kv_heads=2).set(dtype="bfloat16")
+
+    def nbytes(weights: StoredWeights.Config | None) -> int:
+        engine = RolloutEngine.Config(
+            model=policy, stop_tokens=(), max_prompt=8, max_new=8, max_num_seqs=1, steps_per_dispatch=2, weights=weights
+        ).build()
+        arrays = jax.tree.leaves(engine._runner._weights.described)  # pyright: ignore[reportPrivateUsage]
+        return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in arrays)
+
+    assert nbytes(StoredWeights.Config()) <= 0.55 * nbytes(None)
+
+
+def test_a_run_without_importance_correction_is_refused():
+    cfg = tiny_experiment()
+    cfg.engine.weights = StoredWeights.Config()
+    with pytest.raises(ConfigError, match=r"objective\.importance: expected TruncatedImportance.*of int8-weights"):
+        cfg.check("inprocess")
+    cfg.objective = grpo().set(old_policy="current", importance=TruncatedImportance.Config())
+    cfg.check("inprocess")

@@ -1,0 +1,91 @@
+"""What rounding costs a trained policy: pass@1 of the demo's policies by engines that hold them as fewer bits.
+
+    python -m tools.studies.quantised_policies runs/demo/warm_start
+
+The argument is a run of `axl train demo_sft` or `axl rl demo`, or a directory of its checkpoints. Every engine draws 16
+samples of the same held-out problems, by the same keys. `shift` is the mean, over the drawn tokens, of the magnitude
+of the log-probability under the engine's policy minus that under the trainer's: what importance ratios correct.
+"""
+
+import math
+from typing import Any
+
+import click
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.wrappers.quantised import StoredWeights
+from axlearn_like.tokenizers.protocol import answer_text
+from experiments.registry import get
+from mesh import make_mesh
+from rl.roles.messages import Group, Prompt
+from rl.rollout.request import Request
+from rl.tasks.mixture import encode_prompt
+from rl.training.logprobs import pack_rows, score_rows
+
+ENGINES: dict[str, StoredWeights.Config | None] = {
+    "float32": None,
+    "int8 weights": StoredWeights.Config(),
+    "int4 weights, 32 inputs a scale": StoredWeights.Config(numbers="int4", group=32),
+    "int4 weights": StoredWeights.Config(numbers="int4"),
+    "int8 weights and activations": StoredWeights.Config(activations="int8"),
+    "fp8 weights and activations": StoredWeights.Config(numbers="fp8", activations="fp8"),
+}
+SAMPLES = 16
+
+
+def measure(params: Any, weights: StoredWeights.Config | None, problems_per_family: int) -> dict[str, float]:
+    """Return pass@1, its standard error over problems, and the shift of log-probabilities."""
+    experiment: Any = get("demo").build()
+    cfg, tokenizer = experiment.cfg, experiment.tokenizer
+    tasks = cfg.tasks.build()
+    problems = tasks.heldout(problems_per_family)
+    prompts = [Prompt(p.id, p.family, encode_prompt(p.question, tokenizer)) for p in problems]
+    engine = experiment.make_engine(weights=weights)
+    engine.set_weights(params, 0)
+    drawn = engine.generate([Request(prompt, samples=SAMPLES) for prompt in prompts])
+    groups = [Group(p, tuple(drawn[SAMPLES * i : SAMPLES * (i + 1)]), ()) for i, p in enumerate(prompts)]
+    right = [
+        [tasks.score(problem, answer_text(tokenizer, rollout.tokens.tolist())) == 1.0 for rollout in group.rollouts]
+        for problem, group in zip(problems, groups, strict=True)
+    ]
+    each = np.mean(right, axis=1)
+    found = {"pass@1": float(each.mean()), "error": float(each.std() / math.sqrt(len(each)))}
+    return {**found, "shift": shift(cfg, params, groups)}
+
+
+def shift(cfg: Any, params: Any, groups: list[Group]) -> float:
+    """Return the mean magnitude of the difference between the engine's and the trainer's log-probabilities."""
+    rows = pack_rows(groups, max_prompt=cfg.max_prompt, max_new=cfg.max_new, row_multiple=64)
+    graphdef, _ = split(jax.eval_shape(lambda: cfg.policy.build(rngs=nnx.Rngs(0))))
+    with jax.set_mesh(make_mesh()):
+        score = jax.jit(lambda params, *rest: score_rows(bind(graphdef, params), *rest))
+        parts = [
+            score(params, rows["tokens"][i : i + 512], rows["targets"][i : i + 512], jnp.ones(1)).logprobs()
+            for i in range(0, len(rows["tokens"]), 512)
+        ]
+    scored, drawn = np.concatenate(parts), [rollout for group in groups for rollout in group.rollouts]
+    each = zip(rows["first"], drawn, strict=True)
+    differences = [scored[i, first : first + len(r.tokens)] - r.logprobs for i, (first, r) in enumerate(each)]
+    return float(np.abs(np.concatenate(differences)).mean())
+
+
+@click.command()
+@click.argument("run")
+@click.option("--only", multiple=True, help="An engine by its name; may be repeated.")
+@click.option("--problems", default=96, show_default=True, help="Of each family.")
+def main(run: str, only: tuple[str, ...], problems: int) -> None:
+    """Print a table."""
+    params = restore_params(run)
+    print("| engine | pass@1 | standard error | shift of log-probabilities |\n|---|---|---|---|")
+    for name in only or ENGINES:
+        row = measure(params, ENGINES[name], problems)
+        print(f"| {name} | {row['pass@1']:.3f} | {row['error']:.3f} | {row['shift']:.4f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
