@@ -74,13 +74,22 @@ def shift(cfg: Any, params: Any, groups: list[Group]) -> float:
     return float(np.abs(np.concatenate(differences)).mean())
 
 
+def without_wrappers(params: Any) -> Any:
+    """Return the full weights of a policy that was trained with rounded ones."""
+    if not isinstance(params, dict):
+        return params
+    return (
+        without_wrappers(params["inner"]) if "inner" in params else {k: without_wrappers(v) for k, v in params.items()}
+    )
+
+
 @click.command()
 @click.argument("run")
 @click.option("--only", multiple=True, help="An engine by its name; may be repeated.")
 @click.option("--problems", default=96, show_default=True, help="Of each family.")
 def main(run: str, only: tuple[str, ...], problems: int) -> None:
     """Print a table."""
-    params = restore_params(run)
+    params = without_wrappers(restore_params(run))
     print("| engine | pass@1 | standard error | shift of log-probabilities |\n|---|---|---|---|")
     for name in only or ENGINES:
         row = measure(params, ENGINES[name], problems)

@@ -77,7 +77,8 @@ def test_products_and_gradients_are_sharded_as_those_of_floats_are():
                 return jnp.sum(project(hidden, narrow, in_axis="hidden", like=x) ** 2)
 
         def array(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(abstract, partition(*axes)))
+            spec: Any = partition(*axes)
+            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(abstract, spec))
 
         with jax.sharding.use_abstract_mesh(abstract := mesh.abstract_mesh):
             x = array((4, 3, 16), "batch", None, None)
