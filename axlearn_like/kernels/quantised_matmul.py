@@ -3,7 +3,7 @@
 Why qwix: one array type for int4, int8 and fp8, with scales by channel or by group of inputs, calibration and rounding,
 kept up with jax by those who use it on TPUs. Of it, this uses the functional core: `quantize` and `QArray`. Its
 interception of whole models replaces every product within a call and keeps state in modules, where layers here are
-bound anew in each step of a scan; and its products know no `out_sharding`, which explicit sharding needs.
+bound again in each step of a scan; and its products know no `out_sharding`, which explicit sharding needs.
 
 A product rounds each row of activations and each column of weights to its own scale, so a row's result does not depend
 on the others. Gradients go straight through the rounding (Bengio et al. 2013, arXiv 1308.3432) and are not rounded.

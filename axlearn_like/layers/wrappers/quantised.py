@@ -187,6 +187,7 @@ def check_products(cfg: Wrapper.Config, inner: Any, names: tuple[str, ...]) -> N
             f"{path_of(cfg)}: products with {others[0]} are not rounded, as those of experts; expected another layer, "
             "or weights alone (QuantisedWeights, or StoredWeights with activations=None)"
         )
+    cfg.require("match", known <= set(names), "'*': the products of a layer are rounded together")
 
 
 def _inputs(name: str, ndim: int) -> tuple[int, ...]:

@@ -90,6 +90,8 @@ def test_what_cannot_be_rounded_is_refused_by_name():
         StoredWeights.Config(inner=PLAIN, numbers="int4", activations="int8").check()
     with pytest.raises(ConfigError, match=r"numbers.*int3"):
         QuantisedWeights.Config(inner=PLAIN, numbers="int3")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"match: expected '\*': the products of a layer are rounded together"):
+        QuantisedProducts.Config(inner=PLAIN, match="gate_df").build(rngs=nnx.Rngs(0))
     mixture = MoE.Config(dim=8, num_experts=2, router=SoftmaxRouter.Config(top_k=1), experts=Experts.Config(hidden=4))
     with pytest.raises(UserError, match="products with experts/down_efd are not rounded"):
         jax.eval_shape(lambda: QuantisedProducts.Config(inner=mixture).build(rngs=nnx.Rngs(0)))
