@@ -1,4 +1,4 @@
-"""What rounding costs a trained policy: pass@1 of the demo's policies by engines that hold them as fewer bits.
+"""Cost of rounding for a trained policy: pass@1 of the demo by engines that hold it as fewer bits.
 
     python -m tools.studies.quantised_policies runs/demo/warm_start
 
