@@ -49,9 +49,8 @@ def _with_padding(model: Decoder.Config) -> Decoder.Config:
 def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Qwen3 30B-A3B (128 experts, of which a token uses 8), 4 M tokens a step, on v5p, v6e and others of their memory.
 
-    Compiled for 256 v6e chips: 1.9 GB of arguments and 13.2 of temporary arrays a chip, of 33.5; estimated at 10 s, of
-    which most is memory traffic with places for rows that do not come
-    (docs/benchmarks/aot-experiments.md). Not trained here.
+    Compiled for 256 v6e chips: 1.9 GB of arguments and 7.8 of temporary arrays a chip, of 33.5; estimated at 6.3 s,
+    half of it rows on their way to experts and back (docs/benchmarks/aot-experiments.md). Not trained here.
     """
     return pretraining(
         _with_padding(moe("Qwen3-30B-A3B")),

@@ -70,7 +70,8 @@ def _times(name: str, params: dict[str, Any], within: str) -> float:
         return params["length"]
     if name == "shard_map":  # its body has the shapes of one device
         return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-    return (expected_turns(within) or 1) if name == "while" else 1
+    turns = expected_turns(within) if name == "while" else 1
+    return 1 if turns is None else turns
 
 
 def parts(params: dict[str, Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-_SHARE, _POINTS = re.compile(r"filled_1_of_(\d+)"), re.compile(r"visits_(\d+)_points")
+_SHARE, _POINTS = re.compile(r"filled_1_of_([\d.]+)"), re.compile(r"visits_(\d+)_points")
 _COST = re.compile(r"kernel_of_(\d+)_flops_and_(\d+)_bytes")
 _TURNS = re.compile(r"turns_(\d+)_times(?:/while)?$")  # of the loop itself, not of those in its body
 
@@ -23,9 +23,9 @@ class KernelCost(NamedTuple):
     bytes: int  # read from and written to HBM
 
 
-def filled(one_of: int) -> AbstractContextManager[Any]:
+def filled(one_of: float) -> AbstractContextManager[Any]:
     """Enter a scope in which one of so many rows of every ragged product is expected to be filled."""
-    return jax.named_scope(f"filled_1_of_{one_of}")
+    return jax.named_scope(f"filled_1_of_{one_of:g}")
 
 
 def visits(points: int) -> AbstractContextManager[Any]:
@@ -46,7 +46,7 @@ def turns(times: int) -> AbstractContextManager[Any]:
 def filled_share(name_stack: str) -> float:
     """Return the share of an operation's rows that is filled, by its name stack; 1 outside of `filled`."""
     found = _SHARE.findall(name_stack)
-    return 1 / int(found[-1]) if found else 1.0
+    return 1 / float(found[-1]) if found else 1.0
 
 
 def visited_points(name_stack: str) -> int | None:

@@ -124,11 +124,12 @@ class HloModule:
         fused: dict[str, bool] = {self.entry: False}
         for name in self._callers_first():
             for instruction in self.computations[name]:
-                turns = 1 if instruction.opcode != "while" else self.turns(name, instruction) or 1
+                turns = self.turns(name, instruction) if instruction.opcode == "while" else None
                 for role, called in instruction.called.items():
                     if role == "to_apply" and instruction.opcode != "call":
                         continue  # the addition of a reduction
-                    weights[called] = weights.get(called, 0.0) + weights[name] * (turns if role == "body" else 1)
+                    times = 1 if turns is None or role != "body" else turns
+                    weights[called] = weights.get(called, 0.0) + weights[name] * times
                     fused[called] = fused[name] or instruction.opcode == "fusion"
         return ((name, weights[name], fused[name]) for name in self._callers_first())
 

@@ -32,7 +32,7 @@ class CompiledLayer(NamedTuple):
 
     Attributes:
         temporary: bytes beside arguments and results.
-        flops: of the grouped products, those for all reserved capacity.
+        flops: of the grouped products, those for all places, rounds beyond the first included.
         collectives: kind -> how many there are.
         seconds: to compile.
     """
@@ -88,11 +88,11 @@ def main(topologies: tuple[str, ...], model: str, shape: str, length: int) -> No
     assert isinstance(decoder.block, Block.Config)
     cfg: ConfigBase[Any] = decoder.block.feed_forward.clone(dim=decoder.dim)
     assert isinstance(cfg, MoE.Config)
-    narrow = cfg.clone(experts=cfg.experts.clone(capacity_factor=1.25))
     axes = {name: int(size) for name, size in (part.split("=") for part in shape.split(","))}
+    wide = cfg.clone(experts=cfg.experts.clone(capacity_factor=float(axes.get("expert", 1))))
     print("| topology | dispatch | temporary, MiB | GFLOP | collectives | compiled in, s |\n|---|---|---|---|---|---|")
     for topology in topologies:
-        for name, variant in {"dropless": cfg, "capacity 1.25": narrow}.items():
+        for name, variant in {"rounds of 1.25 x the mean": cfg, "all in one round": wide}.items():
             done = compile_layer(variant, topology, axes, length=length)
             talk = ", ".join(f"{count} {kind}" for kind, count in done.collectives.items())
             print(

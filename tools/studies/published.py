@@ -123,7 +123,6 @@ STEPS = (
     Step(
         *("Mixtral-8x7B", "v6e-256", 3072, 4096, {"fsdp": 256}, _offload("block_input", *_QKV, "attention_out")),
         ((_RECIPES, 13.484),),
-        edits={"block.feed_forward.experts.capacity_factor": 1.25},
     ),
     Step(
         *("Llama-2-70B", "v5p-1024", 2048, 4096, {"data": 8, "fsdp": 64}),

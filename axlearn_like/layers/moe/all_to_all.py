@@ -1,8 +1,11 @@
 """All-to-all of rows to the devices that hold their experts, and back, over one mesh axis; inside a shard_map.
 
-TPUs send exactly the rows there are, by a ragged all-to-all. Where XLA has none (CPUs), and on GPUs, blocks of a fixed
-size are sent, padded with zeros. Both put the same rows in the same places, so no other code depends on which was
-used: a receiver has one block of `capacity` rows for each sender, filled from its start.
+A receiver's rows are ordered by expert, those of one expert by sender: they are sent straight to their places, and a
+grouped product takes them as they come. It takes them in rounds of `capacity` rows: a round is a window of that
+order, so every row is in exactly one round, however unevenly experts are chosen.
+
+TPUs send exactly the rows there are, by a ragged all-to-all. Where XLA has none (CPUs), and on GPUs, every device
+gathers all rows and takes its own. Both put the same rows in the same places.
 """
 
 import functools
@@ -15,103 +18,119 @@ from mesh.manual import vary, varying
 
 
 class SendPlan(NamedTuple):
-    """How many rows each device sends to each.
+    """One round's slices of rows, as this device sees them.
+
+    The first four have an entry for each expert of all devices, int32 [experts]; `received` and `blocks` one for each
+    sender and each expert of this device, int32 [devices * own experts].
 
     Attributes:
-        starts: int32 [devices], where in this device's rows those for each device begin.
-        sent: int32 [devices], how many of them are sent there, at most the capacity.
-        received: int32 [devices], how many come from each.
+        starts: where in this device's sorted rows those for each expert begin.
+        sent: how many of them are sent in this round.
+        places: where they are put on their receiver.
+        received: how many come.
+        blocks: where they are put here.
+        sizes: rows of each of this device's experts in this round, int32 [own experts].
     """
 
     starts: jax.Array
     sent: jax.Array
+    places: jax.Array
     received: jax.Array
+    blocks: jax.Array
+    sizes: jax.Array
 
 
-def plan_sends(sizes: jax.Array, capacity: int, axis: str) -> SendPlan:
-    """Return the plan for rows sorted by destination, of which sizes[i] go to device i; int32 [devices]."""
-    sent = jnp.minimum(sizes, capacity)
-    return SendPlan(jnp.cumsum(sizes) - sizes, sent, jax.lax.all_to_all(sent, axis, 0, 0, tiled=True))
+def plan_round(sizes: jax.Array, turn: jax.Array | int, capacity: int, axis: str) -> SendPlan:
+    """Return the plan of a round.
+
+    Args:
+        sizes: int32 [devices, experts], the rows of each device for each expert; rows are sorted by expert.
+        turn: number of the round: every device receives rows turn * capacity to (turn + 1) * capacity of its order.
+        capacity: the most rows that a device receives in a round.
+        axis: mesh axis over which the experts are sharded.
+    """
+    devices, experts = sizes.shape
+    by_sender = sizes.reshape(devices, devices, experts // devices)  # sender, receiver, expert
+    ordered = by_sender.transpose(1, 2, 0)  # the receivers' order
+    flat = ordered.reshape(devices, -1)
+    first = (jnp.cumsum(flat, axis=1) - flat).reshape(ordered.shape).transpose(2, 0, 1)
+    at_sender = (jnp.cumsum(sizes, axis=1) - sizes).reshape(by_sender.shape)
+    low = turn * capacity
+    begin, end = (jnp.clip(x, low, low + capacity) for x in (first, first + by_sender))
+    starts, sent, places = at_sender + begin - first, end - begin, begin - low
+    me = jax.lax.axis_index(axis)
+    here, blocks = (jax.lax.dynamic_index_in_dim(x, me, 1, keepdims=False) for x in (sent, places))
+    starts, sent, places = (jax.lax.dynamic_index_in_dim(x, me, 0).reshape(-1) for x in (starts, sent, places))
+    return SendPlan(starts, sent, places, here.reshape(-1), blocks.reshape(-1), jnp.sum(here, axis=0))
+
+
+def count_rounds(sizes: jax.Array, capacity: int) -> jax.Array:
+    """Return how many rounds the busiest device needs, at least 1: int32 []. `sizes`: see `plan_round`."""
+    devices = len(sizes)
+    received = jnp.sum(sizes.reshape(devices, devices, -1), axis=(0, 2))
+    return jnp.maximum(1, -(-jnp.max(received) // capacity))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def to_experts(x: jax.Array, plan: SendPlan, capacity: int, axis: str) -> jax.Array:
-    """Return [devices * capacity, dim] for [rows, dim]: zeros in empty places; rows beyond the capacity stay."""
+    """Return [capacity, dim] for [rows, dim]: this round's rows in the receiver's order, then zeros."""
     return jax.lax.platform_dependent(
         x,
         plan,
         tpu=functools.partial(_ragged_dispatch, capacity=capacity, axis=axis),
-        default=functools.partial(padded_dispatch, capacity=capacity, axis=axis),
+        default=functools.partial(gathered_dispatch, capacity=capacity, axis=axis),
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def from_experts(y: jax.Array, plan: SendPlan, rows: int, axis: str) -> jax.Array:
-    """Return the inverse, [rows, dim] for [devices * capacity, dim]; zeros for rows that were not sent."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def from_experts(y: jax.Array, into: jax.Array, plan: SendPlan, axis: str) -> jax.Array:
+    """Return `into`, [rows, dim], with this round's rows replaced by those that come back: y is [capacity, dim]."""
     return jax.lax.platform_dependent(
         y,
+        into,
         plan,
-        tpu=functools.partial(_ragged_combine, rows=rows, axis=axis),
-        default=functools.partial(padded_combine, rows=rows, axis=axis),
+        tpu=functools.partial(_ragged_combine, axis=axis),
+        default=functools.partial(gathered_combine, axis=axis),
     )
-
-
-class Slices(NamedTuple):
-    """The arguments of a ragged all-to-all, int32 [devices] each, as in `jax.lax.ragged_all_to_all`.
-
-    Attributes:
-        input_offsets: where the rows for each device begin here.
-        send_sizes: how many are sent there.
-        output_offsets: where they are put there.
-        recv_sizes: how many come from each.
-    """
-
-    input_offsets: jax.Array
-    send_sizes: jax.Array
-    output_offsets: jax.Array
-    recv_sizes: jax.Array
-
-
-def dispatch_slices(plan: SendPlan, capacity: int, axis: str) -> Slices:
-    """Return the slices of the way to the experts: into this device's block of every receiver."""
-    mine = jnp.full_like(plan.sent, jax.lax.axis_index(axis) * capacity)
-    return Slices(plan.starts, plan.sent, mine, plan.received)
-
-
-def combine_slices(plan: SendPlan, capacity: int, axis: str) -> Slices:
-    """Return the slices of the way back: out of each sender's block, to where its rows were."""
-    blocks = vary(jnp.arange(len(plan.sent), dtype=jnp.int32) * capacity, varying(plan.sent))
-    return Slices(blocks, plan.received, jax.lax.all_to_all(plan.starts, axis, 0, 0, tiled=True), plan.sent)
 
 
 def _ragged_dispatch(x: jax.Array, plan: SendPlan, *, capacity: int, axis: str) -> jax.Array:
-    out = vary(jnp.zeros_like(x, shape=(len(plan.sent) * capacity, x.shape[1])), varying(x))
-    return jax.lax.ragged_all_to_all(x, out, *dispatch_slices(plan, capacity, axis), axis_name=axis)
+    out = vary(jnp.zeros_like(x, shape=(capacity, x.shape[1])), varying(x))
+    slices = (plan.starts, plan.sent, plan.places, plan.received)
+    return jax.lax.ragged_all_to_all(x, out, *slices, axis_name=axis)
 
 
-def _ragged_combine(y: jax.Array, plan: SendPlan, *, rows: int, axis: str) -> jax.Array:
-    out = vary(jnp.zeros_like(y, shape=(rows, y.shape[1])), varying(y))
-    return jax.lax.ragged_all_to_all(y, out, *combine_slices(plan, len(y) // len(plan.sent), axis), axis_name=axis)
+def _ragged_combine(y: jax.Array, into: jax.Array, plan: SendPlan, *, axis: str) -> jax.Array:
+    home = jax.lax.all_to_all(plan.starts, axis, 0, 0, tiled=True)
+    return jax.lax.ragged_all_to_all(y, into, plan.blocks, plan.received, home, plan.sent, axis_name=axis)
 
 
-def padded_dispatch(x: jax.Array, plan: SendPlan, *, capacity: int, axis: str) -> jax.Array:
-    """Return `to_experts` by an all-to-all of whole blocks."""
-    place = jnp.arange(capacity, dtype=jnp.int32)
-    row = jnp.minimum(plan.starts[:, None] + place, len(x) - 1)
-    blocks = jnp.where((place < plan.sent[:, None])[..., None], x[row], 0)
-    return jax.lax.all_to_all(blocks, axis, 0, 0, tiled=True).reshape(-1, x.shape[1])
+def gathered_dispatch(x: jax.Array, plan: SendPlan, *, capacity: int, axis: str) -> jax.Array:
+    """Return `to_experts` by gathering all rows."""
+    home = jax.lax.all_to_all(plan.starts, axis, 0, 0, tiled=True)
+    devices = len(plan.received) // len(plan.sizes)
+    # In the receiver's order: own experts, then senders.
+    begin, count, source = (a.reshape(devices, -1).T.reshape(-1) for a in (plan.blocks, plan.received, home))
+    index, found = _slice_of(jnp.arange(capacity, dtype=jnp.int32), begin, count)
+    row = index % devices * len(x) + source[index]
+    rows = jax.lax.all_gather(x, axis, tiled=True)
+    offset = jnp.arange(capacity, dtype=jnp.int32) - begin[index]
+    return jnp.where(found[:, None], rows[jnp.where(found, row + offset, 0)], 0)
 
 
-def padded_combine(y: jax.Array, plan: SendPlan, *, rows: int, axis: str) -> jax.Array:
-    """Return `from_experts` by an all-to-all of whole blocks."""
-    devices = len(plan.sent)
-    capacity = len(y) // devices
-    blocks = jax.lax.all_to_all(y.reshape(devices, capacity, -1), axis, 0, 0, tiled=True)
-    row = jnp.arange(rows, dtype=jnp.int32)
-    device = jnp.searchsorted(plan.starts, row, side="right").astype(jnp.int32) - 1
-    place = row - plan.starts[device]
-    found = blocks.reshape(devices * capacity, -1)[device * capacity + jnp.minimum(place, capacity - 1)]
-    return jnp.where((place < plan.sent[device])[:, None], found, 0)
+def gathered_combine(y: jax.Array, into: jax.Array, plan: SendPlan, *, axis: str) -> jax.Array:
+    """Return `from_experts` by gathering all results."""
+    each = jnp.arange(len(into), dtype=jnp.int32)
+    index, found = _slice_of(each, plan.starts, plan.sent)
+    row = index // len(plan.sizes) * len(y) + plan.places[index] + each - plan.starts[index]
+    rows = jax.lax.all_gather(y, axis, tiled=True)
+    return jnp.where(found[:, None], rows[jnp.where(found, row, 0)], into)
+
+
+def _slice_of(each: jax.Array, begin: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return for each place the number of its slice, of those that begin at `begin` in order, and if it is in one."""
+    within = (each[:, None] >= begin) & (each[:, None] < begin + count)
+    return jnp.argmax(within, axis=1).astype(jnp.int32), jnp.any(within, axis=1)
 
 
 def _dispatch_forward(x: jax.Array, plan: SendPlan, capacity: int, axis: str) -> tuple[jax.Array, Any]:
@@ -120,16 +139,18 @@ def _dispatch_forward(x: jax.Array, plan: SendPlan, capacity: int, axis: str) ->
 
 def _dispatch_backward(capacity: int, axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
     plan, like = kept
-    return from_experts(g, plan, len(like), axis), None
+    nothing = vary(jnp.zeros_like(g, shape=(len(like), g.shape[1])), varying(g))
+    return from_experts(g, nothing, plan, axis), None
 
 
-def _combine_forward(y: jax.Array, plan: SendPlan, rows: int, axis: str) -> tuple[jax.Array, Any]:
-    return from_experts(y, plan, rows, axis), (plan, y[:, :0])
+def _combine_forward(y: jax.Array, into: jax.Array, plan: SendPlan, axis: str) -> tuple[jax.Array, Any]:
+    return from_experts(y, into, plan, axis), (plan, y[:, :0])
 
 
-def _combine_backward(rows: int, axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
+def _combine_backward(axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     plan, like = kept
-    return to_experts(g, plan, len(like) // len(plan.sent), axis), None
+    _, found = _slice_of(jnp.arange(len(g), dtype=jnp.int32), plan.starts, plan.sent)
+    return to_experts(g, plan, len(like), axis), jnp.where(found[:, None], 0, g), None
 
 
 to_experts.defvjp(_dispatch_forward, _dispatch_backward)

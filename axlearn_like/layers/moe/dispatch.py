@@ -36,10 +36,14 @@ def counts(keys: jax.Array, values: int) -> jax.Array:
     return jnp.sum(keys[:, None] == jnp.arange(values, dtype=keys.dtype), axis=0, dtype=jnp.int32)
 
 
-@jax.custom_vjp
-def permute(x: jax.Array, order: Order) -> jax.Array:
-    """Return rows [rows, dim] sorted."""
-    return x[order.source]
+def by_choice(order: Order, tokens: int) -> Order:
+    """Return the order of the same rows from unsorted ones that begin with every token's first expert.
+
+    A token's experts are then slices of the first axis. As slices of the second, TPUs would copy all rows for them.
+    """
+    top_k = len(order.source) // tokens
+    source = order.source % top_k * tokens + order.source // top_k
+    return Order(source, order.target.reshape(tokens, top_k).T.reshape(-1))
 
 
 @jax.custom_vjp
@@ -66,20 +70,12 @@ def combine(y: jax.Array, order: Order, weights: jax.Array) -> jax.Array:
         [tokens, dim] of the type of y. Summed in float32, one expert after the other: the same to the bit in any batch.
     """
     tokens, top_k = weights.shape
-    each = unpermute(y, order).reshape(tokens, top_k, -1)
-    products = no_fuse(each.astype(jnp.float32) * weights[..., None])
-    total = products[:, 0]
+    each = unpermute(y, by_choice(order, tokens)).reshape(top_k, tokens, -1)
+    products = no_fuse(each.astype(jnp.float32) * weights.T[..., None])
+    total = products[0]
     for k in range(1, top_k):
-        total = total + products[:, k]
+        total = total + products[k]
     return total.astype(y.dtype)
-
-
-def _permute_forward(x: jax.Array, order: Order) -> tuple[jax.Array, Order]:
-    return permute(x, order), order
-
-
-def _permute_backward(order: Order, g: jax.Array) -> tuple[jax.Array, None]:
-    return g[order.target], None
 
 
 def _unpermute_forward(x: jax.Array, order: Order) -> tuple[jax.Array, Order]:
@@ -96,10 +92,9 @@ def _repeat_sorted_forward(x: jax.Array, order: Order) -> tuple[jax.Array, tuple
 
 def _repeat_sorted_backward(kept: tuple[Order, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
     order, like = kept
-    each = g[order.target].reshape(len(like), -1, g.shape[-1])
-    return jnp.sum(each, axis=1, dtype=jnp.float32).astype(like.dtype), None
+    each = g[by_choice(order, len(like)).target].reshape(-1, len(like), g.shape[-1])
+    return jnp.sum(each, axis=0, dtype=jnp.float32).astype(like.dtype), None
 
 
-permute.defvjp(_permute_forward, _permute_backward)
 unpermute.defvjp(_unpermute_forward, _unpermute_backward)
 repeat_sorted.defvjp(_repeat_sorted_forward, _repeat_sorted_backward)

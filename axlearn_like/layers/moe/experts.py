@@ -6,7 +6,6 @@ their experts' devices and back (`axlearn_like.layers.moe.all_to_all`). Where al
 tokens, as in a rollout engine, each computes the part of its own experts, and the parts are added up.
 """
 
-from functools import partial
 from typing import Any, NamedTuple, override
 
 import jax
@@ -19,13 +18,15 @@ from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.kernels.grouped_matmul import RaggedDot
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.moe import all_to_all
-from axlearn_like.layers.moe.dispatch import combine, counts, order_by, permute, repeat_sorted, unpermute
+from axlearn_like.layers.moe.dispatch import combine, counts, order_by, repeat_sorted
+from axlearn_like.layers.moe.rounds import in_rounds
 from mesh.cost.expected import filled
 from mesh.errors import UserError
 from mesh.manual import vary, varying
 from mesh.rules import manual_axis_sizes, partition
 
 _ROWS = 8  # capacities are multiples of this
+_CAPACITY_FACTOR = 1.25  # MaxText's and GShard's, where rows above it are dropped
 
 
 class Weights(NamedTuple):
@@ -47,8 +48,8 @@ class Experts(Layer):
         num_experts: int = REQUIRED
         hidden: int = REQUIRED  # width of one expert
         product: ConfigBase = RaggedDot.Config()
-        # The most rows that one device sends another, as a multiple of the mean; the rest is dropped and counted. None:
-        # no limit: nothing is dropped, and memory is reserved for the worst case.
+        # Rows that a device takes at a time where experts are on several, as a multiple of the mean; of more it takes
+        # as many rounds as they need: nothing is dropped. None: 1.25.
         capacity_factor: float | None = None
 
         @override
@@ -69,26 +70,23 @@ class Experts(Layer):
         self.up_edf = param(rngs, inner, ("experts", "embed", "hidden"), wide)
         self.down_efd = param(rngs, outer, ("experts", "hidden", "embed"), narrow)
         self._product = cfg.product.build()
-        self._num_experts, self._capacity_factor = cfg.num_experts, cfg.capacity_factor
+        self._num_experts, self._capacity_factor = cfg.num_experts, cfg.capacity_factor or _CAPACITY_FACTOR
 
-    def __call__(
-        self, x_btd: jax.Array, experts_btk: jax.Array, weights_btk: jax.Array, *, complete: bool = True
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x_btd: jax.Array, experts_btk: jax.Array, weights_btk: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weighted sum of each token's experts.
 
         Args:
             x_btd: [batch, length, dim].
             experts_btk: int32 [batch, length, top_k], no expert twice for a token; num_experts: none, for padding.
             weights_btk: float32 [batch, length, top_k].
-            complete: no token is padding.
 
         Returns:
-            [batch, length, dim], and the fraction of the rows that were dropped, a float32 scalar.
+            [batch, length, dim], and in how many rounds rows were sent to their experts, a float32 scalar.
         """
         weights = jax.tree.map(lambda weight: weight.astype(x_btd.dtype), self._weights())
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
-            return self._local(x_btd, experts_btk, weights_btk, weights, complete=complete)
+            return self._local(x_btd, experts_btk, weights_btk, weights)
         # Inside a pipeline, for example, an axis may be manual already.
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         axes = tuple(name for name, kind in kinds if kind != AxisType.Manual)
@@ -97,10 +95,9 @@ class Experts(Layer):
         by_rows, by_tokens = partition("batch", None, None), partition("batch", "length", None)
         rows = by_tokens if by_tokens is not None and was[1] == by_tokens[1] else by_rows
         specs = (rows, rows, rows, self._partitions())
-        on_device = partial(self._on_device, complete=complete)
-        run = jax.shard_map(on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
-        y_btd, dropped = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
-        return jax.sharding.reshard(y_btd, was), dropped
+        run = jax.shard_map(self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
+        y_btd, rounds = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
+        return jax.sharding.reshard(y_btd, was), rounds
 
     def _weights(self) -> Weights:
         return Weights(self.gate_edf[...], self.up_edf[...], self.down_efd[...])
@@ -110,7 +107,7 @@ class Experts(Layer):
         return Weights(inner, inner, outer)
 
     def _on_device(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Weights, *, complete: bool
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Weights
     ) -> tuple[jax.Array, jax.Array]:
         """Return the result for one device's tokens, with its shard of the weights."""
         axes = {"gate": 1, "up": 1, "down": 2}
@@ -119,21 +116,14 @@ class Experts(Layer):
         shared = _expert_axis_size() > 1 and "expert" not in varying(x)  # all devices with experts have these tokens
         everywhere = frozenset[str]().union(*map(varying, (x, *matrices[:3])))
         x, experts, weights, matrices = jax.tree.map(lambda a: vary(a, everywhere), (x, experts, weights, matrices))
-        y, dropped = self._local(x, experts, weights, matrices, shared=shared, complete=complete)
+        y, rounds = self._local(x, experts, weights, matrices, shared=shared)
         summed = tuple(manual_axis_sizes("hidden"))
         if shared:  # in one sum, over the axes that have parts of it
             summed = tuple(name for name in (*summed, "expert") if name in varying(y))
-        return jax.lax.psum(y, summed), jax.lax.pmean(dropped, tuple(everywhere))
+        return jax.lax.psum(y, summed), rounds
 
     def _local(
-        self,
-        x: jax.Array,
-        experts: jax.Array,
-        weights: jax.Array,
-        matrices: Weights,
-        *,
-        shared: bool = False,
-        complete: bool = True,
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Weights, *, shared: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         (batch, length, dim), top_k = x.shape, experts.shape[-1]
         chosen = experts.reshape(-1)
@@ -141,15 +131,15 @@ class Experts(Layer):
         rows = repeat_sorted(x.reshape(-1, dim), order)
         sizes = counts(chosen, self._num_experts)
         devices = _expert_axis_size()
+        rounds = jnp.ones(())
         if devices == 1:
-            y, dropped = self._network(rows, sizes, matrices), jnp.sum(weights * 0)
+            y = self._network(rows, sizes, matrices)
         elif shared:
-            y, dropped = self._own_experts(rows, sizes, matrices, devices), jnp.sum(weights * 0)
+            y = self._own_experts(rows, sizes, matrices, devices)
         else:
-            y, left = self._sent_to_experts(rows, sizes, matrices, devices, top_k, complete=complete)
-            dropped = left / len(rows) if complete else left / jnp.maximum(jnp.sum(sizes), 1)
+            y, rounds = self._sent_to_experts(rows, sizes, matrices, devices, top_k)
         y = combine(y, order, weights.reshape(-1, top_k))
-        return y.reshape(batch, length, dim), dropped
+        return y.reshape(batch, length, dim), rounds
 
     def _own_experts(self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int) -> jax.Array:
         """Return `_network` for the rows of this device's experts, and zeros for all others."""
@@ -160,32 +150,27 @@ class Experts(Layer):
         return jnp.roll(self._network(jnp.roll(rows, -before, axis=0), own, matrices), before, axis=0)
 
     def _sent_to_experts(
-        self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int, top_k: int, *, complete: bool
+        self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int, top_k: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Return `_network` for experts that are on several devices, and the number of dropped rows, float32."""
-        axis, mine = "expert", self._num_experts // devices
-        by_device = sizes.reshape(devices, mine)
-        capacity = self._capacity(len(rows), devices, mine, top_k)
-        plan = all_to_all.plan_sends(jnp.sum(by_device, axis=1), capacity, axis)
-        # Rows from each device for each expert here if none were dropped; dropped ones are the last of a sender.
-        ends = jnp.cumsum(jax.lax.all_to_all(by_device, axis, 0, 0, tiled=True), axis=1)
-        place = jnp.arange(capacity, dtype=jnp.int32)
-        expert = jnp.sum(place[:, None] >= ends[:, None, :], axis=-1, dtype=jnp.int32)
-        expert = jnp.where(place < plan.received[:, None], expert, mine).reshape(-1)  # `mine`: no row, sorted last
-        order = order_by(expert)
-        received = permute(all_to_all.to_experts(rows, plan, capacity, axis), order)
-        with filled(max(1, round(devices * capacity / len(rows)))):  # if all experts are chosen equally often
-            y = self._network(received, counts(expert, mine), matrices)
-        y = all_to_all.from_experts(unpermute(y, order), plan, len(rows), axis)
-        wanted = len(rows) if complete else jnp.sum(sizes)
-        return y, (wanted - jnp.sum(plan.sent)).astype(jnp.float32)
+        """Return `_network` for experts that are on several devices, and in how many rounds rows were sent."""
+        axis, capacity = "expert", self._capacity(len(rows), devices, top_k)
+        everyone = jax.lax.all_gather(sizes, axis)
+        rounds = jax.lax.pmax(all_to_all.count_rounds(everyone, capacity), tuple(sorted(varying(rows))))
+        share = max(1.0, capacity / len(rows))
 
-    def _capacity(self, rows: int, devices: int, mine: int, top_k: int) -> int:
-        """Return the rows reserved for one pair of devices; at most `mine` experts of a token are on one device."""
-        most = rows // top_k * min(top_k, mine)
-        if self._capacity_factor is None:
-            return most
-        wanted = -(-int(self._capacity_factor * rows) // devices)
+        def one(rows: jax.Array, matrices: Weights, everyone: jax.Array, into: jax.Array, turn: Any) -> jax.Array:
+            plan = all_to_all.plan_round(everyone, turn, capacity, axis)
+            received = all_to_all.to_experts(rows, plan, capacity, axis)
+            with filled(share):  # if all experts are chosen equally often
+                y = self._network(received, plan.sizes, matrices)
+            return all_to_all.from_experts(y, into, plan, axis)
+
+        return in_rounds(one, rows, matrices, everyone, rounds), rounds.astype(jnp.float32)
+
+    def _capacity(self, rows: int, devices: int, top_k: int) -> int:
+        """Return the rows that a device takes in a round; at most as many experts of a token as it has are on it."""
+        most = devices * (rows // top_k) * min(top_k, self._num_experts // devices)
+        wanted = -int(-self._capacity_factor * rows // 1)
         return min(most, -(-wanted // _ROWS) * _ROWS)
 
     def _network(self, x: jax.Array, sizes: jax.Array, matrices: Weights) -> jax.Array:

@@ -50,10 +50,10 @@ class MoE(Layer):
         experts, live = routed.experts, live_tokens(routing)
         if live is not None:
             experts = jnp.where(live[..., None], experts, self.num_experts)  # sorted behind all rows of experts
-        y_btd, dropped = self.experts(x_btd, experts, routed.weights, complete=live is None)
+        y_btd, rounds = self.experts(x_btd, experts, routed.weights)
         if self.shared is not None:
             y_btd = y_btd + self.shared(x_btd)[0]
-        metrics = {**routed.metrics, "expert_dropped": dropped}
+        metrics = {**routed.metrics, "expert_rounds_max": rounds}
         if not self.record_routing:
             return y_btd, Aux(routed.losses, metrics)
         record = routed.experts if live is None else jnp.where(live[..., None], routed.experts, PADDING)

@@ -121,7 +121,7 @@ def test_layers_without_experts_have_no_routing_to_record_or_replay():
     np.testing.assert_array_equal(again.routing, first.routing)
     assert np.any(free.routing != first.routing)  # the other routers choose others
     # Metrics are means over the two layers that have them.
-    assert set(first.metrics) == {"expert_load_max", "router_entropy", "expert_dropped"}
+    assert set(first.metrics) == {"expert_load_max", "router_entropy", "expert_rounds_max"}
     assert 0.5 < first.metrics["router_entropy"] < np.log(4)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mesh.cost.arithmetic import products
-from mesh.cost.expected import filled
+from mesh.cost.expected import filled, turns
 from mesh.cost.traced_buffers import kept_for_backward, largest_traced
 
 
@@ -82,6 +82,14 @@ def test_ragged_products_count_the_rows_that_are_expected():
     places = 2 * 8 * 4 * 5
     assert count(product, (8, 4), (2, 4, 5)) == places / 4
     assert count(jax.grad(product, argnums=(0, 1)), (8, 4), (2, 4, 5)) == 3 * places / 4  # forward, and two backward
+
+
+def test_a_loop_that_is_not_expected_to_turn_counts_nothing():
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        with turns(0):
+            return jax.lax.while_loop(lambda x: jnp.sum(x) < 0, lambda x: x @ b, a)
+
+    assert count(product, (4, 4), (4, 4)) == 0
 
 
 def test_arrays_that_the_compiler_spreads_are_not_said_to_be_whole():

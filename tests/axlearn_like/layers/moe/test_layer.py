@@ -65,8 +65,8 @@ def test_softmax_experts_are_those_of_every_token_by_itself():
     np.testing.assert_array_equal(aux.routing, np.argsort(-scores, axis=-1)[..., :2])
     experts = np.asarray(aux.routing)
     np.testing.assert_allclose(y, brute_force(params, experts, softmax_weights(params, experts)), atol=2e-6)
-    assert aux.metrics.keys() == {"expert_load_max", "router_entropy", "expert_dropped"}
-    assert aux.metrics["expert_dropped"] == 0
+    assert aux.metrics.keys() == {"expert_load_max", "router_entropy", "expert_rounds_max"}
+    assert aux.metrics["expert_rounds_max"] == 1
 
 
 def test_sigmoid_experts_and_the_shared_one_are_too():
