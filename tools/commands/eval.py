@@ -186,6 +186,8 @@ def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any,
     from rl.tasks.mixture import TaskMixture
     from rl.verification.scorers import ReasoningGymScorer
     from rl.verification.service import Verifier
+    from rl.verification.verifiers.by_task import ByTask, labels_of
+    from rl.verification.verifiers.published import VERIFIERS
 
     own = getattr(cfg, "tasks", None)
     if not named:
@@ -201,9 +203,10 @@ def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any,
         return tasks, find(verifier)(tasks)
     if not named:
         return tasks, cfg.verifier
-    if any(getattr(family, "label", None) == "humaneval" for family in tasks.families):
-        raise UserError("humaneval needs a verifier that runs code: name one by --verifier PLACE:FUNCTION")
-    return tasks, Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0))
+    other = ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0)
+    scorers = {label: VERIFIERS[label](tasks) for label in labels_of(tasks) if label in VERIFIERS}
+    scorer = ByTask.Config(mixture=tasks, scorers=scorers, other=other) if scorers else other
+    return tasks, Verifier.Config(scorer=scorer)
 
 
 def _named_tasks(parts: list[str]) -> Any:

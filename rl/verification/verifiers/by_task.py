@@ -1,0 +1,69 @@
+"""A verifier of several tasks: each has a scorer of its own."""
+
+from collections.abc import Sequence
+from typing import Any, override
+
+from axlearn_like.config import REQUIRED
+from mesh.errors import did_you_mean
+from rl.roles.messages import Details
+from rl.tasks.mixture import TaskMixture
+from rl.tasks.source import ProblemSource
+from rl.verification.scorers import Scorer
+
+__all__ = ["ByTask", "labels_of"]
+
+
+def labels_of(mixture: TaskMixture.Config) -> list[str]:
+    """Return the labels of a mixture's tasks, in their order."""
+    return [family.title for family in mixture.families if isinstance(family, ProblemSource.Config)]
+
+
+class ByTask(Scorer):
+    """The score of an answer by the scorer of its problem's task, or by `other`."""
+
+    class Config(Scorer.Config):
+        mixture: TaskMixture.Config = REQUIRED
+        """Equal to the tasks that drew the problems."""
+        scorers: dict[str, Scorer.Config] = REQUIRED
+        """By the label of the task."""
+        other: Scorer.Config = REQUIRED
+        """Of the tasks that are not named."""
+
+        def all_scorers(self) -> tuple[Scorer.Config, ...]:
+            """Return the scorers of named tasks, and the one of the others."""
+            return (*self.scorers.values(), self.other)
+
+        @override
+        def wants(self) -> frozenset[str]:
+            return frozenset().union(*(scorer.wants() for scorer in self.all_scorers()))
+
+        @override
+        def confined(self) -> bool:
+            return all(scorer.confined() for scorer in self.all_scorers())
+
+        @override
+        def environment(self) -> tuple[str, ...]:
+            names = (name for scorer in self.all_scorers() for name in scorer.environment())
+            return tuple(dict.fromkeys(names))
+
+        @override
+        def check_fields(self) -> None:
+            labels = labels_of(self.mixture)
+            for label in self.scorers:
+                self.require("scorers", label in labels, f"labels of tasks{did_you_mean(label, labels)}")
+
+    def __init__(self, cfg: Config):
+        self._scorers: dict[str, Scorer] = {label: scorer.build() for label, scorer in cfg.scorers.items()}
+        self._other: Scorer = cfg.other.build()
+        self._labels = cfg.mixture.build().family_names
+
+    @override
+    def score(self, problem_id: int, answer: str) -> Any:
+        return self._of(problem_id).score(problem_id, answer)
+
+    @override
+    def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
+        return self._of(problem_id).score_samples(problem_id, answers, details)
+
+    def _of(self, problem_id: int) -> Scorer:
+        return self._scorers.get(self._labels[problem_id % len(self._labels)], self._other)
