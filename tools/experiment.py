@@ -6,10 +6,11 @@ that the user names here (an experiment's file or module, modifiers, values `mod
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -17,6 +18,10 @@ from axlearn_like.config import ConfigBase, config_name, has_mesh_rules, set_pat
 from axlearn_like.config.trusted_code import OTHERS, OWN, remember
 from experiments import registry
 from mesh.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from rl.experiment import RLExperiment
+    from rl.serving.policy import ServedModel, Weights
 
 _NAME = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
 
@@ -145,6 +150,66 @@ def code_option[F: Callable[..., Any]](function: F) -> F:
 def default_run_dir(experiment: str, run_dir: Path | None) -> Path:
     """Return `run_dir`, or the folder in `runs` with the experiment's name."""
     return Path("runs") / experiment.rpartition(":")[2] if run_dir is None else run_dir
+
+
+def find_policy(
+    name: str, sets: Sequence[str], *, random_weights: bool, command: Literal["serve", "eval"]
+) -> tuple[RLExperiment.Config | ServedModel.Config, Weights | None, str]:
+    """Return how to ask the policy of a run, of a checkpoint in one, of an experiment or of a model; and its name.
+
+    Args:
+        name: as on the command line.
+        sets: edits of its config.
+        random_weights: take those that it begins with.
+        command: that asks.
+
+    Returns:
+        The config, the weights (None: those that it begins with), and the name for clients.
+
+    Raises:
+        UserError: there is no such policy, or it has no weights yet.
+    """
+    path, places = Path(name), "a run directory, a checkpoint in one, an experiment's name, or a model's directory"
+    if not path.is_dir():
+        if ":" not in name:
+            if os.sep in name:
+                raise UserError(f"no directory {path}; expected {places}")
+            registry.check_name(name)  # before jax is imported
+        trust_place(name)
+    from axlearn_like.run.directory import RunDirectory
+    from rl.serving.policy import find_run, newest_weights, recorded_config
+
+    if path.is_dir():
+        from experiments.served import is_model, served_model
+
+        if is_model(path):
+            model = served_model(path, random_weights=random_weights)
+            apply_edits(model, sets)
+            model.check()
+            return model, None, path.absolute().name
+    elif random_weights:
+        cfg: Any = load_experiment(name, sets)
+        check_command(cfg, "serve", name)
+        return cfg, None, default_run_dir(name, None).name
+    run = find_run(path) if path.is_dir() else RunDirectory.attach(default_run_dir(name, None))
+    if run is None:
+        raise UserError(
+            f"{path} is not a run directory: it has no config.txt; expected one, an experiment's name, or a directory "
+            "with config.json and safetensors"
+        )
+    if not run.config_path.is_file():
+        raise UserError(
+            f"experiment {name!r} has no run in {run.path}; train it (axl rl {name}), name the directory of a run, "
+            f"or axl {command} it with --random-weights"
+        )
+    recorded = recorded_config(run)
+    apply_edits(recorded, sets)
+    weights = None if random_weights else newest_weights(run, path)
+    if weights is None and not random_weights:
+        raise UserError(
+            f"{run.path} holds no weights yet; continue its training, or axl {command} with --random-weights"
+        )
+    return recorded, weights, run.path.name
 
 
 def check_command(cfg: Any, command: str, experiment: str) -> None:

@@ -72,7 +72,7 @@ SETS = {
         ["trainer.row_multiple=3", "trainer.microbatches=2"],
         "row_multiple: expected a multiple of .* = 2, got 3",
     ),
-    "prompt": (["max_prompt=3"], r"training problem 0 of family '\w+' has \d+ prompt tokens; max_prompt is 3"),
+    "prompt": (["max_prompt=3"], r"of \d+ problems of family '\w+', \d+ have more than max_prompt=3 prompt tokens"),
     "sampler": (["sampler.top_k=5"], "sampler: expected the whole distribution .*top_k=None"),
     "staleness": (["staleness=5"], "parameter_server.keep: expected 7 or more with staleness=5, got 4"),
     "leases": (["groups_per_lease=3"], "groups_per_lease: expected a divisor of groups=4, got 3"),

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from experiments.registry import check_name
 from mesh.errors import UserError
-from tools.experiment import apply_edits, check_command, code_option, default_run_dir, load_experiment, trust_place
+from tools.experiment import code_option, find_policy, trust_place
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
-    from rl.serving.policy import ServedModel, Weights
+    from rl.serving.policy import ServedModel
 
 _PROBLEMS = 96  # of an endless family
 
@@ -102,7 +100,7 @@ def evaluate_policy(
     untrained: bool = False,
 ) -> dict[str, Any]:
     """Evaluate a policy in a folder, or go on with it; returns the figures. The arguments are those of `axl eval`."""
-    cfg, weights = _policy(name, sets, untrained)
+    cfg, weights, _ = find_policy(name, sets, random_weights=untrained, command="eval")
     tasks_cfg, verifier_cfg = _tasks(cfg, named, verifier)
     from axlearn_like.config import to_text
     from axlearn_like.run.progress import Progress
@@ -141,44 +139,6 @@ def evaluate_policy(
         with verifier_cfg.build() as scoring:
             roles = (engine, experiment.tokenizer, scoring)
             return evaluate(opened, problems, tasks, *roles, maker=maker, **drawn, progress=shown.update)
-
-
-def _policy(
-    name: str, sets: tuple[str, ...], random_weights: bool
-) -> tuple[RLExperiment.Config | ServedModel.Config, Weights | None]:
-    """Return the config that says how to ask the policy, and its weights (None: those that it begins with)."""
-    path = Path(name)
-    if not path.is_dir():
-        if ":" not in name:
-            if os.sep in name:
-                raise UserError(f"no directory {path}; expected a run, a checkpoint in one, an experiment, or a model")
-            check_name(name)  # before jax is imported
-        trust_place(name)
-    from axlearn_like.run.directory import RunDirectory
-    from rl.serving.policy import find_run, newest_weights, recorded_config
-
-    if path.is_dir():
-        from experiments.served import is_model, served_model
-
-        if is_model(path):
-            model = served_model(path, random_weights=random_weights)
-            apply_edits(model, sets)
-            model.check()
-            return model, None
-    if not path.is_dir() and random_weights:
-        cfg: Any = load_experiment(name, sets)
-        check_command(cfg, "rl", name)
-        return cfg, None
-    run = find_run(path) if path.is_dir() else RunDirectory.attach(default_run_dir(name, None))
-    if run is None or not run.config_path.is_file():
-        where = path if run is None else run.path
-        raise UserError(f"{where} holds no run; expected a run, an experiment that has one in runs/, or a model")
-    recorded = recorded_config(run)
-    apply_edits(recorded, sets)
-    weights = None if random_weights else newest_weights(run, path)
-    if weights is None and not random_weights:
-        raise UserError(f"{run.path} holds no weights yet; continue its training, or evaluate with --random-weights")
-    return recorded, weights
 
 
 def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any, Any]:

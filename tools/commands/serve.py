@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from experiments.registry import check_name
 from mesh.errors import UserError, install_hint
-from tools.experiment import apply_edits, check_command, code_option, default_run_dir, load_experiment, trust_place
+from tools.experiment import apply_edits, code_option, find_policy
 
 if TYPE_CHECKING:
     from axlearn_like.layers.wrappers.adapters import Adapter
-    from axlearn_like.run.directory import RunDirectory
     from rl.experiment import RLExperiment
     from rl.rollout.model_runner.adapter_bank import AdapterLimits
     from rl.serving.policy import ServedModel, Weights
@@ -98,7 +95,7 @@ def command(
     server_sets += [f"{field}={value}" for field, value in options.items() if value is not None]
     sets = tuple(edit for edit in sets if not edit.startswith(_SERVER))
 
-    cfg, weights, model = _resolve(name, sets, random_weights)
+    cfg, weights, model = find_policy(name, sets, random_weights=random_weights, command="serve")
     from axlearn_like.run.signals import graceful_stop
     from rl.serving.server import listen, url_of
 
@@ -122,50 +119,6 @@ def command(
         raise server.engine.failure
     if ended_by_itself:
         raise RuntimeError("the web server ended by itself")
-
-
-def _resolve(
-    name: str, sets: Sequence[str], random_weights: bool
-) -> tuple[RLExperiment.Config | ServedModel.Config, Weights | None, str]:
-    """Return the experiment, its weights (None: random ones), and the model's name for clients."""
-    path = Path(name)
-    if not path.is_dir() and ":" not in name:
-        if os.sep in name:
-            raise UserError(f"no directory {path}; expected a run directory, a checkpoint in one, or an experiment")
-        check_name(name)  # before jax is imported
-    if not path.is_dir():
-        trust_place(name)
-    from axlearn_like.run.directory import RunDirectory
-    from rl.serving.policy import find_run, newest_weights
-
-    if path.is_dir():
-        from experiments.served import is_model, served_model
-
-        if is_model(path):
-            model = served_model(path, random_weights=random_weights)
-            apply_edits(model, sets)
-            model.check()
-            return model, None, path.absolute().name
-    run = find_run(path)
-    if run is None and path.is_dir():
-        raise UserError(
-            f"{path} is not a run directory: it has no config.txt; expected one, an experiment's name, or a directory "
-            "with config.json and safetensors"
-        )
-    if run is None and random_weights:
-        return _rl_config(load_experiment(name, sets), name), None, default_run_dir(name, None).name
-    if run is None:
-        run = RunDirectory.attach(default_run_dir(name, None))
-        if not run.config_path.is_file():
-            raise UserError(
-                f"experiment {name!r} has no run in {run.path}; train it (axl rl {name}), name the directory of a run, "
-                "or serve it with --random-weights"
-            )
-    cfg = _recorded(run, sets)
-    weights = None if random_weights else newest_weights(run, path)
-    if weights is None and not random_weights:
-        raise UserError(f"{run.path} holds no weights yet; continue its training, or serve with --random-weights")
-    return cfg, weights, run.path.name
 
 
 def _build(
@@ -234,17 +187,3 @@ def _limits(found: dict[str, Adapter], cfg: Server.Config, *, more: bool) -> Ada
         return AdapterLimits(len(found), max(adapter.rank for adapter in found.values()), matrices)
     rank = max(cfg.max_adapter_rank, *(adapter.rank for adapter in found.values()), 1)
     return AdapterLimits(max(cfg.max_adapters, len(found)), rank)
-
-
-def _recorded(run: RunDirectory, sets: Sequence[str]) -> RLExperiment.Config:
-    """Return the config of a run directory with edits."""
-    from rl.serving.policy import recorded_config
-
-    cfg = recorded_config(run)
-    apply_edits(cfg, sets)
-    return cfg
-
-
-def _rl_config(cfg: Any, name: str) -> RLExperiment.Config:
-    check_command(cfg, "serve", name)
-    return cfg
