@@ -4,7 +4,7 @@ The experiment gives every component what only it knows (sizes, seeds, the task 
 parent. A runtime calls the `make_*` methods in the process where a role will run: this one, or an actor's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules
+from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.layers.base import split
 from axlearn_like.learner import Learner
 from axlearn_like.run.directory import RunDirectory
@@ -32,6 +33,7 @@ from rl.controller.controller import Controller
 from rl.controller.evaluations import EvaluationSchedule
 from rl.evaluation.evaluator import Evaluation
 from rl.fleet.fleet import Fleet
+from rl.fleet.kernels import policy_kernels
 from rl.fleet.programs import experiment_programs, experiment_tuning
 from rl.objective import NoImportance, Objective
 from rl.parameter_server.client import ParameterServerClient
@@ -114,6 +116,10 @@ class RLExperiment(Configurable):
         def tuning(self) -> Tuning:
             """Return the fields that change the memory and speed of the update, but not its result."""
             return experiment_tuning(self)
+
+        def kernels(self, attention: AttentionParams, platform: str, dtype: Any) -> Iterator[str]:
+            """Yield a line for each context of RL: the kernel that this attention of the policy gets there."""
+            return policy_kernels(self, attention, platform, dtype)
 
         def resolved(self) -> ConfigBase["RLExperiment"]:
             """Return the config with every value that a parent sets filled in; nothing is allocated."""

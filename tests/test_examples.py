@@ -76,4 +76,5 @@ def test_an_example_round_trips_through_text(name: str) -> None:
 def test_every_example_is_tested() -> None:
     tested = {"complete_text"}  # by tests/experiments/test_small_llama.py, on a run
     tested |= {"custom_layer", "custom_kernel", "first_experiment", "custom_objective", "custom_verifier", "notebook"}
+    tested |= {"gsm8k_rows"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

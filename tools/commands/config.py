@@ -117,8 +117,8 @@ def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, cp_size: int) -
 
     from axlearn_like.kernels.attention.dispatch import explain
     from axlearn_like.layers.decoder import Decoder
-    from rl.experiment import RLExperiment
 
+    contexts: Callable[..., Iterator[str]] | None = getattr(cfg, "kernels", None)  # where there are further ones
     for path, node in walk_configs(cfg):
         if isinstance(node, Decoder.Config):
             model = jax.eval_shape(lambda node=node: node.build(rngs=nnx.Rngs(0)))
@@ -129,30 +129,9 @@ def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, cp_size: int) -
             name = f"{path or 'experiment'}.block.attention"
             for choice in dict.fromkeys(map(str, choices)):
                 yield f"{name}: {choice}"
-            if isinstance(cfg, RLExperiment.Config) and path.split(".")[0] == "policy":
-                lines = [line for one in kinds for line in _rl_kernels(cfg, one, platform, model.dtype)]
+            if contexts is not None and path.split(".")[0] == "policy":
+                lines = [line for one in kinds for line in contexts(one, platform, model.dtype)]
                 yield from (f"{name}, {line}" for line in dict.fromkeys(lines))
-
-
-def _rl_kernels(cfg: Any, attention: Any, platform: str, dtype: Any) -> Iterator[str]:
-    """Return what one kind of attention of a policy gets in the contexts of RL."""
-    from axlearn_like.kernels.attention.dispatch import explain
-    from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes
-
-    prefix = cfg.max_prompt - 1
-    rows = SharedPrefix(prefix, cfg.samples, cfg.max_new)
-    if cfg.trainer.packing is not None:
-        packing = cfg.trainer.packing.build(max_prompt=cfg.max_prompt, max_new=cfg.max_new, chunks=cfg.trainer.chunks)
-        rows = SharedPrefixes(packing.prompts, packing.lengths[0])
-    group = explain(attention, platform=platform, dtype=dtype, length=rows.length, shared_prefix=rows)
-    stored = "" if group.kernel.shared_prefixes else "; all scores are stored"
-    yield f"prompts with completions ({rows.prefix} + {rows.length - rows.prefix} tokens): {group}{stored}"
-    length = cfg.max_prompt + cfg.max_new
-    scoring = explain(attention, platform=platform, dtype=dtype, length=length)
-    stored = "; all scores are stored" if type(scoring.kernel).__name__ == "Xla" else ""
-    yield f"scoring ({length} tokens): {scoring}{stored}"
-    paged = "ragged paged attention" if platform == "tpu" else "XLA, on copies of the pages while a dispatch runs"
-    yield f"decoding: {paged}"
 
 
 @command.command("diff")

@@ -122,9 +122,9 @@ def test_the_engine_has_no_memory_while_the_trainer_updates(tmp_path: Path, monk
     cfg, holds = tiny_experiment(num_steps=2, evaluation=None), list[tuple[int, bool]]()
     build, runners = ModelRunner.__init__, list[ModelRunner]()
 
-    def built(self: ModelRunner, *args: Any) -> None:
+    def built(self: ModelRunner, *args: Any, **more: Any) -> None:
         runners.append(self)
-        build(self, *args)
+        build(self, *args, **more)
 
     def on_step(step: int) -> None:
         holds.extend((step, one.pool is not None or one.params is not None) for one in runners)
