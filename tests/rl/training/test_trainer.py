@@ -178,7 +178,7 @@ def test_the_newest_version_is_what_the_trainer_has(uninterrupted: Roles):
     assert uninterrupted.controller.status()["consumed_steps"] == STEPS
 
 
-@pytest.mark.parametrize("crash_at", [1, 3])
+@pytest.mark.parametrize("crash_at", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(uninterrupted: Roles, crash_at: int, tmp_path: Path):
     """Parameters, optimizer, every metric and every version still held are equal to the bit."""
     staleness = uninterrupted.experiment.cfg.staleness

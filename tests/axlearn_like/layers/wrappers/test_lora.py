@@ -285,6 +285,7 @@ def test_dropout_is_on_the_input_of_the_first_factor():
     assert np.abs(found - bind(graphdef, params)(jnp.asarray(x))[0]).max() > 0.1, "and not without a key"
 
 
+@pytest.mark.full
 def test_dropout_follows_from_step_and_microbatch():
     cfg = small_decoder(num_layers=2)
     assert isinstance(cfg.block, Block.Config)
