@@ -26,7 +26,7 @@ from tests.axlearn_like.tiny import tiny_trainer
 from tests.elsewhere import elsewhere
 from tests.models.huggingface.checkpoints.made import SHAPE, dense_model, make, mixture_model
 from tests.rl.tiny import tiny_experiment
-from tools.commands.serve import _resolve
+from tools.experiment import find_policy
 
 VOCABULARY = 272  # of the byte tokenizer
 
@@ -146,12 +146,12 @@ def test_a_directory_is_served(tmp_path):
     add_tokenizer(tmp_path / "hf")
     import_checkpoint(HuggingFaceDirectory.open(tmp_path / "hf"), tmp_path / "run")
     for form in ("hf", "run"):
-        cfg, weights, name = _resolve(str(tmp_path / form), ["max_new=8"], random_weights=False)
+        cfg, weights, name = find_policy(str(tmp_path / form), ["max_new=8"], random_weights=False, command="serve")
         assert (name, weights, cfg.max_prompt, cfg.max_new) == (form, None, SHAPE["max_length"] // 2, 8)
         experiment = cfg.build()
         assert_equal(load_params(experiment, None, make_mesh()), from_huggingface(tensors, byte_model()))
         assert experiment.tokenizer.decode(experiment.tokenizer.encode("a b")) == "a b"
-        random, _, _ = _resolve(str(tmp_path / form), [], random_weights=True)
+        random, _, _ = find_policy(str(tmp_path / form), [], random_weights=True, command="serve")
         assert not isinstance(random.policy, Pretrained.Config)
 
 
@@ -159,4 +159,4 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_pa
     make(tmp_path / "hf", dense_model())  # 37 rows
     add_tokenizer(tmp_path / "hf")
     with pytest.raises(UserError, match=r"the tokenizer has 257 ids, but the embedding 37 rows"):
-        _resolve(str(tmp_path / "hf"), [], random_weights=False)
+        find_policy(str(tmp_path / "hf"), [], random_weights=False, command="serve")
