@@ -5,6 +5,7 @@ Run as a script for the list of one folder: `python tests/test_english.py rl/rol
 
 import ast
 import io
+import itertools
 import re
 import sys
 import tokenize
@@ -40,12 +41,16 @@ PRIVATE = re.compile(r"\b(whence|anew|whoever|meanwhile|is made so|are made so|m
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, docstring) of the module and of every class and function in it."""
+    """Yield (line, docstring) of the module, of every class and function in it, and of their attributes."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield getattr(node, "lineno", 1), text
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if text := ast.get_docstring(node):
+            yield getattr(node, "lineno", 1), text
+        for before, after in itertools.pairwise(node.body):
+            match before, after:
+                case ast.Assign() | ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(text))):
+                    yield after.lineno, text
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
@@ -87,6 +92,11 @@ def violations_below(folder: Path) -> list[str]:
 def test_a_bad_docstring_is_found(text: str, reason: str):
     (found,) = violations(f'def f():\n    """{text}"""\n')
     assert found.startswith(f"1: {reason}")
+
+
+def test_a_bad_docstring_of_a_field_is_found():
+    source = 'class Config:\n    depth: int = 2\n    """Of the tree."""\n'
+    assert violations(source) == ["3: opens on a fragment: 'Of the tree.'"]
 
 
 def test_a_private_word_in_a_comment_is_found():

@@ -9,10 +9,10 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, override
 
 from axlearn_like.config import strip_comments
+from axlearn_like.run.closing import Closing
 from mesh.errors import UserError
 
 _NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
@@ -22,7 +22,7 @@ class RunDirectoryError(UserError):
     """The directory cannot be used for this run; nothing in it was changed."""
 
 
-class RunDirectory:
+class RunDirectory(Closing):
     """One run's files and the lock on them, held until `close` or the end of the `with` block."""
 
     def __init__(self, path: Path):
@@ -96,23 +96,13 @@ class RunDirectory:
         """The lock, with the process that holds it."""
         return self.path / "run.lock"
 
+    @override
     def close(self) -> None:
         """Release the lock; the next `open` may come from any process."""
         if self.lock_path.exists():
             with self._lock_file() as file:
                 if _read_owner(file) == _this_process():
                     file.truncate(0)
-
-    def __enter__(self) -> "RunDirectory":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _make(self) -> None:
         if self.path.exists() and not self.path.is_dir():

@@ -4,6 +4,7 @@ The batches are those of `LabelledInput`. Its weights are on tokens with labels,
 label, on the last token) and tokens or steps (many labels).
 """
 
+import abc
 from typing import Any, override
 
 import jax
@@ -17,7 +18,7 @@ from mesh.rules import partition
 from mesh.sharding import shard_like
 
 
-class HeadLoss(Configurable):
+class HeadLoss(Configurable, abc.ABC):
     """Base of losses of a decoder's scores: subclasses compute `of_scores`."""
 
     class Config(ConfigBase["HeadLoss"]):
@@ -41,11 +42,11 @@ class HeadLoss(Configurable):
         tokens = jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32)
         return with_aux(loss, {"loss": loss, **metrics, "tokens": tokens}, hidden.aux, jnp.sum(batch["weights"]))
 
+    @abc.abstractmethod
     def of_scores(
         self, scores: jax.Array, labels: jax.Array, weights: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         """Return the weighted loss, and metrics, of float32 scores [batch, length, outputs]; others [batch, length]."""
-        raise NotImplementedError
 
 
 class ClassificationLoss(HeadLoss):

@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
+from typing import override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.run.closing import Closing
 from rl.roles.messages import Details, Score
 from rl.verification.failures import FailureWatch
 from rl.verification.job_queue import split
@@ -13,7 +13,7 @@ from rl.verification.rewards import check_rewards
 from rl.verification.scorers import Scorer
 
 
-class InlineVerifier(Configurable):
+class InlineVerifier(Closing, Configurable):
     """The verifier's interface without processes. A scorer that hangs hangs the caller; one that raises is an error."""
 
     class Config(ConfigBase["InlineVerifier"]):
@@ -48,16 +48,6 @@ class InlineVerifier(Configurable):
         seconds = (time.monotonic() - began) / len(answers)
         return [Score(reward, "ok", seconds, terms=tuple(terms.items())) for reward, terms in checked]
 
+    @override
     def close(self) -> None:
         """Do nothing: there are no processes."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -9,27 +9,33 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable, walk_configs
 from rl.roles.messages import Details, Problem
 from rl.tasks.mixture import TaskMixture
 
-__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "check_problems"]
+__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "ScoringConfig", "check_problems"]
+
+
+class ScoringConfig[T](ConfigBase[T]):
+    """Config of a scorer or of a part of one: what it needs of rollouts, of problems and of its process."""
+
+    def wants(self) -> frozenset[str]:
+        """Return what it wants beside answers: "tokens", "finish_reason"; "group": a prompt's samples at once."""
+        return frozenset()
+
+    def confined(self) -> bool:
+        """Return True if it needs neither network nor files but those of packages: its processes get no others."""
+        return False
+
+    def environment(self) -> tuple[str, ...]:
+        """Return the names of the environment variables that its processes inherit beside those of a locale."""
+        return ()
+
+    def check_problem(self, problem: Problem) -> None:
+        """Refuse problems without what it compares answers with (ConfigError); called before a run begins."""
 
 
 class Scorer(Configurable, abc.ABC):
     """Function of a problem and an answer, built in every worker process from its config alone."""
 
-    class Config(ConfigBase["Scorer"]):
-        def wants(self) -> frozenset[str]:
-            """Return what it wants beside answers: "tokens", "finish_reason"; "group": a prompt's samples at once."""
-            return frozenset()
-
-        def confined(self) -> bool:
-            """Return True if it needs neither network nor files but those of packages: its processes get no others."""
-            return False
-
-        def environment(self) -> tuple[str, ...]:
-            """Return the names of the environment variables that its processes inherit beside those of a locale."""
-            return ()
-
-        def check_problem(self, problem: Problem) -> None:
-            """Refuse problems without what it compares answers with (ConfigError); called before a run begins."""
+    class Config(ScoringConfig["Scorer"]):
+        pass
 
     @abc.abstractmethod
     def score(self, problem_id: int, answer: str) -> float:
@@ -43,7 +49,7 @@ class Scorer(Configurable, abc.ABC):
 
 def check_problems(verifier: ConfigBase[Any], problems: Iterable[Problem]) -> None:
     """Refuse a verifier with a scorer that needs what these problems do not have (ConfigError)."""
-    scorers = [cfg for _, cfg in walk_configs(verifier) if isinstance(cfg, Scorer.Config)]
+    scorers = [cfg for _, cfg in walk_configs(verifier) if isinstance(cfg, ScoringConfig)]
     for problem in problems:
         for cfg in scorers:
             cfg.check_problem(problem)
@@ -56,8 +62,8 @@ class ReasoningGymScorer(Scorer):
         mixture: TaskMixture.Config = REQUIRED
         """Equal to the one that drew the problems."""
         pass_mark: float | None = None
-        """If given, the reward is 1 for scores of at least this and 0 below: many of the package's scorers give some
-        credit for an answer that merely resembles the right one."""
+        """Least score that counts: the reward is 1 from there and 0 below; None: the reward is the score. Many of the
+        package's scorers give some credit for an answer that merely resembles the right one."""
 
         @override
         def confined(self) -> bool:

@@ -1,10 +1,10 @@
 """The verifier: the role that scores answers. A hang or a crash is a status, never a reward."""
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self, override
+from typing import Any, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.run.closing import Closing
 from rl.roles.messages import Details, Score
 from rl.verification.failures import FailureWatch
 from rl.verification.pool import WorkerPool
@@ -13,7 +13,7 @@ from rl.verification.scorers import Scorer
 __all__ = ["Verifier"]
 
 
-class Verifier(Configurable):
+class Verifier(Closing, Configurable):
     """Scores answers in `processes` killable processes; thread-safe. `close` it, or use `with`."""
 
     class Config(ConfigBase["Verifier"]):
@@ -73,17 +73,7 @@ class Verifier(Configurable):
         """Return the process ids of the pool, for the timeline and for tests that kill them."""
         return self._pool.pids()
 
+    @override
     def close(self) -> None:
         """Kill and reap all processes; callers that wait in `score` get a RuntimeError."""
         self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -43,9 +43,9 @@ class WorkerProcess:
         self.answers = 0
         """How many are in its chunk."""
         self.notes: dict[int, dict[str, Any]] = {}
-        """What it has said of rows of the buffer beyond numbers: errors and terms, not checked."""
+        """Errors and terms of rows of the buffer, as the process tells them: not checked."""
         self.since = time.monotonic()
-        """When the process was started, or given its last chunk."""
+        """Time at which the process was started, or given its last chunk."""
         arguments = [theirs.fileno(), self.results.fd, capacity, os.getpid(), memory_mb]
         with theirs:
             self._process = subprocess.Popen(

@@ -24,20 +24,15 @@ from mesh.rules import partition
 BLOCK = 32  # tokens of a row multiplied at a time: XLA's CPU backend sums longer ones in another order
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowAdapted:
-    """W + a[row] b[row] in the place of a matrix W, for `project`.
+class AdaptedMatrix:
+    """A matrix with more than its own numbers, where a layer expects a parameter.
 
     Attributes:
         weight: [*in, *out].
-        a: [rows, in, rank], with the input axes merged.
-        b: [rows, rank, out], with the output axes merged; scales are in it.
     """
 
     weight: jax.Array
-    a: jax.Array
-    b: jax.Array
 
     def __getitem__(self, index: Any) -> Self:
         """Return the whole, as a parameter is read by `[...]`; a part of it makes no sense."""
@@ -48,6 +43,20 @@ class RowAdapted:
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrix."""
         return self.weight.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowAdapted(AdaptedMatrix):
+    """W + a[row] b[row] in the place of a matrix W, for `project`.
+
+    Attributes:
+        a: [rows, in, rank], with the input axes merged.
+        b: [rows, rank, out], with the output axes merged; scales are in it.
+    """
+
+    a: jax.Array
+    b: jax.Array
 
     def update(self, x: jax.Array, in_axis: str | None, out_axis: str | None) -> jax.Array:
         """Return x a b, [rows, length, out], for x [rows, length, *in]; the axes are logical names of the first ones.
@@ -79,32 +88,20 @@ class RowAdapted:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DroppedOut:
+class DroppedOut(AdaptedMatrix):
     """W x + (dropout(x) a) b in the place of W x, for `project`: dropout on the input of A alone, as PEFT has it.
 
     Attributes:
-        weight: [*in, *out].
         a: [*in, rank].
         b: [rank, *out], with the scale in it.
         key: of the numbers of x that are kept.
         rate: share of numbers that are dropped.
     """
 
-    weight: jax.Array
     a: jax.Array
     b: jax.Array
     key: jax.Array
     rate: float = dataclasses.field(metadata={"static": True})
-
-    def __getitem__(self, index: Any) -> Self:
-        """Return the whole, as a parameter is read by `[...]`."""
-        assert index is ..., "a matrix with low-rank updates is read as a whole"
-        return self
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix."""
-        return self.weight.shape
 
     def dropped(self, x: jax.Array) -> jax.Array:
         """Return x with some numbers 0 and the others as much larger."""

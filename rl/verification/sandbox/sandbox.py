@@ -14,10 +14,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, override
+from typing import Any, Literal, override
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.run.closing import Closing
 from mesh.errors import UserError
 from rl.verification.sandbox.values import receive, send
 
@@ -51,7 +51,7 @@ class Outcome:
         return f"Outcome({self.ended}, passed={self.passed}, error={self.error!r}, {self.seconds:.3f} s)"
 
 
-class Sandbox(Configurable):
+class Sandbox(Closing, Configurable):
     """Runs Python that nobody trusts; thread-safe, with up to `processes` programs at once. `close` it, or use `with`.
 
     A program has no network, sees Python and the system's libraries and nothing else, writes to an empty TMPDIR of its
@@ -168,6 +168,7 @@ class Sandbox(Configurable):
                 process = None
             self._idle.put(process)
 
+    @override
     def close(self) -> None:
         """End all processes."""
         self._closed = True
@@ -176,17 +177,6 @@ class Sandbox(Configurable):
                 process.end()
         for _ in range(self.cfg.processes):
             self._idle.put(None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Box:

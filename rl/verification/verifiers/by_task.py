@@ -25,9 +25,9 @@ class ByTask(Scorer):
         mixture: TaskMixture.Config = REQUIRED
         """Equal to the tasks that drew the problems."""
         scorers: dict[str, Scorer.Config] = REQUIRED
-        """By the label of the task."""
+        """Scorers by the label of the task."""
         other: Scorer.Config = REQUIRED
-        """Of the tasks that are not named."""
+        """Scorer of the tasks that are not named."""
 
         def all_scorers(self) -> tuple[Scorer.Config, ...]:
             """Return the scorers of named tasks, and the one of the others."""

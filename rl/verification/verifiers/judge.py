@@ -40,12 +40,12 @@ class LLMJudge(RowScorer):
 
     class Config(RowScorer.Config):
         url: str = REQUIRED
-        """Of the endpoint, such as http://localhost:8000/v1."""
+        """URL of the endpoint, such as http://localhost:8000/v1."""
         model: str = REQUIRED
         key_variable: str | None = None
         """Environment variable that holds the key."""
         instruction: str = _INSTRUCTION
-        """With the places {question}, {reference}, {answer} and {most}."""
+        """Text with the places {question}, {reference}, {answer} and {most}."""
         most: float = 1.0
         max_tokens: int = 64
         timeout_s: float = 20.0

@@ -8,6 +8,7 @@ any field of the row. It returns a number or a dict of named numbers, of a group
         return float(answer.strip() == reference)
 """
 
+import abc
 import asyncio
 import functools
 import inspect
@@ -16,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, override
 
-from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.config.trusted_code import import_place
 from mesh.errors import UserError, did_you_mean
 from rl.roles.messages import Details, Problem
 from rl.verification.rewards import NotAReward, check_terms, describe, number
-from rl.verification.scorers import Scorer
+from rl.verification.scorers import Scorer, ScoringConfig
 from rl.verification.verifiers.rows import variables_of
 
 __all__ = ["Format", "Function", "Length", "Reward", "Term", "reward"]
@@ -30,12 +31,12 @@ _OF_ROLLOUT = ("tokens", "finish_reason")
 _OF_PROBLEM = ("row", "question", "reference", "family", "problem_id")
 
 
-class Term(Scorer):
+class Term(Configurable, abc.ABC):
     """A part of a reward."""
 
-    class Config(Scorer.Config):
+    class Config(ScoringConfig["Term"]):
         name: str | None = None
-        """Of the term in metrics; None: its function's or class's."""
+        """Name of the term in metrics; None: its function's or class's."""
         weight: float = 1.0
         gate: bool = False
         """The weighted sum is multiplied by the term, which no weight applies to: 0 closes it."""
@@ -44,13 +45,9 @@ class Term(Scorer):
             """Return the name of the term in metrics."""
             return self.name or (self.__owner__ or type(self)).__name__.lower()
 
+    @abc.abstractmethod
     def values(self, problem: Problem, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
         """Return a number, or named numbers, for each answer."""
-        raise NotImplementedError
-
-    @override
-    def score(self, problem_id: int, answer: str) -> float:
-        raise NotImplementedError("a term needs a problem: put it into a Reward")
 
 
 class Function(Term):

@@ -22,7 +22,7 @@ class ExactMatch(RowScorer):
         fold_space: bool = True
         """Spaces around it are dropped, and each run of spaces inside is one."""
         drop_punctuation: bool = False
-        """At the end: "42." is "42"."""
+        """Remove punctuation from the end: "42." is "42"."""
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)

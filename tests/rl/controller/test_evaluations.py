@@ -13,7 +13,7 @@ from rl.controller.controller import Controller
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.roles.messages import Group, Lease
-from tests.rl.controller.test_controller import Clock
+from tests.rl.controller.scripted import Clock
 from tests.rl.tiny import make_group, tiny_experiment, tiny_run
 
 CFG = tiny_experiment()  # 3 held-out problems of 2 families, leased in twos; 4 updates of 2 leases

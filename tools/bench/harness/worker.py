@@ -11,8 +11,9 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
+from axlearn_like.run.closing import Closing
 from tools.bench.harness.processes import Command
 from tools.bench.harness.protocol import STEP_FIELDS
 
@@ -21,7 +22,7 @@ class WorkerError(RuntimeError):
     """A worker that ended, hung or broke the protocol; the message ends with its last log lines."""
 
 
-class StepWorker:
+class StepWorker(Closing):
     """One system, warm in a process of its own; as a context manager it leaves no process running.
 
     Args:
@@ -46,12 +47,6 @@ class StepWorker:
                 cwd=cwd,
                 start_new_session=True,  # so that `close` reaches its children too
             )
-
-    def __enter__(self) -> StepWorker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
         """Wait for the first step to end.
@@ -83,6 +78,7 @@ class StepWorker:
             raise self._ended() from None
         return self._receive(timeout_s, fields)
 
+    @override
     def close(self, grace_s: float = 5.0) -> None:
         """End the worker: request it to quit, then kill its whole process group."""
         assert self._process.stdin is not None and self._process.stdout is not None
