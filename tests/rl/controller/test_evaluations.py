@@ -1,5 +1,6 @@
 """Evaluations as leases: complete before training begins and after it ends, whichever worker does what, and once."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,21 @@ from axlearn_like.run.metrics import read_rows
 from rl.controller.controller import Controller
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
-from rl.roles.messages import Group, Lease
+from rl.roles.messages import Group, Lease, Problem
 from tests.rl.controller.scripted import Clock
 from tests.rl.tiny import make_group, tiny_experiment, tiny_run
 
 CFG = tiny_experiment()  # 3 held-out problems of 2 families, leased in twos; 4 updates of 2 leases
-PROBLEMS = CFG.tasks.build().heldout(3)
-EXPERIMENT: RLExperiment = CFG.build()
+
+
+@functools.cache
+def experiment(**fields: Any) -> RLExperiment:
+    return tiny_experiment(**fields).build()
+
+
+@functools.cache
+def problems() -> list[Problem]:
+    return CFG.tasks.build().heldout(3)
 
 
 @pytest.fixture
@@ -27,7 +36,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def make(run: RunDirectory, clock: Callable[[], float] | None = None) -> Controller:
-    made = EXPERIMENT.make_controller(run)
+    made = experiment().make_controller(run)
     made._clock = clock or Clock()
     return made
 
@@ -67,7 +76,7 @@ def test_training_waits_until_version_0_is_evaluated_and_the_last_version_comes_
     controller.begin(0, 0)
     leases = drain(controller)
     assert [(one.evaluation, one.version, one.samples) for one in leases] == [(True, 0, 4)] * 3
-    assert [p.id for one in leases for p in one.prompts] == [p.id for p in PROBLEMS]
+    assert [p.id for one in leases for p in one.prompts] == [p.id for p in problems()]
     assert all(finish(controller, leases[:2])) and drain(controller) == []
     assert controller.status()["evaluating"] == 0 and not (run.path / "eval_before.json").exists()
     assert all(finish(controller, leases[2:]))
@@ -81,7 +90,7 @@ def test_training_waits_until_version_0_is_evaluated_and_the_last_version_comes_
     assert (result(run, "before")["step"], result(run, "after")["step"]) == (0, 4)
     groups = [group for one in leases for group in answered(one)]
     assert isinstance(CFG.evaluation, Evaluation.Config)
-    summary, rows = CFG.evaluation.build().summarise(PROBLEMS, groups, EXPERIMENT.tokenizer, CFG.seed)
+    summary, rows = CFG.evaluation.build().summarise(problems(), groups, experiment().tokenizer, CFG.seed)
     assert result(run, "before") == {"step": 0, **summary}
     shown = [json.loads(line) for line in (run.rollouts / "eval_before.jsonl").read_text().splitlines()]
     assert shown == [{"phase": "eval_before", "step": 0, **row} for row in rows] and len(shown) == 2
@@ -96,7 +105,7 @@ def test_what_a_dead_or_slow_worker_had_goes_to_another_and_the_figures_are_the_
     assert controller.release("dead", "worker died") == 1
     clock.now += 1000.0
     others = drain(controller)
-    assert sorted(p.id for one in others for p in one.prompts) == sorted(p.id for p in PROBLEMS)
+    assert sorted(p.id for one in others for p in one.prompts) == sorted(p.id for p in problems())
     assert finish(controller, [dead, slow]) == [False, False]
     assert all(finish(controller, others[::-1]))
     disturbed = result(run, "before")
@@ -144,11 +153,8 @@ def test_half_an_answer_that_is_handed_back_is_continued(run: RunDirectory):
 # ---- during training
 
 
-PERIODIC: RLExperiment = tiny_experiment(num_steps=6, evaluate_every=2).build()
-
-
 def periodic(run: RunDirectory, step: int = 0, held: int | None = None) -> Controller:
-    made = PERIODIC.make_controller(run)
+    made = experiment(num_steps=6, evaluate_every=2).make_controller(run)
     made._clock = Clock()
     made.begin(step, step, held=held)
     return made

@@ -61,9 +61,16 @@ def policy() -> Decoder.Config:
 
 
 POLICY = policy()
-PARAMS = tiny_params(POLICY)
-GRAPHDEF = split(jax.eval_shape(lambda: POLICY.build(rngs=nnx.Rngs(0))))[0]
 RECORDING = recording(POLICY)
+
+
+@functools.cache
+def parameters() -> Params:
+    return tiny_params(POLICY)
+
+
+def graphdef() -> Any:
+    return split(jax.eval_shape(lambda: POLICY.build(rngs=nnx.Rngs(0))))[0]
 
 
 def layout() -> RoutingLayout:
@@ -82,7 +89,7 @@ def record_of(rollout: Rollout) -> np.ndarray:
 
 def perturbed() -> Params:
     """The parameters with another bias of the choice."""
-    params = jax.tree.map(lambda leaf: leaf, PARAMS)
+    params = jax.tree.map(lambda leaf: leaf, parameters())
     router = params["layers"]["feed_forward"]["router"]
     bias = np.random.default_rng(1).normal(0, 0.5, router["balance_bias_e"].shape)
     router["balance_bias_e"] = (router["balance_bias_e"] + bias).astype(np.float32)
@@ -103,7 +110,7 @@ def engine() -> RolloutEngine:
         steps_per_dispatch=4,
         sampler=Sampler.Config(temperature=TEMPERATURE),
     ).build()
-    made.set_weights(PARAMS, 1)
+    made.set_weights(parameters(), 1)
     return made
 
 
@@ -133,7 +140,7 @@ def chosen() -> list[np.ndarray]:
     tokens = fill_rows(found, len(found), LENGTH)["tokens"]
     graphdef = split(jax.eval_shape(lambda: RECORDING.build(rngs=nnx.Rngs(0))))[0]
     context = RowContext(jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape))
-    aux = jax.jit(lambda params: bind(graphdef, params).hidden(tokens, context).aux)(PARAMS)
+    aux = jax.jit(lambda params: bind(graphdef, params).hidden(tokens, context).aux)(parameters())
     routing = np.asarray(aux.routing)[1:].transpose(1, 2, 0, 3)  # without the dense layer
     return [routing[row, : len(p) + len(t) - 1] for row, (p, t) in enumerate(found)]
 
@@ -180,7 +187,7 @@ def test_a_rollout_that_was_handed_back_goes_on_with_its_record():
 
 @functools.cache
 def score() -> Any:
-    return jax.jit(lambda params, **rows: score_rows(bind(GRAPHDEF, params), **rows))
+    return jax.jit(lambda params, **rows: score_rows(bind(graphdef(), params), **rows))
 
 
 def scored(params: Params, **rows: Any) -> list[np.ndarray]:
@@ -217,7 +224,7 @@ def test_the_update_replays_and_its_gates_have_gradients():
 
     def total(params: Params, routing: Any) -> Any:
         arrays: Any = {**batch, "routing": routing}
-        found = policy_logprobs(bind(GRAPHDEF, params), arrays, TEMPERATURE).logprobs
+        found = policy_logprobs(bind(graphdef(), params), arrays, TEMPERATURE).logprobs
         return jnp.sum(jnp.where(mask, found, 0.0)), found
 
     compute = jax.jit(jax.grad(total, has_aux=True))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.wrappers.lora import LoRA
@@ -29,8 +29,16 @@ from tests.rl.tiny import make_group, make_prompt, tiny_params, tiny_policy
 
 MAX_PROMPT, MAX_NEW, TEMPERATURE = 12, 8, 0.7
 POLICY = tiny_policy()
-GRAPHDEF, PARAMS = split(POLICY.build(rngs=nnx.Rngs(0)))[0], tiny_params(POLICY)
 PACKING = Packing.Config(lengths=(20, 8), rows=2, completions=5)
+
+
+def graphdef() -> Any:
+    return split(jax.eval_shape(lambda: POLICY.build(rngs=nnx.Rngs(0))))[0]
+
+
+@functools.cache
+def parameters() -> Params:
+    return tiny_params(POLICY)
 
 
 def groups() -> list[Rollouts]:
@@ -74,11 +82,11 @@ def plain_rows() -> tuple[Any, Any]:
     def logprobs(params: Any) -> jax.Array:
         # What follows a rollout is behind its end: causal attention does not see it.
         context = PackedContext(jnp.broadcast_to(jnp.arange(length), (20, length)), jnp.ones((20, length), jnp.int32))
-        logits = bind(GRAPHDEF, params)(jnp.asarray(whole[:, :-1]), context) / TEMPERATURE
+        logits = bind(graphdef(), params)(jnp.asarray(whole[:, :-1]), context) / TEMPERATURE
         found = token_logprobs(logits, jnp.asarray(whole[:, 1:]))
         return jnp.take_along_axis(found, index, axis=1).reshape(5, 4, MAX_NEW)
 
-    return jax.jit(logprobs)(PARAMS), jax.jit(lambda slopes: jax.vjp(logprobs, PARAMS)[1](slopes)[0])
+    return jax.jit(logprobs)(parameters()), jax.jit(lambda slopes: jax.vjp(logprobs, parameters())[1](slopes)[0])
 
 
 def reference(objective: Objective) -> tuple[float, Any]:
@@ -99,10 +107,10 @@ def reference(objective: Objective) -> tuple[float, Any]:
 def summed(loss: Any, batches: list[Any]) -> tuple[dict[str, float], Any]:
     """Metrics and gradient of batches, added up in float64."""
     metrics: dict[str, float] = {}
-    gradient = jax.tree.map(lambda x: np.zeros(x.shape, np.float64), PARAMS)
+    gradient = jax.tree.map(lambda x: np.zeros(x.shape, np.float64), parameters())
     compute = jax.jit(jax.value_and_grad(loss, has_aux=True))
     for batch in batches:
-        (_, found), slopes = compute(PARAMS, batch)
+        (_, found), slopes = compute(parameters(), batch)
         for name, value in found.items():
             old = metrics.get(name, -np.inf if name.endswith("_max") else 0.0)
             metrics[name] = max(old, float(value)) if name.endswith("_max") else old + float(value)
@@ -130,7 +138,7 @@ def test_packed_rows_have_the_gradient_of_each_rollout_by_itself(name: str):
     value, expected = reference(objective)
     batches, _ = microbatches(objective)
     assert {batch["inputs"].shape for batch in batches} == {(2, 20), (2, 8)}, "rows of both lengths"
-    metrics, gradient = summed(make_packed_loss(GRAPHDEF, objective, TEMPERATURE, MAX_NEW), batches)
+    metrics, gradient = summed(make_packed_loss(graphdef(), objective, TEMPERATURE, MAX_NEW), batches)
     assert metrics["loss"] == pytest.approx(value, abs=1e-5)
     assert_close(gradient, expected)
 
@@ -139,8 +147,8 @@ def test_packed_rows_have_the_metrics_and_the_gradient_of_padded_ones():
     objective = OBJECTIVES["grpo"].build()
     batches, figures = microbatches(objective, chunks=4)
     padded, others = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
-    expected, slopes = summed(make_policy_loss(GRAPHDEF, objective, TEMPERATURE), [padded])
-    metrics, gradient = summed(make_packed_loss(GRAPHDEF, objective, TEMPERATURE, MAX_NEW, chunks=4), batches)
+    expected, slopes = summed(make_policy_loss(graphdef(), objective, TEMPERATURE), [padded])
+    metrics, gradient = summed(make_packed_loss(graphdef(), objective, TEMPERATURE, MAX_NEW, chunks=4), batches)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert_close(gradient, slopes)
     tokens = sum(len(r.tokens) for group in groups() for r in group.rollouts) + sum(2 * g for g in range(5))
