@@ -7,7 +7,7 @@ from pathlib import Path
 from axlearn_like.config import set_path, to_text
 from axlearn_like.run.metrics import read_rows
 from experiments.reasoning_gym import demo
-from rl.run import RLRun
+from rl.runtime.run import RLRun
 
 cfg = demo(seed=0)
 cfg.set(num_steps=2, groups=4, samples=4, groups_per_lease=2)

@@ -31,6 +31,7 @@ from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
 from rl.controller.controller import Controller
 from rl.controller.evaluations import EvaluationSchedule
+from rl.environments.episodes import Episodes
 from rl.evaluation.evaluator import Evaluation
 from rl.fleet.fleet import Fleet
 from rl.fleet.kernels import policy_kernels
@@ -345,6 +346,7 @@ class RLExperiment(Configurable):
             swap=self.cfg.swap,
             began=began,
             wants=self._wanted_of_rollouts(),
+            episodes=Episodes.of(self.cfg.tasks, self.tokenizer, self.cfg.seed),
         )
 
     def make_follower(

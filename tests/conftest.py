@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Side by side (`-n 4`), a file's tests run in one process, and tests of whole runs in two, however many files: half a
 # dozen processes each, with waits that assume that they get a share of the machine. Both take about as long.
 RUNS_IN_TURN = (
-    ("tests/chaos/", "tests/rl/test_run.py"),
+    ("tests/chaos/", "tests/rl/runtime/test_run.py"),
     ("tests/rl/runtime/ray/",),
 )
 WHOLE_RUNS = tuple(path for paths in RUNS_IN_TURN for path in paths)

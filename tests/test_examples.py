@@ -10,7 +10,7 @@ import pytest
 from axlearn_like.config import from_text, to_text
 from experiments import registry
 from rl.experiment import RLExperiment
-from rl.run import RLRun
+from rl.runtime.run import RLRun
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -84,7 +84,7 @@ def test_no_file_of_a_room_breaks_the_rule(room: str, violations: Callable[[str,
     ("module", "source"),
     [
         ("mesh.rules", "import axlearn_like.config"),
-        ("axlearn_like.training.trainer", "def f():\n    from rl.run import RLRun"),
+        ("axlearn_like.training.trainer", "def f():\n    from rl.runtime.run import RLRun"),
         ("models.llama", "from rl import objective"),
         ("rl.controller.controller", "from models.llama import config"),
         ("experiments.demo", "if TYPE_CHECKING:\n    from tools.cli import main"),
@@ -99,7 +99,7 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("tools.cli", "from mesh.errors import UserError\nimport experiments, rl.run, models"),
+        ("tools.cli", "from mesh.errors import UserError\nimport experiments, rl.runtime.run, models"),
         ("rl.controller.controller", "from .ledger import Ledger\nfrom . import messages"),
         ("rl.objective.__init__", "from .presets import grpo"),
         ("mesh.mesh", "import jax\nfrom mesh import rules"),

@@ -103,6 +103,8 @@ class Controller(Configurable):
         self._version = self._first_version = -1
         self._last_step = cfg.num_steps  # updates after which the run ends
         self._incarnation = 0
+        self._resumed = first_lease > 0
+        self._again = range(0)  # steps of which a former incarnation may have granted leases
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # of the last step that was asked for
         self._events, self._clock, self._evaluations = events, clock, evaluations
@@ -206,6 +208,8 @@ class Controller(Configurable):
     def begin(self, step: int, first_version: int, held: int | None = None) -> None:
         """Start or resume at update `step`; versions `first_version` to `step`, and `held`, can be pulled."""
         with self._changed:
+            if self._resumed or self._begun:
+                self._again = range(step, step + self.cfg.staleness + 1)
             self._ledger.skip_to(step)
             self._headers = None
             self._version, self._first_version = step, first_version
@@ -397,6 +401,7 @@ class Controller(Configurable):
             follow=self.cfg.weights == "in_flight",
             partial=tuple(r for p in prompts for r in self._usable(item.partial, p, oldest, version)),
             incarnation=self._incarnation,
+            rerun=item.attempts > 1 or item.step in self._again,
         )
 
     def _usable(self, partial: tuple[Rollout, ...], prompt: Prompt, oldest: int, newest: int) -> list[Rollout]:

@@ -36,6 +36,7 @@ class WorkItem:
     deadline: float = 0.0
     groups: tuple[Group, ...] = ()
     partial: tuple[Rollout, ...] = ()  # handed back, for the next worker to continue
+    attempts: int = 0  # leases so far
 
 
 class Ledger:
@@ -56,6 +57,7 @@ class Ledger:
             item.state, item.worker = "leased", worker
             item.lease, item.leased_at = self.next_lease, now
             item.deadline = now + seconds
+            item.attempts += 1
             self._by_lease[self.next_lease] = item
             self.next_lease += 1
         return item

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from rl.roles.messages import Contents, FinishReason, Group, Rollout, Score
+from rl.roles.messages import Contents, Episode, FinishReason, Group, Rollout, Score
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class RolloutHeader:
         oldest: version of its tokens, the least.
         newest: the greatest.
         digest: of all its arrays.
+        episode: without its answer; None: it is none.
     """
 
     sample_id: int
@@ -28,6 +29,7 @@ class RolloutHeader:
     oldest: int
     newest: int
     digest: str
+    episode: Episode | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ def digest_of_headers(headers: Sequence[GroupHeader]) -> str:
     for header in headers:
         scores = [(score.reward, score.status) for score in header.scores]
         ends = [(rollout.sample_id, rollout.finish_reason, rollout.digest) for rollout in header.rollouts]
-        digest.update(repr((header.prompt_id, header.family, header.digest, scores, ends)).encode())
+        turns = [rollout.episode.turns for rollout in header.rollouts if rollout.episode is not None]
+        digest.update(repr((header.prompt_id, header.family, header.digest, scores, ends, turns)).encode())
     return digest.hexdigest()
 
 
@@ -79,6 +82,7 @@ def _header(rollout: Rollout) -> RolloutHeader:
         oldest=int(versions.min(initial=np.iinfo(np.int32).max)),
         newest=int(versions.max(initial=-1)),
         digest=_digest(rollout.tokens, rollout.logprobs, versions, mask, *recorded),
+        episode=None if rollout.episode is None else dataclasses.replace(rollout.episode, answer=None),
     )
 
 

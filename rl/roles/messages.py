@@ -13,6 +13,7 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # the last three never reach training
 ScoreStatus = Literal["ok", "timeout", "crash", "error"]
+EpisodeEnd = Literal["done", "truncated", "error"]
 
 
 # What a scorer may want to know of a rollout beside its answer: some of "tokens" (ids) and "finish_reason".
@@ -28,6 +29,7 @@ class Problem:
         family: the task family's name.
         entry: the task package's own record of the instance, or the row of a table.
         messages: the conversation to answer, of which `question` is the text; None: the question is all of it.
+        tools: descriptions of tools that the chat template shows, by JSON schema; None: there are none.
     """
 
     id: int
@@ -36,6 +38,7 @@ class Problem:
     answer: str
     entry: dict[str, Any]
     messages: tuple[Mapping[str, Any], ...] | None = None
+    tools: tuple[Mapping[str, Any], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +51,38 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """One action of the policy in an episode, and what the environment gave for it.
+
+    Attributes:
+        end: tokens of the completion up to the end of the action.
+        reward: a finite number.
+    """
+
+    end: int
+    reward: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Episode:
+    """Record of a rollout in an environment: its turns, and how it ended.
+
+    Attributes:
+        answer: the text that the verifier judges; None: the turns' rewards are all.
+        ended: "done" by the environment; "truncated" at the limit of turns or tokens, without a verdict; "error", of
+            the environment: the rollout has no reward.
+        error: what went wrong.
+        figures: named numbers for the metrics, such as tool calls and their seconds.
+    """
+
+    turns: tuple[Turn, ...] = ()
+    answer: str | None = None
+    ended: EpisodeEnd = "done"
+    error: str = ""
+    figures: tuple[tuple[str, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rollout:
     """One completion of a prompt. Arrays of tokens have the completion's length; a sampled stop token is included.
 
@@ -57,6 +92,7 @@ class Rollout:
         routing: with mixtures of experts, if that is recorded: [tokens, layers with experts, top_k] in the smallest
             unsigned type, the experts of each token that the policy was fed: prompt and completion without the last.
             Fewer tokens where the completion ends with tokens that were given: nothing follows from those.
+        episode: of a problem with an environment.
     """
 
     prompt_id: int
@@ -68,6 +104,7 @@ class Rollout:
     finish_reason: FinishReason
     tags: tuple[str, ...] = ()  # approximations in use when it was sampled
     routing: np.ndarray | None = None
+    episode: Episode | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +157,7 @@ class Lease:
         incarnation: changes whenever the trainer starts again: weights pulled before may have been computed again,
             and the same version may have other bits.
         evaluation: the prompts are held-out problems, whose rollouts are scored and not trained on.
+        rerun: the prompts may have been generated before, and that was lost: environments may have seen it.
     """
 
     id: int
@@ -132,3 +170,4 @@ class Lease:
     partial: tuple[Rollout, ...] = ()
     incarnation: int = 0
     evaluation: bool = False
+    rerun: bool = False

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rl.roles.messages import Rollout
+from rl.roles.messages import FinishReason, Rollout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,9 +48,14 @@ class Observe:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Give up the row until the future is done; answers with its result, or raises its exception in the loop."""
+    """Give up the row until the future is done; answers with its result, or raises its exception in the loop.
+
+    Attributes:
+        seconds: after which TimeoutError is raised in the loop instead, even if the future never ends; None: never.
+    """
 
     future: Future[Any]
+    seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +108,8 @@ class Completion(Protocol):
         ...
 
 
-AgentLoop = Callable[[Completion], Generator[Command, Any, None]]
+# A loop may return the finish reason of its completion; None: that of its last Generate.
+AgentLoop = Callable[[Completion], Generator[Command, Any, FinishReason | None]]
 
 
 def single_turn(completion: Completion) -> Generator[Command, Any, None]:

@@ -72,8 +72,8 @@ class Lifecycle:
         while not sequence.ended:  # as it is once a command has made the request fail
             try:
                 command = sequence.advance(answer, failure)
-            except StopIteration:
-                return self._end(sequence)
+            except StopIteration as ended:
+                return self._end(sequence, ended.value)
             except Exception as error:
                 return self.fail(sequence, repr(error))
             try:
@@ -135,6 +135,9 @@ class Lifecycle:
                 case Wait(future) if future.done():
                     self._scheduler.withdraw(sequence)
                     self.resume(sequence, *_outcome(future))
+                case Wait(_, seconds) if sequence.waited_too_long:
+                    self._scheduler.withdraw(sequence)
+                    self.resume(sequence, None, TimeoutError(f"not done after {seconds:g} s"))
                 case Join(completions) if all(completion.ended for completion in completions):
                     self._scheduler.withdraw(sequence)
                     self.resume(sequence, [completion.rollout() for completion in completions])
@@ -166,8 +169,8 @@ class Lifecycle:
                     Sequence(group, sample, list(sequence.tokens), single_turn).end(reason)
         self._finish_if_ended(group)
 
-    def _end(self, sequence: Sequence) -> None:
-        self._scheduler.end(sequence)
+    def _end(self, sequence: Sequence, reason: FinishReason | None = None) -> None:
+        self._scheduler.end(sequence, reason)
         self._finish_if_ended(sequence.group)
 
     def _finish_if_ended(self, group: SequenceGroup) -> None:

@@ -5,6 +5,7 @@ and the engine call its methods.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Items
@@ -78,7 +79,8 @@ class Sequence:
         """Join a request; `agent_loop` is None for a shared prefix."""
         self.group, self.sample, self.tokens = group, sample, tokens
         self._agent_loop = agent_loop
-        self._commands: Generator[Command, Any, None] | None = None  # the agent loop, once it has started
+        # The agent loop, once it has started.
+        self._commands: Generator[Command, Any, FinishReason | None] | None = None
         self.state = State.WAITING
         self.pages: list[int] = []
         self.cached = 0
@@ -91,6 +93,7 @@ class Sequence:
         self.routing = RoutingRecord()
         self.limit = len(tokens)  # tokens at which the current command ends
         self.waits_for: Wait | Join | None = None  # while suspended
+        self._wait_ends = math.inf  # on the monotonic clock
         self._text: StopText | None = None
         self._searched = 0  # completion tokens in which no stop string was found
         self._reported = 0  # completion tokens given to on_tokens
@@ -114,6 +117,11 @@ class Sequence:
         return self.state is State.ENDED
 
     # ---- the view of the engine
+
+    @property
+    def waited_too_long(self) -> bool:
+        """True if it waits for a future, and the seconds that it would wait have passed."""
+        return time.monotonic() >= self._wait_ends
 
     @property
     def name(self) -> str:
@@ -165,6 +173,8 @@ class Sequence:
     def suspend(self, waits_for: Wait | Join) -> None:
         """Wait for something else than a row."""
         self.state, self.waits_for = State.SUSPENDED, waits_for
+        seconds = waits_for.seconds if isinstance(waits_for, Wait) else None
+        self._wait_ends = math.inf if seconds is None else time.monotonic() + seconds
 
     def end(self, reason: FinishReason | None = None) -> None:
         """End, with this finish reason or the last one."""

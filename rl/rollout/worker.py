@@ -11,8 +11,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from axlearn_like.run.events import EventLog, span
-from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
+from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
+from rl.environments.episodes import Episodes
+from rl.environments.scoring import score_rollouts
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.fetch import PullStats
 from rl.roles.messages import Details, Group, Lease, Rollout
@@ -40,6 +42,7 @@ class RolloutWorker:
         swap: Swap = "keep_cache",
         began: float | None = None,
         wants: frozenset[str] = frozenset(),
+        episodes: Episodes | None = None,
     ):
         """Build a worker.
 
@@ -56,8 +59,9 @@ class RolloutWorker:
             swap: see `RolloutEngine.set_weights`.
             began: start of its process (`time.time()`), if not now.
             wants: what the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`).
+            episodes: of the tasks' environments; None: they have none.
         """
-        self._wants = wants
+        self._wants, self._episodes = wants, episodes
         self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
         self._controller, self._weights, self._verifier = controller, weights, verifier
         self._events, self._pull_timeout = events, pull_timeout
@@ -78,6 +82,12 @@ class RolloutWorker:
             while self.run_once(timeout=2.0):
                 pass
         self._controller.leave(self.name)
+        self.close()
+
+    def close(self) -> None:
+        """End what the worker has started: episodes, and the loops of its engine's other processes."""
+        if self._episodes is not None:
+            self._episodes.close()
         self._engine.close()
 
     def run_once(self, timeout: float = 0.0) -> bool:
@@ -87,6 +97,8 @@ class RolloutWorker:
         if lease.incarnation != self._incarnation:  # weights may be of a trainer that died before it saved them
             self._engine.invalidate_weights()
             self._incarnation = lease.incarnation
+        if self._episodes is not None:
+            lease = dataclasses.replace(lease, partial=self._episodes.continuable(lease.partial))
         if not self._load(lease.version):
             return True
         drawing = "evaluate" if lease.evaluation else "generate"
@@ -125,7 +137,8 @@ class RolloutWorker:
         numbers = []
         for prompt in lease.prompts:
             partial = tuple(r for r in lease.partial if r.prompt_id == prompt.id)
-            numbers.append(self._engine.submit(Request(prompt, lease.samples, self._seed, partial=partial)))
+            ask = Request if self._episodes is None else self._episodes.request
+            numbers.append(self._engine.submit(ask(prompt, lease.samples, self._seed, partial=partial)))
         rollouts: dict[int, tuple[Rollout, ...]] = {}
         self._revoked, renewed = False, time.monotonic()
         while len(rollouts) < len(numbers):
@@ -138,7 +151,10 @@ class RolloutWorker:
             rollouts |= {one.number: one.rollouts for one in finished}
             if time.monotonic() - renewed > lease.seconds / 4:
                 self._revoked, renewed = not self._controller.renew(lease.id), time.monotonic()
-        return [rollout for number in numbers for rollout in rollouts[number]]
+        found = [rollout for number in numbers for rollout in rollouts[number]]
+        if self._episodes is not None:
+            found = self._episodes.recorded(found, lease.partial, again=lease.rerun)
+        return found
 
     def _hand_back(self, lease: Lease, rollouts: list[Rollout]) -> None:
         if all(rollout.finish_reason != "error" for rollout in rollouts):
@@ -175,12 +191,9 @@ class RolloutWorker:
 
     def _score(self, lease: Lease, rollouts: list[Rollout]) -> tuple[Group, ...]:
         with self._span("score", step=lease.step) as span:
-            answers = [answer_text(self._tokenizer, rollout.tokens.tolist()) for rollout in rollouts]
-            problems = [rollout.prompt_id for rollout in rollouts]
-            if self._wants & {"tokens", "finish_reason"}:
-                scores = self._verifier.score(problems, answers, [_details(rollout) for rollout in rollouts])
-            else:
-                scores = self._verifier.score(problems, answers)
+            wanted = bool(self._wants & {"tokens", "finish_reason"})
+            details = [_details(rollout) for rollout in rollouts] if wanted else None
+            answers, scores = score_rollouts(self._verifier, rollouts, self._tokenizer, details)
             if failed := [score for score in scores if score.status != "ok"]:
                 why = f"{failed[-1].status}: {failed[-1].error}"
                 span |= {"answers": len(scores), "failed": len(failed), "error": why}

@@ -6,6 +6,7 @@ Trainer and engine share the devices. While the trainer updates, the engine slee
 import os
 import socket
 from collections.abc import Callable
+from contextlib import closing
 
 import jax
 
@@ -45,7 +46,7 @@ def run_inprocess(
         worker = experiment.make_worker("worker-0", run, controller, weights, verifier)
         for role in ("controller", "trainer", worker.name):
             log.append(role, "start", pid=os.getpid(), host=socket.gethostname())
-        with trainer, jax.set_mesh(make_mesh()):
+        with trainer, closing(worker), jax.set_mesh(make_mesh()):
             trainer.start()
             while not trainer.done() and not stop():
                 while not stop() and worker.run_once():

@@ -36,7 +36,7 @@ def encode_prompt(question: str, tokenizer: Tokenizer) -> np.ndarray:
     As what a user says and the opening of the answer, if the tokenizer has a chat template; else as bos, its text and a
     newline.
     """
-    return _encode(({"role": "user", "content": question},), question, tokenizer)
+    return _encode(({"role": "user", "content": question},), question, tokenizer, None)
 
 
 def encode_problem(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
@@ -45,12 +45,14 @@ def encode_problem(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
     Without a chat template, the texts of messages follow each other, a blank line between them.
     """
     messages = problem.messages or ({"role": "user", "content": problem.question},)
-    return _encode(messages, "\n\n".join(message["content"] for message in messages), tokenizer)
+    return _encode(messages, "\n\n".join(message["content"] for message in messages), tokenizer, problem.tools)
 
 
-def _encode(messages: Sequence[Mapping[str, Any]], text: str, tokenizer: Tokenizer) -> np.ndarray:
+def _encode(
+    messages: Sequence[Mapping[str, Any]], text: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None
+) -> np.ndarray:
     if tokenizer.chat_template is not None:
-        ids = encode_chat(tokenizer, messages, add_generation_prompt=True)
+        ids = encode_chat(tokenizer, messages, tools=tools, add_generation_prompt=True)
     else:
         ids = [*begin(tokenizer), *tokenizer.encode(text + _SEPARATOR)]
     return np.asarray(ids, dtype=np.int32)
@@ -178,6 +180,10 @@ class TaskMixture(Configurable):
     def vote(self, problem: Problem, answer: str) -> str:
         """Return the part of an answer that answers must share to be one vote of a majority; "": it abstains."""
         return self._families[problem.id % len(self._families)].vote(answer)
+
+    def environment(self, problem_id: int) -> ConfigBase[Any] | None:
+        """Return the environment of a problem; None: it is answered at once."""
+        return self._families[problem_id % len(self._families)].environment
 
     def digests(self) -> dict[str, str]:
         """Return a checksum of the data of each family that reads any."""

@@ -68,6 +68,11 @@ class ProblemSource(Configurable, abc.ABC):
         """Set the split by text, for sources that divide their items by it beforehand."""
 
     @property
+    def environment(self) -> ConfigBase[Any] | None:
+        """The environment that its problems are solved in; None: they are answered at once."""
+        return None
+
+    @property
     def digest(self) -> str:
         """A checksum of data that is not in the config: a run resumes only with what it began with."""
         return ""

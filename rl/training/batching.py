@@ -11,7 +11,7 @@ import numpy as np
 
 from rl.objective import Objective, Prepared
 from rl.roles.headers import GroupHeader, header_of
-from rl.roles.messages import Contents, Group, Rollout, contents_of
+from rl.roles.messages import Contents, Episode, Group, Rollout, contents_of
 from rl.training.packing import Microbatch, Packing, Row, Sizes
 
 Batch = dict[str, np.ndarray]
@@ -287,8 +287,25 @@ def _figures(headers: Sequence[GroupHeader]) -> dict[str, float]:
         "gen_tokens": np.sum(lengths),
         "verifier_failures": np.sum(failures),
         **_rewards(headers, rewards, ~np.asarray(failures)),
+        **_episodes([rollout.episode for header in headers for rollout in header.rollouts if rollout.episode]),
     }
     return {name: float(value) for name, value in figures.items()}
+
+
+def _episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Return figures of episodes: means of an episode's, fractions of its ends, and failures of environments."""
+    if not episodes:
+        return {}
+    named: dict[str, list[float]] = {}
+    for name, value in (figure for episode in episodes for figure in episode.figures):
+        named.setdefault(f"episode/{name}", []).append(value)
+    return {
+        "episode/turns": np.mean([len(episode.turns) for episode in episodes]),
+        "episode/turn_rewards": np.mean([sum(turn.reward for turn in episode.turns) for episode in episodes]),
+        "episode/truncated": np.mean([episode.ended == "truncated" for episode in episodes]),
+        "episode/failures": np.sum([episode.ended == "error" for episode in episodes]),
+        **{name: np.mean(named[name]) for name in sorted(named)},
+    }
 
 
 def _rewards(headers: Sequence[GroupHeader], rewards: np.ndarray, scored: np.ndarray) -> dict[str, Any]:

@@ -21,8 +21,8 @@ class ScorerFails(UserError):
 class FailureWatch:
     """Counts failures in a row, over all callers. Thread-safe."""
 
-    def __init__(self, stop_after: int = STOP_AFTER):
-        self._stop_after = stop_after
+    def __init__(self, stop_after: int = STOP_AFTER, what: str = "the scorer"):
+        self._stop_after, self._what = stop_after, what
         self._lock = threading.Lock()
         self._in_a_row = self._failed = self._seen = 0
         self._due = 1  # failures at which the next one is logged; doubled each time
@@ -44,9 +44,10 @@ class FailureWatch:
                 why = f"problem {problem_id}: {score.status}" + (f": {score.error}" if score.error else "")
                 if self._failed == self._due:
                     self._due *= 2
-                    _log.warning("%d of %d answers could not be scored; %s", self._failed, self._seen, why)
+                    counts = self._failed, self._seen
+                    _log.warning("%d of %d answers could not be scored: %s failed; %s", *counts, self._what, why)
                 if self._in_a_row >= self._stop_after:
                     raise ScorerFails(
-                        f"the scorer failed on each of the last {self._in_a_row} answers, so there is nothing to learn "
-                        f"from; the last one, {why}"
+                        f"{self._what} failed on each of the last {self._in_a_row} answers, so there is nothing to "
+                        f"learn from; the last one, {why}"
                     )

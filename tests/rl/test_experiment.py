@@ -20,7 +20,7 @@ from rl.experiment import RLExperiment
 from rl.objective.presets import reinforce
 from rl.parameter_server.client import connect_local
 from rl.rollout.sampling import Sampler
-from rl.run import RLRun
+from rl.runtime.run import RLRun
 from rl.serving.policy import load_params, newest_weights
 from rl.training.warm_start import warm_start_directory
 from tests.axlearn_like.tiny import tiny_trainer

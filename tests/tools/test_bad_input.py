@@ -10,8 +10,8 @@ import pytest
 from axlearn_like.config import to_text
 from axlearn_like.run.directory import RunDirectory
 from mesh import UserError
-from rl.run import RLRun
 from rl.runtime.ray import preflight
+from rl.runtime.run import RLRun
 from tests.rl.runtime.ray.experiments import short
 from tests.rl.tiny import tiny_experiment
 from tests.tools.test_cli import run_and_list_modules

@@ -83,7 +83,7 @@ def command(
     if plan_only:
         return print_plan(experiment, placed, as_json=as_json)
     from mesh.compilation import enable_compilation_cache
-    from rl.run import RLRun
+    from rl.runtime.run import RLRun
 
     one_device_per_core()
     enable_compilation_cache()

@@ -17,7 +17,7 @@ from rl.fleet.fleet import Fleet, place
 from rl.fleet.plan import NEXT_WEIGHTS, plan_fleet
 from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
-from rl.run import RLRun
+from rl.runtime.run import RLRun
 from rl.training.reference import FrozenCopy, WithoutAdapters
 from tests.rl.tiny import tiny_experiment, tiny_params
 from tools import cli

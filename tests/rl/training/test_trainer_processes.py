@@ -25,7 +25,7 @@ from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
 from rl.roles.headers import GroupHeader, digest_of_headers, header_of
 from rl.roles.messages import Contents, Group, contents_of
-from rl.run import RLRun
+from rl.runtime.run import RLRun
 from rl.training.agreement import AgreedBatch, agreed_batch, fetched
 from rl.training.batching import arrange, fill_packed, fill_padded
 from rl.training.feed import rollouts_of

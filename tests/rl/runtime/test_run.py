@@ -18,8 +18,8 @@ from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.early_stopping import EarlyStopping
 from mesh import UserError
-from rl.run import RLRun
 from rl.runtime.inprocess import run_inprocess
+from rl.runtime.run import RLRun
 from tests.rl.runtime.ray.command import Command
 from tests.rl.runtime.ray.experiments import assert_same_outcome, evaluated, parameters, run_here, warmed
 from tests.rl.tiny import tiny_experiment

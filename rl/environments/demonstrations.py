@@ -1,0 +1,95 @@
+"""Episodes as examples for supervised fine-tuning: given actions, played in the environment that RL will use."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
+from mesh.errors import UserError
+from rl.environments.environment import Environment, checked_observation, checked_step, row_of
+from rl.environments.turns import Turns
+from rl.roles.messages import Problem
+from rl.tasks.mixture import TaskMixture, encode_problem
+
+__all__ = ["Demonstrations"]
+
+
+class Demonstrations(Configurable):
+    """Prompts with the actions of a demonstrator and the observations that these lead to, by random access.
+
+    The tokens are those of a rollout with these actions, and the loss is on the actions alone, so that supervised
+    fine-tuning and RL see the same form.
+    """
+
+    class Config(ConfigBase["Demonstrations"]):
+        mixture: TaskMixture.Config = REQUIRED
+        actions: Callable[[Problem], Sequence[str]] = REQUIRED
+        """Of a problem, the actions of an episode: a pure function."""
+        num_examples: int = REQUIRED
+        start: int = 0
+        """Index of the first training problem."""
+        tokenizer: ConfigBase = ByteTokenizer.Config()
+
+    def __init__(self, cfg: Config):
+        self._cfg = cfg
+        self._mixture: TaskMixture = cfg.mixture.build()
+        self._tokenizer: Tokenizer = cfg.tokenizer.build()
+        self._shared: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return self._cfg.num_examples
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return {"tokens": int32, "loss_mask": bool}."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        problem = self._mixture.train(self._cfg.start + index)
+        prompt = encode_problem(problem, self._tokenizer)
+        pieces = [(prompt, False), *asyncio.run(self._episode(problem))]
+        tokens = np.concatenate([np.asarray(tokens, np.int32) for tokens, _ in pieces])
+        mask = np.concatenate([np.full(len(tokens), learned) for tokens, learned in pieces])
+        return {"tokens": tokens, "loss_mask": mask}
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self[i] for i in range(len(self)))
+
+    async def _episode(self, problem: Problem) -> Sequence[tuple[Sequence[int], bool]]:
+        """Return the tokens of the turns, and which of them are the policy's."""
+        cfg = self._mixture.environment(problem.id)
+        actions = self._cfg.actions(problem)
+        if not isinstance(cfg, Environment.Config):
+            (action,) = actions
+            return [(self._tokens(action, ()), True)]
+        if problem.family not in self._shared:
+            self._shared[problem.family] = cfg.share()
+        environment: Environment = cfg.build(shared=self._shared[problem.family])
+        turns = Turns(self._tokenizer, problem, cfg.role())
+        try:
+            row = row_of(problem, problem.id)
+            pieces = [(turns.observation(checked_observation(await _awaited(environment.reset(row)))), False)]
+            for number, action in enumerate(actions, start=1):
+                tokens = self._tokens(action, cfg.stop_strings())
+                step = checked_step(await _awaited(environment.step(turns.action(tokens))))
+                pieces.append((tokens, True))
+                if step.done != (number == len(actions)):
+                    when = "before" if step.done else "not with"
+                    raise UserError(f"problem {problem.id}: the episode is over {when} its last action, {actions}")
+                if not step.done:
+                    pieces.append((turns.observation(step.observation), False))
+        finally:
+            await _awaited(environment.close())
+        return pieces
+
+    def _tokens(self, action: str, stop_strings: Sequence[str]) -> list[int]:
+        """Return the tokens of an action, with the one that ends it unless a stop string does."""
+        ended = any(action.endswith(string) for string in stop_strings)
+        return [*self._tokenizer.encode(action), *([] if ended else [self._tokenizer.eos])]
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,142 @@
+"""The interface of an environment: one episode, from `reset` over `step`s to its end.
+
+    class Guess(Environment):
+        async def reset(self, row):
+            self._secret = row["secret"]
+            return "Guess a number."
+
+        async def step(self, action):
+            if int(action) == self._secret:
+                return "", 1.0, True
+            return "higher" if int(action) < self._secret else "lower", 0.0, False
+
+Methods may be plain functions too. Each episode has an object and a thread of its own, so blocking calls hold up nobody
+else; whatever ends the episode, `close` is called in that thread.
+"""
+
+import abc
+from collections.abc import Awaitable, Mapping
+from typing import Any, NamedTuple, override
+
+from axlearn_like.config import ConfigBase, Configurable
+from rl.roles.messages import Problem
+from rl.verification.rewards import check_terms, describe, number
+
+__all__ = ["Environment", "Step", "checked_figures", "checked_observation", "checked_step", "row_of"]
+
+Row = Mapping[str, Any]
+
+
+class Step(NamedTuple):
+    """Answer of an environment to an action. A plain tuple of the three will do.
+
+    Attributes:
+        observation: text that the policy sees next; "" for nothing. It is not learned from.
+        reward: for this action; a finite number.
+        done: the episode is over.
+    """
+
+    observation: str = ""
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(Configurable, abc.ABC):
+    """One episode. Rewards of its steps add up; with `verify` the verifier's score of the last action is added."""
+
+    class Config(ConfigBase["Environment"]):
+        max_turns: int = 8
+        """Actions; an episode that is not done by then is truncated."""
+        max_turn_tokens: int | None = None
+        """Tokens of an action; None: what is left of the rollout's `max_new`, which turns and observations share."""
+        deadline_s: float = 10.0
+        """Seconds that each call of `reset`, `step` and `close` may take."""
+        verify: bool = False
+        """The last action is the answer that the verifier judges."""
+        pure: bool = False
+        """The same actions on the same row always give the same observations and rewards, and change nothing outside.
+        Then a lost episode can be played again; of others, a repetition is tagged "rerun"."""
+
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "max_turns", "max_turn_tokens")
+            self.require("deadline_s", self.deadline_s > 0, "seconds, more than 0")
+
+        def share(self) -> Any:
+            """Build what all episodes of a process share; its `close` is called at the end, if it has one."""
+            return None
+
+        def prepare(self, problem: Problem) -> Problem:
+            """Return the problem as the policy is asked it, such as with a description of tools."""
+            return problem
+
+        def is_pure(self) -> bool:
+            """Return `pure`, or what follows from the parts."""
+            return self.pure
+
+        def role(self) -> str:
+            """Return the role of observations in a chat template."""
+            return "user"
+
+        def stop_strings(self) -> tuple[str, ...]:
+            """Return texts that end an action, beside the tokenizer's stop tokens."""
+            return ()
+
+    def __init__(self, cfg: Config, *, shared: Any = None):
+        """Store the config; `shared` is what `Config.share` has built."""
+        self.cfg, self.shared = cfg, shared
+
+    @abc.abstractmethod
+    def reset(self, row: Row) -> str | Awaitable[str]:
+        """Begin; returns what the policy sees after the question, often nothing ("")."""
+
+    @abc.abstractmethod
+    def step(self, action: str) -> Any:
+        """Carry out an action; returns (observation, reward, done), or an awaitable of them."""
+
+    def close(self) -> Any:
+        """Free what the episode holds; called once, however it ends."""
+
+    def figures(self) -> Mapping[str, float]:
+        """Return named numbers of the episode for the metrics: `episode/NAME` is their mean."""
+        return {}
+
+
+def row_of(problem: Problem, seed: int) -> Row:
+    """Return what `reset` gets: the problem's record, its question and answer, its id, and a seed of the problem's."""
+    own = {"problem_id": problem.id, "family": problem.family, "seed": seed}
+    return {"question": problem.question, "answer": problem.answer, **problem.entry, **own}
+
+
+def checked_observation(value: Any, what: str = "observation") -> str:
+    """Return an observation; None is none.
+
+    Raises:
+        TypeError: it is no text.
+    """
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} {describe(value)}; expected text")
+    return value
+
+
+def checked_step(value: Any) -> Step:
+    """Return what `step` returned.
+
+    Raises:
+        TypeError: it is not (text, finite number, boolean).
+    """
+    if not isinstance(value, tuple) or len(value) != 3:
+        raise TypeError(f"step returned {describe(value)}; expected (observation, reward, done)")
+    observation, reward, done = value
+    return Step(checked_observation(observation), number(reward, "step"), bool(done))
+
+
+def checked_figures(value: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:
+    """Return figures by name.
+
+    Raises:
+        TypeError: a name is no text, a value no finite number, or there are too many.
+    """
+    return tuple(sorted(check_terms(value).items()))

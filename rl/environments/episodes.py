@@ -1,0 +1,137 @@
+"""The episodes of a process that draws: requests that play an environment, and the records of how they went."""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from axlearn_like.config import ConfigBase
+from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.environments.environment import Environment, row_of
+from rl.environments.loop import EpisodeLoop
+from rl.environments.task import environments_of
+from rl.environments.thread import EnvironmentThread
+from rl.roles.messages import Episode, Prompt, Rollout, Score
+from rl.rollout.request import Request
+from rl.tasks.mixture import TaskMixture
+from rl.verification.failures import FailureWatch
+
+__all__ = ["RERUN", "Episodes"]
+
+RERUN = "rerun"  # tag of a rollout that may have been made before, in an environment that is not pure
+_CLOSE_S = 5.0
+
+
+class Episodes:
+    """Environments of tasks: what their episodes share is built once, each episode when it begins. One thread's."""
+
+    def __init__(self, tasks: TaskMixture, tokenizer: Tokenizer, seed: int):
+        """Build nothing yet.
+
+        Args:
+            tasks: the problems, by id.
+            tokenizer: of the policy.
+            seed: of the run; with a problem's id it makes the seed of that problem's episodes.
+        """
+        self._tasks, self._tokenizer, self._seed = tasks, tokenizer, seed
+        self._shared: dict[str, tuple[Environment.Config, Any]] = {}  # by the label of the task
+        self._loops: dict[int, EpisodeLoop] = {}  # by the number of the problem, until `recorded`
+        self._threads: list[EnvironmentThread] = []
+        self._failures = FailureWatch(what="the environment")
+
+    @classmethod
+    def of(cls, tasks: ConfigBase[Any], tokenizer: Tokenizer, seed: int) -> "Episodes | None":
+        """Return the episodes of tasks; None if they have no environment."""
+        return cls(tasks.build(), tokenizer, seed) if environments_of(tasks) else None
+
+    def request(self, prompt: Prompt, samples: int, seed: int, partial: Iterable[Rollout] = ()) -> Request:
+        """Return the request that plays the episodes of a problem; `partial`: of `continuable`."""
+        if self._tasks.environment(prompt.id) is None:
+            return Request(prompt, samples, seed, partial=tuple(partial))
+        self._loops[prompt.id] = loop = self._loop(prompt)
+        loop.episodes.update({one.sample_id: one.episode for one in partial if one.episode is not None})
+        return Request(prompt, samples, seed, agent_loop=loop, partial=tuple(partial))
+
+    def continuable(self, partial: Iterable[Rollout]) -> tuple[Rollout, ...]:
+        """Return rollouts that a worker has handed back, of episodes without tokens where they were not over.
+
+        Those begin again: their environments are gone with the worker.
+        """
+        return tuple(
+            rollout if _whole(rollout) or self._tasks.environment(rollout.prompt_id) is None else _empty(rollout)
+            for rollout in partial
+        )
+
+    def recorded(self, rollouts: Sequence[Rollout], partial: Sequence[Rollout] = (), *, again: bool) -> list[Rollout]:
+        """Return rollouts with the records of their episodes, as far as these are over.
+
+        Args:
+            rollouts: of requests made here.
+            partial: those that the requests were made with.
+            again: the others may have been made before, and were lost: tag those of environments that are not pure.
+
+        Raises:
+            ScorerFails: many episodes in a row have failed.
+        """
+        kept = {(one.prompt_id, one.sample_id) for one in partial if _whole(one)}
+        found = [self._recorded(one, again and (one.prompt_id, one.sample_id) not in kept) for one in rollouts]
+        for problem_id in {one.prompt_id for one in rollouts}:
+            self._loops.pop(problem_id, None)
+        self._threads = [thread for thread in self._threads if not thread.join(0.0)]
+        over = [(one.prompt_id, one.episode) for one in found if one.episode is not None]
+        self._failures.check([number for number, _ in over], [_verdict(episode) for _, episode in over])
+        return found
+
+    def close(self) -> None:
+        """Wait, for a while, until all episodes are closed; then close what they share."""
+        end = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        for _, shared in self._shared.values():
+            if callable(close := getattr(shared, "close", None)):
+                with suppress(Exception):  # of the user's; there is nobody left to hear of it
+                    close()
+        self._shared.clear()
+
+    def _recorded(self, rollout: Rollout, again: bool) -> Rollout:
+        loop = self._loops.get(rollout.prompt_id)
+        episode = None if loop is None else loop.episodes.get(rollout.sample_id)
+        environment = self._tasks.environment(rollout.prompt_id)
+        if episode is not None and isinstance(environment, Environment.Config) and not environment.is_pure():
+            figures = tuple(sorted({"rerun": 0.0, **dict(episode.figures), **({RERUN: 1.0} if again else {})}.items()))
+            episode = dataclasses.replace(episode, figures=figures)
+            tags = {*rollout.tags, RERUN} if again else rollout.tags
+            rollout = dataclasses.replace(rollout, tags=tuple(sorted(tags)))
+        return dataclasses.replace(rollout, episode=episode)
+
+    def _loop(self, prompt: Prompt) -> EpisodeLoop:
+        problem = self._tasks.problem(prompt.id)
+        if problem.family not in self._shared:
+            environment = self._tasks.environment(prompt.id)
+            assert isinstance(environment, Environment.Config)
+            self._shared[problem.family] = environment, environment.share()
+        cfg, shared = self._shared[problem.family]
+        make: Callable[[], Environment] = lambda: cfg.build(shared=shared)  # noqa: E731
+        row = row_of(problem, episode_seed(self._seed, problem.id))
+        return EpisodeLoop(cfg, make, self._tokenizer, problem, row, lambda thread: self._threads.append(thread))
+
+
+def episode_seed(seed: int, problem_id: int) -> int:
+    """Return 32 bits for the randomness of an environment: the samples of a problem begin alike."""
+    digest = hashlib.blake2b(f"{seed}/{problem_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _whole(rollout: Rollout) -> bool:
+    return rollout.finish_reason in ("stop", "length")
+
+
+def _empty(rollout: Rollout) -> Rollout:
+    nothing = {name: getattr(rollout, name)[:0] for name in ("tokens", "logprobs", "versions", "action_mask")}
+    return dataclasses.replace(rollout, **nothing, routing=None, episode=None, tags=())
+
+
+def _verdict(episode: Episode) -> Score:
+    return Score(0.0, "error", error=episode.error) if episode.ended == "error" else Score(0.0)

@@ -1,0 +1,93 @@
+"""An environment as an agent loop: act, wait for the observation without a row of the batch, read it, act again.
+
+What the policy draws stays as it was drawn; observations are given tokens, which the loss leaves out. Whatever an
+environment does wrong (it raises, hangs, or returns what is no step) ends its episode as an "error" that carries no
+reward, and nothing else.
+"""
+
+import itertools
+from collections.abc import Callable, Generator
+from typing import Any
+
+from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.environments.environment import Environment, Row, checked_figures, checked_observation, checked_step
+from rl.environments.thread import EnvironmentThread
+from rl.environments.turns import Turns
+from rl.roles.messages import Episode, EpisodeEnd, FinishReason, Problem, Turn
+from rl.rollout.agent_loop import Command, Completion, Generate, Observe, Wait
+
+__all__ = ["GRACE_S", "EpisodeLoop"]
+
+Steps = Generator[Command, Any, tuple[EpisodeEnd, str | None]]
+
+GRACE_S = 0.25  # beyond the deadline, for a coroutine to be cancelled, before its thread is given up
+_numbers = itertools.count()
+
+
+class EpisodeLoop:
+    """The agent loop of a problem's samples. `episodes` has each sample's record once its episode is over."""
+
+    def __init__(
+        self,
+        cfg: Environment.Config,
+        make: Callable[[], Environment],
+        tokenizer: Tokenizer,
+        problem: Problem,
+        row: Row,
+        opened: Callable[[EnvironmentThread], None] = lambda thread: None,
+    ):
+        """Store the parts.
+
+        Args:
+            cfg: limits of an episode.
+            make: builds the environment of one.
+            tokenizer: of the policy.
+            problem: as the policy was asked it.
+            row: for `reset`.
+            opened: is given each episode's thread.
+        """
+        self._cfg, self._make, self._tokenizer = cfg, make, tokenizer
+        self._problem, self._row, self._opened = problem, row, opened
+        self.episodes: dict[int, Episode] = {}
+
+    def __call__(self, completion: Completion) -> Generator[Command, Any, FinishReason | None]:
+        """Play one episode."""
+        name = f"episode-{next(_numbers)}"
+        thread = EnvironmentThread(self._make, self._cfg.deadline_s, name)
+        self._opened(thread)
+        turns: list[Turn] = []
+        try:
+            ended, answer = yield from self._play(thread, completion, turns)
+            named = yield self._wait(thread, lambda environment: dict(environment.figures()))
+            episode = Episode(tuple(turns), answer, ended, figures=checked_figures(named))
+        except Exception as error:
+            episode = Episode(tuple(turns), ended="error", error=f"{type(error).__name__}: {error}"[:500])
+            if not len(completion.output_tokens):  # a rollout has a token at least
+                yield Generate(1)
+        finally:
+            thread.close()
+        self.episodes[completion.sample] = episode
+        return "length" if episode.ended == "truncated" else "stop"
+
+    def _play(self, thread: EnvironmentThread, completion: Completion, turns: list[Turn]) -> Steps:
+        cfg, text = self._cfg, Turns(self._tokenizer, self._problem, self._cfg.role())
+        observation = checked_observation((yield self._wait(thread, lambda environment: environment.reset(self._row))))
+        given = text.observation(observation)
+        while (yield Observe(given)) == len(given) and len(turns) < cfg.max_turns:
+            first = len(completion.output_tokens)
+            reason: FinishReason = yield Generate(cfg.max_turn_tokens, cfg.stop_strings())
+            drawn = completion.output_tokens[first:].tolist()
+            end = first + len(drawn)
+            if reason == "length" and len(drawn) != cfg.max_turn_tokens:  # no room is left
+                turns += [Turn(end, 0.0)] if drawn else []
+                break
+            action = text.action(drawn)
+            step = checked_step((yield self._wait(thread, lambda environment, act=action: environment.step(act))))
+            turns.append(Turn(end, step.reward))
+            if step.done:
+                return "done", action if cfg.verify else None
+            given = text.observation(step.observation) if len(turns) < cfg.max_turns else []
+        return "truncated", None
+
+    def _wait(self, thread: EnvironmentThread, call: Callable[[Environment], Any]) -> Wait:
+        return Wait(thread.call(call), self._cfg.deadline_s + GRACE_S)

@@ -1,0 +1,168 @@
+"""The environment of tools: actions with calls are answered by their results, one without a call ends the episode."""
+
+import dataclasses
+import inspect
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, override
+
+from axlearn_like.config import REQUIRED
+from mesh.errors import did_you_mean
+from rl.environments.calls import Call, CallForm, TextCalls
+from rl.environments.environment import Environment, Row, Step
+from rl.environments.tools.schema import ArgumentError, checked_arguments
+from rl.environments.tools.tool import Tool
+from rl.roles.messages import Problem
+
+__all__ = ["ToolEnvironment", "Toolbox"]
+
+
+class Toolbox:
+    """Tools, built, and the form of their calls: shared by the episodes of a process."""
+
+    def __init__(self, tools: Sequence[Tool.Config], form: CallForm.Config):
+        self.form: CallForm = form.build()
+        self.tools: dict[str, tuple[Tool.Config, Tool]] = {cfg.title(): (cfg, cfg.build()) for cfg in tools}
+
+    def close(self) -> None:
+        """Shut all tools down."""
+        for _, tool in self.tools.values():
+            tool.shutdown()
+
+
+class ToolEnvironment(Environment):
+    """Tools behind a form of calls. The last action is the answer, which the task's verifier judges.
+
+    A call that cannot be read, names no tool or raises is answered by "error: ..." and counted. A result may have
+    `max_result` characters; the rest is cut off.
+    """
+
+    class Config(Environment.Config):
+        tools: tuple[Tool.Config, ...] = REQUIRED
+        calls: CallForm.Config = TextCalls.Config()
+        max_result: int = 1000
+        verify: bool = True
+
+        @override
+        def check_fields(self) -> None:
+            super().check_fields()
+            self.require_least(1, "max_result")
+            names = [tool.title() for tool in self.tools]
+            self.require("tools", bool(names) and len(set(names)) == len(names), "tools of different names")
+            for tool in self.tools:
+                tool.check_fields()
+
+        @override
+        def share(self) -> Toolbox:
+            return Toolbox(self.tools, self.calls)
+
+        @override
+        def is_pure(self) -> bool:
+            return all(tool.pure for tool in self.tools)
+
+        @override
+        def role(self) -> str:
+            return self.calls.role()
+
+        @override
+        def stop_strings(self) -> tuple[str, ...]:
+            return self.calls.stop_strings()
+
+        @override
+        def prepare(self, problem: Problem) -> Problem:
+            functions = tuple(tool.described() for tool in self.tools)
+            if self.calls.shows_schemas():
+                return dataclasses.replace(problem, tools=functions)
+            if not (about := self.calls.describe(functions)):
+                return problem
+            messages = problem.messages or ({"role": "user", "content": problem.question},)
+            return dataclasses.replace(problem, messages=({"role": "system", "content": about}, *messages))
+
+    def __init__(self, cfg: Config, *, shared: Toolbox | None = None):
+        super().__init__(cfg)
+        self._max_result = cfg.max_result
+        self._owned = Toolbox(cfg.tools, cfg.calls) if shared is None else None
+        self._box: Toolbox = shared or self._owned  # pyright: ignore[reportAttributeAccessIssue]
+        self._row: Row = {}
+        self._open: dict[str, Tool] = {}
+        self._calls = self._errors = 0
+        self._seconds = 0.0
+
+    @override
+    def reset(self, row: Row) -> str:
+        self._row = row
+        return ""
+
+    @override
+    async def step(self, action: str) -> Step:
+        calls = self._box.form.calls(action)
+        if not calls:
+            return Step(done=True)
+        began = time.monotonic()
+        results = [await self._result(call) for call in calls]
+        self._seconds += time.monotonic() - began
+        return Step(self._box.form.results(results))
+
+    @override
+    async def close(self) -> None:
+        try:
+            for tool in self._open.values():
+                if inspect.isawaitable(closed := tool.close()):
+                    await closed
+        finally:
+            if self._owned is not None:
+                self._owned.close()
+
+    @override
+    def figures(self) -> Mapping[str, float]:
+        return {"tool_calls": self._calls, "tool_errors": self._errors, "tool_seconds": self._seconds}
+
+    async def _result(self, call: Call) -> str:
+        self._calls += 1
+        try:
+            if call.error:
+                raise ArgumentError(call.error)
+            if call.tool not in self._box.tools:
+                raise ArgumentError(f"no tool {call.tool!r}{did_you_mean(call.tool, self._box.tools)}")
+            cfg, tool = self._box.tools[call.tool]
+            arguments = checked_arguments(schema := cfg.schema(), _arguments(call, schema))
+            if call.tool not in self._open:
+                self._open[call.tool] = tool.open(self._row)
+            result = self._open[call.tool].call(**arguments)
+            text = await result if inspect.isawaitable(result) else result
+        except TimeoutError:
+            raise  # of this environment's own deadline
+        except Exception as error:
+            self._errors += 1
+            text = f"error: {error}" if isinstance(error, ArgumentError) else f"error: {type(error).__name__}: {error}"
+        text = text if isinstance(text, str) else _plain(text)
+        return text if len(text) <= self._max_result else f"{text[: self._max_result]}..."
+
+
+def _arguments(call: Call, schema: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call; a text is the only one, or a JSON object of several."""
+    if call.arguments is not None:
+        return call.arguments
+    names = schema.get("properties", {})
+    if len(names) == 1:
+        (name, one), *_ = names.items()
+        return {name: call.text if one.get("type") == "string" else _json(call.text)}
+    found = _json(call.text) if call.text else {}
+    if not isinstance(found, dict):
+        raise ArgumentError(f"expected a JSON object of {', '.join(names)}")
+    return found
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _plain(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)

@@ -1,0 +1,1 @@
+"""Tools that a policy may call: calculator, Python, SQL, retrieval, and functions of the user's own."""

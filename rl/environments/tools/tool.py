@@ -1,0 +1,78 @@
+"""The interface of a tool: a name, a schema of its parameters, and a call that returns text.
+
+    class Dictionary(Tool):
+        class Config(Tool.Config):
+            name: str = "define"
+            description: str = "Give the meaning of a word."
+
+            def schema(self):
+                return {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
+
+        def call(self, word):
+            return MEANINGS.get(word, "unknown")
+
+What a call raises is shown to the policy and counted; it is not the end of the episode.
+"""
+
+import abc
+from collections.abc import Mapping
+from typing import Any, override
+
+from axlearn_like.config import ConfigBase, Configurable
+from rl.environments.tools.schema import SchemaError, check_schema
+
+__all__ = ["Tool"]
+
+
+class Tool(Configurable, abc.ABC):
+    """A tool, built once in each process that draws; `open` gives each episode its own state, if it needs any."""
+
+    class Config(ConfigBase["Tool"]):
+        name: str = ""
+        description: str = ""
+        pure: bool = False
+        """The same calls in the same order always return the same, and change nothing outside."""
+
+        @override
+        def check_fields(self) -> None:
+            self.require("name", self.title().isidentifier(), "a name of letters, digits and underscores")
+            try:
+                check_schema(self.schema(), f"the schema of {self.title()}")
+            except SchemaError as error:
+                self.require(self.schema_field(), False, f"a tool with a schema ({error})")
+
+        def title(self) -> str:
+            """Return the name by which it is called."""
+            return self.name
+
+        def text(self) -> str:
+            """Return what it does, in a sentence or two."""
+            return self.description
+
+        @abc.abstractmethod
+        def schema(self) -> dict[str, Any]:
+            """Return the JSON schema of its parameters."""
+
+        def schema_field(self) -> str:
+            """Return the field that the schema is made from, for messages."""
+            return "name"
+
+        def described(self) -> dict[str, Any]:
+            """Return its description in the form of function calling, which chat templates show."""
+            about = {"name": self.title(), "description": self.text(), "parameters": self.schema()}
+            return {"type": "function", "function": about}
+
+    def open(self, row: Mapping[str, Any]) -> "Tool":
+        """Return what an episode calls: an object with `call` and `close`, or the tool itself if it has no state."""
+        del row
+        return self
+
+    @abc.abstractmethod
+    def call(self, *args: Any, **arguments: Any) -> Any:
+        """Return the result as text, or an awaitable of it; arguments come by name, as the schema has them."""
+
+    def close(self) -> Any:
+        """Free what `open` has made; called at the end of the episode."""
+
+    def shutdown(self) -> None:
+        """Free what the process holds."""

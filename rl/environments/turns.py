@@ -1,0 +1,55 @@
+"""The turns of an episode as tokens: actions are decoded, observations are encoded, and neither the other way round."""
+
+from collections.abc import Sequence
+
+from axlearn_like.tokenizers.conversation import Conversation
+from axlearn_like.tokenizers.jinja_template import TemplateError
+from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
+from rl.roles.messages import Problem
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """The conversation of one episode. With a chat template an observation is a message, without one plain text."""
+
+    def __init__(self, tokenizer: Tokenizer, problem: Problem, role: str = "user"):
+        """Begin with a problem's messages.
+
+        Args:
+            tokenizer: of the policy.
+            problem: as the policy was asked it.
+            role: of observations; a template that does not know it gets "user".
+        """
+        self._tokenizer, self._role = tokenizer, role
+        self._talk: Conversation | None = None
+        self._acted = False
+        if tokenizer.chat_template is not None:
+            messages = problem.messages or ({"role": "user", "content": problem.question},)
+            self._talk = Conversation(tokenizer, messages, tools=problem.tools, rewritten="keep")
+
+    def action(self, tokens: Sequence[int]) -> str:
+        """Append an action as it was drawn; returns its text, without special tokens at its ends."""
+        if self._talk is not None:
+            self._talk.answered(tokens)
+        self._acted = True
+        return answer_text(self._tokenizer, tokens)
+
+    def observation(self, text: str) -> list[int]:
+        """Append an observation; returns the tokens up to the policy's next action.
+
+        Before the first action a conversation has room for it only behind an empty turn of the policy's.
+        """
+        if self._talk is None:
+            return list(self._tokenizer.encode(text))
+        if not self._acted:
+            if not text:
+                return []
+            self._talk.answered(())
+        self._acted = False
+        try:
+            return self._talk.extend([{"role": self._role, "content": text}])
+        except TemplateError:
+            if self._role == "user":
+                raise
+            return self._talk.extend([{"role": "user", "content": text}])
