@@ -29,7 +29,7 @@ class Demonstrations(Configurable):
     class Config(ConfigBase["Demonstrations"]):
         mixture: TaskMixture.Config = REQUIRED
         actions: Callable[[Problem], Sequence[str]] = REQUIRED
-        """Of a problem, the actions of an episode: a pure function."""
+        """Function that gives the actions of a problem's episode; a pure one."""
         num_examples: int = REQUIRED
         start: int = 0
         """Index of the first training problem."""
