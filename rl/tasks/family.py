@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any, override
 
@@ -70,7 +71,7 @@ class TaskFamily(ProblemSource):
         if cfg.name in _FINITE:
             params["size"] = _FINITE_SIZE
         try:
-            self._dataset = import_reasoning_gym().create_dataset(cfg.name, **params)
+            self._dataset = _dataset(cfg.name, json.dumps(params, sort_keys=True, default=repr), params)
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(
                 f"task family {self.label!r}: reasoning-gym refuses params {cfg.params}: {error}"
@@ -114,6 +115,20 @@ class TaskFamily(ProblemSource):
         An answer that its scorer would run as code is scored as one that it cannot read (`rl.tasks.safe_answers`).
         """
         return self._dataset.score_answer(readable(self.name, answer, entry), entry)
+
+
+_MADE: dict[tuple[str, str], Any] = {}
+
+
+def _dataset(name: str, key: str, params: dict[str, Any]) -> Any:
+    """Return a dataset of these params; `key` is their text.
+
+    Equal ones are one in a process: the controller, scorers and evaluations of a run have equal tasks, nothing changes
+    a dataset, and to make one takes up to a second ("spell_backward" reads a book).
+    """
+    if (name, key) not in _MADE:
+        _MADE[name, key] = import_reasoning_gym().create_dataset(name, **params)
+    return _MADE[name, key]
 
 
 def _check_name(name: str) -> None:

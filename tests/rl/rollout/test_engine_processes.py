@@ -1,4 +1,7 @@
-"""An engine of two processes: it draws what one process on a mesh of the same shape draws, to the bit."""
+"""An engine of two processes: it draws what one process on a mesh of the same shape draws, to the bit.
+
+A whole run with such a worker is in every run of the tests: tests/rl/runtime/ray/test_worker_group.py.
+"""
 
 import dataclasses
 import threading
@@ -133,7 +136,7 @@ def counting(receiver: Receiver, damaged: list[int]) -> Receiver:
     return receiver
 
 
-@pytest.fixture(params=["dense", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("moe", "experts"))])
+@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.full) for kind in MESHES])
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
     """A kind of policy, bytes of its parameters, and a parameter server with two versions of them."""
     deployment = Deployment(ParameterServer.Config(shared_memory=False, keep=3), remote=True)
