@@ -8,10 +8,19 @@ examples is a source.
 
 from axlearn_like.input.chat import Chat
 from axlearn_like.input.encoding import Document, PromptAnswer, TokenIds
-from axlearn_like.input.labelled import LabelledInput, LabelledLines, Preference, TextLabel, labelled_text, preference
+from axlearn_like.input.labelled import LabelledInput, LabelledLines, TextLabel, labelled_text
 from axlearn_like.input.line_formats import JsonLines, PlainText
 from axlearn_like.input.mixture import Mixture, Part, Stage
 from axlearn_like.input.packing import FirstFit, FirstFitDecreasing, OneARow
+from axlearn_like.input.preferences import (
+    Completion,
+    Preference,
+    PreferenceInput,
+    UnpairedInput,
+    UnpairedPreference,
+    preference,
+    unpaired,
+)
 from axlearn_like.input.record_formats import ArrayRecord, Parquet, json_record, text_record, tf_example_record
 from axlearn_like.input.source import InputError, Source
 from axlearn_like.input.supervised import SupervisedInput
@@ -19,6 +28,7 @@ from axlearn_like.input.supervised import SupervisedInput
 __all__ = [
     "ArrayRecord",
     "Chat",
+    "Completion",
     "Document",
     "FirstFit",
     "FirstFitDecreasing",
@@ -32,15 +42,19 @@ __all__ = [
     "Part",
     "PlainText",
     "Preference",
+    "PreferenceInput",
     "PromptAnswer",
     "Source",
     "Stage",
     "SupervisedInput",
     "TextLabel",
     "TokenIds",
+    "UnpairedInput",
+    "UnpairedPreference",
     "json_record",
     "labelled_text",
     "preference",
     "text_record",
     "tf_example_record",
+    "unpaired",
 ]

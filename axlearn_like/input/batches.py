@@ -1,14 +1,17 @@
 """The stream of global batches: every host plans all rows, and reads the tokens of its own rows."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from axlearn_like.input.mixture import Drawn, Mixture, Single
 from axlearn_like.input.packing import Arrangement, RowPlan, TooLong, plan_rows, split_examples
 from axlearn_like.input.shuffle import derived_seed, shuffled
 from axlearn_like.input.source import IndexedSource, InputError
+
+# Arrays of a batch of texts, all [rows, seq_len].
+TEXTS = {**dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "int32"), "weights": "float32"}
 
 
 class Window(NamedTuple):
@@ -34,8 +37,6 @@ class BatchStream:
     global batches depend neither on the number of hosts nor on when training was interrupted.
     """
 
-    _targets: DTypeLike = np.int32
-
     def __init__(
         self,
         mixture: Mixture | Single,
@@ -46,11 +47,13 @@ class BatchStream:
         long: Literal["refuse", "split"],
         seed: int,
         rows: np.ndarray,
+        dtypes: Mapping[str, str] = TEXTS,
     ):
         self._mixture, self._arrangement = mixture, arrangement
         self._seq_len, self._batch_size, self._seed = seq_len, batch_size, seed
         self._long: Literal["refuse", "split"] = long
         self._rows = rows  # of the global batch, ascending
+        self._dtypes = {name: dtype for name, dtype in dtypes.items() if name != "weights"}
         self._drawn, self._row = mixture.begin(), 0
         self._window: Window | None = None
 
@@ -68,8 +71,7 @@ class BatchStream:
 
     def __next__(self) -> Batch:
         shape = (len(self._rows), self._seq_len)
-        names = ("tokens", "targets", "positions", "segment_ids")
-        out = {name: np.zeros(shape, self._targets if name == "targets" else np.int32) for name in names}
+        out = {name: np.zeros(shape, dtype) for name, dtype in self._dtypes.items()}
         learned = np.zeros(shape, bool)
         epochs = self._epochs()
         done = targets = live = 0

@@ -34,11 +34,14 @@ class Chat(Configurable):
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
         """Return tokens and loss mask, see `Encoding.encode`."""
-        messages, tools = self._read(record, where)
+        return self.encode_messages(*self._read(record, where), where)
+
+    def encode_messages(self, messages: Sequence[Any], tools: Any, where: str, first: int = 0) -> Encoded:
+        """Return tokens and loss mask of a conversation, of which turns before message `first` are given."""
         ids: list[int] = []
         learned: list[bool] = []
         try:
-            for text, answer in self._pieces(messages, tools, where):
+            for text, answer in self._pieces(messages, tools, where, first):
                 piece = encode_marked(self._tokenizer, text)
                 ids += piece
                 kept = self._turn(piece) if answer else 0
@@ -47,9 +50,9 @@ class Chat(Configurable):
             raise InputError(f"{where}: {error}") from None
         return ids, np.asarray(learned, bool)
 
-    def _pieces(self, messages: Sequence[Any], tools: Any, where: str) -> Iterator[tuple[str, bool]]:
-        """Yield the parts of a conversation's text in order, and whether an assistant has said them."""
-        written = ""
+    def _pieces(self, messages: Sequence[Any], tools: Any, where: str, first: int) -> Iterator[tuple[str, bool]]:
+        """Yield the parts of a conversation's text in order, and whether an assistant's turn from `first` on is one."""
+        written, learned = "", False
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -62,9 +65,9 @@ class Chat(Configurable):
                     "example of its own, or take a template that keeps earlier turns"
                 )
             yield opening[len(written) :], False
-            yield whole[len(opening) :], True
-            written = whole
-        if not written:
+            yield whole[len(opening) :], index >= first
+            written, learned = whole, learned or index >= first
+        if not learned:
             raise InputError(f"{where}: no message of {self._messages!r} is the assistant's: nothing is learned")
 
     def _render(self, messages: Sequence[Any], tools: Any, *, add_generation_prompt: bool = False) -> str:
@@ -80,9 +83,11 @@ class Chat(Configurable):
             if name not in record:
                 raise InputError(f"{where}: there is no field {name!r}{did_you_mean(name, map(str, record))}")
         messages = record[self._messages]
-        fits = isinstance(messages, list) and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
-        )
-        if not fits:
+        if not is_conversation(messages):
             raise InputError(f"{where}: expected {self._messages!r} to be a list of objects with a role")
         return messages, record[self._tools] or None if self._tools else None
+
+
+def is_conversation(value: Any) -> bool:
+    """Return True for a list of objects with a role."""
+    return isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)

@@ -6,7 +6,7 @@ whose `positions` (int32[n]) restart at 0; they stay side by side in one row.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, override
+from typing import Any, Protocol, override, runtime_checkable
 
 import numpy as np
 
@@ -16,15 +16,13 @@ from axlearn_like.input.encoding import field_of, required_tokenizer, text_of
 from axlearn_like.input.file_source import find_files
 from axlearn_like.input.line_formats import read_json_lines
 from axlearn_like.input.source import IndexedSource, InputError, LabelledReadAhead
-from axlearn_like.input.supervised import SupervisedInput
+from axlearn_like.input.supervised import Contents, SupervisedInput
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import did_you_mean
 
 
 class LabelledStream(BatchStream):
     """Batches whose `targets` are labels, float32."""
-
-    _targets = np.float32
 
     @override
     def _fill_piece(
@@ -47,8 +45,13 @@ class LabelledInput(SupervisedInput):
 
         @property
         @override
-        def targets_dtype(self) -> str:
-            return "float32"
+        def dtypes(self) -> dict[str, str]:
+            return {**super().dtypes, "targets": "float32"}
+
+        @property
+        @override
+        def contents(self) -> Contents:
+            return "labels"
 
     _stream = LabelledStream
     _labelled = True
@@ -59,15 +62,6 @@ def labelled_text(tokens: Sequence[int] | np.ndarray, label: float) -> dict[str,
     labels = np.full(len(tokens), np.nan, np.float32)
     labels[-1:] = label
     return {"tokens": np.asarray(tokens, np.int32), "labels": labels}
-
-
-def preference(
-    chosen: Sequence[int] | np.ndarray, rejected: Sequence[int] | np.ndarray, margin: float = 0.0
-) -> dict[str, np.ndarray]:
-    """Return the example of two sequences of which the first is preferred, by a margin of the score if there is one."""
-    both = np.concatenate([np.asarray(chosen, np.int32), np.asarray(rejected, np.int32)])
-    positions = np.concatenate([np.arange(len(chosen)), np.arange(len(rejected))])
-    return {**labelled_text(both, margin), "positions": positions.astype(np.int32)}
 
 
 class TextLabel(Configurable):
@@ -92,27 +86,13 @@ class TextLabel(Configurable):
         return labelled_text(_whole(self._tokenizer, text), classes.index(label) if classes else label)
 
 
-class Preference(Configurable):
-    """A record's prompt with the answer that is preferred, and with the one that is not."""
+@runtime_checkable
+class Joining(Protocol):
+    """An encoding whose examples are made of several records."""
 
-    class Config(ConfigBase["Preference"]):
-        prompt: str = "prompt"  # field
-        chosen: str = "chosen"  # field
-        rejected: str = "rejected"  # field
-        margin: str | None = None  # field; None: 0
-        separator: str = "\n"
-
-    def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
-        self._tokenizer, self._cfg = required_tokenizer(tokenizer, cfg), cfg
-
-    def encode(self, record: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
-        """Return the example of both sequences: bos, prompt, separator, answer, eos."""
-        cfg = self._cfg
-        prompt = text_of(record, cfg.prompt, where) + cfg.separator
-        texts = [prompt + text_of(record, field, where) for field in (cfg.chosen, cfg.rejected)]
-        margin = 0.0 if cfg.margin is None else float(field_of(record, cfg.margin, where))
-        chosen, rejected = (_whole(self._tokenizer, text) for text in texts)
-        return preference(chosen, rejected, margin)
+    def joined(self, records: Sequence[Any]) -> list[dict[str, np.ndarray]]:
+        """Return the example of each of these results of `encode`."""
+        ...
 
 
 class LabelledLines(Configurable):
@@ -123,12 +103,16 @@ class LabelledLines(Configurable):
     class Config(ConfigBase["LabelledLines"]):
         files: str | tuple[str, ...] = REQUIRED  # as of `JsonLines`
         tokenizer: ConfigBase = REQUIRED
-        example: ConfigBase = TextLabel.Config()  # or Preference
+        example: ConfigBase = TextLabel.Config()  # or Preference, UnpairedPreference
 
     def __init__(self, cfg: Config):
         encoding = cfg.example.build(tokenizer=cfg.tokenizer.build())
-        records = (record for path in find_files(cfg.files) for record in read_json_lines(path))
-        self._examples = [encoding.encode(record, where) for record, where, _ in records]
+        places = [place for path in find_files(cfg.files) for place in read_json_lines(path)]
+        examples = [encoding.encode(record, where) for record, where, _ in places]
+        self._examples = encoding.joined(examples) if isinstance(encoding, Joining) else examples
+        sizes = [len(example["tokens"]) for example in self._examples]
+        at = int(np.argmax(sizes)) if sizes else 0
+        self.longest = (sizes[at] + 1, places[at][1]) if sizes else (0, "")  # an input counts one token more
 
     def __len__(self) -> int:
         return len(self._examples)

@@ -1,7 +1,7 @@
 """Sources of examples: random access, and an index of their lengths where there is one."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -66,8 +66,8 @@ class ReadAhead:
         self._source = source
         self._name = type(source).__name__
         self.digest = f"{self._name} of {len(source)} examples"
-        self.longest: tuple[int, str] = (0, "")  # unknown before it is read
-        self._kept: dict[int, tuple[np.ndarray, ...]] = {}
+        self.longest: tuple[int, str] = getattr(source, "longest", (0, ""))  # unknown before it is read
+        self._kept: dict[int, tuple[Any, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._source)
@@ -88,10 +88,10 @@ class ReadAhead:
         tokens, mask, *_ = self._example(index)
         return tokens[start:stop], mask[start:stop]
 
-    def _example(self, index: int) -> tuple[np.ndarray, ...]:
+    def _example(self, index: int) -> tuple[Any, ...]:
         return self._kept.get(index) or self._read(index)
 
-    def _read(self, index: int) -> tuple[np.ndarray, ...]:
+    def _read(self, index: int) -> tuple[Any, ...]:
         example = self._source[index]
         return check_example(example["tokens"], example["loss_mask"], f"example {index} of {self._name}")
 
@@ -105,10 +105,13 @@ class LabelledReadAhead(ReadAhead):
 
     def labels(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return labels (float32, NaN where there is none) and positions (int32) of an example's tokens."""
-        labels, positions = self._example(index)[2:]
-        return labels, positions
+        return self._example(index)[2:4]
 
-    def _read(self, index: int) -> tuple[np.ndarray, ...]:
+    def others(self, index: int) -> dict[str, np.ndarray]:
+        """Return further arrays of an example, int32, a number for each token."""
+        return self._example(index)[4]
+
+    def _read(self, index: int) -> tuple[Any, ...]:
         example, where = self._source[index], f"example {index} of {self._name}"
         tokens, labels = np.asarray(example["tokens"], np.int32), np.asarray(example["labels"], np.float32)
         positions = np.asarray(example.get("positions", np.arange(len(tokens))), np.int32)
@@ -118,7 +121,12 @@ class LabelledReadAhead(ReadAhead):
                 f"{where}: expected tokens, labels and positions of one shape [n] with at least one label, got "
                 f"{tokens.shape}, {labels.shape} with {int(has_label.sum())}, and {positions.shape}"
             )
-        return np.append(tokens, np.int32(0)), np.append(False, has_label), labels, positions
+        known = ("tokens", "labels", "positions")
+        others = {name: np.asarray(array, np.int32) for name, array in example.items() if name not in known}
+        for name, array in others.items():
+            if array.shape != tokens.shape:
+                raise InputError(f"{where}: expected {name} of the shape of tokens, {tokens.shape}, got {array.shape}")
+        return np.append(tokens, np.int32(0)), np.append(False, has_label), labels, positions, others
 
 
 def check_example(

@@ -7,11 +7,12 @@ from typing import Any, Literal, override
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, owner_name, to_text
-from axlearn_like.input.batches import Batch, BatchStream, too_long
+from axlearn_like.input.batches import TEXTS, Batch, BatchStream, too_long
 from axlearn_like.input.mixture import Mixture, Single, build_source
 from axlearn_like.input.packing import FirstFit
-from axlearn_like.input.source import InputError, LabelledReadAhead
+from axlearn_like.input.source import IndexedSource, InputError, LabelledReadAhead
 
+Contents = Literal["texts", "labels", "pairs", "judgements"]
 _FORMAT = 2  # of the state
 
 
@@ -43,9 +44,14 @@ class SupervisedInput(Configurable):
             self.require_least(0, "prefetch")
 
         @property
-        def targets_dtype(self) -> str:
-            """The dtype of a batch's targets."""
-            return "int32"
+        def dtypes(self) -> dict[str, str]:
+            """The dtype of each array of a batch, all [rows, seq_len]."""
+            return dict(TEXTS)
+
+        @property
+        def contents(self) -> Contents:
+            """What the examples are, which a loss must fit."""
+            return "texts"
 
     _stream = BatchStream  # makes the batches
     _labelled = False  # sources have labels
@@ -62,9 +68,7 @@ class SupervisedInput(Configurable):
         else:
             mixture = Single(build_source(cfg.source, name), name)
         for source in mixture.sources:
-            if isinstance(source, LabelledReadAhead) != self._labelled:
-                expected = "examples with labels" if self._labelled else "a LabelledInput for examples with labels"
-                raise InputError(f"{owner_name(cfg)} of {name}: expected {expected}")
+            self._check_source(source, f"{owner_name(cfg)} of {name}")
             length, where = source.longest
             if cfg.long == "refuse" and length - 1 > cfg.seq_len:
                 raise too_long(where, length, cfg.seq_len)
@@ -84,12 +88,19 @@ class SupervisedInput(Configurable):
             long=cfg.long,
             seed=cfg.seed,
             rows=own,
+            dtypes=cfg.dtypes,
         )
         self._metrics: dict[str, float] = {}
         # In a list, which is emptied when this object is collected, at the interpreter's end at the latest: a Grain
         # iterator that outlives the interpreter cannot close itself.
         self._iterator = [_prefetched(stream, cfg.prefetch)]
         self._close = weakref.finalize(self, _close, self._iterator)
+
+    def _check_source(self, source: IndexedSource, name: str) -> None:
+        """Refuse a source of other examples (InputError); `name` is that of both."""
+        if isinstance(source, LabelledReadAhead) != self._labelled:
+            expected = "examples with labels" if self._labelled else "a LabelledInput for examples with labels"
+            raise InputError(f"{name}: expected {expected}")
 
     def __iter__(self) -> "SupervisedInput":
         return self

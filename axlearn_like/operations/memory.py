@@ -36,10 +36,12 @@ def check_state_fits(state: Mapping[str, Any], mesh: Mesh) -> None:
     first = mesh.local_devices[0]
     memory, params = device_memory(first), bytes_of_device(state["params"])
     optimizer = bytes_of_device(state["opt_state"])
-    needed = 2 * params + optimizer
+    held = bytes_of_device({name: part for name, part in state.items() if name not in ("step", "params", "opt_state")})
+    needed = 2 * params + optimizer + held
     if memory is None or needed <= memory:
         return
-    parts = f"parameters {_gib(params)} + gradients {_gib(params)} + optimizer {_gib(optimizer)} = {_gib(needed)}"
+    others = f" + reference policy {_gib(held)}" if held else ""
+    parts = f"parameters {_gib(params)} + gradients {_gib(params)} + optimizer {_gib(optimizer)}{others} = {_gib(needed)}"
     have = f"each of the {mesh.size} devices ({first.device_kind}) has {_gib(memory)}"
     raise UserError(f"the train state does not fit: {parts}, and {have}; expected more devices, or a smaller model")
 

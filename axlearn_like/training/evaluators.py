@@ -44,6 +44,8 @@ class LossEvaluator(Configurable):
         self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
         data.close()
         self._loss = eval_step(graphdef, loss)
+        # Of a loss that compares with another policy (see alignment.scoring).
+        self._scored = getattr(loss, "scored", lambda params, batch: batch)
 
     def run(self, params: Params, step: int) -> dict[str, float]:
         """Return `eval_loss` and, if the loss has one, `eval_accuracy`: means over the batches, which count alike.
@@ -52,7 +54,8 @@ class LossEvaluator(Configurable):
         """
         del step
         batches = (shard_batch(batch, rows=self._rows) for batch in self._batches)
-        results = jax.device_get([self._loss(params, batch)[1] for batch in batches])
+        scored = (self._scored(params, batch) for batch in batches)
+        results = jax.device_get([self._loss(params, batch)[1] for batch in scored])
         prefix = "eval_averaged" if self.averaged else "eval"
         return {
             f"{prefix}_{name}": float(sum(result[name] for result in results) / len(results))

@@ -22,7 +22,15 @@ class HeadLoss(Configurable, abc.ABC):
     """Base of losses of a decoder's scores: subclasses compute `of_scores`."""
 
     class Config(ConfigBase["HeadLoss"]):
-        pass
+        @property
+        def contents(self) -> str:
+            """What the examples of its input are (see `SupervisedInput.Config`)."""
+            return "labels"
+
+        @property
+        def scores(self) -> dict[str, bool]:
+            """Arrays that scoring adds to a batch (see `alignment.scoring`)."""
+            return {}
 
     def __init__(self, cfg: Config):
         self._cfg = cfg

@@ -89,6 +89,16 @@ class SupervisedLoss(Configurable):
             self.require_least(1, "chunks")
             self.require_least(0, "z_loss")
 
+        @property
+        def contents(self) -> str:
+            """What the examples of its input are (see `SupervisedInput.Config`)."""
+            return "texts"
+
+        @property
+        def scores(self) -> dict[str, bool]:
+            """Arrays that scoring adds to a batch (see `alignment.scoring`)."""
+            return {}
+
     def __init__(self, cfg: Config):
         self._cfg = cfg
 

@@ -25,7 +25,6 @@ from mesh.batches import batch_partition
 from mesh.rules import mesh_axes
 
 _DROPOUT = 0  # seed: with step, microbatch, layer and matrix it makes the keys
-_INTEGERS = ("tokens", "positions", "segment_ids")
 
 
 class Program(NamedTuple):
@@ -91,11 +90,10 @@ def describe_state(
 
 def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Return a packed batch of `SupervisedInput` as `shard_batch` shards it; the mesh is set."""
-    dtypes = {**dict.fromkeys(_INTEGERS, "int32"), "targets": cfg.targets_dtype, "weights": "float32"}
     shape = (cfg.batch_size, cfg.seq_len)
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, batch_partition(shape, name)))
-        for name, dtype in dtypes.items()
+        for name, dtype in cfg.dtypes.items()
     }
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.operations.flops import model_flops, rows_workload
+from axlearn_like.training.alignment.scoring import describe_scored
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.losses import eval_step
 from axlearn_like.training.program import check_length, check_rows, describe_batch
@@ -113,7 +114,7 @@ def _train(cfg: TrainerConfig, mesh: Mesh) -> Program:
     program = cfg.program(mesh)
     rows, length = cfg.input.batch_size, cfg.input.seq_len
     with use_mesh(mesh, cfg.axis_rules):
-        batch = describe_batch(cfg.input, mesh)
+        batch = describe_scored(describe_batch(cfg.input, mesh), cfg.loss.scores)
     trace = partial(traced, program.step, mesh, cfg.axis_rules, program.state, batch)
     return Program("train", mesh, trace, rows, length, *rows_flops(cfg.model, rows, length, backward=True))
 
@@ -124,7 +125,8 @@ def _eval(cfg: TrainerConfig, mesh: Mesh) -> Program:
     program = cfg.program(mesh)
     with use_mesh(mesh, cfg.axis_rules):
         check_rows(inputs, mesh, 1)
-        batch, step = describe_batch(inputs, mesh), eval_step(program.graphdef, cfg.loss.build())
+        batch = describe_scored(describe_batch(inputs, mesh), cfg.loss.scores)
+        step = eval_step(program.graphdef, cfg.loss.build())
     rows, length = inputs.batch_size, inputs.seq_len
     trace = partial(traced, step, mesh, cfg.axis_rules, program.state["params"], batch)
     return Program("eval", mesh, trace, rows, length, *rows_flops(cfg.model, rows, length))

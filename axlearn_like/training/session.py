@@ -27,6 +27,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog, span
 from axlearn_like.run.metrics import MetricsWriter, read_rows
 from axlearn_like.run.progress import Progress
+from axlearn_like.training.alignment.scoring import ScoredStep
 from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.loop import Feed, TrainingLoop
@@ -209,7 +210,7 @@ class Session(contextlib.ExitStack):
 
     def _guarded(self, step: Step, allowed: int) -> Step:
         """Return the step as programs that are compiled for so many shapes of batches and no more."""
-        if isinstance(step, MinibatchStep):
+        if isinstance(step, MinibatchStep | ScoredStep):
             step.step = self._guarded(step.step, allowed)
             return step
         if not isinstance(step, AccumulatedStep):

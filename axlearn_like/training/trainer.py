@@ -12,13 +12,17 @@ from jax.sharding import Mesh
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, path_of, resolve, to_text
-from axlearn_like.input import LabelledInput, SupervisedInput
+from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import Learner
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import step_flops
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.signals import graceful_stop
 from axlearn_like.tokenizers.embedding import check_tokenizers
+from axlearn_like.training.alignment.kto import KTO
+from axlearn_like.training.alignment.preferences import PreferenceLoss, ReferenceLoss
+from axlearn_like.training.alignment.reference import Reference
+from axlearn_like.training.alignment.scoring import ScoredStep, Scoring, describe_scored
 from axlearn_like.training.head_losses import HeadLoss
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import Program, check_length, check_rows, describe_batch, train_program
@@ -31,6 +35,14 @@ from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh, use_rules
 
+# What a loss is computed from -> the input of such examples.
+_INPUTS = {
+    "texts": "SupervisedInput",
+    "labels": "LabelledInput",
+    "pairs": "PreferenceInput",
+    "judgements": "UnpairedInput",
+}
+
 
 class Trainer(Configurable):
     """Trainer of a decoder on packed rows.
@@ -41,7 +53,7 @@ class Trainer(Configurable):
 
     class Config(TrainingConfig["Trainer"]):
         input: SupervisedInput.Config = REQUIRED
-        loss: SupervisedLoss.Config | HeadLoss.Config = SupervisedLoss.Config()
+        loss: SupervisedLoss.Config | HeadLoss.Config | PreferenceLoss.Config | KTO.Config = SupervisedLoss.Config()
         mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
         seed: int = 0  # of the initial parameters
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
@@ -59,13 +71,10 @@ class Trainer(Configurable):
             super().check()
             check_length(self.model, self.input.seq_len, f"{path_of(self.input)}.seq_len", path_of(self.model))
             check_tokenizers(self.input, self.model)
-            labelled = isinstance(self.loss, HeadLoss.Config)
-            expected = (
-                f"a {'Labelled' if labelled else 'Supervised'}Input.Config, as loss is {type(self.loss).__qualname__}"
-            )
+            expected = f"a {_INPUTS[self.loss.contents]}.Config, as loss is {type(self.loss).__qualname__}"
             for data in (self, *self.evaluators):
                 given = getattr(data, "input", self.input)
-                data.require("input", isinstance(given, LabelledInput.Config) == labelled, expected)
+                data.require("input", given.contents == self.loss.contents, expected)
 
         def check_sizes(self, devices: Sequence[Any] | None = None) -> Mesh:
             """Return the mesh of these devices, or of this process's, if rows divide over it (UserError)."""
@@ -144,10 +153,25 @@ class Trainer(Configurable):
 
     def _checked_program(self) -> Program:
         """Trace the step once, before anything on disk is changed: what does not fit is refused now."""
-        program = self._cfg.program(self._mesh, self._learner)
-        check_state_fits(program.state, self._mesh)
-        jax.eval_shape(program.step, program.state, describe_batch(self._cfg.input, self._mesh))  # jax keeps the trace
+        cfg = self._cfg
+        program = cfg.program(self._mesh, self._learner)
+        scoring = self._scoring(program)
+        held = {} if scoring is None else scoring.reference.describe(program.state["params"])
+        check_state_fits({**program.state, **held}, self._mesh)
+        batch = describe_scored(describe_batch(cfg.input, self._mesh), cfg.loss.scores)
+        jax.eval_shape(program.step, program.state, batch)  # jax keeps the trace
         return program
+
+    def _scoring(self, program: Program) -> Scoring | None:
+        """Return the loss with the policy that it compares with, None if it does not (ConfigError: it does not fit)."""
+        loss, params = self._cfg.loss, program.state["params"]
+        if not loss.scores:
+            return None
+        assert isinstance(loss, ReferenceLoss.Config | KTO.Config), "these have scores"
+        frozen = self._learner.frozen(params)
+        loss.reference.check_params(params, frozen)
+        reference = loss.reference.build(frozen=frozen)
+        return Scoring(loss.build(), reference, program.graphdef, self._cfg.microbatches)
 
     def _check_start(self, run_dir: RunDirectory, program: Program) -> None:
         """Refuse parameters of another model before there is a run that would start from them."""
@@ -182,10 +206,20 @@ class Trainer(Configurable):
             feed = InputFeed(cfg.input.build(rows=local_rows(cfg.input.batch_size)), flops)
             session.callback(feed.close)
             start = cfg.first_params.build().params if cfg.first_params else None
-            state, step, extras = session.restore_or_start(program, self._learner, seed=cfg.seed, params=start)
+            scoring = self._scoring(program)
+            reference = None if scoring is None else scoring.reference
+            also = None if reference is None else reference.describe(program.state["params"])
+            begin: dict[str, Any] = {"seed": cfg.seed, "params": start, "also": also}
+            state, step, extras = session.restore_or_start(program, self._learner, **begin)
+            if reference is not None:
+                reference.start(state["params"]) if extras is None else reference.restore(state)
             if extras is not None:
                 feed.restore(extras)
-            loop = session.loop(state, step, program, feed, self._learner, cfg.loss.build(), show=show)
+            loss = scoring or cfg.loss.build()
+            if scoring is not None:
+                program = program._replace(step=ScoredStep(program.step, scoring))
+            feed.reference = reference
+            loop = session.loop(state, step, program, feed, self._learner, loss, show=show)
             del state  # the loop's alone: the step donates it
             done = loop.run(lambda: group.any(stop.requested or stopped()))
             session.end(loop.step, "done" if done else stop.reason or "another process", show=show)
@@ -193,7 +227,7 @@ class Trainer(Configurable):
 
 
 class InputFeed:
-    """Feed of a `SupervisedInput`; nothing follows an update."""
+    """Feed of a `SupervisedInput`; a reference policy follows the updates, if there is one."""
 
     waits = False
     tokens = "tokens"
@@ -201,6 +235,7 @@ class InputFeed:
     def __init__(self, data: SupervisedInput, flops: float | None = None):
         """`flops`: model FLOPs of an update, if known."""
         self._data, self.flops = data, flops
+        self.reference: Reference | None = None
 
     def next(self, step: int, state: State, timeout: float) -> Any:
         """Return the next batch, sharded."""
@@ -212,11 +247,14 @@ class InputFeed:
         return self._data.metrics()
 
     def updated(self, step: int, state: State, metrics: Mapping[str, Any]) -> None:
-        """Do nothing."""
+        """Let the reference follow."""
+        if self.reference is not None:
+            self.reference.updated(step, state["params"])
 
     def checkpoint(self, state: State) -> tuple[State, dict[str, Any]]:
-        """Return the state and the input's position."""
-        return state, {"input": self._data.state()}
+        """Return the state, with what a reference holds, and the input's position."""
+        held = {} if self.reference is None else self.reference.saved()
+        return {**state, **held}, {"input": self._data.state()}
 
     def restore(self, extras: Mapping[str, Any]) -> None:
         """Go to the input's position of a checkpoint."""

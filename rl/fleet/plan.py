@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.layers.parameter_names import only, without
 from axlearn_like.operations.memory import bytes_of_device
+from axlearn_like.training.alignment.reference import Reference
 from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE, RoleDevices
@@ -18,7 +19,6 @@ from rl.fleet.fleet import Placed
 from rl.fleet.hosts import count_hosts
 from rl.fleet.memory import ProgramMemory, program_memory
 from rl.rollout.model_runner.runner import ModelRunner
-from rl.training.reference import Reference
 
 NEXT_WEIGHTS = "the next version's weights"  # a worker pulls them while it draws with the ones in place
 

@@ -1,9 +1,11 @@
-"""Right and wrong answers to the problems of a task mixture, as pairs for a reward model."""
+"""Right and wrong answers to the problems of a task mixture: pairs, and answers that are right or wrong alone."""
+
+from typing import override
 
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.input import preference
+from axlearn_like.input import Completion, preference, unpaired
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh.errors import UserError
 from rl.roles.messages import Problem
@@ -41,13 +43,22 @@ class PreferenceSource(Configurable):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return the example of both sequences (see `axlearn_like.input.preference`): bos, question, answer, eos."""
+        problem, rng = self._problem(index)
+        return preference(
+            self._completion(problem, problem.answer), self._completion(problem, self._wrong(problem, rng))
+        )
+
+    def _problem(self, index: int) -> tuple[Problem, np.random.Generator]:
+        """Return a problem, and what its wrong answer is drawn with."""
         if not 0 <= index < self._size:
             raise IndexError(f"example {index} of {self._size}")
         problem = self._mixture.train(self._start + index) if self._heldout is None else self._heldout[index]
+        return problem, np.random.default_rng((self._seed, problem.id))
+
+    def _completion(self, problem: Problem, answer: str) -> Completion:
         prompt = encode_prompt(problem.question, self._tokenizer)
-        answers = problem.answer, self._wrong(problem, np.random.default_rng((self._seed, problem.id)))
-        chosen, rejected = ([*prompt, *self._tokenizer.encode(text), self._tokenizer.eos] for text in answers)
-        return preference(chosen, rejected)
+        drawn = [*self._tokenizer.encode(answer), self._tokenizer.eos]
+        return Completion(np.asarray(prompt, np.int32), np.asarray(drawn, np.int32), np.ones(len(drawn), bool))
 
     def _wrong(self, problem: Problem, rng: np.random.Generator) -> str:
         for _ in range(_ATTEMPTS):
@@ -55,6 +66,22 @@ class PreferenceSource(Configurable):
             if changed != problem.answer and self._mixture.score(problem, changed) < 1.0:
                 return changed
         raise UserError(f"problem {problem.id}: no change of its answer {problem.answer!r} is scored as wrong")
+
+
+class JudgedSource(PreferenceSource):
+    """Answers that are right or wrong, in turn, by random access (see `axlearn_like.input.unpaired`)."""
+
+    class Config(PreferenceSource.Config):
+        pass
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return the example of an answer, right for even indices, and of the next problem's answer."""
+        problem, rng = self._problem(index)
+        other, _ = self._problem((index + 1) % len(self))
+        right = index % 2 == 0
+        answer = problem.answer if right else self._wrong(problem, rng)
+        return unpaired(self._completion(problem, answer), right, self._completion(other, other.answer))
 
 
 def changed_text(text: str, rng: np.random.Generator) -> str:

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
+from axlearn_like.training.alignment.reference import Reference
 from rl.objective import MaxLengthMean, Objective, SoftOverlongPenalty
-from rl.training.reference import Reference
 from rl.training.updates import Updates
 
 

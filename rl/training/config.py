@@ -14,6 +14,7 @@ from axlearn_like.layers.base import split
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.learner import Learner
+from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.program import Program, check_length
 from axlearn_like.training.session import TrainingConfig
 from mesh import make_mesh
@@ -23,7 +24,6 @@ from rl.controller.evaluations import METRICS
 from rl.objective import Objective
 from rl.training.packing import Packing
 from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
-from rl.training.reference import Reference
 from rl.training.replay import routing_layout
 from rl.training.updates import Updates
 

@@ -12,6 +12,7 @@ import numpy as np
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.run.events import EventLog
+from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.step import State
 from mesh import shard_batch
 from mesh.batches import local_rows
@@ -26,7 +27,6 @@ from rl.training.batching import Arranged, Batch, Minibatch, arrange, fill_packe
 from rl.training.logprob_diff import LogprobDiff, only_version
 from rl.training.packing import Microbatch, Packing
 from rl.training.publication import Publication
-from rl.training.reference import Reference
 from rl.training.replay import replay_packed, replay_padded, routing_bytes
 from rl.training.updates import Updates
 

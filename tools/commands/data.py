@@ -41,8 +41,8 @@ def train_tokenizer(
     The directory gets tokenizer.json and tokenizer_config.json, which transformers and HuggingFaceTokenizer read. The
     same files in the same order give the same tokenizer.
     """
-    from axlearn_like.input.text_files import read_texts
     from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
+    from axlearn_like.tokenizers.text_files import read_texts
     from axlearn_like.tokenizers.train import train_bpe, write_tokenizer
 
     if (directory / "tokenizer.json").exists():

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 
+from axlearn_like.training.alignment.reference import FrozenCopy, WithoutAdapters
 from experiments.modifiers import low_rank
 from experiments.registry import get
 from mesh import UserError
@@ -18,7 +19,6 @@ from rl.fleet.plan import NEXT_WEIGHTS, plan_fleet
 from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.run import RLRun
-from rl.training.reference import FrozenCopy, WithoutAdapters
 from tests.rl.tiny import tiny_experiment, tiny_params
 from tools import cli
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from axlearn_like.config import ConfigError
+from axlearn_like.training.alignment.reference import FrozenCopy
 from mesh import UserError
 from mesh.mesh import PlaceholderDevice
 from rl.experiment import RLExperiment
 from rl.objective import PRESETS, Objective
 from rl.objective.presets import dapo, dr_grpo, grpo, reinforce
-from rl.training.reference import FrozenCopy
 from rl.training.updates import Updates
 from tests.rl.tiny import tiny_experiment
 from tests.rl.training.test_trainer import Roles, host

@@ -11,11 +11,11 @@ import pytest
 
 from axlearn_like.config import ConfigError
 from axlearn_like.layers.base import Params
+from axlearn_like.training.alignment.reference import FrozenCopy, MovingAverage, Reference, WithoutAdapters
 from experiments.modifiers import low_rank
 from rl.objective import ReferencePenalty
 from rl.objective.presets import grpo
 from rl.training.packing import Packing
-from rl.training.reference import FrozenCopy, MovingAverage, Reference, WithoutAdapters
 from tests.rl.tiny import tiny_experiment, tiny_params
 from tests.rl.training.test_trainer import Roles, config, host
 

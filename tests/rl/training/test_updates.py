@@ -11,6 +11,7 @@ from flax import nnx
 
 from axlearn_like.layers.base import bind, split
 from axlearn_like.learner import SGD, Constant, Learner
+from axlearn_like.training.alignment.reference import FrozenCopy, MovingAverage
 from rl.experiment import RLExperiment
 from rl.objective import Objective, ReferenceKL, SequenceMean
 from rl.objective.presets import grpo
@@ -19,7 +20,6 @@ from rl.roles.messages import Group
 from rl.training.batching import arrange, pack_groups
 from rl.training.packing import Packing
 from rl.training.program import policy_logprobs
-from rl.training.reference import FrozenCopy, MovingAverage
 from rl.training.updates import Updates
 from tests.rl.tiny import tiny_params
 from tests.rl.training.test_batching import MAX_NEW, MAX_PROMPT, ragged

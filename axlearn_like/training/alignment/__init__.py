@@ -1,0 +1,1 @@
+"""Alignment by supervised training: losses that compare a policy with a reference, and the policies compared with."""

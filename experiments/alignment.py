@@ -1,0 +1,57 @@
+"""Alignment of the demo's policy by preferences, instead of RL: it starts from `axl train demo_sft`.
+
+Measured: docs/how-to/align.md.
+"""
+
+from typing import Any
+
+from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.input import FirstFit, PreferenceInput, UnpairedInput
+from axlearn_like.learner import AdamW, Learner, WarmupCosine
+from axlearn_like.tokenizers.phrases import PhraseTokenizer
+from axlearn_like.training.alignment.kto import KTO
+from axlearn_like.training.alignment.preferences import DPO
+from axlearn_like.training.evaluators import LossEvaluator
+from axlearn_like.training.trainer import Trainer
+from experiments.reasoning_gym import PHRASES, demo_sft, task_mixture
+from experiments.registry import experiment
+from rl.tasks.preferences import JudgedSource, PreferenceSource
+
+SFT = "runs/demo_sft"  # where `axl train demo_sft` leaves its parameters
+
+
+@experiment
+def demo_dpo(*, steps: int = 300, seed: int = 0) -> Trainer.Config:
+    """The demo's decoder, supervised before, learns by DPO to prefer right answers to wrong ones."""
+    return _aligned(DPO.Config(beta=0.1), PreferenceSource.Config, PreferenceInput.Config, steps, seed)
+
+
+@experiment
+def demo_kto(*, steps: int = 300, seed: int = 0) -> Trainer.Config:
+    """The demo's decoder, supervised before, learns by KTO from answers that are right or wrong."""
+    return _aligned(KTO.Config(beta=0.1), JudgedSource.Config, UnpairedInput.Config, steps, seed)
+
+
+def _aligned(loss: Any, source: Any, rows: Any, steps: int, seed: int) -> Trainer.Config:
+    """Compose a trainer of the demo's policy with this loss, on these examples of its problems."""
+    examples = source(
+        mixture=task_mixture(seed), tokenizer=PhraseTokenizer.Config(phrases=PHRASES), num_examples=1_000_000
+    )
+    batches = rows(source=examples, seq_len=128, batch_size=16, rows=FirstFit.Config(window=128), seed=seed)
+    unseen = batches.clone(source=examples.clone(heldout=True, num_examples=256))
+    return Trainer.Config(
+        model=demo_sft(seed=seed).model,
+        start_from=StartFrom.Config(path=SFT),
+        input=batches,
+        loss=loss,
+        learner=Learner.Config(
+            optimizer=AdamW.Config(b2=0.98),
+            schedule=WarmupCosine.Config(peak_lr=1e-4, warmup_steps=20, total_steps=steps, end_lr=1e-5),
+        ),
+        checkpoint=Checkpointer.Config(save_every=100, keep=1),
+        mesh={"data": -1},
+        num_steps=steps,
+        evaluators=(LossEvaluator.Config(input=unseen, batches=8, every=50),),
+        seed=seed,
+    )
