@@ -50,7 +50,7 @@ class SupervisedInput(Configurable):
 
         @property
         def contents(self) -> Contents:
-            """What the examples are, which a loss must fit."""
+            """Kind of examples, which a loss must fit."""
             return "texts"
 
     _stream = BatchStream  # makes the batches

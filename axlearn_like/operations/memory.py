@@ -40,10 +40,12 @@ def check_state_fits(state: Mapping[str, Any], mesh: Mesh) -> None:
     needed = 2 * params + optimizer + held
     if memory is None or needed <= memory:
         return
-    others = f" + reference policy {_gib(held)}" if held else ""
-    parts = f"parameters {_gib(params)} + gradients {_gib(params)} + optimizer {_gib(optimizer)}{others} = {_gib(needed)}"
+    parts = f"parameters {_gib(params)} + gradients {_gib(params)} + optimizer {_gib(optimizer)}"
+    parts += f" + reference policy {_gib(held)}" if held else ""
     have = f"each of the {mesh.size} devices ({first.device_kind}) has {_gib(memory)}"
-    raise UserError(f"the train state does not fit: {parts}, and {have}; expected more devices, or a smaller model")
+    raise UserError(
+        f"the train state does not fit: {parts} = {_gib(needed)}, and {have}; expected more devices, or a smaller model"
+    )
 
 
 def _gib(size: int) -> str:

@@ -24,7 +24,7 @@ class HeadLoss(Configurable, abc.ABC):
     class Config(ConfigBase["HeadLoss"]):
         @property
         def contents(self) -> str:
-            """What the examples of its input are (see `SupervisedInput.Config`)."""
+            """Kind of examples that its input has (see `SupervisedInput.Config`)."""
             return "labels"
 
         @property

@@ -91,7 +91,7 @@ class SupervisedLoss(Configurable):
 
         @property
         def contents(self) -> str:
-            """What the examples of its input are (see `SupervisedInput.Config`)."""
+            """Kind of examples that its input has (see `SupervisedInput.Config`)."""
             return "texts"
 
         @property

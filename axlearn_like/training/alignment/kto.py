@@ -37,7 +37,7 @@ class KTO(Configurable):
 
         @property
         def contents(self) -> str:
-            """What the examples of its input are."""
+            """Kind of examples that its input has."""
             return "judgements"
 
         @property

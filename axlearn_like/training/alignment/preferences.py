@@ -4,6 +4,7 @@ A sequence's log-probability is the sum over the tokens of its completion: promp
 The loss is a mean over the pairs of the global batch. Where a loss divides by a completion's length, it says so.
 """
 
+import abc
 from typing import Any, NamedTuple, override
 
 import jax
@@ -48,7 +49,7 @@ class Judged(NamedTuple):
     rejected: jax.Array
 
 
-class PreferenceLoss(Configurable):
+class PreferenceLoss(Configurable, abc.ABC):
     """Base of losses of pairs: subclasses compute `of_pairs`."""
 
     class Config(ConfigBase["PreferenceLoss"]):
@@ -60,7 +61,7 @@ class PreferenceLoss(Configurable):
 
         @property
         def contents(self) -> str:
-            """What the examples of its input are."""
+            """Kind of examples that its input has."""
             return "pairs"
 
         @property
@@ -108,9 +109,9 @@ class PreferenceLoss(Configurable):
         }
         return loss, {**metrics, **(divergence(logprobs, reference, sides, weights) if self.cfg.scores else {})}
 
+    @abc.abstractmethod
     def of_pairs(self, chosen: Sums, rejected: Sums) -> Judged:
         """Return the loss of each pair, and the implicit rewards of its sides."""
-        raise NotImplementedError
 
 
 class ReferenceLoss(PreferenceLoss):
@@ -248,14 +249,15 @@ def log_odds(logprob: jax.Array) -> jax.Array:
 
 
 def divergence(logprobs: jax.Array, reference: jax.Array, sides: jax.Array, weights: jax.Array) -> Metrics:
-    """Return `divergence`: how far the policy is from the reference on the completions, 0 or more, without gradient.
+    """Return `divergence`: how far the policy is from the reference on the completions, without gradient.
 
-    It is ratio - 1 - log ratio of reference to policy (k3 of Schulman 2020), as a mean over the tokens of an example,
-    then over examples. The policy did not draw the completions, so this is no estimate of its KL divergence.
+    Half the squared log-ratio (k2 of Schulman 2020), as a mean over the tokens of an example, then over examples. The
+    policy did not draw the completions, so this is no estimate of its KL divergence; k3's exponential of the log-ratio
+    would be that of a few tokens which the policy has come to avoid.
     """
-    ratio = jnp.clip(jax.lax.stop_gradient(reference - logprobs), -20.0, 20.0)
-    ends, live = weights > 0, (sides != 0).astype(jnp.float32)
-    sums = running_sums(jnp.stack([(jnp.expm1(ratio) - ratio) * live, live], axis=-1), ends)
+    ratio, ends = jax.lax.stop_gradient(logprobs - reference), weights > 0
+    parts = [jnp.where(sides != 0, 0.5 * ratio * ratio, 0.0), (sides != 0).astype(jnp.float32)]
+    sums = running_sums(jnp.stack(parts, axis=-1), ends)
     return {"divergence": jnp.sum(jnp.where(ends, sums[..., 0] / jnp.maximum(sums[..., 1], 1.0), 0.0) * weights)}
 
 
