@@ -16,6 +16,7 @@ from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights, StoredWeights
 from axlearn_like.learner import Group, Learner
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.speculation.speculator import Speculation
 
 
 def no_positions(cfg: ConfigBase[Any]) -> None:
@@ -74,3 +75,8 @@ def int4_rollouts(cfg: ConfigBase[Any]) -> None:
     """Engines hold the weights of all blocks as int4, 32 inputs to a scale; the objective needs a correction."""
     weights = StoredWeights.Config(numbers="int4", group=32)
     replace(cfg, RolloutEngine.Config, lambda engine: engine.set(weights=weights.clone()))
+
+
+def speculation(cfg: ConfigBase[Any]) -> None:
+    """Engines verify drafted tokens, from sibling samples and the own text; no result changes."""
+    replace(cfg, RolloutEngine.Config, lambda engine: engine.set(speculation=Speculation.Config()))

@@ -62,12 +62,17 @@ def _throughput(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dic
     wall = sum(row["step_seconds"] for row in rows)
     generating = sum(e["seconds"] for e in events if e["event"] == "generate")
     updating = sum(e["seconds"] for e in events if e["event"] == "update")
-    generated = sum(e.get("tokens", 0) for e in events if e["event"] == "generate")
+    generated, drafted, accepted = (
+        sum(e.get(name, 0) for e in events if e["event"] == "generate")
+        for name in ("tokens", "drafted_tokens", "accepted_tokens")
+    )
+    drafts = {"draft_acceptance": accepted / drafted, "accepted_share": accepted / generated} if drafted else {}
     return {
         "gen_tokens_per_second": sum(row["gen_tokens"] for row in rows) / wall,
         "updates_per_second": len(rows) / wall,
         "gen_tokens_per_worker_second": generated / generating if generating else 0.0,
         "train_tokens_per_update_second": sum(row["train_tokens"] for row in rows) / updating if updating else 0.0,
+        **drafts,
     }
 
 

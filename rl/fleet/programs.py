@@ -13,7 +13,7 @@ from axlearn_like.training.programs import Tuning, rows_flops, traced
 from mesh import make_mesh, to_named_sharding
 from mesh.cost.program import Program, Programs
 from mesh.rules import use_mesh
-from rl.rollout.aot import engine_dispatches
+from rl.rollout.model_runner.aot import engine_dispatches
 from rl.training.program import make_score_rows
 
 

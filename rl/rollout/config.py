@@ -3,6 +3,7 @@
 from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from rl.rollout.sampling import Sampler
+from rl.rollout.speculation.speculator import Speculation
 
 
 class EngineConfig[T](ConfigBase[T]):
@@ -24,6 +25,7 @@ class EngineConfig[T](ConfigBase[T]):
     mesh: dict[str, int] = {}  # {}: one device; {"tensor": n}: n devices; {"tensor": n, "expert": m}: n * m, for MoE
     mesh_rules: MeshRules = ()  # edits by the devices of a worker (axlearn_like/config/mesh_rules.py)
     sampler: Sampler.Config = Sampler.Config()
+    speculation: Speculation.Config | None = None  # drafted tokens, verified by their own draws; None: no drafts
     weights: StoredWeights.Config | None = None  # held as fewer bits; None: in the type of the model's activations
 
     @property

@@ -42,6 +42,9 @@ class EngineCore:
         self.executor = Executor(self.runner, followers)
         self.lifecycle = Lifecycle(self.scheduler, self.runner.vocab, decode)
         self.adapters = AdapterSlots(0 if adapters is None else adapters.slots, self._busy_adapters)
+        self._speculation = None if cfg.speculation is None else cfg.speculation.build()
+        if self._speculation is not None:
+            self.lifecycle.on_end = self._speculation.remember
         self._next_weights: tuple[PlacedWeights, int] | None = None  # for when all running requests have ended
         self._approximations: tuple[str, ...] = ()  # of the weights in place
         self._counts = dict.fromkeys(("prefill_tokens", "generation_tokens", "dispatches"), 0)
@@ -144,7 +147,21 @@ class EngineCore:
             return [], None
         rows.sort(key=self.executor.buckets.reach, reverse=True)
         self._counts["dispatches"] += 1
-        return rows, self.executor.decode(rows, waiting=scheduler.waiting > 0)
+        return rows, self.executor.decode(rows, waiting=scheduler.waiting > 0, **self._drafts(rows))
+
+    def _drafts(self, rows: list[Sequence]) -> dict[str, Any]:
+        """Return drafts for a dispatch, and the tokens that each row has pages for; nothing: it has no drafts."""
+        if self._speculation is None:
+            return {}
+        buckets, kv_cache, count = self.executor.buckets, self.scheduler.kv_cache, len(rows)
+        sizes = {"rows": buckets.rows(count, with_drafts=True), "plain_rows": buckets.rows(count)}
+        if (drafts := self._speculation.propose(rows, **sizes)) is None:
+            return {}
+        most = self._cfg.steps_per_dispatch * drafts.chunk
+        for sequence in rows:
+            kv_cache.reserve_free(sequence, sequence.cached + min(most, sequence.remaining))
+        room = [min(most, len(sequence.pages) * kv_cache.page_size - sequence.cached) for sequence in rows]
+        return {"drafts": drafts, "room": room}
 
     def _prefill(self) -> bool:
         """Make one dispatch; returns False if there is nothing to prefill, or no room for it."""
@@ -176,6 +193,9 @@ class EngineCore:
     def _record(self, rows: list[Sequence], out: dict[str, Any]) -> None:
         """Give the sequences the tokens that the dispatch has drawn."""
         spoilt, all_logprobs = False, out["chosen"].logprobs()
+        drafted = out.get("drafted")
+        if self._speculation is not None and drafted is not None:
+            self._speculation.measured(rows, out)
         for index, sequence in enumerate(rows):
             if sequence.ended:
                 continue  # aborted while the device drew, or with another sample of its request
@@ -187,7 +207,11 @@ class EngineCore:
             sequence.extend(tokens, logprobs, self.version, self._approximations, routing)
             cut = sequence.cut_at_stop_string()
             self.lifecycle.extended(sequence)
-            if broken and not cut:
+            if drafted is not None:
+                self.scheduler.kv_cache.trim(sequence)
+            if broken and not cut and self._speculation is not None and drafted is not None and drafted[index]:
+                self._speculation.refuse(sequence)  # they may be a drafted token's: it goes on from here without
+            elif broken and not cut:
                 spoilt = True
                 self._fail_not_finite(sequence)
             elif cut or out["stopped"][index]:
@@ -231,5 +255,6 @@ class EngineCore:
             "pages_used": pool.used,
             "adapters": len(self.adapters.loaded),
             "prefix_cache_pages": scheduler.kv_cache.prefix_pages,
+            **({} if self._speculation is None else self._speculation.stats()),
             **{f"{use}_seconds": seconds for use, seconds in self._seconds.items()},
         }

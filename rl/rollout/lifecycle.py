@@ -27,6 +27,7 @@ class Lifecycle:
         self._scheduler, self._vocab, self._decode = scheduler, vocab, decode
         self.groups: dict[int, SequenceGroup] = {}
         self.failed = 0
+        self.on_end: Callable[[SequenceGroup], None] = lambda group: None  # called with each request that has ended
         self._finished: list[SequenceGroup] = []  # not collected yet
         self._extended: list[Sequence] = []  # with tokens that on_tokens has not seen
 
@@ -176,6 +177,7 @@ class Lifecycle:
     def _finish_if_ended(self, group: SequenceGroup) -> None:
         if group.ended and self.groups.pop(group.number, None) is not None:
             self._finished.append(group)
+            self.on_end(group)
 
     # ---- reports
 

@@ -304,6 +304,11 @@ class Sequence:
         pages, self.pages, self.cached = self.pages, [], 0
         return pages
 
+    def drop_pages_behind(self, count: int) -> list[int]:
+        """Give up all but the first pages, which hold its tokens; returns them."""
+        pages, self.pages = self.pages[count:], self.pages[:count]
+        return pages
+
     def prefilled(self, count: int, routing: np.ndarray | None = None) -> None:
         """Count tokens whose keys and values have been written, and record their routing."""
         if routing is not None:

@@ -101,10 +101,11 @@ class RolloutWorker:
             lease = dataclasses.replace(lease, partial=self._episodes.continuable(lease.partial))
         if not self._load(lease.version):
             return True
-        drawing = "evaluate" if lease.evaluation else "generate"
+        drawing, drafts = "evaluate" if lease.evaluation else "generate", self._drafts()
         with self._span(drawing, step=lease.step, lease=lease.id, version=lease.version) as span:
             rollouts = self._generate(lease)
             span["tokens"] = sum(len(r.tokens) for r in rollouts) - sum(len(r.tokens) for r in lease.partial)
+            span |= {name: count - drafts[name] for name, count in self._drafts().items()}
             if recorded := sum(r.routing.nbytes for r in rollouts if r.routing is not None):
                 span["routing_bytes"] = recorded
         if self._stop():
@@ -155,6 +156,11 @@ class RolloutWorker:
         if self._episodes is not None:
             found = self._episodes.recorded(found, lease.partial, again=lease.rerun)
         return found
+
+    def _drafts(self) -> dict[str, float]:
+        """Return the drafted and accepted tokens since the start; nothing if the engine does not draft."""
+        stats = self._engine.stats()
+        return {name: stats[name] for name in ("drafted_tokens", "accepted_tokens") if name in stats}
 
     def _hand_back(self, lease: Lease, rollouts: list[Rollout]) -> None:
         if all(rollout.finish_reason != "error" for rollout in rollouts):

@@ -49,7 +49,7 @@ def main(
 
 
 def _report(cfg: Any, topology: str) -> None:
-    from rl.rollout.aot import compile_engine, largest_pool, memory_per_device
+    from rl.rollout.model_runner.aot import compile_engine, largest_pool, memory_per_device
 
     pages = largest_pool(cfg, topology)
     steps = compile_engine(cfg.clone(pages=pages), topology)

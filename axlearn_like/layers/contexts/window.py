@@ -5,7 +5,7 @@ group has its own window, divided into cells of ascending keys (`key_blocks`). A
 longest row needs, so rows of all lengths share a dispatch and its matrix products, while each reads little more than
 its own keys. Cells are separate arrays because XLA's CPU backend copies whatever it slices from an array.
 
-Shape letters: r rows, c = 1 token of each, s keys of a cell; k, q, h as in attention/grouped_query.py.
+Shape letters: r rows, c tokens of each (1 without drafts), s keys of a cell; k, q, h as in attention/grouped_query.py.
 """
 
 import dataclasses
@@ -143,6 +143,11 @@ class WindowContext:
         """int32 [r, 1]."""
         return self.lengths[:, None]
 
+    @property
+    def _written(self) -> jax.Array:
+        """Positions of the new tokens as they are written: one of each row, int32 [r]."""
+        return self.lengths
+
     def attend(
         self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: Cache, attention: AttentionParams
     ) -> tuple[jax.Array, Cache]:
@@ -171,11 +176,56 @@ class WindowContext:
         mixed, windows, first = [], [], 0
         for group, cells in enumerate(groups):
             rows = slice(first, first := first + cells[0].v.shape[0])
-            cells = _put(cells, k[rows], v[rows], self.lengths[rows])
+            cells = _put(cells, k[rows], v[rows], self._written[rows])
             variants = [partial(_attend_cells, count, attention) for count in range(1, len(cells) + 1)]
             mixed.append(jax.lax.switch(self.needed[group] - 1, variants, q_rckqh[rows], cells, self.positions[rows]))
             windows.append(cells)
         return jnp.concatenate(mixed) if len(mixed) > 1 else mixed[0], tuple(windows)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftContext(WindowContext):
+    """One step with drafts: of each row the last token, and drafted ones behind it (rl/rollout/model_runner/verify.py).
+
+    Attributes:
+        step: int32 [r], tokens of the row since the windows were filled.
+        live: bool [r, c], False at places without a draft and in idle rows.
+        chunk: c.
+    """
+
+    chunk: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def positions(self) -> jax.Array:
+        """int32 [r, c]."""
+        return self.lengths[:, None] + jnp.arange(self.chunk)
+
+    @property
+    def _written(self) -> jax.Array:
+        return self.positions
+
+    def attend(
+        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: Cache, attention: AttentionParams
+    ) -> tuple[jax.Array, Cache]:
+        """Return attention of all tokens over the window with them in it, and the updated cache."""
+        k, v = (constrain(x, None, None, "heads", None) for x in (k_rckh, v_rckh))
+        mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
+        return mixed, Cache(windows, self._record(cache.k, k), self._record(cache.v, v))
+
+    def attend_latents(
+        self, q_rckqh: jax.Array, latent_rcw: jax.Array, cache: Cache, attention: AttentionParams, expand: Expand
+    ) -> tuple[jax.Array, Cache]:
+        """Return `attend` where the pages hold latents."""
+        k, v = (constrain(x, None, None, "heads", None) for x in expand(latent_rcw))
+        mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
+        latent = constrain(latent_rcw.astype(cache.k.dtype), None, None, None)
+        return mixed, Cache(windows, self._record(cache.k, latent), None)
+
+    def _record(self, tokens: jax.Array, new: jax.Array) -> jax.Array:
+        """Return [t, r, ...] with those fed now, [r, c, ...]; what is not kept of them is written over next."""
+        rows = jnp.arange(self.lengths.shape[0])[:, None]
+        return tokens.at[self.step[:, None] + jnp.arange(self.chunk), rows].set(new, mode="drop")
 
 
 def _attend_cells(
@@ -186,16 +236,20 @@ def _attend_cells(
     return attend_blocks(q_rckqh, [cell.blocks for cell in cells], [cell.v for cell in cells], positions, attention)
 
 
-def _put(cells: Sequence[Cell], k_rkh: jax.Array, v_rkh: jax.Array, positions: jax.Array) -> tuple[Cell, ...]:
-    """Return the cells with a token of each row in the cell of its position; in place."""
+def _put(cells: Sequence[Cell], k: jax.Array, v: jax.Array, positions: jax.Array) -> tuple[Cell, ...]:
+    """Return the cells with new tokens in the cells of their positions; in place.
+
+    One of each row, k and v [r, k, h] at positions [r], or some of each, [r, c, k, h] at [r, c].
+    """
     rows, new = jnp.arange(positions.shape[0]), []
-    for cell, block in zip(cells, key_blocks(sum(cell.v.shape[2] for cell in cells), v_rkh.shape[-1]), strict=True):
+    rows = rows if positions.ndim == 1 else rows[:, None]
+    for cell, block in zip(cells, key_blocks(sum(cell.v.shape[2] for cell in cells), v.shape[-1]), strict=True):
         at = positions - block.start
         at = jnp.where(at < 0, block.stop, at)  # out of range, so nothing is written
         new.append(
             _cell(
-                cell.blocks.at[rows, :, at // KEY_BLOCK, :, at % KEY_BLOCK].set(k_rkh, mode="drop"),
-                cell.v.at[rows, :, at].set(v_rkh, mode="drop"),
+                cell.blocks.at[rows, :, at // KEY_BLOCK, :, at % KEY_BLOCK].set(k, mode="drop"),
+                cell.v.at[rows, :, at].set(v, mode="drop"),
             )
         )
     return tuple(new)

@@ -37,6 +37,10 @@ class PagedSequence(Protocol):
         """Give up all pages; returns them."""
         ...
 
+    def drop_pages_behind(self, count: int) -> list[int]:
+        """Give up all but the first pages; returns them."""
+        ...
+
 
 class KVCacheManager:
     """Pages of sequences. Full pages can be shared by sequences; a page being written has one holder."""
@@ -83,6 +87,18 @@ class KVCacheManager:
             self.pool.release([shared])
         sequence.add_pages(fresh)
         return copies
+
+    def reserve_free(self, sequence: PagedSequence, length: int) -> None:
+        """Give free pages for tokens up to `length`, as far as there are any: nothing is evicted for drafts.
+
+        The sequence has pages of its own for the next token.
+        """
+        lacking = self.pages_for(length) - len(sequence.pages)
+        sequence.add_pages(self.pool.allocate(max(0, min(lacking, self.pool.free))))
+
+    def trim(self, sequence: PagedSequence) -> None:
+        """Take back the pages behind the sequence's last token, which were for drafted ones."""
+        self.pool.release(sequence.drop_pages_behind(self.pages_for(len(sequence.tokens))))
 
     def share(self, source: PagedSequence, target: PagedSequence) -> None:
         """Fork: give `target`, which has no pages yet, those that `source` has."""

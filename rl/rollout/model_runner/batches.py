@@ -10,6 +10,7 @@ import numpy as np
 from axlearn_like.layers.contexts.paged import NULL_PAGE
 from rl.rollout.sampling import Sampler, SamplingMetadata, pack_bias, pack_metadata
 from rl.rollout.sequence import Sequence
+from rl.rollout.speculation.speculator import Drafts
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +39,8 @@ class DecodeBatch:
         stop: [r, m], stop tokens, -1 where there are fewer.
         page_table: [r, w], with room for the tokens to be drawn.
         sampling: temperature, top-k and so on of each row.
+        draft: [r, length], tokens that the row may go on with; None: the dispatch has no drafts (see verify.py).
+        depth: [r], drafted tokens that a step verifies; None likewise.
         bias: float32 [r, vocab] or None. seen: bool [r, vocab] or None.
         adapters: [r], slots, or None where the engine has no bank.
     """
@@ -50,6 +53,8 @@ class DecodeBatch:
     stop: Any
     page_table: Any
     sampling: SamplingMetadata
+    draft: Any = None
+    depth: Any = None
     bias: Any = None
     seen: Any = None
     adapters: Any = None
@@ -75,9 +80,19 @@ def pack_prefill(
 
 
 def pack_decode(
-    sequences: Items[Sequence], samplers: Items[Sampler.Config], *, pages: int, vocab: int, adapters: bool = False
+    sequences: Items[Sequence],
+    samplers: Items[Sampler.Config],
+    *,
+    pages: int,
+    vocab: int,
+    adapters: bool = False,
+    drafts: Drafts | None = None,
+    room: Items[int] | None = None,
 ) -> DecodeBatch:
-    """Pack the sequences, one for each of the first samplers; the other rows are idle."""
+    """Pack the sequences, one for each of the first samplers; the other rows are idle.
+
+    `drafts`: of all rows; `room`: tokens that each sequence may draw then, at most.
+    """
     size = len(samplers)
     stops = max((len(sequence.group.stop.tokens) for sequence in sequences), default=0)
     columns = np.zeros((4, size), np.int32)
@@ -90,6 +105,8 @@ def pack_decode(
         stop=np.full((size, max(4, 1 << max(0, stops - 1).bit_length())), -1, np.int32),
         page_table=np.full((size, pages), NULL_PAGE, np.int32),
         sampling=pack_metadata(samplers, vocab),
+        draft=None if drafts is None else drafts.tokens,
+        depth=None if drafts is None else drafts.depths,
         bias=pack_bias(samplers, vocab),
         seen=_seen(sequences, samplers, vocab),
         adapters=_slots(sequences, size) if adapters else None,
@@ -98,6 +115,8 @@ def pack_decode(
         request = sequence.group.request
         number = request.prompt.id
         columns[:, row] = sequence.tokens[-1], sequence.cached, sequence.drawn, sequence.remaining
+        if room is not None:
+            batch.remaining[row] = min(sequence.remaining, room[row])
         batch.identity[row] = request.seed & 0xFFFFFFFF, number >> 32, number & 0xFFFFFFFF, sequence.sample
         batch.stop[row, : len(sequence.group.stop.tokens)] = sequence.group.stop.tokens
         batch.page_table[row, : len(sequence.pages)] = sequence.pages[:pages]

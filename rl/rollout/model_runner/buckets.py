@@ -33,6 +33,7 @@ class Buckets:
         self._grouped = grouped
         self._steps, self._prefill_tokens = steps, prefill_tokens
         self._rows = halvings(max_num_seqs, _LEAST_ROWS)
+        self.few_rows = halvings(max_num_seqs, 1)  # of dispatches with drafts, the most first
         self.chunks = [c for c in (_LEAST_CHUNK << 2 * i for i in range(16)) if c <= prefill_tokens]
         widest = -(-longest // KEY_BLOCK) * KEY_BLOCK
         self._widths = [widest] if ragged else _widths(widest)
@@ -42,9 +43,12 @@ class Buckets:
         """Keys of the widest window."""
         return self._widths[-1]
 
-    def rows(self, count: int) -> int:
-        """Return the rows of a decoding dispatch of so many sequences."""
-        return bucket(count, self._rows)
+    def rows(self, count: int, *, with_drafts: bool = False) -> int:
+        """Return the rows of a decoding dispatch of so many sequences.
+
+        With drafts there are sizes below the least one too: the fewer rows, the more tokens of each are verified.
+        """
+        return bucket(count, self.few_rows if with_drafts else self._rows)
 
     def groups(self, rows: int) -> list[int]:
         """Return the rows of each window of a dispatch (see contexts/window.py).
@@ -54,16 +58,17 @@ class Buckets:
         """
         if not self._grouped or self.widest <= 2 * KEY_BLOCK:
             return [rows]
-        sizes = [size for size in reversed(self._rows) if size <= rows]
+        sizes = [size for size in reversed(self._rows) if size <= rows] or [rows]
         return [sizes[0], *(after - before for before, after in itertools.pairwise(sizes))]
 
-    def quorum(self, count: int, *, waiting: bool) -> int:
+    def quorum(self, count: int, *, waiting: bool, with_drafts: bool = False) -> int:
         """Return the least rows with which a dispatch of `count` sequences goes on.
 
         It ends early when the rest would fit into a smaller one or, if others could use the rows, when an eighth has
         ended.
         """
-        smaller = max((rows for rows in self._rows if rows < count), default=0)
+        sizes = self.few_rows if with_drafts else self._rows
+        smaller = max((rows for rows in sizes if rows < count), default=0)
         return max(1, smaller + 1, count - count // 8 if waiting else 0)
 
     def width(self, tokens: int) -> int:

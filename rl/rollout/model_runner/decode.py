@@ -28,7 +28,7 @@ def prefill(model: Any, pool: Pool, batch: PrefillBatch, *, pages: int, kernel: 
         batch.page_table, batch.starts, batch.counts, chunk=batch.tokens.shape[1], pages=pages, kernel=kernel
     )
     hidden = model.hidden(batch.tokens, context, pool)
-    return hidden.cache, _record(model, hidden)
+    return hidden.cache, record_of(model, hidden)
 
 
 def decode(
@@ -62,7 +62,7 @@ def decode(
         cache, advance = pool, _paged_step(model, batch, pages)
     else:
         needed = cells_needed(windows[0], batch.lengths + jnp.minimum(batch.remaining, steps))
-        cache, advance = _filled(model, windows, pool, batch, needed, steps, pages), _window_step(model, needed)
+        cache, advance = filled(model, windows, pool, batch, needed, steps, pages), _window_step(model, needed)
 
     def body(state: dict[str, Any]) -> dict[str, Any]:
         step, alive = state["step"], state["alive"]
@@ -102,7 +102,7 @@ def decode(
         "seen": batch.seen,
         "tokens": jnp.zeros((steps, size), jnp.int32),
         "chosen": Chosen(*[jnp.ones((steps, size), jnp.float32)] * 3),
-        "routing": _empty_record(model, steps, size),
+        "routing": empty_record(model, steps, size),
     }
     with turns(steps):  # where no row stops
         final = jax.lax.while_loop(
@@ -111,7 +111,7 @@ def decode(
     if kernel:
         pool = final["cache"]
     else:
-        pool = _write_back(pool, final["cache"], batch, final["counts"], pages)
+        pool = write_back(pool, final["cache"], batch, final["counts"], pages)
         windows = tuple(cache.windows for cache in final["cache"])
     out = {name: final[name] for name in ("tokens", "counts", "stopped", "broken")}
     out |= {} if final["routing"] is None else {"routing": final["routing"]}
@@ -130,14 +130,15 @@ def zero_pages(pool: Pool, targets: jax.Array, *, layers: int, pages: int) -> Po
     return jax.tree.map(lambda x: x.at[targets + offsets].set(0), pool)
 
 
-def _record(model: Any, hidden: Any) -> jax.Array | None:
+def record_of(model: Any, hidden: Any) -> jax.Array | None:
     """Return the routing of a forward pass as it is recorded, complete on every device."""
     if hidden.aux.routing is None:
         return None
     return constrain(model.routing_layout.compact(hidden.aux.routing), None, None, None, None)
 
 
-def _empty_record(model: Any, steps: int, size: int) -> jax.Array | None:
+def empty_record(model: Any, steps: int, size: int) -> jax.Array | None:
+    """Return room for the routing of `steps` tokens of each row; None if the model records none."""
     layout: RoutingLayout | None = getattr(model, "routing_layout", None)
     if layout is None or not layout.recorded:
         return None
@@ -155,7 +156,7 @@ def _paged_step(model: Any, batch: DecodeBatch, pages: int) -> Advance:
         del step
         context = PagedContext(batch.page_table, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=True)
         hidden = model.hidden(feed[:, None], context, pool)
-        return hidden.x, hidden.cache, _record(model, hidden)
+        return hidden.x, hidden.cache, record_of(model, hidden)
 
     return advance
 
@@ -166,12 +167,12 @@ def _window_step(model: Any, needed: jax.Array) -> Advance:
     ) -> tuple[jax.Array, Any, Any]:
         # A row that has ended writes behind its last token in its own window, which nothing reads.
         hidden = model.hidden(feed[:, None], WindowContext(lengths, needed, step, alive[:, None]), caches)
-        return hidden.x, hidden.cache, _record(model, hidden)
+        return hidden.x, hidden.cache, record_of(model, hidden)
 
     return advance
 
 
-def _filled(
+def filled(
     model: Any, windows: Items[Windows], pool: Pool, batch: DecodeBatch, needed: jax.Array, steps: int, pages: int
 ) -> tuple[Cache, ...]:
     """Return each layer's windows, filled from the pool, with room for the tokens of this dispatch."""
@@ -190,7 +191,7 @@ def _filled(
     )
 
 
-def _write_back(pool: Pool, caches: Items[Cache], batch: DecodeBatch, counts: jax.Array, pages: int) -> Pool:
+def write_back(pool: Pool, caches: Items[Cache], batch: DecodeBatch, counts: jax.Array, pages: int) -> Pool:
     """Write the tokens of this dispatch into their pages."""
     for layer, cache in enumerate(caches):
         steps, table = jnp.arange(len(cache.k)), batch.page_table + layer * pages

@@ -16,6 +16,7 @@ from rl.rollout.model_runner.runner import COPIES, ModelRunner
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.sequence import Sequence
+from rl.rollout.speculation.speculator import Drafts
 
 
 class Executor:
@@ -83,20 +84,32 @@ class Executor:
         pages, adapters = width // self.runner.page_size, self.runner.bank is not None
         return self._run("prefill", pack_prefill(chosen, rows, chunk, pages, adapters=adapters))
 
-    def decode(self, sequences: Items[Sequence], *, waiting: bool) -> dict[str, jax.Array]:
-        """Start drawing; returns the arrays of `decode.decode`.
+    def decode(
+        self,
+        sequences: Items[Sequence],
+        *,
+        waiting: bool,
+        drafts: Drafts | None = None,
+        room: Items[int] | None = None,
+    ) -> dict[str, jax.Array]:
+        """Start drawing; returns the arrays of `decode.decode`, or those of `verify.decode_drafts`.
 
         Args:
             sequences: best the longest first.
             waiting: other sequences could use a row that becomes free.
+            drafts: of the rows; None: a dispatch without.
+            room: tokens that each sequence has pages for, with drafts.
         """
-        size = self.buckets.rows(len(sequences))
-        quorum = self.buckets.quorum(len(sequences), waiting=waiting)
+        count, with_drafts = len(sequences), drafts is not None
+        size = self.buckets.rows(count, with_drafts=with_drafts)
+        quorum = self.buckets.quorum(count, waiting=waiting, with_drafts=with_drafts)
         samplers = [sequence.group.sampler for sequence in sequences]
         samplers += [Sampler.Config()] * (size - len(sequences))
         sizes = {"pages": self.runner.pages_of_a_row, "vocab": self.runner.vocab}
-        batch = pack_decode(sequences, samplers, **sizes, adapters=self.runner.bank is not None)
-        return self._run("decode", batch, quorum=quorum, plain=all(map(plain, samplers)))
+        adapters = self.runner.bank is not None
+        batch = pack_decode(sequences, samplers, **sizes, adapters=adapters, drafts=drafts, room=room)
+        chunk = {} if drafts is None else {"chunk": drafts.chunk}
+        return self._run("decode", batch, quorum=quorum, plain=all(map(plain, samplers)), **chunk)
 
     def _run(self, name: str, *arguments: Any, **options: int) -> Any:
         self._order(name, *arguments, **options)

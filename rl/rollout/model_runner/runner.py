@@ -25,8 +25,10 @@ from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
 from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
+from rl.rollout.model_runner.verify import decode_drafts
 from rl.rollout.model_runner.weights import WeightLayout
 from rl.rollout.sampling import Sampler, plain
+from rl.rollout.speculation.speculator import Drafts, chunk_of
 
 COPIES = 64  # pages in one copying dispatch
 
@@ -36,7 +38,7 @@ class Dispatch:
     """One compiled program of the runner.
 
     Attributes:
-        kind: prefill, decode, copy or zero (pages).
+        kind: prefill, decode, verify (decode with drafts), copy or zero (pages).
         trace: returns the traced program; called with the mesh in force.
         rows: sequences, or pages.
         length: tokens of a sequence.
@@ -56,6 +58,8 @@ class Dispatch:
             return f"prefill {self.rows} x {self.length}"
         if self.kind == "decode":
             return f"decode {self.rows}, {'plain' if self.plain else 'all rules'}"
+        if self.kind == "verify":
+            return f"decode {self.rows}, with drafts"
         return f"{self.kind} pages"
 
 
@@ -139,11 +143,16 @@ class ModelRunner:
             with use_rules(rules):
                 return prefill(bound(params, batch), pool, batch, pages=pages, kernel=kernel)
 
-        def run_decode(params: Any, pool: Any, windows: Any, batch: DecodeBatch, quorum: jax.Array, plain: bool) -> Any:
+        def run_decode(
+            params: Any, pool: Any, windows: Any, batch: DecodeBatch, quorum: jax.Array, plain: bool, chunk: int = 1
+        ) -> Any:
             self.traces += 1
             with use_rules(rules):
                 model = bound(params, batch)
-                return decode(model, pool, windows, batch, quorum, steps=steps, pages=pages, plain=plain, kernel=kernel)
+                options: dict[str, Any] = {"steps": steps, "pages": pages, "plain": plain, "kernel": kernel}
+                if batch.draft is not None:
+                    return decode_drafts(model, pool, windows, batch, quorum, chunk=chunk, **options)
+                return decode(model, pool, windows, batch, quorum, **options)
 
         def run_copy(pool: Any, sources: jax.Array, targets: jax.Array) -> Any:
             self.traces += 1
@@ -154,7 +163,7 @@ class ModelRunner:
             return zero_pages(pool, targets, layers=self._layers, pages=pages)
 
         self._run_prefill = jax.jit(run_prefill, donate_argnums=1)
-        self._run_decode = jax.jit(run_decode, donate_argnums=(1, 2), static_argnames="plain")
+        self._run_decode = jax.jit(run_decode, donate_argnums=(1, 2), static_argnames=("plain", "chunk"))
         self._run_copy = jax.jit(run_copy, donate_argnums=0)
         self._run_zero = jax.jit(run_zero, donate_argnums=0)
 
@@ -236,19 +245,20 @@ class ModelRunner:
             self.pool, routing = self._run_prefill(self._computed_with(self.params), self.pool, batch)
         return routing
 
-    def decode(self, batch: DecodeBatch, *, quorum: int, plain: bool) -> dict[str, jax.Array]:
-        """Start drawing; returns the arrays of `decode.decode`.
+    def decode(self, batch: DecodeBatch, *, quorum: int, plain: bool, chunk: int = 1) -> dict[str, jax.Array]:
+        """Start drawing; returns the arrays of `decode.decode`, or of `verify.decode_drafts` if the batch has drafts.
 
         Args:
             batch: one of the numbers of rows in `buckets`.
             quorum: rows left with which the dispatch ends.
             plain: the sampling parameters of every row are.
+            chunk: tokens that a step feeds each row, with drafts.
         """
         size = len(batch.feed)
         with jax.set_mesh(self.mesh):
             windows = self._windows_of(size)
             self.pool, windows, out = self._run_decode(
-                self._computed_with(self.params), self.pool, windows, batch, np.int32(quorum), plain=plain
+                self._computed_with(self.params), self.pool, windows, batch, np.int32(quorum), plain=plain, chunk=chunk
             )
         for layer, groups in enumerate(windows):
             for key, cells in zip(enumerate(self.buckets.groups(size)), groups, strict=True):
@@ -290,6 +300,7 @@ class ModelRunner:
         batch = pack_decode([], [Sampler.Config()] * rows, **sizes, adapters=with_bank)
         with jax.set_mesh(self.mesh):
             windows = self._windows_of(rows)
+        drafts = [partial(self._compile_drafts, one) for one in self._draft_rows()]
 
         def compile_prefill() -> None:
             with jax.set_mesh(self.mesh):
@@ -299,7 +310,27 @@ class ModelRunner:
             with jax.set_mesh(self.mesh):
                 self._run_decode.lower(described, self.pool, windows, batch, np.int32(1), plain=plain).compile()
 
-        return [partial(compile_decode, True), compile_prefill, partial(compile_decode, False)]
+        return [partial(compile_decode, True), compile_prefill, partial(compile_decode, False), *drafts]
+
+    def _draft_rows(self) -> list[int]:
+        """Return the rows of all dispatches with drafts, the fewest last."""
+        cfg = self._cfg.speculation
+        return [] if cfg is None else [rows for rows in self.buckets.few_rows if chunk_of(cfg, rows) > 1]
+
+    def _trace_drafts(self, params: Any, rows: int) -> Any:
+        """Return the traced program of a dispatch with drafts, for samplers with a temperature alone."""
+        cfg = self._cfg.speculation
+        assert cfg is not None
+        chunk = chunk_of(cfg, rows)
+        drafts = Drafts(np.zeros((rows, cfg.text), np.int32), np.zeros(rows, np.int32), chunk)
+        sizes: dict[str, Any] = {"pages": self.pages_of_a_row, "vocab": self.vocab, "adapters": self.bank is not None}
+        batch = pack_decode([], [Sampler.Config()] * rows, **sizes, drafts=drafts)
+        windows = self._windows_of(rows)
+        return self._run_decode.trace(params, self.pool, windows, batch, np.int32(1), plain=True, chunk=chunk)
+
+    def _compile_drafts(self, rows: int) -> None:
+        with jax.set_mesh(self.mesh):
+            self._trace_drafts(self._computed_with(self._weights.described), rows).lower().compile()
 
     def dispatches(self) -> list[Dispatch]:
         """Return the dispatches that the engine runs, of each kind the largest."""
@@ -320,6 +351,7 @@ class ModelRunner:
             *(Dispatch("prefill", partial(trace_prefill, rows, chunk), rows, chunk) for rows, chunk in shapes),
             Dispatch("decode", partial(trace_decode, Sampler.Config()), rows),
             Dispatch("decode", partial(trace_decode, every_rule), rows, plain=False),
+            *(Dispatch("verify", partial(self._trace_drafts, self.params, one), one) for one in self._draft_rows()[:1]),
             Dispatch("copy", partial(self._run_copy.trace, self.pool, pages, pages), len(pages)),
             Dispatch("zero", partial(self._run_zero.trace, self.pool, pages), len(pages)),
         ]

@@ -83,6 +83,12 @@ def test_throughput(tmp_path: Path):
     }
 
 
+def test_drafts_are_counted_where_there_were_any(tmp_path: Path):
+    drafted = [event(17.0, "worker-0", "generate", seconds=1.0, tokens=100, drafted_tokens=80, accepted_tokens=60)]
+    throughput = summarise_run(write(tmp_path, ROWS, EVENTS + drafted), name="demo", seed=3)["throughput"]
+    assert (throughput["draft_acceptance"], throughput["accepted_share"]) == (60 / 80, 60 / 600)
+
+
 def test_what_a_kill_cost(tmp_path: Path):
     """The median update before the kill took 1 s; the two affected by it took 2.5 and 1.5 s: two seconds lost.
 

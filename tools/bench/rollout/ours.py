@@ -6,6 +6,8 @@ distribution it was drawn from, computed where it is drawn.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -40,7 +42,11 @@ def main() -> None:
     bed = Bed()
     job = bed.job
     with jax.set_mesh(make_mesh()):
-        limits = {"max_num_seqs": job.rollouts, "max_prompt": job.prompt_tokens, "max_new": job.new_tokens}
+        limits: dict[str, Any] = {
+            "max_num_seqs": job.rollouts,
+            "max_prompt": job.prompt_tokens,
+            "max_new": job.new_tokens,
+        }
         engine = bed.engine(**limits, keep_completions=False)  # no rollout continues another
         server = StepServer(system_version(), sum(leaf.size for leaf in jax.tree.leaves(engine.weights_like)))
         serve(job, server, lambda index: generate(job, engine, index))

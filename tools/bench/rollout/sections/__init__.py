@@ -9,5 +9,6 @@ SECTIONS = {
     "inflight_pause": "how long a change of weights keeps rows from drawing",
     "concurrency_sweep": "throughput and latency for 1 to 128 requests at a time",
     "fill": "throughput with the cache a tenth and nine tenths full",
+    "speculation": "drafts from sibling samples: CPU seconds on a long tail, and equal tokens",
     "host": "host time of a dispatch",
 }

@@ -40,8 +40,17 @@ class Bed:
 
         return jax.jit(create)(jax.random.key(seed))
 
-    def engine(self, *, max_num_seqs: int, max_prompt: int, max_new: int, **settings: Any) -> RolloutEngine:
-        """Build an engine of our defaults with the policy in place; only the limit ends a completion."""
+    def graphdef(self) -> Any:
+        """Return the structure of the policy, to be bound to parameters."""
+        return split(jax.eval_shape(lambda: self._policy.build(rngs=nnx.Rngs(0))))[0]
+
+    def engine(
+        self, *, max_num_seqs: int, max_prompt: int, max_new: int, params: Params | None = None, **settings: Any
+    ) -> RolloutEngine:
+        """Build an engine of our defaults with a policy in place, a random one if none is given.
+
+        Only the limit ends a completion.
+        """
         cfg = RolloutEngine.Config(
             model=self._policy,
             stop_tokens=(),
@@ -51,7 +60,7 @@ class Bed:
             **settings,
         )
         engine = cfg.build()
-        engine.set_weights(self.params(), 0)
+        engine.set_weights(self.params() if params is None else params, 0)
         return engine
 
     def request(

@@ -61,7 +61,7 @@ def engine_dispatches(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[M
 
 
 def compile_engine(
-    cfg: RolloutEngine.Config, topology: str, *, only: Items[str] = ("prefill", "decode", "copy", "zero")
+    cfg: RolloutEngine.Config, topology: str, *, only: Items[str] = ("prefill", "decode", "verify", "copy", "zero")
 ) -> list[CompiledStep]:
     """Compile the largest dispatch of each kind that an engine runs.
 

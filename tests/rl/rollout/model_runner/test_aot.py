@@ -17,8 +17,8 @@ from models.dense import dense
 from models.gemma import gemma2
 from models.gpt_oss import sink_mixture
 from models.qwen import qwen
-from rl.rollout.aot import compile_engine, engine_dispatches, largest_pool, memory_per_device
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner.aot import compile_engine, engine_dispatches, largest_pool, memory_per_device
 from rl.rollout.model_runner.weights import place
 from tests.elsewhere import elsewhere
 

@@ -1,0 +1,231 @@
+"""Decoding with drafts: a pure function, to be traced.
+
+A step feeds each row its last token and some drafted ones behind it, draws at all of these places by the keys of their
+positions, and keeps draws as long as they are what was drafted, and one more. The tokens, and the places of their sums,
+are those of decoding one token at a time (`decode.py`): on CPUs in float32 the results are the same to the bit.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.layers.contexts.paged import PagedContext, Pool
+from axlearn_like.layers.contexts.window import DraftContext, Windows, cells_needed
+from axlearn_like.training.losses import Chosen
+from mesh import constrain
+from mesh.cost.expected import turns
+from rl.rollout.model_runner.batches import DecodeBatch
+from rl.rollout.model_runner.decode import empty_record, filled, record_of, write_back
+from rl.rollout.sampling import distribution, draw, row_keys
+from rl.rollout.speculation.draft import CONTEXT, NOTHING
+
+_PATIENCE = 8  # steps in which no row accepts a token, after which a dispatch ends: the host may know better drafts
+
+
+def decode_drafts(
+    model: Any,
+    pool: Pool,
+    windows: Items[Windows],
+    batch: DecodeBatch,
+    quorum: jax.Array,
+    *,
+    steps: int,
+    chunk: int,
+    pages: int,
+    plain: bool,
+    kernel: bool,
+) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
+    """Draw up to `steps` times of each row, up to `chunk` tokens each time, and at most `batch.remaining` in all.
+
+    Rows without drafts draw one token at a time. Otherwise as `decode`.
+
+    Returns:
+        As `decode`, for t = steps * chunk: the pool, the windows, and `tokens` [t, r], `chosen` [t, r], `counts`,
+        `stopped`, `broken`, `steps`, `routing` [t, ...]. Of drafts: `drafted` int32 [r], tokens that were verified;
+        `accepted` int32 [r], those among the tokens drawn; `missed` int32 [r], steps with a wrong one, or with none.
+    """
+    size, room, depth = batch.feed.shape[0], steps * chunk, chunk - 1
+    rows, offsets, keys = jnp.arange(size)[:, None], jnp.arange(chunk), row_keys(batch.identity)
+    sampling = jax.tree.map(lambda column: column[:, None], batch.sampling)
+    bias = None if batch.bias is None else batch.bias[:, None]
+    if kernel:
+        cache, advance = pool, _paged_step(model, batch, chunk, pages)
+    else:
+        furthest = cells_needed(windows[0], batch.lengths + jnp.minimum(batch.remaining, room))
+        cache = filled(model, windows, pool, batch, furthest, room, pages)
+        advance = _window_step(model, windows[0], chunk)
+
+    def body(state: dict[str, Any]) -> dict[str, Any]:
+        alive, counts, lengths = state["alive"], state["counts"], state["lengths"]
+        drafts, known = _drafted(batch.draft, state["pointer"], depth)
+        most = jnp.minimum(jnp.minimum(known, batch.depth), batch.remaining - counts - 1)
+        drafted = jnp.where(alive, jnp.maximum(most, 0), 0)
+        live = alive[:, None] & (offsets <= drafted[:, None])
+        feed = state["feed"][:, None]
+        fed = jnp.where(live, jnp.concatenate([feed, drafts], axis=1), feed)
+        hidden, cache, routing = advance(state["cache"], fed, lengths, live, counts)
+        logits = constrain(model.logits(hidden), None, None, None)
+        seen = _seen_by_place(state["seen"], drafts)
+        logits = distribution(logits, sampling, seen_rv=seen, bias_rv=bias, plain=plain)
+        ordinals = batch.ordinals[:, None] + counts[:, None] + offsets
+        tokens, chosen = draw(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, ordinals), logits)
+
+        right = (tokens[:, :-1] == drafts) & live[:, 1:]
+        accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
+        not_finite = ~jnp.isfinite(chosen.logit + chosen.total)
+        stops = jnp.any(tokens[..., None] == batch.stop[:, None], axis=-1)
+        ends = stops | not_finite
+        first_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), depth)
+        last = jnp.minimum(accepted, first_end)  # of the draws that are kept
+        drawn = jnp.where(alive, last + 1, 0)
+        kept = offsets < drawn[:, None]
+        stopped, broken = (alive & _at(found, last) for found in (stops, not_finite))
+        places = jnp.where(kept, counts[:, None] + offsets, room)  # out of range: not written
+        recent = jnp.concatenate([state["recent"], tokens], axis=1)
+        recent = jnp.take_along_axis(recent, drawn[:, None] + jnp.arange(CONTEXT), axis=1)
+        idle = jnp.where(jnp.any(drawn > 1), 0, state["idle"] + 1)
+        return {
+            "step": state["step"] + 1,
+            "idle": idle,
+            "cache": cache,
+            "feed": jnp.where(alive, _at(tokens, last), state["feed"]),
+            "recent": recent,
+            "pointer": _follow(batch.draft, recent, state["pointer"] + drawn),
+            "lengths": lengths + drawn,
+            "counts": counts + drawn,
+            "alive": alive & ~stopped & ~broken & (counts + drawn < batch.remaining),
+            "stopped": state["stopped"] | stopped,
+            "broken": state["broken"] | broken,
+            "seen": None if seen is None else state["seen"].at[rows, tokens].max(kept),
+            "tokens": state["tokens"].at[places, rows].set(tokens, mode="drop"),
+            "chosen": jax.tree.map(
+                lambda all_, now: all_.at[places, rows].set(now, mode="drop"), state["chosen"], chosen
+            ),
+            "routing": _put_routing(state["routing"], routing, places, rows),
+            "drafted": state["drafted"] + drafted,
+            "accepted": state["accepted"] + jnp.maximum(drawn - 1, 0),
+            "missed": state["missed"] + (alive & ((drafted == 0) | (accepted < drafted))),
+        }
+
+    none = jnp.zeros(size, jnp.int32)
+    begin = {
+        "step": jnp.int32(0),
+        "idle": jnp.int32(0),
+        "cache": cache,
+        "feed": batch.feed,
+        "recent": batch.draft[:, :CONTEXT],
+        "pointer": _follow(batch.draft, batch.draft[:, :CONTEXT], none + CONTEXT),
+        "lengths": batch.lengths,
+        "counts": none,
+        "alive": batch.remaining > 0,
+        "stopped": jnp.zeros(size, bool),
+        "broken": jnp.zeros(size, bool),
+        "seen": batch.seen,
+        "tokens": jnp.zeros((room, size), jnp.int32),
+        "chosen": Chosen(*[jnp.ones((room, size), jnp.float32)] * 3),
+        "routing": empty_record(model, room, size),
+        "drafted": none,
+        "accepted": none,
+        "missed": none,
+    }
+
+    def goes_on(state: dict[str, Any]) -> jax.Array:
+        return (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum) & (state["idle"] < _PATIENCE)
+
+    with turns(steps):
+        final = jax.lax.while_loop(goes_on, body, begin)
+    if kernel:
+        pool = final["cache"]
+    else:
+        pool = write_back(pool, final["cache"], batch, final["counts"], pages)
+        windows = tuple(cache.windows for cache in final["cache"])
+    names = ("tokens", "counts", "stopped", "broken", "drafted", "accepted", "missed")
+    out = {name: final[name] for name in names}
+    out |= {} if final["routing"] is None else {"routing": final["routing"]}
+    return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
+
+
+# ---- drafts
+
+
+def _drafted(draft: jax.Array, pointer: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:
+    """Return the tokens at the pointer, int32 [r, depth], and how many of them there are before the first gap, [r]."""
+    at = pointer[:, None] + jnp.arange(depth)
+    tokens = jnp.take_along_axis(draft, jnp.minimum(at, draft.shape[1] - 1), axis=1)
+    tokens = jnp.where(at < draft.shape[1], tokens, NOTHING)
+    return tokens, jnp.sum(jnp.cumprod((tokens >= 0).astype(jnp.int32), axis=1), axis=1)
+
+
+def _follow(draft: jax.Array, recent: jax.Array, aligned: jax.Array) -> jax.Array:
+    """Return the place of each row's draft that goes on from its last tokens, int32 [r]; its end if there is none.
+
+    It is the one with the most of them before it, two at least; or the next place, as if another token had been drawn
+    in the place of the last one drafted, if no other has two.
+    """
+    size, length = draft.shape
+    padded = jnp.pad(draft, [(0, 0), (CONTEXT, 0)], constant_values=NOTHING)
+    same, matched = jnp.ones((size, length), bool), jnp.zeros((size, length), jnp.int32)
+    for back in range(CONTEXT):
+        before = padded[:, CONTEXT - 1 - back : CONTEXT - 1 - back + length]
+        same &= before == recent[:, CONTEXT - 1 - back, None]
+        matched += same
+    places = jnp.arange(length)
+    score = jnp.where(draft >= 0, 2 * matched + 3 * (places == aligned[:, None]), 0)
+    best = jnp.max(score, axis=1, keepdims=True)
+    place = jnp.min(jnp.where(score == best, places, length), axis=1)
+    return jnp.where(best[:, 0] >= 3, place, length)
+
+
+def _at(values_rc: jax.Array, place_r: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(values_rc, place_r[:, None], axis=1)[:, 0]
+
+
+def _seen_by_place(seen_rv: jax.Array | None, drafts: jax.Array) -> jax.Array | None:
+    """Return bool [r, c, vocab], tokens before each place: those drawn so far, and the drafted ones before it."""
+    if seen_rv is None:
+        return None
+    words, seen = jnp.arange(seen_rv.shape[-1]), [seen_rv]
+    for place in range(drafts.shape[1]):
+        seen.append(seen[-1] | (drafts[:, place, None] == words))
+    return jnp.stack(seen, axis=1)
+
+
+# ---- the model
+
+Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
+
+
+def _paged_step(model: Any, batch: DecodeBatch, chunk: int, pages: int) -> Advance:
+    def advance(
+        pool: Pool, fed: jax.Array, lengths: jax.Array, live: jax.Array, counts: jax.Array
+    ) -> tuple[jax.Array, Pool, Any]:
+        del counts
+        live_counts = jnp.sum(live, axis=1, dtype=jnp.int32)
+        context = PagedContext(batch.page_table, lengths, live_counts, chunk=chunk, pages=pages, kernel=True)
+        hidden = model.hidden(fed, context, pool)
+        return hidden.x, hidden.cache, record_of(model, hidden)
+
+    return advance
+
+
+def _window_step(model: Any, windows: Windows, chunk: int) -> Advance:
+    def advance(
+        caches: Any, fed: jax.Array, lengths: jax.Array, live: jax.Array, counts: jax.Array
+    ) -> tuple[jax.Array, Any, Any]:
+        # What is written of tokens that are not kept is behind the row's last token: it is written over before it is
+        # seen.
+        needed = cells_needed(windows, lengths + jnp.sum(live, axis=1))
+        hidden = model.hidden(fed, DraftContext(lengths, needed, counts, live, chunk), caches)
+        return hidden.x, hidden.cache, record_of(model, hidden)
+
+    return advance
+
+
+def _put_routing(routing: Any, new: Any, places: jax.Array, rows: jax.Array) -> Any:
+    """Return the record [t, layers, r, top_k] with that of the fed tokens [layers, r, c, top_k] at their places."""
+    if routing is None:
+        return None
+    return routing.at[places, :, rows].set(new.transpose(1, 2, 0, 3), mode="drop")
