@@ -6,7 +6,7 @@ says where they come from. The tokenizer is beside this file: `axl data train-to
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import ConfigBase
-from axlearn_like.input import JsonLines, Mixture, Part, PlainText, PromptAnswer, SupervisedInput
+from axlearn_like.input import Chat, JsonLines, Mixture, Part, PlainText, PromptAnswer, SupervisedInput
 from axlearn_like.learner import AdamW, Learner, WarmupCosine
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 from axlearn_like.training.evaluators import LossEvaluator
@@ -73,3 +73,16 @@ def small_llama(*, steps: int = 500, seed: int = 0) -> Trainer.Config:
         evaluators=(LossEvaluator.Config(input=rows.clone(source=problems("test"))),),
         seed=seed,
     )
+
+
+@experiment
+def small_chat(*, steps: int = 300, seed: int = 0) -> Trainer.Config:
+    """The same Llama learns to answer grade-school problems as an assistant: the loss is on its turns alone."""
+    talks = TOKENIZER.clone(chat_template="experiments:small_bpe/chat.jinja")
+
+    def rows(split: str) -> SupervisedInput.Config:
+        source = problems(split).set(tokenizer=talks, example=Chat.Config(turns=("question", "answer")))
+        return SupervisedInput.Config(source=source, seq_len=768, batch_size=4, seed=seed)
+
+    cfg = small_llama(steps=steps, seed=seed)
+    return cfg.set(input=rows("train"), evaluators=(LossEvaluator.Config(input=rows("test")),))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.input.encoding import Encoded
+from axlearn_like.input.encoding import Encoded, text_of
 from axlearn_like.input.source import InputError
 from axlearn_like.tokenizers.chat import encode_marked, marked_chat
 from axlearn_like.tokenizers.jinja_template import TemplateError
@@ -25,12 +25,15 @@ class Chat(Configurable):
     class Config(ConfigBase["Chat"]):
         messages: str = "messages"  # field: objects with role and content, and what else the template reads
         tools: str | None = None  # field with JSON schemas of functions; None: there are none
+        # Fields of a question and its answer, texts, which are the messages where records have none.
+        turns: tuple[str, str] | None = None
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
         if tokenizer is None or tokenizer.chat_template is None:
             raise InputError("Chat.Config writes conversations: the source needs a tokenizer with a chat template")
         self._tokenizer, self._messages, self._tools = tokenizer, cfg.messages, cfg.tools
-        self.fields = (cfg.messages,) + ((cfg.tools,) if cfg.tools else ())
+        self._turns = cfg.turns
+        self.fields = (cfg.turns or (cfg.messages,)) + ((cfg.tools,) if cfg.tools else ())
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
         """Return tokens and loss mask, see `Encoding.encode`."""
@@ -82,10 +85,14 @@ class Chat(Configurable):
         for name in self.fields:
             if name not in record:
                 raise InputError(f"{where}: there is no field {name!r}{did_you_mean(name, map(str, record))}")
+        tools = record[self._tools] or None if self._tools else None
+        if self._turns is not None:
+            question, answer = (text_of(record, name, where) for name in self._turns)
+            return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], tools
         messages = record[self._messages]
         if not is_conversation(messages):
             raise InputError(f"{where}: expected {self._messages!r} to be a list of objects with a role")
-        return messages, record[self._tools] or None if self._tools else None
+        return messages, tools
 
 
 def is_conversation(value: Any) -> bool:

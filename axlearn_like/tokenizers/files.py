@@ -68,7 +68,7 @@ def read_files(path: str | Path) -> TokenizerFiles:
     Raises:
         TokenizerError: there is none, a file is damaged, or of a kind that needs another library.
     """
-    place = _located(str(path))
+    place = located(str(path))
     folder = place if place.is_dir() else place.parent
     contents: dict[str, bytes] = {}
     if place.is_file() and place.name.removesuffix(".gz") not in {name for pair in _PAIRS for name in pair}:
@@ -91,7 +91,8 @@ def read_files(path: str | Path) -> TokenizerFiles:
     return TokenizerFiles(where, spec, settings, _template(folder, settings, digest), digest.hexdigest())
 
 
-def _located(path: str) -> Path:
+def located(path: str) -> Path:
+    """Return the path, of which `package:path` is one in an installed package."""
     package, colon, inside = path.partition(":")
     if colon and package.isidentifier() and (found := find_spec(package)) and found.submodule_search_locations:
         return Path(found.submodule_search_locations[0]) / inside

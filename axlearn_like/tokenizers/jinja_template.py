@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.tokenizers.files import located
 from mesh.errors import UserError, install_hint
 
 Message = Mapping[str, Any]
@@ -46,12 +47,12 @@ class JinjaTemplate:
 
     @classmethod
     def read(cls, path: str | Path, special_tokens: Mapping[str, str]) -> "JinjaTemplate":
-        """Read a template's file.
+        """Read a template's file, or `package:path` of an installed package.
 
         Raises:
             TemplateError: it cannot be read, or is no template.
         """
-        place = Path(path).expanduser()
+        place = located(str(path))
         try:
             return cls(place.read_text(encoding="utf-8"), special_tokens, where=str(place))
         except (OSError, UnicodeDecodeError) as error:

@@ -75,3 +75,17 @@ def test_the_tokenizer_is_what_the_command_makes_of_the_texts(
         assert (tmp_path / "bpe" / name).read_bytes() == (checkout / "experiments" / "small_bpe" / name).read_bytes()
     built = TOKENIZER.build()
     assert (built.vocab_size, built.bos, built.eos, built.pad) == (2048, 0, 1, 2)
+
+
+def test_an_assistant_learns_its_turns_and_their_ends_alone(some_data: Path) -> None:
+    source: Any = get("small_chat").input.source  # pyright: ignore[reportAttributeAccessIssue]
+    built, tokenizer = source.build(), source.tokenizer.build()
+    example, record = (
+        built[0],
+        json.loads(gzip.decompress((some_data / "gsm8k/train.jsonl.gz").read_bytes()).split(b"\n")[0]),
+    )
+    learned = example["tokens"][example["loss_mask"]].tolist()
+    assert tokenizer.decode(learned[:-1]) == record["answer"] and learned[-1] == tokenizer.eos
+    assert tokenizer.decode(example["tokens"][~example["loss_mask"]].tolist()).startswith(
+        f"user:\n{record['question']}"
+    )

@@ -61,6 +61,16 @@ def test_a_list_of_layers_becomes_a_stack_and_back(saved, params):
     assert_same(restored(saved / "stack", listed(params), UnstackLayers.Config()), listed(params))
 
 
+def test_a_start_is_checked_by_a_process_without_devices(saved, params, monkeypatch):
+    """As by the driver of an RL run: Orbax's checkpointers open the devices."""
+    wanted = abstract(params)
+    monkeypatch.setattr("orbax.checkpoint.Checkpointer", None)
+    monkeypatch.setattr("jax._src.xla_bridge.backends", None)
+    StartFrom.Config(path=str(saved / "stack")).build().check(wanted)
+    with pytest.raises(CheckpointError, match="it has no 'layers/attention/k_dkh'"):
+        StartFrom.Config(path=str(saved / "list")).build().check(wanted)
+
+
 def test_conversions_follow_each_other(saved, params):
     half = cast(params, jnp.bfloat16)
     widen = Cast.Config(saved="bfloat16", wanted="float32")

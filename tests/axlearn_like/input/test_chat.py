@@ -44,6 +44,16 @@ def test_answers_are_learned_behind_the_tokens_of_the_question(template: str) ->
     assert sum(learned) == len(built.encode("It is 2.")) + len(built.encode("Yes é.")) + 2
 
 
+def test_a_question_and_its_answer_are_a_conversation() -> None:
+    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
+    turns = {"turns": ("question", "answer")}
+    assert encode("qwen25", {"question": "1 + 1?", "answer": "It is 2."}, **turns) == encode(
+        "qwen25", {"messages": said}
+    )
+    with pytest.raises(InputError, match=r"line 1: there is no field 'answer'.*answers"):
+        encode("qwen25", {"question": "1 + 1?", "answers": ""}, **turns)
+
+
 def test_tools_and_their_calls(tmp_path: Path) -> None:
     case = CONVERSATIONS["tools"]
     (tmp_path / "a.jsonl").write_text(json.dumps({"said": case["messages"], "functions": case["tools"]}) + "\n")
