@@ -62,7 +62,7 @@ def test_a_list_of_layers_becomes_a_stack_and_back(saved, params):
 
 
 def test_a_start_is_checked_by_a_process_without_devices(saved, params, monkeypatch):
-    """As by the driver of an RL run: Orbax's checkpointers open the devices."""
+    """Orbax's checkpointers open the devices, which the driver of an RL run has none of."""
     wanted = abstract(params)
     monkeypatch.setattr("orbax.checkpoint.Checkpointer", None)
     monkeypatch.setattr("jax._src.xla_bridge.backends", None)
