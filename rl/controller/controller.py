@@ -2,7 +2,8 @@
 
 The plan is a pure function of (config, step): update s consumes training problems [s * groups, (s + 1) * groups) of the
 mixture. So the state of the controller is little more than a step number, and after any failure the same prompts are
-generated again, with the same sampling keys and the same version.
+generated again, with the same sampling keys and the same version. With a prompt pool (`PromptPool`) it is a function of
+earlier results too, and the trainer, whose checkpoints hold the pool's state, says that state when it begins.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from mesh import UserError
 from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.ledger import Ledger, WorkItem
 from rl.controller.prefetch import Prefetch
+from rl.controller.prompt_pool import PromptPool
 from rl.roles.headers import GroupHeader, header_of
 from rl.roles.messages import Contents, Group, Lease, Prompt, Rollout, contents_of
 from rl.roles.timeouts import Timeouts, Waits
@@ -28,8 +30,8 @@ from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import LongPrompts, PromptMaker
 from rl.tasks.skipped import SkippedProblems
 
-_Key = tuple[int, int]  # step, work item
-_EVALUATION: _Key = (-1, -1)  # in their place: the problems of evaluations
+_Key = tuple[int, int, int]  # step, work item, and of a prompt pool how often the trainer has begun
+_EVALUATION: _Key = (-1, -1, 0)  # in their place: the problems of evaluations
 _PROMPTS_WAIT = 30.0  # seconds in one call: less than the time after which a role counts as unresponsive
 _AHEAD = 2  # steps beyond those that can be leased, whose prompts are made
 
@@ -58,12 +60,15 @@ class Controller(Configurable):
         max_prompt: int | None = None  # tokens; None: any number
         long_prompts: LongPrompts = "skip"  # longer ones: the next problem instead, their last tokens, or an error
         problem_seconds: float = 10.0  # that a problem may take to make, or it is left out; 0: any time
+        pool: PromptPool.Config | None = None  # draws problems again by how often they were solved; None: all are new
         timeouts: Timeouts.Config = Timeouts.Config()
 
         @override
         def check_fields(self) -> None:
             self.require_least(0, "staleness", "problem_seconds")
             self.require_least(1, "max_prompt")
+            known = self.pool is None or isinstance(self.tasks, TaskMixture.Config)
+            self.require("pool", known, "None, or tasks that are a TaskMixture: it knows problems by their ids")
             each = self.groups_per_lease
             self.require(
                 "groups_per_lease", each >= 1 and self.groups % each == 0, f"a divisor of groups={self.groups}"
@@ -98,6 +103,9 @@ class Controller(Configurable):
         self._tasks: TaskMixture = cfg.tasks.build()
         self.maker = cfg.prompt_maker(cast(Tokenizer, cfg.tokenizer.build()), skipped)
         self._tasks.admission = self.maker
+        each: dict[str, Any] = {"groups": cfg.groups, "staleness": cfg.staleness}
+        self._pool: PromptPool | None = None if cfg.pool is None else cfg.pool.build(tasks=self._tasks, **each)
+        self._begins = 0  # with a pool: prompts of one plan are not taken for those of another
         self._made: Prefetch[_Key, tuple[Prompt, ...]] = Prefetch(self._make)
         self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
         self._version = self._first_version = -1
@@ -205,9 +213,16 @@ class Controller(Configurable):
 
     # ---- trainer
 
-    def begin(self, step: int, first_version: int, held: int | None = None) -> None:
-        """Start or resume at update `step`; versions `first_version` to `step`, and `held`, can be pulled."""
+    def begin(
+        self, step: int, first_version: int, held: int | None = None, pool: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start or resume at update `step`; versions `first_version` to `step`, and `held`, can be pulled.
+
+        `pool`: what `pool_after` returned for the step before.
+        """
         with self._changed:
+            if self._pool is not None:
+                self._pool, self._begins = self._pool.start(step, pool), self._begins + 1
             if self._resumed or self._begun:
                 self._again = range(step, step + self.cfg.staleness + 1)
             self._ledger.skip_to(step)
@@ -252,6 +267,13 @@ class Controller(Configurable):
         with self._changed:
             return contents_of(self._ledger.batch(step), wanted) if self._ledger.complete(step) else None
 
+    def pool_after(self, step: int) -> dict[str, Any] | None:
+        """Return the prompt pool's state after this step; {}: there is none; None: the step is not complete."""
+        with self._changed:
+            if self._pool is None:
+                return {}
+            return self._pool.after(self._ledger.batch(step)).state() if self._ledger.complete(step) else None
+
     def _held_up(self, step: int) -> str | None:
         """Describe what an update still waits for; None if it can be made."""
         if not self._ledger.complete(step):
@@ -269,6 +291,8 @@ class Controller(Configurable):
         with self._changed:
             if not self._begun:
                 return {}  # this controller has restarted, and learns the step from `begin`
+            if self._pool is not None:
+                self._pool = self._pool.after(self._ledger.batch(step))
             leases = self._ledger.consume(step)
             if self._events is not None:
                 self._events.append("controller", "consumed", step=step, leases=leases)
@@ -325,7 +349,7 @@ class Controller(Configurable):
 
     def prompts(self, step: int, item: int) -> tuple[Prompt, ...]:
         """Return the prompts of one work item of one step, by the plan."""
-        return self._made.get((step, item)) or ()
+        return self._made.get((step, item, self._begins)) or ()
 
     def _make(self, key: _Key) -> tuple[Prompt, ...]:
         """Make the prompts of a work item, or the problems of evaluations; called by one thread, without the lock."""
@@ -333,17 +357,28 @@ class Controller(Configurable):
             if self._evaluations is not None:
                 self._evaluations.prepare(self.maker)
             return ()
-        step, item = key
-        first = step * self.cfg.groups + item * self.cfg.groups_per_lease
-        return tuple(self.maker.prompt(self._tasks.train(first + i)) for i in range(self.cfg.groups_per_lease))
+        step, item, begins = key
+        places, pool = range(item * self.cfg.groups_per_lease, (item + 1) * self.cfg.groups_per_lease), self._pool
+        if pool is None:
+            first = step * self.cfg.groups
+            return tuple(self.maker.prompt(self._tasks.train(first + place)) for place in places)
+        if begins != self._begins or not pool.planned(step):
+            return ()  # of a plan that is no more
+        drawn = [pool.problem(step, place) for place in places]
+        return tuple(dataclasses.replace(self.maker.prompt(problem), draw=draw) for problem, draw in drawn)
 
     def _look_ahead(self) -> None:
         """Have the prompts made that will be leased next."""
         first, last = self._ledger.consumed_steps, min(self.cfg.num_steps, self._leasable().stop + _AHEAD)
-        self._made.keep(lambda key: key == _EVALUATION or first <= key[0])
+        if (pool := self._pool) is not None:
+            last = next((step for step in range(first, last) if not pool.planned(step)), last)
+        begins = self._begins
+        self._made.keep(lambda key: key == _EVALUATION or (first <= key[0] and key[2] == begins))
         evaluates = self._evaluations is not None and self._evaluations.version is not None
         items = range(self.cfg.groups // self.cfg.groups_per_lease)
-        self._made.want([_EVALUATION] * evaluates + [(step, item) for step in range(first, last) for item in items])
+        self._made.want(
+            [_EVALUATION] * evaluates + [(step, item, begins) for step in range(first, last) for item in items]
+        )
 
     @property
     def _begun(self) -> bool:
@@ -361,9 +396,9 @@ class Controller(Configurable):
             return None
         if (pending := self._ledger.pending(self._leasable())) is None:
             return self._evaluation(worker, idle=True)
-        if not self._made.ready(key := (pending.step, pending.index)):
+        if not self._made.ready(key := (pending.step, pending.index, self._begins)):
             return key
-        prompts = self.prompts(*key)  # before the lease: what raises here leaves nothing leased
+        prompts = self.prompts(pending.step, pending.index)  # before the lease: what raises here leaves nothing leased
         self._ledger.lease(worker, self._leasable(), self._clock(), self.cfg.lease_seconds)
         if self._evaluations is not None:
             self._evaluations.trains(worker)

@@ -43,11 +43,16 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens that the policy continues; `id` is that of the problem."""
+    """The tokens that the policy continues; `id` is that of the problem.
+
+    Attributes:
+        draw: how often it was drawn before, for other steps: its samples have other keys each time.
+    """
 
     id: int
     family: str
     tokens: np.ndarray  # int32 [prompt length]
+    draw: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -52,8 +52,13 @@ class LeaseSource(Protocol):
 class BatchSource(Protocol):
     """The controller, for the trainer."""
 
-    def begin(self, step: int, first_version: int, held: int | None = None) -> None:
-        """Start or resume at update `step`; versions `first_version` to `step`, and `held`, can be pulled."""
+    def begin(
+        self, step: int, first_version: int, held: int | None = None, pool: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start or resume at update `step`; versions `first_version` to `step`, and `held`, can be pulled.
+
+        `pool`: what `pool_after` returned for the step before.
+        """
         ...
 
     def status(self) -> dict[str, Any]:
@@ -70,6 +75,10 @@ class BatchSource(Protocol):
 
     def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> Contents | None:
         """Return these rollouts (group -> its rollouts) of a batch with their prompts; None if it is not complete."""
+        ...
+
+    def pool_after(self, step: int) -> dict[str, Any] | None:
+        """Return the prompt pool's state after this step; {}: there is none; None: the step is not complete."""
         ...
 
     def consumed(self, step: int) -> dict[str, float]:

@@ -5,11 +5,18 @@ from collections.abc import Callable
 
 import numpy as np
 
+from axlearn_like.input.shuffle import derived_seed
 from rl.roles.messages import Prompt, Rollout
 from rl.rollout.agent_loop import AgentLoop, single_turn
 from rl.rollout.sampling import Sampler
 
+_SEEDS = 2**32
 OnTokens = Callable[[int, np.ndarray, np.ndarray], None]  # (sample id, tokens int32 [k], log-probabilities float32 [k])
+
+
+def draw_seed(seed: int, draw: int) -> int:
+    """Return the seed of a prompt that was drawn so often before: its first one, and another one each time."""
+    return derived_seed("draw", seed, draw) % _SEEDS if draw else seed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from rl.parameter_server.pull.fetch import PullStats
 from rl.roles.messages import Details, Group, Lease, Rollout
 from rl.roles.protocols import LeaseSource, ScoreSource, WeightSource
 from rl.rollout.engine import RolloutEngine, Swap
-from rl.rollout.request import Request
+from rl.rollout.request import Request, draw_seed
 
 _PULL_ATTEMPTS = 5  # failures in a row before the run fails
 
@@ -139,7 +139,8 @@ class RolloutWorker:
         for prompt in lease.prompts:
             partial = tuple(r for r in lease.partial if r.prompt_id == prompt.id)
             ask = Request if self._episodes is None else self._episodes.request
-            numbers.append(self._engine.submit(ask(prompt, lease.samples, self._seed, partial=partial)))
+            seed = draw_seed(self._seed, prompt.draw)
+            numbers.append(self._engine.submit(ask(prompt, lease.samples, seed, partial=partial)))
         rollouts: dict[int, tuple[Rollout, ...]] = {}
         self._revoked, renewed = False, time.monotonic()
         while len(rollouts) < len(numbers):

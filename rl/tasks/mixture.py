@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, override
+from typing import Any, NamedTuple, override
 
 import numpy as np
 
@@ -56,6 +56,13 @@ def _encode(
     else:
         ids = [*begin(tokenizer), *tokenizer.encode(text + _SEPARATOR)]
     return np.asarray(ids, dtype=np.int32)
+
+
+class Turn(NamedTuple):
+    """A family's number in the mixture, and how many of its training problems come before."""
+
+    family: int
+    turn: int
 
 
 class TaskMixture(Configurable):
@@ -110,12 +117,20 @@ class TaskMixture(Configurable):
         Raises:
             UserError: the family has next to no problems outside the held-out set, or that `admission` lets in.
         """
+        return self.new(*self.place(index))
+
+    def place(self, index: int) -> Turn:
+        """Return whose turn training problem `index` is."""
         if index < 0:
             raise IndexError(f"training problem {index}: the index starts at 0")
         cycles, place = divmod(index, len(self._cycle))
         family = self._cycle[place]
+        return Turn(family, cycles * self._turns[family] + self._rank[place])
+
+    def new(self, family: int, turn: int) -> Problem:
+        """Training problem `turn` of a family; see `train`."""
         source, unseen, tried = self._families[family], 0, 0
-        for item in source.candidates(cycles * self._turns[family] + self._rank[place]):
+        for item in source.candidates(turn):
             tried += 1
             problem = self._admitted(family, item)
             if problem is None or source.is_heldout(problem, self.heldout_every):
@@ -123,7 +138,7 @@ class TaskMixture(Configurable):
             elif self.admission.fits(problem):
                 return problem
         raise UserError(
-            f"task family {source.label!r}: of the {tried} items for training problem {index}, {unseen} are held out "
+            f"task family {source.label!r}: of the {tried} items for training problem {turn}, {unseen} are held out "
             f"(heldout_every={self.heldout_every}), and the others cannot be made or are too long; "
             "it has too few distinct questions to train on"
         )
@@ -157,6 +172,11 @@ class TaskMixture(Configurable):
             raise KeyError(f"problem id {problem_id}: ids of a mixture are 0..{_MAX_ID - 1}")
         item, family = divmod(problem_id, len(self._families))
         return self._families[family].make(item, problem_id)
+
+    def canonical(self, problem_id: int) -> int:
+        """Return the first of the ids that a problem has: the row of a table has another one in every epoch."""
+        item, family = divmod(problem_id, len(self._families))
+        return self._families[family].canonical(item) * len(self._families) + family
 
     def check_disjoint(self, num_train: int, n_per_family: int) -> None:
         """Compare the texts of the first `num_train` training problems with the held-out ones.

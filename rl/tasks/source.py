@@ -55,6 +55,10 @@ class ProblemSource(Configurable, abc.ABC):
     def score(self, answer: str, entry: dict[str, Any]) -> float:
         """Return the score of an answer to an item, in 0..1. May raise on what it cannot parse."""
 
+    def canonical(self, item: int) -> int:
+        """Return the first of the items that are the same problem."""
+        return item
+
     @property
     def heldout_size(self) -> int | None:
         """Return how many items are held out at most; None: any number."""

@@ -76,6 +76,7 @@ class PolicyFeed:
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
+        self._pool: Mapping[str, Any] | None = None  # of the controller, once the batch is consumed; {}: it has none
         self._skipped: Mapping[str, float] = {}  # counts of problems that the controller has left out
 
     def next(self, step: int, state: State, timeout: float) -> Any | None:
@@ -98,10 +99,12 @@ class PolicyFeed:
             drawn_by = only_version(headers) if version % self._diff_every == 0 else None
             wanted = rollouts_of(arranged, [] if drawn_by is None else self._diff.rows(headers))
             contents = fetched(agreed, self._controller, self._group, wanted)
-        if agreed is None or contents is None:
+        pool = None if agreed is None or contents is None else self._pool_after(version)
+        if agreed is None or contents is None or pool is None:
             if self._publication.restart_if_forgotten(version, params):
                 self._events.append("trainer", "republish", step=version)
             return None
+        self._pool = pool
         waited, self._waiting_since = time.monotonic() - waiting_since, None
         what = {"for": f"batch {version}"}
         self._events.append("trainer", "wait", seconds=round(waited, 4), step=version, **what)
@@ -115,10 +118,16 @@ class PolicyFeed:
             figures |= self._diff.metrics([one for part in filled for one in part], headers, contents, sampler)
         self.flops = self._model_flops(minibatches, filled)
         self._metrics = {**figures, **_staleness(headers, version), "wait_seconds": waited, "version": step}
-        self._metrics |= self._skipped
+        self._metrics |= {**self._skipped, **pool.get("figures", {})}
         if self._replay is not None:
             self._metrics["routing_bytes"] = routing_bytes(contents)
         return self._inputs(filled, params) * (1 if self._updates is None else self._updates.epochs)
+
+    def _pool_after(self, step: int) -> Mapping[str, Any] | None:
+        """Return the state of the prompt pool once the step is consumed; None: a controller that restarted lost it."""
+        if self._pool == {}:  # there is none in this run
+            return {}
+        return self._group.broadcast(self._controller.pool_after(step) if self._group.leader else None)
 
     def _divergence(self, agreed: AgreedBatch, params: Params) -> np.ndarray | None:
         """Return the divergence of each rollout from the reference; None if a process cannot get its rollouts."""
@@ -188,6 +197,7 @@ class PolicyFeed:
         jax.block_until_ready(metrics)
         seconds = round(time.monotonic() - self._began, 4)
         self._events.append("trainer", "update", seconds=seconds, step=step - 1)
+        self._publication.pool = self._pool or None
         if self._group.leader:
             self._skipped = self._controller.consumed(step - 1)
         if self._reference is not None:
@@ -196,10 +206,11 @@ class PolicyFeed:
         self._on_update()
 
     def checkpoint(self, state: State) -> tuple[State, dict[str, Any]]:
-        """Return the state with the versions still in use. Of the controller the step is its whole state."""
+        """Return the state with the versions still in use, and the state of the controller beside the step."""
         recent, versions = self._publication.saved(state["params"])
         reference = {} if self._reference is None else self._reference.saved()
-        return {**state, "recent": recent, **reference}, {"versions": versions}
+        pool = {} if self._publication.pool is None else {"pool": self._publication.pool}
+        return {**state, "recent": recent, **reference}, {"versions": versions, **pool}
 
 
 def rollouts_of(arranged: Arranged, others: list[tuple[int, int]]) -> dict[int, set[int]]:

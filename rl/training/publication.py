@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from axlearn_like.layers.base import Params
@@ -51,6 +51,7 @@ class Publication:
         self._every, self._frozen = evaluate_every, frozenset(frozen)
         self._evaluated: Snapshot | None = None  # the newest version to evaluate, if this process made it
         self._push: CoordinatedPush | None = None  # of the current version
+        self.pool: Mapping[str, Any] | None = None  # state of the controller's prompt pool, as of the current version
 
     def start(self, version: int, params: Params) -> None:
         """Publish the current version and those that workers may still need; only then ask for data."""
@@ -64,7 +65,7 @@ class Publication:
         self.settle()
         if self._group.leader:
             first = self._recent[0].version if self._recent else version
-            self._controller.begin(version, first, held=self._held(version))
+            self._controller.begin(version, first, held=self._held(version), pool=self.pool)
 
     def copied(self) -> Snapshot:
         """Return the current version on the host: after that the next update may overwrite it."""

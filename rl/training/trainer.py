@@ -91,6 +91,7 @@ class PolicyTrainer(Configurable):
             state, step, extras = self._session.restore_or_start(program, learner, seed=seed, params=initial, also=also)
             if extras is not None:
                 self._publication.restore(state.pop("recent"), extras["versions"], state["params"])
+                self._publication.pool = extras.get("pool")
             if reference is not None:
                 reference.start(state["params"]) if extras is None else reference.restore(state)
             sizes: dict[str, Any] = {**cfg.sizes()}

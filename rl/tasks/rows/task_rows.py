@@ -85,6 +85,10 @@ class TaskRows(ProblemSource):
         return Problem(problem_id, self.label, question, answer, entry=row, messages=messages)
 
     @override
+    def canonical(self, item: int) -> int:
+        return item % len(self._table)
+
+    @override
     def score(self, answer: str, entry: dict[str, Any]) -> float:
         """Return 1.0 if what is scored of an answer is the reference's, as text or as a number; else 0.0."""
         expected = self._columns.final(self._columns.answer(entry, self.label))

@@ -60,7 +60,7 @@ class Scripted:
         self.given: list[int] = []  # bytes, each time that contents were asked for
         self._version = -1
 
-    def begin(self, step: int, first_version: int, held: int | None = None) -> None:
+    def begin(self, step: int, first_version: int, held: int | None = None, pool: Any = None) -> None:
         self.told.append(["begin", step, first_version])
         self._version = step
 
@@ -82,6 +82,9 @@ class Scripted:
         found = None if groups is None else contents_of(groups, wanted)
         self.given += [] if found is None else [nbytes_of(found)]
         return found
+
+    def pool_after(self, step: int) -> dict[str, Any]:
+        return {}
 
     def consumed(self, step: int) -> dict[str, float]:
         self.told.append(["consumed", step])

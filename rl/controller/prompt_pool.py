@@ -1,0 +1,225 @@
+"""The prompt pool: the problems of each step, some of them drawn before, by how often they were solved then.
+
+Each place in a batch has the task family that the mixture's cycle gives it, so the mixture's weights hold. Within the
+family it takes a new problem, or draws one again that the policy solves about half of the time: from those it learns
+most, as a group whose answers are all right or all wrong has no gradient. What is solved nearly always is retired, what
+is never solved is quarantined, and both come back after a while.
+
+A step is planned once the step before the oldest that may be under way is consumed, from the results of all up to that.
+So the plan depends on results, never on when they came; and its state, a few numbers for each problem, goes into the
+trainer's checkpoints: a resumed run draws what an uninterrupted one does.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self, override
+
+import numpy as np
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.input.shuffle import derived_seed
+from rl.roles.messages import Group, Problem
+from rl.tasks.mixture import TaskMixture
+
+__all__ = ["Choice", "PromptPool"]
+
+
+class Choice(NamedTuple):
+    """A problem of a step: a new one of a family, or one that was drawn before.
+
+    Attributes:
+        draw: how often it was drawn before; 0: it is new.
+        family: number of its family in the mixture.
+        number: of a new one the family's turn, else the problem's id.
+    """
+
+    draw: int
+    family: int
+    number: int
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+    """Results of a problem. Older draws, of older policies, count less."""
+
+    solved: float = 0.0  # answers, discounted
+    answers: float = 0.0  # discounted
+    draws: int = 0
+    last: int = -1  # step
+    rests_until: int = 0  # step; 0: it may be drawn
+    unsolved: int = 0  # answers since the last that was right
+
+    @property
+    def rate(self) -> float:
+        """Mean of the share of right answers, before any were seen one half."""
+        return (self.solved + 1) / (self.answers + 2)
+
+
+class PromptPool(Configurable):
+    """State of the pool after a number of steps; `after` returns the next, and changes nothing."""
+
+    class Config(ConfigBase["PromptPool"]):
+        size: int = 512
+        """Problems whose results are kept."""
+        explore: float = 0.5
+        """Share of new problems, at least."""
+        target: float = 0.5
+        """Share of right answers of the problems to draw again; the nearest is taken."""
+        width: float = 0.35
+        """Problems farther from the target are not drawn again."""
+        retire_at: float = 0.9
+        """Share of right answers from which a problem rests."""
+        quarantine_after: int = 16
+        """Wrong answers in a row after which a problem rests."""
+        rest: int = 100
+        """Steps that it rests."""
+        discount: float = 0.5
+        """Weight of earlier results at each further draw: the policy has changed since."""
+        solved_at: float = 1.0
+        """Least reward of a right answer."""
+        seed: int = 0
+
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "size", "quarantine_after", "rest")
+            for field in ("explore", "target", "retire_at", "discount"):
+                self.require(field, 0 <= getattr(self, field) <= 1, "0 to 1")
+            self.require("width", 0 < self.width <= 1, "more than 0, up to 1")
+
+    def __init__(self, cfg: Config, *, tasks: TaskMixture, groups: int, staleness: int):
+        """Plan nothing yet: `start` does.
+
+        Args:
+            cfg: rules.
+            tasks: of the run.
+            groups: problems of a step.
+            staleness: steps that may be under way beside the oldest.
+        """
+        self.cfg, self._tasks, self._groups, self._staleness = cfg, tasks, groups, staleness
+        self._step = 0  # steps consumed
+        self._turns = [0] * len(tasks.family_names)  # new problems planned, by family
+        self._records: dict[int, Record] = {}  # by the problem's id
+        self._plans: dict[int, list[Choice]] = {}  # of the steps that are not consumed
+
+    def start(self, step: int, state: Mapping[str, Any] | None = None) -> Self:
+        """Return the pool with `step` steps consumed: as `state` says, or without results."""
+        made = self._copy()
+        made._step, made._records, made._plans = step, {}, {}
+        if state is not None and state["step"] == step:
+            made._turns = list(state["turns"])
+            made._records = {int(problem): Record(*values) for problem, values in state["records"].items()}
+            made._plans = {int(of): [Choice(*one) for one in plan] for of, plan in state["plans"].items()}
+            return made
+        made._turns = [0] * len(made._turns)
+        for index in range(step * self._groups):
+            made._turns[self._tasks.place(index).family] += 1
+        for ahead in range(self._staleness + 1):
+            made._plan(step + ahead)
+        return made
+
+    def after(self, groups: Sequence[Group]) -> Self:
+        """Return the pool with one more step consumed, which had these groups."""
+        made = self._copy()
+        step = made._step
+        for choice, group in zip(made._plans.pop(step), groups, strict=True):
+            made._record(step, choice, group)
+        made._step = step + 1
+        made._forget()
+        made._plan(step + 1 + self._staleness)
+        return made
+
+    def state(self) -> dict[str, Any]:
+        """Return what `start` takes back, as JSON holds it, and "figures" for the metrics."""
+        records = {str(problem): list(dataclasses.astuple(record)) for problem, record in self._records.items()}
+        plans = {str(step): [list(choice) for choice in plan] for step, plan in self._plans.items()}
+        figures = {"figures": self.figures()}
+        return {"step": self._step, "turns": self._turns, "records": records, "plans": plans, **figures}
+
+    def planned(self, step: int) -> bool:
+        """Return True if the problems of a step are known."""
+        return step in self._plans
+
+    def problem(self, step: int, place: int) -> tuple[Problem, int]:
+        """Return a problem of a planned step, and how often it was drawn before."""
+        choice = self._plans[step][place]
+        if choice.draw:
+            return self._tasks.problem(choice.number), choice.draw
+        return self._tasks.new(choice.family, choice.number), 0
+
+    def figures(self) -> dict[str, float]:
+        """Return figures for the metrics: problems by standing, and the share that the next step draws again."""
+        resting = [record for record in self._records.values() if record.rests_until > self._step]
+        retired = sum(record.rate > self.cfg.target for record in resting)
+        plan = self._plans.get(self._step, [])
+        return {
+            "pool/open": float(len(self._records) - len(resting)),
+            "pool/retired": float(retired),
+            "pool/quarantined": float(len(resting) - retired),
+            "pool/again_fraction": sum(choice.draw > 0 for choice in plan) / max(1, len(plan)),
+        }
+
+    def _copy(self) -> Self:
+        made = type(self)(self.cfg, tasks=self._tasks, groups=self._groups, staleness=self._staleness)
+        made._step, made._turns = self._step, list(self._turns)
+        made._records = {problem: dataclasses.replace(record) for problem, record in self._records.items()}
+        made._plans = dict(self._plans)
+        return made
+
+    def _record(self, step: int, choice: Choice, group: Group) -> None:
+        """Add a group's answers to the results of its problem. Answers that could not be scored say nothing."""
+        cfg, rewards = self.cfg, [score.reward for score in group.scores if score.status == "ok"]
+        problem = self._tasks.canonical(group.prompt.id)
+        record = self._records.setdefault(problem, Record())
+        record.last, record.draws = step, max(record.draws, choice.draw) + 1
+        if not rewards:
+            return
+        solved = sum(reward >= cfg.solved_at for reward in rewards)
+        record.solved = cfg.discount * record.solved + solved
+        record.answers = cfg.discount * record.answers + len(rewards)
+        record.unsolved = 0 if solved else record.unsolved + len(rewards)
+        retired = record.solved >= cfg.retire_at * record.answers
+        rests = retired or record.unsolved >= cfg.quarantine_after
+        record.rests_until = step + 1 + cfg.rest if rests else 0
+
+    def _forget(self) -> None:
+        """Keep the results of as many problems as there is room for: first of those that would be drawn again soon."""
+
+        def uses(problem: int) -> tuple[bool, float, int]:
+            record = self._records[problem]
+            return record.rests_until > self._step, abs(record.rate - self.cfg.target), -record.last
+
+        if len(self._records) > self.cfg.size:
+            kept = set(sorted(self._records, key=uses)[: self.cfg.size])
+            self._records = {problem: record for problem, record in self._records.items() if problem in kept}
+
+    def _plan(self, step: int) -> None:
+        """Choose the problems of a step."""
+        rng = np.random.default_rng(derived_seed("pool", self.cfg.seed, step))
+        taken = {choice.number for plan in self._plans.values() for choice in plan if choice.draw}
+        plan: list[Choice] = []
+        for place in range(self._groups):
+            family = self._tasks.place(step * self._groups + place).family
+            again = rng.random() >= self.cfg.explore
+            if again and (found := self._again(family, step, taken, rng)) is not None:
+                taken.add(found)
+                plan.append(Choice(self._records[found].draws, family, found))
+            else:
+                plan.append(Choice(0, family, self._turns[family]))
+                self._turns[family] += 1
+        self._plans[step] = plan
+
+    def _again(self, family: int, step: int, taken: set[int], rng: np.random.Generator) -> int | None:
+        """Return the problem of a family that is nearest to the target by a rate drawn from its posterior, if any is.
+
+        Drawing the rate (Thompson sampling) tries problems again of which little is known.
+        """
+        count, best, nearest = len(self._turns), None, math.inf
+        for problem in sorted(self._records):
+            record = self._records[problem]
+            if problem % count != family or problem in taken or record.rests_until > step:
+                continue
+            rate = rng.beta(record.solved + 1, record.answers - record.solved + 1)
+            if (distance := abs(rate - self.cfg.target)) < min(nearest, self.cfg.width):
+                best, nearest = problem, distance
+        return best
