@@ -16,7 +16,7 @@ import pytest
 
 PACKAGES = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
 CHECKOUT_ONLY = ("tools/studies/", "tools/golden/", "tools/bench/peers/")  # for development, not in the wheel
-EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "cloud", "dev"}
+EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "dev"}
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

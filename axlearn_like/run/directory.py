@@ -112,7 +112,8 @@ class RunDirectory(Closing):
             foreign = [] if self.config_path.exists() else sorted(os.listdir(self.path))
         except OSError as error:
             raise RunDirectoryError(f"cannot make run directory {self.path}: {error}") from error
-        foreign = [name for name in foreign if name not in ("run.lock", "config.txt.tmp")]
+        # `launch`: of processes that wait for the first to open it.
+        foreign = [name for name in foreign if name not in ("run.lock", "config.txt.tmp", "launch")]
         if foreign:
             raise RunDirectoryError(
                 f"{self.path} is not a run directory: it has no config.txt but holds "

@@ -1,9 +1,10 @@
-"""`axl launch EXPERIMENT`: what running it on TPUs takes, and the manifests that ask for them."""
+"""`axl launch EXPERIMENT`: what running it on TPUs takes, the manifests that ask for them, and their submission."""
 
 from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,25 +12,37 @@ import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError, did_you_mean
+from tools.commands.launched import COMMANDS
 from tools.experiment import edit_options
 
 if TYPE_CHECKING:
     from tools.launch.launch import Launch
     from tools.launch.plan import LaunchPlan, Role
 
-TARGETS = ("gke", "ray")
+TARGETS = ("gke", "ray", "local")
 _ABSENT = {  # said by name, as others may look for them
     "queued-resource": "queued resources of the Cloud TPU API",
     "gce": "Compute Engine",
-    "local": "running the manifests on this machine",
 }
 _PREFIX = "launch."  # of edits that are the submission's, not the experiment's
 _GIB = 1 << 30
+_HERE = {"tpu": "v6e:1x1", "storage": "dir:runs"}  # on this machine, if nothing is said
+_WORKERS = 2
 
 
-@click.command("launch")
+class LaunchCommand(click.Command):
+    """`axl launch EXPERIMENT`, and `axl launch status RUN` and the like."""
+
+    def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> click.Context:
+        """Take the first argument for a subcommand if there is one of that name."""
+        if args and args[0] in COMMANDS:
+            return COMMANDS[args[0]].make_context(f"{info_name} {args[0]}", args[1:], *given, **extra)
+        return super().make_context(info_name, args, *given, **extra)
+
+
+@click.command("launch", cls=LaunchCommand)
 @edit_options
-@click.option("--on", "target", default="gke", show_default=True, help="gke: JobSets; ray: a RayJob.")
+@click.option("--on", "target", default="gke", show_default=True, help="gke: JobSets; ray: a RayJob; local: here.")
 @click.option("--tpu", metavar="KIND:SHAPE", help="Slice of the trainer, e.g. v5p:4x4x4.")
 @click.option("--slices", type=int, metavar="N", help="Slices of the trainer.  [default: 1]")
 @click.option("--capacity", metavar="TERMS", help="on-demand, spot, reserved:NAME or flex.  [default: on-demand]")
@@ -37,12 +50,13 @@ _GIB = 1 << 30
 @click.option("--worker-tpu", metavar="KIND:SHAPE", help="Slice of each worker, e.g. v6e:2x2.")
 @click.option("--worker-capacity", metavar="TERMS", help="Of the workers.  [default: the trainer's]")
 @click.option("--queue", metavar="NAME", help="Queue of Kueue.")
-@click.option("--storage", metavar="PLACE", help="gs://BUCKET/FOLDER or pvc:CLAIM/FOLDER.  [default: pvc:axl]")
+@click.option("--storage", metavar="PLACE", help="gs://BUCKET/FOLDER, pvc:CLAIM/FOLDER, dir:PATH.  [default: pvc:axl]")
 @click.option("--name", help="Of the run.  [default: the experiment's]")
 @click.option("--seed", type=int, help="The experiment's argument `seed`.")
 @click.option("--price", type=float, help="Of a chip of the trainer for an hour, for the plan.")
 @click.option("--worker-price", type=float, help="Of a chip of a worker.  [default: the trainer's]")
 @click.option("--dry-run", type=click.Path(path_type=Path), metavar="DIR", help="Write everything there; ask no cloud.")
+@click.option("--wait", is_flag=True, help="Return when the run has ended, with exit status 1 if it has failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object on the last line.")
 def command(
     experiment: str,
@@ -50,25 +64,26 @@ def command(
     applied: tuple[str, ...],
     target: str,
     dry_run: Path | None,
+    wait: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Plan a run of EXPERIMENT on TPUs, and write what asks for them.
+    """Run EXPERIMENT on TPUs, or on this machine as on TPUs (--on local).
 
-    The plan says hosts, chips, mesh and whether it fits, by the mesh rules of the target. Manifests, the code in use
-    and a script that submits them are written to --dry-run DIR, without a cloud's library or credentials.
-    EXPERIMENT may be FILE.py:FUNCTION that returns a Launch.Config; options given here replace its fields.
-    --set launch.PATH=VALUE changes the submission (launch.image=..., launch.kubernetes.namespace=...).
+    `axl launch status|logs|stop|add-worker RUN` looks at a run, ends it, or adds workers. The plan says hosts, chips,
+    mesh and whether it fits, by the mesh rules of the target. Manifests, the code in use and a script that submits
+    them are written to --dry-run DIR, without a cloud's library or credentials. Without it the run is submitted; the
+    same submission resumes a run that has ended. EXPERIMENT may be FILE.py:FUNCTION that returns a Launch.Config;
+    options given here replace its fields. --set launch.PATH=VALUE changes the submission (launch.image=...,
+    launch.kubernetes.namespace=...).
     """
     check_name(experiment)
     if target not in TARGETS:
         if target in _ABSENT:
-            raise UserError(f"--on {target} ({_ABSENT[target]}) is not supported yet; there are --on gke and ray")
+            there = ", ".join(f"--on {name}" for name in TARGETS)
+            raise UserError(f"--on {target} ({_ABSENT[target]}) is not supported yet; there are {there}")
         raise UserError(f"--on {target!r}: no such target{did_you_mean(target, TARGETS)}")
-    if dry_run is None:
-        raise UserError(
-            "axl launch cannot submit by itself yet: give --dry-run DIR, look at what it writes, and run DIR/submit.sh"
-        )
+    from tools.launch.control.handle import launch
     from tools.launch.plan import plan_launch, refuse
     from tools.launch.submission import submission, write
 
@@ -79,11 +94,17 @@ def command(
     if as_json and plan.refusals:
         click.echo(json.dumps(plan.as_dict()))
     refuse(plan)
-    files, bundle = submission(cfg, plan)
-    write(dry_run, files, bundle)
-    if bundle is not None:
-        click.echo(bundle.summary, err=as_json)
-    click.echo(f"written to {dry_run}: {', '.join(sorted(files))}; nothing was submitted", err=as_json)
+    say = partial(click.echo, err=as_json)
+    if dry_run is None:
+        run = launch(cfg, plan, say)
+        if wait and any(one.state != "completed" for one in run.wait(say=say)):
+            click.get_current_context().exit(1)
+    else:
+        files, bundle = submission(cfg, plan)
+        write(dry_run, files, bundle)
+        if bundle is not None:
+            say(bundle.summary)
+        say(f"written to {dry_run}: {', '.join(sorted(files))}; nothing was submitted")
     if as_json:
         click.echo(json.dumps(plan.as_dict()))
 
@@ -103,6 +124,8 @@ def launch_config(
     own = [edit.removeprefix(_PREFIX) for edit in sets if edit.startswith(_PREFIX)]
     others = tuple(edit for edit in sets if not edit.startswith(_PREFIX))
     found: Any = load_experiment(experiment) if ":" in experiment else None
+    if given.get("on") == "local" and not isinstance(found, Launch.Config):
+        given = _here(experiment, given)
     if isinstance(found, Launch.Config):
         found.set(sets=(*found.sets, *others), applied=(*found.applied, *applied), **given)
     elif "tpu" not in given:
@@ -113,6 +136,16 @@ def launch_config(
         found.kubernetes.queue = queue
     apply_edits(found, own, _PREFIX)
     return found
+
+
+def _here(experiment: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return options for this machine: one device a role, in `runs`, and two workers for an RL experiment."""
+    from tools.experiment import load_experiment
+
+    known = getattr(load_experiment(experiment), "commands", tuple)()
+    if known[:1] == ("rl",):
+        return {"workers": _WORKERS, "worker_tpu": _HERE["tpu"], **_HERE, **given}
+    return {**_HERE, **given}
 
 
 def plan_lines(plan: LaunchPlan) -> list[str]:

@@ -11,7 +11,7 @@ from tools.launch.capacity import SPOT_GRACE
 from tools.launch.launch import Launch
 from tools.launch.names import NODE
 from tools.launch.plan import LaunchPlan, Role
-from tools.launch.script import CODE, MEETING_PORT, RAY_PORT, bootstrap, bundle_path, process_arguments
+from tools.launch.script import CODE, MEETING_PORT, bootstrap, bundle_path, process_arguments
 from tools.launch.storage import MOUNT
 
 TOKEN_KEY = "ray"  # in the Secret of a run
@@ -28,7 +28,7 @@ def jobsets(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, list
 
 
 def jobset(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: str) -> dict[str, Any]:
-    """Return the JobSet of one instance of a role."""
+    """Return the JobSet of one instance of a role; an index beyond its count: of a worker that joins the others."""
     name = jobset_name(plan, role, index)
     kubernetes = cfg.kubernetes
     labels = run_labels(cfg, plan, role, digest)
@@ -50,7 +50,11 @@ def jobset(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest:
                 ],
             },
             "replicatedJobs": [
-                {"name": NODE, "replicas": role.jobs, "template": {"spec": _job(cfg, plan, role, name, labels, digest)}}
+                {
+                    "name": NODE,
+                    "replicas": role.jobs,
+                    "template": {"spec": _job(cfg, plan, role, index, labels, digest)},
+                }
             ],
         },
     }
@@ -108,8 +112,6 @@ def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[s
     plain = {"PYTHONUNBUFFERED": "1", "AXL_COMPILATION_CACHE": str(cfg.place().path / "compilation-cache")}
     if cfg.bundle:
         plain["PYTHONPATH"] = CODE
-    if role.slices is None:
-        plain["JAX_PLATFORMS"] = "cpu"
     secret = dict(cfg.secret_env)
     if plan.command == "rl":
         plain["RAY_AUTH_MODE"] = "token"
@@ -122,7 +124,7 @@ def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[s
 
 
 def _job(
-    cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str, labels: dict[str, str], digest: str
+    cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, labels: dict[str, str], digest: str
 ) -> dict[str, Any]:
     failed = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_USER_ERROR]}}
     metadata = {"labels": labels, **_annotations(cfg)}
@@ -132,7 +134,7 @@ def _job(
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [failed]},
-        "template": {"metadata": metadata, "spec": _pod(cfg, plan, role, name, digest)},
+        "template": {"metadata": metadata, "spec": _pod(cfg, plan, role, index, digest)},
     }
 
 
@@ -141,25 +143,25 @@ def _annotations(cfg: Launch.Config) -> dict[str, Any]:
     return {"annotations": found} if found else {}
 
 
-def _pod(cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str, digest: str) -> dict[str, Any]:
+def _pod(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: str) -> dict[str, Any]:
     host = cfg.kubernetes.host_network if cfg.kubernetes.host_network is not None else role.jobs > 1
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": SPOT_GRACE if role.capacity.spot else _GRACE,
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if host and role.slices else {}),
         **machine(cfg, role),
-        "containers": [_container(cfg, plan, role, name, digest)],
+        "containers": [_container(cfg, plan, role, index, digest)],
         "volumes": [cfg.place().volume(), {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
     }
 
 
-def _container(cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str, digest: str) -> dict[str, Any]:
-    ports = _TPU_PORTS if role.slices is not None else {"ray": RAY_PORT}
+def _container(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: str) -> dict[str, Any]:
+    ports = _TPU_PORTS if role.slices is not None else {"ray": cfg.port}
     return {
         "name": role.name,
         "image": cfg.image,
         "command": ["/bin/bash", "-c", bootstrap(cfg, bundle_path(cfg, digest)), "axl"],
-        "args": process_arguments(cfg, plan, role, name),
+        "args": process_arguments(cfg, plan, role, jobset_name(plan, role, index), added=index >= role.count),
         "env": [*environment(cfg, plan, role), *_downward(role)],
         "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
         "resources": _resources(cfg, role),

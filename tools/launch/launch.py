@@ -49,7 +49,7 @@ class Launch(Configurable):
         applied: tuple[str, ...] = ()  # modifiers, as --apply
         sets: tuple[str, ...] = ()  # edits of the experiment, as --set
         seed: int | None = None
-        on: Literal["gke", "ray"] = "gke"  # ray: a RayJob of KubeRay
+        on: Literal["gke", "ray", "local"] = "gke"  # ray: a RayJob of KubeRay; local: JobSets as processes here
         name: str | None = None  # of the run; None: the experiment's
         tpu: str = REQUIRED  # of the trainer: v5p:4x4x4
         slices: int = 1  # of the trainer
@@ -59,10 +59,11 @@ class Launch(Configurable):
         worker_capacity: str | None = None  # None: the trainer's
         price: float | None = None  # of a chip of the trainer for an hour, in the user's currency
         worker_price: float | None = None  # None: the trainer's
-        storage: str = "pvc:axl"  # gs://BUCKET/FOLDER or pvc:CLAIM/FOLDER, which all processes see
+        storage: str = "pvc:axl"  # gs://BUCKET/FOLDER, pvc:CLAIM/FOLDER or dir:PATH (local), which all processes see
         image: str = STOCK_IMAGE
         setup: str = 'pip install --quiet -c constraints.txt -e ".[rl,tpu]"'  # in the bundle's folder, before a process
         bundle: bool = True  # send the code in use; False: it is in the image
+        port: int = 6379  # of the head's Ray cluster
         env: dict[str, str] = {}
         secret_env: dict[str, str] = {}  # variable -> "SECRET/KEY" of a Secret in the cluster
         kubernetes: Kubernetes.Config = Kubernetes.Config()
@@ -83,7 +84,10 @@ class Launch(Configurable):
             with self.errors_in("name"):
                 check_label(self.run_name, "--name")
             with self.errors_in("storage"):
-                self.place()
+                place = self.place()
+            fits = (place.kind == "dir:") == (self.on == "local")
+            self.require("storage", fits, "dir:PATH with --on local" if self.on == "local" else "gs:// or pvc:")
+            self.require("port", 0 < self.port < 1 << 16, "1 to 65535")
             with self.errors_in("tpu"):
                 self.trainer_slices()
             with self.errors_in("worker_tpu"):

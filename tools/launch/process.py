@@ -1,10 +1,12 @@
 """A process of a launched run, in its container: its rank, its chips, its log, its end.
 
     python -m tools.launch.process train --name JOBSET --run-dir DIR [--hosts N --slices S --meet HOST:PORT] -- COMMAND
-    python -m tools.launch.process head --name JOBSET --run-dir DIR -- COMMAND
+    python -m tools.launch.process head --name JOBSET --run-dir DIR --port PORT --nodes N -- COMMAND
     python -m tools.launch.process node --name JOBSET --run-dir DIR --hosts N --head HOST:PORT
+    python -m tools.launch.process added --name JOBSET --run-dir DIR --head HOST:PORT -- COMMAND
 
 `head` starts a Ray cluster and runs the command in it; `node` adds its machine to that cluster until the run has ended.
+`added` does so for a machine on which nothing is placed, and runs a command there: one more worker.
 Rank, world size and meeting point come from the arguments and from the index that Kubernetes gives; what the platform
 says of the same (stale after some preemptions) is compared, and a difference is reported. A process that was asked
 to stop ends with status 143, also where its command saved and ended with 0: the run is not complete, and restarts.
@@ -30,6 +32,13 @@ _RESTART = 70  # a machine that is not as expected; another may be
 _POLL = 1.0  # seconds
 _FIND_HEAD = 600.0  # seconds
 _QUIET = ("--disable-usage-stats", "--log-color=false")
+# Roles are actors with environments of their own: processes that Ray starts ahead would stay idle. They are not to run
+# at nice 15, nor to lose their view of accelerators where they ask Ray for none.
+_RAY = {
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
 _RAY_END = 10.0  # seconds
 _HAND_BACK = 12.0  # seconds that roles have, of the 15 that a spot machine gives
 _CHIPS = re.compile(r"accel\d+|\d+")  # in /dev and /dev/vfio
@@ -117,6 +126,11 @@ class Child:
         self._copier = threading.Thread(target=_copy, args=(self._process.stdout, log), daemon=True)
         self._copier.start()
 
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
     def poll(self) -> int | None:
         """Return the exit status, or None while it runs."""
         return self._process.poll()
@@ -178,13 +192,14 @@ def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     ended.unlink(missing_ok=True)  # before a node can find us
     host = own_address(environment)
     start = ["ray", "start", "--head", f"--node-ip-address={host}", f"--port={arguments.port}", "--block"]
-    ray = Child([*start, "--include-dashboard=false", *_QUIET], log.with_suffix(".ray.log"), environment)
+    start += ["--include-dashboard=false", "--labels=axl-role=head", *_QUIET]
+    ray = Child(start, log.with_suffix(".ray.log"), {**_RAY, **environment})
     try:
         if not _find(f"{host}:{arguments.port}", lambda: stop.requested or ray.poll() is not None):
             if stop.requested:
                 return STOPPED
             raise Wrong(f"ray start ended with status {ray.poll()}; its last words are above and in {ray.log}")
-        environment = {**environment, "RAY_ADDRESS": f"{host}:{arguments.port}"}
+        environment = {**environment, "RAY_ADDRESS": f"{host}:{arguments.port}", "AXL_RAY_NODES": str(arguments.nodes)}
         status = run_command(arguments.command, log, environment, stop)
         if status in (0, USER_ERROR):  # a restart would change nothing
             ended.write_text(json.dumps({"status": status, "time": time.time()}) + "\n")
@@ -200,14 +215,42 @@ def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     if not _find(arguments.head, lambda: stop.requested or ended.exists()):
         return STOPPED if stop.requested else 0
     start = ["ray", "start", f"--address={arguments.head}", f"--node-ip-address={own_address(environment)}", "--block"]
-    ray = Child([*start, *_QUIET], log, environment)
+    start.append(f"--labels=axl-role={arguments.role}")  # by which the roles find their machines
+    added = arguments.mode == "added"  # its chips are the command's, which Ray knows nothing of
+    start += ["--resources", '{"TPU": 0}'] if added else _rehearsed(arguments, environment)
+    if folder := environment.get("RAY_TMPDIR"):  # by default a node uses the path that the head's machine has
+        start.append(f"--temp-dir={folder}")
+    ray = Child([*start, *_QUIET], log.with_suffix(".ray.log") if added else log, {**_RAY, **environment})
+    if added:
+        return _run_added(arguments, log, environment, stop, ray)
     while ray.poll() is None and not stop.requested and not ended.exists():
         time.sleep(_POLL)
     if stop.requested:
-        _hand_back()
+        _hand_back(ray.pid)
     ray.terminate()
     ray.wait(_RAY_END)
     return STOPPED if stop.requested else 0 if ended.exists() else 1
+
+
+def _run_added(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop, ray: Child) -> int:
+    """Run the command of an added worker, which hands back by itself; it may come before the run has begun."""
+    try:
+        cluster = arguments.run_dir / "cluster.json"  # is there while the run is active
+        while not cluster.exists() and not stop.requested and not ended_path(arguments.run_dir).exists():
+            time.sleep(_POLL)
+        if cluster.exists() and not stop.requested:
+            run_command(arguments.command, log, environment, stop)
+    finally:
+        ray.terminate()
+        ray.wait(_RAY_END)
+    return STOPPED if stop.requested else 0 if ended_path(arguments.run_dir).exists() else _RESTART
+
+
+def _rehearsed(arguments: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
+    """Return what makes Ray believe in the chips of a slice where CPUs stand in for them; it cannot see them."""
+    if not arguments.chips or environment.get("JAX_PLATFORMS") != "cpu":
+        return []
+    return ["--resources", json.dumps({"TPU": arguments.chips})]
 
 
 def own_address(environment: Mapping[str, str]) -> str:
@@ -235,14 +278,20 @@ def _find(address: str, given_up: Callable[[], bool]) -> bool:
     raise Wrong(f"nothing listens at {address} within {_FIND_HEAD:.0f} s")
 
 
-def _hand_back() -> None:
-    """Ask the roles on this machine to hand back their work, and wait for them."""
+def _hand_back(ray: int) -> None:
+    """Ask the roles that this `ray start` has on its machine to hand back their work, and wait for them."""
     import psutil
 
-    roles = [process for process in psutil.process_iter(["cmdline"]) if _is_role(process.info["cmdline"])]
-    for process in roles:
+    try:
+        started = psutil.Process(ray).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    roles: list[psutil.Process] = []
+    for process in started:
         try:
-            process.terminate()
+            if _is_role(process.cmdline()):
+                process.terminate()
+                roles.append(process)
         except psutil.NoSuchProcess:
             pass
     psutil.wait_procs(roles, timeout=_HAND_BACK)
@@ -259,15 +308,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         cut = own.index("--")
         own, command = own[:cut], own[cut + 1 :]
     parser = argparse.ArgumentParser(prog="python -m tools.launch.process")
-    parser.add_argument("mode", choices=["train", "head", "node"])
+    parser.add_argument("mode", choices=["train", "head", "node", "added"])
     parser.add_argument("--name", required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--slices", type=int, default=1)
     parser.add_argument("--chips", type=int, default=0)
     parser.add_argument("--port", type=int, default=6379)
+    parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--meet")
     parser.add_argument("--head")
+    parser.add_argument("--role", default="worker")
     found = parser.parse_args(own)
     found.command = command
     return found
@@ -283,7 +334,7 @@ def main(arguments: Sequence[str]) -> int:
             release_lock(given.run_dir, socket.gethostname())
         if given.mode == "head":
             return run_head(given, log, os.environ, stop)
-        if given.mode == "node":
+        if given.mode in ("node", "added"):
             return run_node(given, log, os.environ, stop)
         count = given.hosts * given.slices
         if given.meet:

@@ -10,7 +10,6 @@ from tools.launch.plan import LaunchPlan, Role
 
 CODE = "/opt/axl"
 MEETING_PORT = 8490  # where the processes of a trainer meet
-RAY_PORT = 6379
 USER_FILES = "user"  # folder of the bundle with files of the user's own
 
 
@@ -29,23 +28,32 @@ def bootstrap(cfg: Launch.Config, archive: PurePath) -> str:
     lines = ["set -euo pipefail", "ulimit -l unlimited 2>/dev/null || true  # libtpu locks memory"]
     if cfg.bundle:
         lines += [f"mkdir -p {CODE}", f"tar -xzf {archive} -C {CODE}", f"cd {CODE}"]
-    if cfg.setup:
+    if cfg.setup and cfg.on != "local":  # there the environment of the command is the image
         lines += [f"{{ {cfg.setup}; }} || exit 70  # exit status 2 would blame the experiment"]
     return "\n".join([*lines, 'exec python -m tools.launch.process "$@"']) + "\n"
 
 
-def process_arguments(cfg: Launch.Config, plan: LaunchPlan, role: Role, jobset: str) -> list[str]:
-    """Return the arguments of `tools.launch.process` in the Pods of a JobSet."""
+def process_arguments(cfg: Launch.Config, plan: LaunchPlan, role: Role, jobset: str, *, added: bool) -> list[str]:
+    """Return the arguments of `tools.launch.process` in the Pods of a JobSet; `added`: of a worker beside the fleet."""
     directory = run_dir(cfg, plan)
-    mode = {"head": "head", "trainer": "node", "worker": "node"}[role.name] if plan.command == "rl" else "train"
+    mode = "train"
+    if plan.command == "rl":
+        mode = "head" if role.name == "head" else "added" if added else "node"
     found = [mode, "--name", jobset, "--run-dir", str(directory)]
     if role.slices is not None:
         found += ["--hosts", str(role.pods), "--slices", str(role.jobs), "--chips", str(role.slices.host_chips)]
     if mode == "train" and role.jobs * role.pods > 1:
         found += ["--meet", f"{address(cfg, jobset)}:{MEETING_PORT}"]
+    if mode == "head":
+        nodes = sum(one.count * one.jobs * one.pods for one in plan.roles)
+        found += ["--port", str(cfg.port), "--nodes", str(nodes)]
+    if mode in ("node", "added"):
+        found += ["--head", f"{address(cfg, f'{plan.name}-head')}:{cfg.port}"]
+        found += ["--role", "added" if added else role.name]
     if mode == "node":
-        found += ["--head", f"{address(cfg, f'{plan.name}-head')}:{RAY_PORT}"]
-    return [*found, *(() if mode == "node" else ("--", *axl_command(cfg, plan)))]
+        return found
+    worker = ["python", "-m", "axlearn_like", "worker", str(directory), "--name", jobset.removeprefix(f"{plan.name}-")]
+    return [*found, "--", *(worker if mode == "added" else axl_command(cfg, plan))]
 
 
 def axl_command(cfg: Launch.Config, plan: LaunchPlan) -> list[str]:

@@ -1,8 +1,8 @@
-"""Place of a run: a bucket or a volume claim that every process mounts, so that paths are the same in all."""
+"""Place of a run: a bucket, a claim or a folder that every process mounts, so that paths are the same in all."""
 
 import dataclasses
 import re
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mesh import UserError
@@ -15,7 +15,7 @@ _OPTIONS = "implicit-dirs,metadata-cache:ttl-secs:0"
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """A bucket (`gs://BUCKET/FOLDER`) or a claim (`pvc:CLAIM/FOLDER`) that is mounted at `MOUNT`."""
+    """A bucket (`gs://BUCKET/FOLDER`), a claim (`pvc:CLAIM/FOLDER`) or a folder (`dir:PATH`), mounted at `MOUNT`."""
 
     kind: str
     name: str
@@ -36,8 +36,15 @@ class Storage:
         """The folder as it was given."""
         return f"{self.kind}{self.name}{'/' if self.folder else ''}{self.folder}"
 
+    @property
+    def directory(self) -> Path:
+        """The folder of this machine (`dir:PATH`)."""
+        return Path(self.name).expanduser().resolve()
+
     def volume(self) -> dict[str, Any]:
         """Return the volume of a Pod."""
+        if self.kind == "dir:":
+            return {"name": "runs", "hostPath": {"path": str(self.directory), "type": "DirectoryOrCreate"}}
         if not self.bucket:
             return {"name": "runs", "persistentVolumeClaim": {"claimName": self.name}}
         attributes = {"bucketName": self.name, "mountOptions": _OPTIONS}
@@ -49,9 +56,11 @@ class Storage:
 
 
 def parse_storage(text: str) -> Storage:
-    """Parse `gs://BUCKET[/FOLDER]` or `pvc:CLAIM[/FOLDER]` (UserError: it is neither)."""
+    """Parse `gs://BUCKET[/FOLDER]`, `pvc:CLAIM[/FOLDER]` or `dir:PATH` (UserError: it is none of them)."""
+    if text.startswith("dir:") and len(text) > 4:
+        return Storage("dir:", text.removeprefix("dir:"), "")
     found = _PLACE.fullmatch(text)
     folder = "" if found is None else (found["folder"] or "").strip("/")
     if found is None or ".." in folder.split("/"):
-        raise UserError(f"launch.storage={text!r}: expected gs://BUCKET[/FOLDER] or pvc:CLAIM[/FOLDER]")
+        raise UserError(f"launch.storage={text!r}: expected gs://BUCKET[/FOLDER], pvc:CLAIM[/FOLDER] or dir:PATH")
     return Storage(found["kind"], found["name"], folder)

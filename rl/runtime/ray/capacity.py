@@ -1,8 +1,11 @@
 """Room for a fleet in a Ray cluster, by the resources and labels of its nodes: a refusal before anything starts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import ray
 from ray.util.tpu import get_num_tpu_slices
 
 from mesh import UserError
@@ -13,7 +16,41 @@ POD_TYPE = "ray.io/tpu-pod-type"  # labels that Ray gives to nodes, from what Go
 WORKER_ID = "ray.io/tpu-worker-id"
 _SINGLE_HOST = (1, 4, 8)  # chips of slices with one host
 
+ROLE = "axl-role"  # label that a launched run gives to its nodes
+NODES_VARIABLE = "AXL_RAY_NODES"  # the number of nodes that a launched run waits for
+_POLL = 0.5  # seconds
+_WARN_EVERY = 60.0
+
 Node = Mapping[str, Any]
+
+
+def role_selector(role: str) -> dict[str, str]:
+    """Return the label of the machines that are a role's own; empty in a cluster whose machines are anybody's.
+
+    Without it a trainer could start on a spot machine that was asked for as a worker's.
+    """
+    return {ROLE: role} if any(ROLE in node["Labels"] for node in ray.nodes()) else {}
+
+
+def wait_for_nodes(stop: Callable[[], bool], check: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Wait for as many nodes as the environment says: machines of a launched run come one after another, or in hours.
+
+    Args:
+        stop: True ends the wait.
+        check: raises if Ray itself has died.
+        say: prints a line for the user.
+    """
+    text = os.environ.get(NODES_VARIABLE, "0")
+    needed, said = int(text) if text.isdecimal() else 0, 0.0
+    while needed and not stop():
+        there = sum(bool(node["Alive"]) for node in ray.nodes())
+        if there >= needed:
+            return
+        check()
+        if time.monotonic() - said > _WARN_EVERY:
+            said = time.monotonic()
+            say(f"waiting for machines: {there} of {needed} have joined")
+        time.sleep(_POLL)
 
 
 def accelerator_resource(request: RoleRequest) -> str | None:

@@ -11,6 +11,7 @@ from axlearn_like.run.directory import RunDirectory
 from rl.experiment import RLExperiment
 from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
 from rl.runtime.ray.actors import RoleHost
+from rl.runtime.ray.capacity import role_selector
 from rl.runtime.ray.proxies import trainer_names, worker_names
 from rl.runtime.ray.reservation import Slot
 
@@ -41,6 +42,8 @@ def start_actor(
         namespace: under which the actor is found by its name.
     """
     place = {"scheduling_strategy": _node(cfg, kind, name), **({} if slot is None else slot.options())}
+    if kind in SERVICES and (own := role_selector("head")):
+        place["label_selector"] = own  # not where machines are taken away
     concurrency = 32 + 4 * cfg.workers if kind in SERVICES else 8
     remote: Any = ray.remote  # its annotations do not know concurrency groups
     actor = remote(concurrency_groups={"health": 1}, max_concurrency=concurrency)(RoleHost).options(

@@ -28,6 +28,7 @@ from rl.runtime.ray.capacity import (
     check_capacity,
     pod_types,
     ray_generation,
+    role_selector,
 )
 from rl.runtime.ray.fault_injection import Say
 
@@ -120,11 +121,11 @@ class Reservation:
         return groups
 
     def _reserve_hosts(self, request: RoleRequest) -> Any:
-        bundle, selector = {"TPU" if request.topology is not None else "GPU": request.each}, {}
+        bundle, selector = {"TPU" if request.topology is not None else "GPU": request.each}, role_selector(request.role)
         if (model := accelerator_resource(request)) is not None:
             bundle[model] = _LITTLE
         if request.topology is not None:
-            selector = {POD_TYPE: f"in({','.join(pod_types(request))})"}
+            selector[POD_TYPE] = f"in({','.join(pod_types(request))})"
         hosts = request.processes
         bundles, selectors = [dict(bundle) for _ in range(hosts)], [selector] * hosts
         group = placement_group(bundles, "STRICT_SPREAD", bundle_label_selector=selectors)
@@ -134,7 +135,8 @@ class Reservation:
     def _reserve_slices(self, request: RoleRequest, wait: "Wait") -> Any:
         """Reserve complete slices; bundle i is host i of its slice, and the hosts of the first slice come first."""
         assert request.topology is not None
-        order = [{WORKER_ID: str(i % request.hosts_per_slice)} for i in range(request.processes)]
+        own = role_selector(request.role)
+        order = [{**own, WORKER_ID: str(i % request.hosts_per_slice)} for i in range(request.processes)]
         found: list[SlicePlacementGroup] = []
 
         def attempt() -> bool:

@@ -14,6 +14,7 @@ from mesh.devices import find_devices
 from rl.experiment import RLExperiment
 from rl.fleet.requests import role_requests
 from rl.runtime.cluster_file import withdraw
+from rl.runtime.ray.capacity import wait_for_nodes
 from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.orphans import end_orphans
 from rl.runtime.ray.preflight import check_reachable
@@ -88,6 +89,9 @@ def _run_in_session(
     cfg, health, supervisor, reservation = experiment.cfg, SessionHealth(), None, None
     try:
         if not own:
+            wait_for_nodes(stop, health.check, say)
+            if stop():
+                raise Stopped
             check_reachable(cfg.parameter_server.host, _addresses())
         reservation = _reserve(own, cfg, run, stop, say, health)
         supervisor = Supervisor(cfg, run, say, reservation, kill_after_update=kill_after_update)

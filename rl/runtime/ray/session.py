@@ -97,7 +97,8 @@ def _remove_old_sessions(folder: Path) -> None:
 
 
 def _join(address: str) -> None:
-    here = {"_node_ip_address": "127.0.0.1"} if address.startswith("127.") else {}
+    # Processes of a launched run have loopback addresses of their own.
+    here = {"_node_ip_address": os.environ.get("POD_IP", "127.0.0.1")} if address.startswith("127.") else {}
     try:
         ray.init(address, **here, **_QUIET)
     except (ConnectionError, RuntimeError) as error:

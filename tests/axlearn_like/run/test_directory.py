@@ -70,6 +70,11 @@ def test_a_file_in_the_way_and_a_foreign_directory_are_refused(tmp_path):
     assert contents(tmp_path) == {str(tmp_path / "file"): b"mine"}
 
 
+def test_a_directory_with_logs_of_a_launch_alone_is_new(tmp_path):
+    (tmp_path / "launch" / "logs").mkdir(parents=True)
+    RunDirectory.open(tmp_path, CONFIG).close()
+
+
 def test_a_place_that_cannot_be_written_is_refused():
     with pytest.raises(RunDirectoryError, match="cannot make run directory /proc/run"):
         RunDirectory.open("/proc/run", CONFIG)  # not even root may

@@ -36,13 +36,19 @@ CASES = {
         r"the Pod a+-trainer-node-0-3-xxxxx would have 73 .*expected a name of at most 40",
     ),
     "storage": ([*TRAIN, "--storage", "s3://b"], "expected gs://BUCKET"),
+    "folder on a cluster": ([*TRAIN, "--storage", "dir:runs"], "storage: expected gs:// or pvc:"),
+    "bucket on this machine": (
+        [*TRAIN, "--on", "local", "--storage", "gs://bucket"],
+        "storage: expected dir:PATH with --on local",
+    ),
+    "port": ([*TRAIN, "--set", "launch.port=70000"], "port: expected 1 to 65535"),
     "slices": ([*TRAIN, "--slices", "0"], "slices: expected 1 or more, got 0"),
     "secret": ([*TRAIN, "--set", "launch.env={'HF_TOKEN': 'x'}"], r"env: expected no secrets \(HF_TOKEN\)"),
     "field": ([*TRAIN, "--set", "launch.kubernetes.namespce=x"], "did you mean 'namespace'"),
     "experiment": (["lama2_7b", "--tpu", "v5p:4x4x4"], "did you mean 'llama2_7b'"),
     "target": (
         [*TRAIN, "--on", "gce"],
-        r"--on gce \(Compute Engine\) is not supported yet; there are --on gke and ray",
+        r"--on gce \(Compute Engine\) is not supported yet; there are --on gke, --on ray, --on local",
     ),
     "Ray without an image": ([*RL, *WORKERS, "--on", "ray"], "image: expected an image with ray and jax"),
     "Ray without RL": ([*TRAIN, "--on", "ray"], "--on ray: llama2_7b is no RL experiment"),
@@ -81,9 +87,29 @@ def test_a_function_may_return_the_submission_and_options_replace_its_fields(
     assert jobset["metadata"]["namespace"] == "lab"
 
 
-def test_submitting_is_refused_by_name(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["launch", *TRAIN]) == 2
-    assert "cannot submit by itself yet: give --dry-run DIR" in capsys.readouterr().err
+SUBMITTED = {
+    "Ray": (RL + WORKERS + ["--on", "ray", "--set", "launch.image=mine"], "--on ray: .* give --dry-run DIR and run"),
+    "no credentials": ([*TRAIN], "no credentials for a cluster: there is no .*get-credentials"),
+    "laptop": (TRAIN[:2] + ["v5p:4x4x8", "--on", "local"], "would start 32 processes on this machine, and at most 16"),
+}
+
+
+@pytest.mark.parametrize("case", SUBMITTED)
+def test_a_submission_is_refused_before_anything_is_created(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    arguments, message = SUBMITTED[case]
+    assert cli.main(["launch", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("subcommand", ["status", "logs", "stop", "add-worker"])
+def test_a_run_that_was_not_launched_is_named(subcommand: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["launch", subcommand, str(tmp_path / "none")]) == 2
+    assert f"no run was launched in {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

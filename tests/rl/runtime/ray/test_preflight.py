@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from mesh import UserError
+from rl.runtime.ray import capacity
 from rl.runtime.ray.preflight import check_cluster, check_machine, check_reachable
 from tests.rl.tiny import tiny_experiment
 
@@ -40,3 +41,16 @@ def test_a_cluster_that_is_not_there_is_known_before_anything_begins(monkeypatch
         check_cluster(address)
         check_cluster(f"ray://{address}")
     check_cluster("auto")
+
+
+def test_a_launched_run_waits_until_its_machines_have_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = iter([1, 1, 3])
+    monkeypatch.setenv("AXL_RAY_NODES", "3")
+    monkeypatch.setattr(capacity, "_POLL", 0.0)
+    monkeypatch.setattr(capacity.ray, "nodes", lambda: [{"Alive": True}] * next(joined) + [{"Alive": False}] * 4)
+    said: list[str] = []
+    capacity.wait_for_nodes(lambda: False, lambda: None, said.append)
+    assert said == ["waiting for machines: 1 of 3 have joined"] and next(joined, None) is None
+    capacity.wait_for_nodes(lambda: True, lambda: None, said.append)  # the run was stopped
+    monkeypatch.delenv("AXL_RAY_NODES")
+    capacity.wait_for_nodes(lambda: False, lambda: None, said.append)

@@ -1,0 +1,217 @@
+"""JobSets of trivial commands, carried out on this machine: indexes, addresses, paths, failures, grace, orphans."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh import UserError
+from tools.launch.control.api import exit_status
+from tools.launch.control.status import status_of, verdict
+from tools.launch.local.client import LocalCluster
+from tools.launch.local.cluster import mark_of
+from tools.launch.local.manifest import read_jobset
+from tools.launch.local.pod import marked
+
+
+def manifest(
+    name: str, script: str, *, replicas: int = 1, pods: int = 1, grace: int = 5, **more: Any
+) -> dict[str, Any]:
+    """Return a JobSet as `axl launch` writes it, with another command."""
+    container = {
+        "name": "main",
+        "image": "any",
+        "command": ["/bin/bash", "-c", script],
+        "env": [
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {
+                "name": "AXL_SLICE",
+                "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}},
+            },
+            *more.pop("env", ()),
+        ],
+        "volumeMounts": [{"name": "runs", "mountPath": "/axl"}, {"name": "memory", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace,
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "hostPath": {"path": str(more.pop("storage")), "type": "DirectoryOrCreate"}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    job = {
+        "parallelism": pods,
+        "completions": pods,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}]},
+        "template": {"metadata": {"labels": {"axl/run": "run"}}, "spec": pod},
+    }
+    rule = {"name": "usersMistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "metadata": {"name": name, "namespace": "lab", "labels": {"axl/run": "run", "axl/role": name}},
+        "spec": {
+            "failurePolicy": {"maxRestarts": more.pop("restarts", 3), "rules": [rule]},
+            "replicatedJobs": [{"name": "node", "replicas": replicas, "template": {"spec": job}}],
+        },
+    }
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    found = LocalCluster(tmp_path / "run")
+    yield found
+    for one in found.jobsets("run"):
+        found.delete(one["metadata"]["name"])
+    until(lambda: not found.alive)
+    assert not list(marked(mark(found)))
+
+
+def mark(cluster: LocalCluster) -> str:
+    return f"{mark_of(cluster.folder)}/"
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """Return what a condition returns when it is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def ended(cluster: LocalCluster) -> bool:
+    return all(one["status"].get("terminalState") for one in cluster.jobsets("run")) and not cluster.alive
+
+
+def test_processes_have_index_address_paths_and_secrets_and_only_that(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MY_SHELL_HAS", "this")
+    script = """
+echo "$AXL_SLICE $JOB_COMPLETION_INDEX $POD_IP first-node-0-1.first.lab.svc:8490 first-node-1-0.first $TOKEN" > \
+  /axl/said-$AXL_SLICE-$JOB_COMPLETION_INDEX
+mkdir -p /opt/axl; echo $AXL_SLICE > /opt/axl/mine; echo $AXL_SLICE > /dev/shm/mine; echo "${MY_SHELL_HAS:-clean}"
+"""
+    env = [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "run-token", "key": "ray"}}}]
+    one = manifest("first", script, replicas=2, pods=2, env=env, storage=tmp_path / "runs")
+    with pytest.raises(UserError, match=r"secrets that are not there: TOKEN \(Secret run-token\)"):
+        cluster.create(one)
+    assert not cluster.alive and not cluster.jobsets("run")
+    cluster.make_secret("run-token", {"ray": "hidden"})
+    assert (cluster.folder / "secrets.json").stat().st_mode & 0o777 == 0o600
+    cluster.create(one)
+    until(lambda: ended(cluster))
+    said = {path.name: path.read_text().split() for path in sorted((tmp_path / "runs").iterdir())}
+    assert list(said) == ["said-0-0", "said-0-1", "said-1-0", "said-1-1"]
+    addresses = {name: words[2] for name, words in said.items()}
+    assert len(set(addresses.values())) == 4 and all(one.startswith("127.") for one in addresses.values())
+    for name, (part, index, _, meeting, other, token) in said.items():
+        assert name == f"said-{part}-{index}" and token == "hidden"
+        assert (meeting, other) == (f"{addresses['said-0-1']}:8490", addresses["said-1-0"])
+    pods = cluster.pods("run")
+    assert [cluster.log(pod["metadata"]["name"], 5) for pod in pods] == ["clean"] * 4
+    for folder in ("opt/axl", "dev/shm"):
+        assert (cluster.folder / "roots" / "first-node-1-0" / folder / "mine").read_text() == "1\n"
+    assert "hidden" not in (cluster.folder / "status.json").read_text() + (cluster.folder / "cluster.log").read_text()
+    assert {one.state for one in status_of(cluster, "run")} == {"completed"}
+    with pytest.raises(UserError, match="JobSet first exists"):
+        cluster.create(one)
+
+
+def test_a_killed_process_restarts_its_jobset_alone_and_status_2_fails_it(cluster: LocalCluster, tmp_path: Path):
+    storage = tmp_path / "runs"
+    wait = "until [ -e /axl/go ]; do sleep 0.02; done"
+    cluster.create(manifest("steady", wait, storage=storage))
+    cluster.create(manifest("killed", f"sleep 60 & {wait}", pods=2, storage=storage))
+    before = {pod["metadata"]["name"]: int(pod["metadata"]["annotations"]["axl/pid"]) for pod in cluster.pods("run")}
+    victim = next(name for name in before if name.startswith("killed-node-0-0"))
+    os.kill(before[victim], signal.SIGKILL)
+    until(lambda: [one["status"]["restarts"] for one in cluster.jobsets("run")] == [0, 1])
+    until(lambda: sum(one.running for one in status_of(cluster, "run")) == 3)
+    now = {pod["metadata"]["name"]: exit_status(pod) for pod in cluster.pods("run")}
+    assert now[victim] == 137 and sum(status is None for status in now.values()) == 3
+    steady = next(name for name in before if name.startswith("steady"))
+    assert now[steady] is None, "the other JobSet was left alone"
+    assert len(list(marked(mark(cluster)))) >= 3
+    cluster.create(manifest("wrong", "echo no such field; exit 2", storage=storage))
+    until(lambda: any(one.state == "failed" for one in status_of(cluster, "run")))
+    assert verdict(status_of(cluster, "run")).startswith("wrong: failed: wrong-node-0-0-")
+    assert verdict(status_of(cluster, "run")).endswith("ended with status 2: no such field")
+    (storage / "go").touch()
+    until(lambda: ended(cluster))
+    assert not list(marked(mark(cluster))), "what a process started ends with it"
+
+
+def test_the_limit_of_restarts_and_the_grace(cluster: LocalCluster, tmp_path: Path):
+    cluster.create(manifest("again", "exit 1", restarts=1, storage=tmp_path))
+    until(lambda: ended(cluster))
+    (again,) = cluster.jobsets("run")
+    assert again["status"]["restarts"] == 1
+    assert again["status"]["conditions"][0]["reason"] == "ReachedMaxRestarts"
+    cluster.delete("again")
+    polite = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.02; done"
+    cluster.create(manifest("polite", polite, storage=tmp_path))
+    cluster.create(
+        manifest("deaf", "trap '' TERM; echo ready; while :; do sleep 0.02; done", grace=1, storage=tmp_path)
+    )
+    names = [pod["metadata"]["name"] for pod in cluster.pods("run")]
+    until(lambda: all(cluster.log(name, 1) == "ready" for name in names if "again" not in name))
+    began = time.monotonic()
+    cluster.delete("polite")
+    assert time.monotonic() - began < 0.9
+    cluster.delete("deaf")
+    assert time.monotonic() - began > 0.9
+    assert any("saved" in cluster.log(name, 2) for name in names if name.startswith("polite"))
+
+
+def test_what_a_killed_cluster_leaves_is_ended_by_the_next_and_by_stop(cluster: LocalCluster, tmp_path: Path):
+    cluster.create(manifest("long", "sleep 60 & sleep 60", storage=tmp_path))
+    pid = json.loads((cluster.folder / "status.json").read_text())["pid"]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not cluster.alive)
+    left = set(marked(mark(cluster)))
+    assert left
+    (lost,) = status_of(cluster, "run")
+    assert lost.state == "lost" and "its cluster was killed" in lost.line()
+    cluster.create(manifest("other", "sleep 60", storage=tmp_path))  # starts the next, which carries on both
+    assert not left & set(marked(mark(cluster)))
+    assert len(cluster.jobsets("run")) == 2
+    os.kill(json.loads((cluster.folder / "status.json").read_text())["pid"], signal.SIGKILL)
+    until(lambda: not cluster.alive)
+    for name in ("long", "other"):
+        cluster.delete(name)
+    cluster.clean("run")
+    assert not list(marked(mark(cluster))) and not (cluster.folder / "status.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: one["spec"].update(coordinator={}), "the field coordinator is not carried out"),
+        (lambda one: one["spec"]["failurePolicy"]["rules"][0].update(action="RestartJob"), "RestartJob is not carried"),
+        (lambda one: pod(one)["volumes"][0].pop("hostPath"), "expected a folder of this machine"),
+        (lambda one: pod(one).update(restartPolicy="OnFailure"), "expected Pods of one container with restartPolicy"),
+        (lambda one: job(one).update(parallelism=7), "expected an Indexed Job whose Pods all run at once"),
+    ],
+)
+def test_what_it_would_do_otherwise_than_a_cluster_is_refused(change: Any, message: str, tmp_path: Path):
+    one = manifest("one", "true", storage=tmp_path)
+    change(one)
+    with pytest.raises(UserError, match=message):
+        read_jobset(one)
+
+
+def job(one: dict[str, Any]) -> dict[str, Any]:
+    return one["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+def pod(one: dict[str, Any]) -> dict[str, Any]:
+    return job(one)["template"]["spec"]

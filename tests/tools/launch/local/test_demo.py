@@ -1,0 +1,141 @@
+"""The demo as its manifests say: head, trainer of two processes, two workers, one killed with all that it has started.
+
+The rendered commands run: they unpack the archive, find their ranks and each other, and make the same weights.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axlearn_like.run.metrics import read_rows
+from tests.rl.runtime.ray.experiments import checksums, metrics
+from tools.launch.control.handle import LaunchedRun, launch
+from tools.launch.launch import Launch
+from tools.launch.local.pod import MARK, marked
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+MINE = '''
+import time
+
+from experiments.reasoning_gym import demo
+from rl.verification.scorers import FunctionScorer
+from rl.verification.service import Verifier
+
+
+def share(problem_id: int, answer: str) -> float:
+    """The share of ASCII characters, slowly: time to kill somebody."""
+    time.sleep(0.02)
+    return sum(character.isascii() for character in answer) / max(len(answer), 1)
+
+
+def mine():
+    cfg = demo(steps=30).set(warm_start=None, evaluation=None, groups=4, samples=4, groups_per_lease=1)
+    cfg.trainer.set(mesh={"data": 2})
+    cfg.trainer.checkpoint.set(save_every=5)
+    cfg.verifier = Verifier.Config(scorer=FunctionScorer.Config(function=share), processes=1)
+    return cfg
+'''
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo without its warm start, with a reward of the user's own, in a file that travels with the code."""
+    path = tmp_path_factory.mktemp("user") / "mine.py"
+    path.write_text(MINE)
+    return f"{path}:mine"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mine: str, tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
+    """The same in one process that has the devices of both processes of the trainer."""
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    command = [sys.executable, "-m", "axlearn_like", "rl", mine, "--runtime", "inprocess", "--run-dir", str(path)]
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path
+
+
+def test_a_worker_that_is_killed_restarts_alone_and_the_result_is_the_same_to_the_bit(
+    mine: str, undisturbed: Path, tmp_path: Path
+):
+    cfg = Launch.Config(
+        experiment=mine,
+        on="local",
+        tpu="v6e:1x1",
+        slices=2,
+        workers=2,
+        worker_tpu="v6e:1x1",
+        worker_capacity="spot",
+        storage=f"dir:{tmp_path}",
+    )
+    run = launch(cfg)
+    try:
+        path = tmp_path / "mine"
+        wait_for(lambda: updates(path) >= 3, run)
+        before, restarted = pids(run), restarts(run)  # on a busy machine Ray may not start in its 30 s: once more, then
+        kill_machine(run, "mine-worker-1")
+        began = time.time()
+        wait_for(lambda: restarts(run)["mine-worker-1"] == restarted["mine-worker-1"] + 1, run)
+        found = run.wait(600)
+        assert [one.state for one in found] == ["completed"] * 4, run.logs(lines=20)
+        after, now = pids(run), restarts(run)
+        assert [name for name in now if now[name] != restarted[name]] == ["mine-worker-1"]
+        assert [name for name in before if after[name] != before[name]] == ["mine-worker-1-node-0-0"]
+        assert len(before) == 5, "the trainer has two processes"
+        rows = [row for row in read_rows(path / "events.jsonl") if row["event"] == "start" and row["time"] > began]
+        assert {row["role"] for row in rows} == {"worker-1"}, "no other role was restarted"
+        assert figures(path) == figures(undisturbed)
+        assert checksums(path) == checksums(undisturbed)
+    finally:
+        run.stop()
+
+
+def figures(path: Path) -> list[dict[str, Any]]:
+    """Return the figures of all updates, without a mean over both processes, whose order of sums is another."""
+    return [{name: value for name, value in row.items() if name != "logprob_diff_mean"} for row in metrics(path)]
+
+
+def kill_machine(run: LaunchedRun, jobset: str) -> None:
+    """Kill everything that a Pod has started, as the loss of its machine does."""
+    pod = next(pod for pod in run.api.pods(run.name) if pod["metadata"]["name"].startswith(jobset))
+    first = int(pod["metadata"]["annotations"]["axl/pid"])
+    mark = next(
+        word.partition("=")[2]
+        for word in Path(f"/proc/{first}/environ").read_text().split("\0")
+        if word.startswith(f"{MARK}=")
+    )
+    for pid in list(marked(mark)):
+        os.kill(pid, signal.SIGKILL)
+
+
+def pids(run: LaunchedRun) -> dict[str, str]:
+    """Return the first process of each Pod by its stable name; of a restarted one, the newest."""
+    return {
+        pod["metadata"]["name"].rpartition("-")[0]: pod["metadata"]["annotations"]["axl/pid"]
+        for pod in run.api.pods(run.name)
+    }
+
+
+def restarts(run: LaunchedRun) -> dict[str, int]:
+    return {one.name: one.restarts for one in run.status()}
+
+
+def updates(path: Path) -> int:
+    rows = read_rows(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
+    return max((row["step"] for row in rows if row["phase"] == "rl"), default=0)
+
+
+def wait_for(condition: Any, run: LaunchedRun, seconds: float = 400.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        states = [one.state for one in run.status()]
+        assert time.monotonic() < deadline and "failed" not in states, run.logs(lines=20)
+        time.sleep(0.2)

@@ -1,0 +1,141 @@
+"""Status of a run, and in one line why nothing runs: quota, queue, capacity, image, or a crash with its last words.
+
+Reads conditions of JobSets, Kueue's workloads, Pods and events, as the cluster's API has them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tools.launch.control.api import ROLE, ClusterApi, Object, exit_status, finished_at, terminal
+
+_LINES = 3  # of the output of a process that crashed
+_JOBSET = "jobset.sigs.k8s.io/jobset-name"
+_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
+_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError")
+_QUOTA = re.compile(r"exceeded quota|quota exceeded|insufficient quota", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSetStatus:
+    """One JobSet.
+
+    Attributes:
+        state: running, pending, restarting, completed, failed, suspended or lost.
+        why: it is not running, in a line; empty where there is no more to say.
+        restarts: so far.
+        running: Pods that run now.
+    """
+
+    name: str
+    role: str
+    state: str
+    why: str
+    restarts: int
+    running: int
+
+    def line(self) -> str:
+        """Return it for a reader."""
+        restarts = f", {self.restarts} restarts" if self.restarts > 1 else ", 1 restart" if self.restarts else ""
+        return f"{self.name}: {self.state}{restarts}{': ' if self.why else ''}{self.why}"
+
+
+def status_of(api: ClusterApi, run: str) -> list[JobSetStatus]:
+    """Return the status of every JobSet of a run, the head first."""
+    pods, events = api.pods(run), api.events(run)
+    found = [_status(api, one, pods, events) for one in api.jobsets(run)]
+    order = {"head": 0, "trainer": 1}
+    return sorted(found, key=lambda one: (order.get(one.role, 2), len(one.name), one.name))
+
+
+def verdict(statuses: Sequence[JobSetStatus]) -> str:
+    """Return the state of a run in one line."""
+    if not statuses:
+        return "nothing of it is there"
+    states = [one.state for one in statuses]
+    bad = next((one for one in statuses if one.state in ("failed", "lost")), None)
+    if bad is not None:
+        return bad.line()
+    if all(state == "completed" for state in states):
+        return "completed"
+    waiting = next((one for one in statuses if one.why and not one.running), None)
+    if waiting is not None:
+        return f"{states.count('running')} of {len(states)} run; {waiting.line()}"
+    return f"{states.count('running')} of {len(states)} run"
+
+
+def _status(api: ClusterApi, jobset: Object, pods: Iterable[Object], events: Iterable[Object]) -> JobSetStatus:
+    name, labels = jobset["metadata"]["name"], jobset["metadata"].get("labels", {})
+    own = [pod for pod in pods if pod["metadata"].get("labels", {}).get(_JOBSET) == name]
+    status = jobset.get("status", {})
+    running = sum(pod.get("status", {}).get("phase") == "Running" for pod in own)
+    restarts, state = status.get("restarts", 0), terminal(jobset).lower()
+    why = ""
+    if state == "completed":
+        pass
+    elif status.get("lost"):
+        state, why = "lost", "its cluster was killed; submit again, and it goes on from its last checkpoint"
+    elif state == "failed":
+        reason = next((c for c in status.get("conditions", ()) if c.get("type") == "Failed"), {})
+        why = crash(api, own) or f"{reason.get('reason', '')} {reason.get('message', '')}".strip()
+    else:
+        mine = [one for one in events if one.get("involvedObject", {}).get("name", "").startswith(name)]
+        why = "" if running and running == len(own) else blocked(jobset, own, mine)
+        state = "suspended" if jobset.get("spec", {}).get("suspend") else "running" if running else "pending"
+        if not running and restarts:
+            why, state = why or crash(api, own), "restarting"
+    return JobSetStatus(name, labels.get(ROLE, ""), state, why, restarts, running)
+
+
+def crash(api: ClusterApi, pods: Iterable[Object]) -> str:
+    """Return status and last words of the process that failed first, in the latest attempt that has failed."""
+    failed = [pod for pod in pods if exit_status(pod) not in (None, 0)]
+    if not failed:
+        return ""
+    latest = max(int(pod["metadata"]["labels"].get(_ATTEMPT, 0)) for pod in failed)
+    among = [pod for pod in failed if int(pod["metadata"]["labels"].get(_ATTEMPT, 0)) == latest]
+    first = min(among, key=finished_at)
+    name = first["metadata"]["name"]
+    said = " | ".join(line.strip() for line in api.log(name, _LINES).splitlines() if line.strip())
+    return f"{name} ended with status {exit_status(first)}{': ' if said else ''}{said}"
+
+
+def blocked(jobset: Object, pods: Sequence[Object], events: Sequence[Object]) -> str:
+    """Return why Pods of a JobSet do not run."""
+    return next((line for line in _reasons(jobset, pods, events) if line), "")
+
+
+def _reasons(jobset: Object, pods: Sequence[Object], events: Sequence[Object]) -> Iterator[str]:
+    for event in events:
+        if _QUOTA.search(event.get("message", "")):
+            yield f"quota: {event['message']}"
+    for condition in jobset.get("status", {}).get("conditions", ()):
+        if _QUOTA.search(condition.get("message", "")):
+            yield f"quota: {condition['message']}"
+    workload = jobset.get("workload", {})
+    for condition in workload.get("status", {}).get("conditions", ()):
+        if condition.get("status") == "False" and condition.get("type") in ("QuotaReserved", "Admitted"):
+            yield f"queue: {condition.get('message', condition.get('reason', ''))}"
+        if condition.get("status") == "True" and condition.get("type") == "Evicted":
+            yield f"queue: evicted: {condition.get('message', '')}"
+    if jobset.get("spec", {}).get("suspend"):
+        yield "queue: not admitted yet"
+    for pod in pods:
+        yield from _waits(pod)
+    for event in events:
+        if event.get("type") == "Warning" and event.get("reason", "").startswith("Failed"):
+            yield f"{event['reason']}: {event.get('message', '')}"
+
+
+def _waits(pod: Object) -> Iterator[str]:
+    status: Mapping[str, Any] = pod.get("status", {})
+    for condition in status.get("conditions", ()):
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            yield f"capacity: {condition.get('message', condition.get('reason', ''))}"
+    for one in status.get("containerStatuses", ()):
+        waiting = one.get("state", {}).get("waiting", {})
+        if waiting.get("reason") in _IMAGE:
+            yield f"image: {waiting['reason']}: {waiting.get('message', '')}"
+        elif waiting.get("reason"):
+            yield f"{pod['metadata']['name']}: {waiting['reason']} {waiting.get('message', '')}".strip()

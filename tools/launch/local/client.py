@@ -1,0 +1,212 @@
+"""The cluster of a run on this machine, as submission and status see it: files in the run directory."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import UserError
+from tools.launch.control.api import Object
+from tools.launch.local.cluster import LOCK, LOG, SECRETS, STATUS, WANTED, locked, mark_of
+from tools.launch.local.manifest import read_jobset
+from tools.launch.local.pod import kill_marked
+
+_STARTS = 20.0  # seconds
+_POLL = 0.05
+_PORTS = range(20_000, 30_000)  # below those that systems give away
+
+
+class LocalCluster:
+    """Cluster of one run; `folder` is `launch/cluster` in its run directory."""
+
+    def __init__(self, run_dir: Path, variables: Mapping[str, Mapping[str, str]] | None = None):
+        """`variables`: of the machines of each JobSet that is created."""
+        self.run_dir, self.folder = run_dir, run_dir / "launch" / "cluster"
+        self.variables = dict[str, Mapping[str, str]](variables or {})
+
+    def check(self) -> None:
+        """Refuse a machine without addresses of its own for each process, and one whose processes cannot be seen."""
+        if not Path("/proc/self/environ").exists():
+            raise UserError("--on local needs Linux: it tells the processes of a run by /proc")
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.64.0.1", 0))
+            except OSError as error:
+                raise UserError(f"--on local: no loopback address 127.64.0.1 on this machine: {error}") from error
+
+    def place(self, run: str, files: Mapping[str, str], archive: tuple[str, bytes] | None) -> None:
+        """Write the submission into the run directory, and the code beside it."""
+        del run
+        try:
+            for name, text in files.items():
+                path = self.run_dir / "launch" / "submission" / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            if archive is not None:
+                path = self.run_dir.parent / "bundles" / archive[0]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not path.exists():
+                    temporary = path.with_suffix(f".{os.getpid()}")
+                    temporary.write_bytes(archive[1])
+                    os.replace(temporary, path)
+            (self.run_dir / "launch" / "ended.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.run_dir}: cannot write there: {error.strerror}") from error
+
+    def make_secret(self, name: str, values: Mapping[str, str]) -> None:
+        """Add a Secret to the file that only this user can read."""
+        path, known = self.folder / SECRETS, self._secrets()
+        if name in known:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({**known, name: dict(values)}, file)
+        os.replace(temporary, path)
+
+    def create(self, jobset: Object) -> None:
+        """Create a JobSet, and start the cluster if it does not run."""
+        spec = read_jobset(jobset)
+        missing = [
+            f"{one['name']} (Secret {source['name']})"
+            for job in spec.jobs
+            for one in job.container.env
+            if (source := one.get("valueFrom", {}).get("secretKeyRef")) is not None
+            and source["key"] not in self._secrets().get(source["name"], {})
+        ]
+        if missing:
+            raise UserError(f"secrets that are not there: {', '.join(missing)}; set these variables, and submit again")
+        wanted = self.folder / WANTED / f"{spec.name}.json"
+        if wanted.exists():
+            raise UserError(f"JobSet {spec.name} exists; `axl launch stop` removes it")
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        temporary = wanted.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"manifest": jobset, "machine": self.variables.get(spec.name, {})}))
+        os.replace(temporary, wanted)
+        self._until(lambda: spec.name in self._names(), f"JobSet {spec.name} has not been created")
+
+    def delete(self, name: str) -> None:
+        """Delete a JobSet, and return when its processes have ended."""
+        (self.folder / WANTED / f"{name}.json").unlink(missing_ok=True)
+        if self.alive:
+            self._until(lambda: not self.alive or name not in self._names(), f"JobSet {name} has not ended", 90.0)
+
+    def clean(self, run: str) -> Sequence[str]:
+        """End what a cluster that was killed has left, and remove Secrets and containers' files."""
+        del run
+        if self.alive:
+            return []
+        kill_marked(f"{mark_of(self.folder)}/")
+        found = [path for path in (self.folder / SECRETS, self.folder / STATUS) if path.exists()]
+        for path in found:
+            path.unlink()
+        subprocess.run(["rm", "-rf", str(self.folder / "roots")], check=False)
+        return [path.name for path in found]
+
+    def jobsets(self, run: str) -> list[Object]:
+        """Return the JobSets; those that nobody carries out any more are reported as lost."""
+        del run
+        found = self._status().get("jobsets", [])
+        if not self.alive:
+            for one in found:
+                if not one["status"].get("terminalState"):
+                    one["status"]["lost"] = True
+        return found
+
+    def pods(self, run: str) -> list[Object]:
+        """Return the Pods."""
+        del run
+        return self._status().get("pods", [])
+
+    def events(self, run: str) -> list[Object]:
+        """Return nothing: this cluster has room for all."""
+        del run
+        return []
+
+    def launch_text(self, run: str) -> str:
+        """Return the config of the submission."""
+        del run
+        return (self.run_dir / "launch" / "submission" / "launch.txt").read_text()
+
+    def log(self, pod: str, lines: int) -> str:
+        """Return the last lines of a Pod's output."""
+        path = self.folder / "logs" / f"{pod}.log"
+        text = path.read_text(errors="replace") if path.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    @property
+    def alive(self) -> bool:
+        """True while a process carries out the JobSets."""
+        if not (self.folder / LOCK).exists():
+            return False
+        lock = locked(self.folder)
+        if lock is not None:
+            lock.close()
+        return lock is None
+
+    def _until(self, done: Any, failure: str, seconds: float = _STARTS) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            self._start()
+            if time.monotonic() > deadline:
+                log = self.folder / LOG
+                said = log.read_text().splitlines()[-1:] if log.exists() else []
+                raise UserError(f"{failure} after {seconds:.0f} s; {log}: {''.join(said)}")
+            time.sleep(_POLL)
+
+    def _start(self) -> None:
+        """Start the process that carries out the JobSets, if none lives; it outlives this one."""
+        if self.alive:
+            return
+        with (self.folder / LOG).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tools.launch.local.cluster", str(self.folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")])},
+            )
+        deadline = time.monotonic() + _STARTS
+        while not self.alive and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL)
+
+    def _names(self) -> list[str]:
+        return [one["metadata"]["name"] for one in self._status().get("jobsets", [])] if self.alive else []
+
+    def _status(self) -> dict[str, Any]:
+        return _read(self.folder / STATUS)
+
+    def _secrets(self) -> dict[str, dict[str, str]]:
+        return _read(self.folder / SECRETS)
+
+
+_ROOT = str(Path(__file__).parents[3])
+
+
+def free_port(run_dir: Path) -> int:
+    """Return a port for the head of a run that nothing listens on."""
+    first = zlib.crc32(str(run_dir).encode()) % len(_PORTS)
+    for offset in range(len(_PORTS)):
+        port = _PORTS[(first + offset) % len(_PORTS)]
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise UserError("no port is free on this machine")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
