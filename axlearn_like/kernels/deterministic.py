@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from mesh.rules import partition
 
+_AT_ONCE = 256  # entries of a row that XLA adds at a time
 _LARGE = 4096  # entries from which on XLA sums rows as in large arrays
 
 
@@ -32,9 +33,29 @@ def sum_of_squares(x: jax.Array) -> jax.Array:
 
 def exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return exp(x - max) over the last axis and its sum, kept with size 1: a softmax before its division."""
-    peak = no_fuse(jnp.max(x, axis=-1, keepdims=True))
-    weights = no_fuse(jnp.exp(x - peak))
+    weights = _exponentials(x)
     return weights, row_sum(weights)
+
+
+def key_exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `exponentials` of scores of a window of keys, whose sum does not depend on the window's width on CPUs.
+
+    A window is a multiple of 64 keys, and masked ones at its end have no weight. XLA's CPU code adds 256 entries of a
+    row at a time, and what is left in another order: of 384 keys the last 128 were added otherwise than of 512.
+    """
+    weights = _exponentials(x)
+    if x.shape[-1] <= _AT_ONCE or x.shape[-1] % _AT_ONCE == 0:
+        return weights, row_sum(weights)
+
+    def padded(weights: jax.Array) -> jax.Array:
+        return row_sum(no_fuse(jnp.pad(weights, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _AT_ONCE)])))
+
+    return weights, jax.lax.platform_dependent(weights, cpu=padded, default=row_sum)
+
+
+def _exponentials(x: jax.Array) -> jax.Array:
+    peak = no_fuse(jnp.max(x, axis=-1, keepdims=True))
+    return no_fuse(jnp.exp(x - peak))
 
 
 def _filled(total: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform, stores_scores
 from axlearn_like.kernels.attention.interface import MASKED
 from axlearn_like.kernels.attention.xla import batched_dot, capped
-from axlearn_like.kernels.deterministic import exponentials, no_fuse
+from axlearn_like.kernels.deterministic import key_exponentials, no_fuse
 from axlearn_like.layers.contexts.latents import Expand, has_latents, page_size_of, read_expanded, write_latents
 from axlearn_like.layers.contexts.packed import require_complete_rows
 from axlearn_like.layers.linear import UNSPLIT_SUM
@@ -251,7 +251,7 @@ def attend_blocks(
     if rules.window is not None:
         visible &= places > last[..., None] - rules.window
     scores = jnp.where(visible[:, None], capped(scores, rules), MASKED)
-    weights, total = exponentials(scores)
+    weights, total = key_exponentials(scores)
     if attention.sinks is not None:  # one more key, whose value is zero
         sinks = attention.sinks.astype(jnp.float32)[:, None] + jnp.zeros((length, 1))
         sinks = jnp.reshape(sinks, (heads, -1), out_sharding=partition("heads", None))

@@ -34,7 +34,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     bed, language = Bed(quick=quick), Language()
     tail = Tail(median=8, shortest=4, longest=24) if quick else Tail()
     prompts, samples = (2, 2) if quick else (2, 8)
-    params, loss = trained(bed, language, steps=2 if quick else 240, length=32 if quick else 480)
+    params, loss = trained(bed, language, steps=2 if quick else 180, length=32 if quick else 480)
     sizes = {"max_num_seqs": prompts * samples, "max_prompt": bed.job.prompt_tokens, "max_new": tail.longest}
     plain = bed.engine(**sizes, params=params)
     drafting = bed.engine(**sizes, params=params, speculation=Speculation.Config())
@@ -46,7 +46,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
         first = _both(plain, drafting, asked)
         return {**first, "again": _both(plain, drafting, again)}
 
-    rounds, compiled = after_warm_up(1 if quick else 5, run)
+    rounds, compiled = after_warm_up(1 if quick else 3, run)
     identical = all(one["identical"] and one["again"]["identical"] for one in rounds)
     figures = {**_medians(rounds), "again": _medians([one["again"] for one in rounds])}
     about = {
