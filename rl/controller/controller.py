@@ -1,9 +1,8 @@
 """The controller: decides which prompts each update uses and which worker generates them, each exactly once.
 
-The plan is a pure function of (config, step): update s consumes training problems [s * groups, (s + 1) * groups) of the
-mixture. So the state of the controller is little more than a step number, and after any failure the same prompts are
-generated again, with the same sampling keys and the same version. With a prompt pool (`PromptPool`) it is a function of
-earlier results too, and the trainer, whose checkpoints hold the pool's state, says that state when it begins.
+Which prompts, the plan says (`Plan`): a function of the config, the step, and if asked for of earlier results. So the
+state of the controller is little more than a step number, and after any failure the same prompts are generated again,
+with the same sampling keys and the same version.
 """
 
 import dataclasses
@@ -11,29 +10,24 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal, cast, override
+from typing import Any, cast
 
 import numpy as np
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config import Configurable
 from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
+from rl.controller.config import ControllerConfig
 from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.ledger import Ledger, WorkItem
-from rl.controller.prefetch import Prefetch
-from rl.controller.prompt_pool import PromptPool
+from rl.controller.plan import EVALUATION, Key, Plan
 from rl.roles.headers import GroupHeader, header_of
 from rl.roles.messages import Contents, Group, Lease, Prompt, Rollout, contents_of
-from rl.roles.timeouts import Timeouts, Waits
-from rl.tasks.mixture import TaskMixture
-from rl.tasks.prompts import LongPrompts, PromptMaker
+from rl.roles.timeouts import Waits
 from rl.tasks.skipped import SkippedProblems
 
-_Key = tuple[int, int, int]  # step, work item, and of a prompt pool how often the trainer has begun
-_EVALUATION: _Key = (-1, -1, 0)  # in their place: the problems of evaluations
 _PROMPTS_WAIT = 30.0  # seconds in one call: less than the time after which a role counts as unresponsive
-_AHEAD = 2  # steps beyond those that can be leased, whose prompts are made
 
 
 class Controller(Configurable):
@@ -47,37 +41,8 @@ class Controller(Configurable):
     Evaluations are leases too (`EvaluationSchedule`), of exactly the version that they evaluate.
     """
 
-    class Config(ConfigBase["Controller"]):
-        tasks: ConfigBase[Any] = REQUIRED  # TaskMixture, or another class with its `train`
-        tokenizer: ConfigBase[object] = REQUIRED  # of a Tokenizer
-        num_steps: int = REQUIRED
-        groups: int = REQUIRED  # prompts in a batch
-        samples: int = REQUIRED  # rollouts of each prompt
-        groups_per_lease: int = REQUIRED
-        staleness: int = 0  # updates
-        weights: Literal["pinned", "newest", "in_flight"] = "pinned"
-        lease_seconds: float = 120.0  # after the last call of its worker
-        max_prompt: int | None = None  # tokens; None: any number
-        long_prompts: LongPrompts = "skip"  # longer ones: the next problem instead, their last tokens, or an error
-        problem_seconds: float = 10.0  # that a problem may take to make, or it is left out; 0: any time
-        pool: PromptPool.Config | None = None  # draws problems again by how often they were solved; None: all are new
-        timeouts: Timeouts.Config = Timeouts.Config()
-
-        @override
-        def check_fields(self) -> None:
-            self.require_least(0, "staleness", "problem_seconds")
-            self.require_least(1, "max_prompt")
-            known = self.pool is None or isinstance(self.tasks, TaskMixture.Config)
-            self.require("pool", known, "None, or tasks that are a TaskMixture: it knows problems by their ids")
-            each = self.groups_per_lease
-            self.require(
-                "groups_per_lease", each >= 1 and self.groups % each == 0, f"a divisor of groups={self.groups}"
-            )
-
-        def prompt_maker(self, tokenizer: Tokenizer, skipped: SkippedProblems | None = None) -> PromptMaker:
-            """Build the maker of prompts by the rules of this config."""
-            rules: dict[str, Any] = {"max_prompt": self.max_prompt, "long_prompts": self.long_prompts}
-            return PromptMaker(tokenizer, **rules, seconds=self.problem_seconds, skipped=skipped)
+    class Config(ControllerConfig["Controller"]):
+        pass
 
     def __init__(
         self,
@@ -100,13 +65,8 @@ class Controller(Configurable):
             skipped: record of the problems that are left out; None: of this controller alone.
         """
         self.cfg = cfg
-        self._tasks: TaskMixture = cfg.tasks.build()
-        self.maker = cfg.prompt_maker(cast(Tokenizer, cfg.tokenizer.build()), skipped)
-        self._tasks.admission = self.maker
-        each: dict[str, Any] = {"groups": cfg.groups, "staleness": cfg.staleness}
-        self._pool: PromptPool | None = None if cfg.pool is None else cfg.pool.build(tasks=self._tasks, **each)
-        self._begins = 0  # with a pool: prompts of one plan are not taken for those of another
-        self._made: Prefetch[_Key, tuple[Prompt, ...]] = Prefetch(self._make)
+        tokenizer = cast(Tokenizer, cfg.tokenizer.build())
+        self._plan = Plan(cfg, tokenizer, skipped, None if evaluations is None else evaluations.prepare)
         self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
         self._version = self._first_version = -1
         self._last_step = cfg.num_steps  # updates after which the run ends
@@ -154,8 +114,8 @@ class Controller(Configurable):
                         return None
                     self._changed.wait(min(left, 1.0))
             if found is not None:
-                self._made.get(found, lambda: self._stopped or time.monotonic() > give_up)
-                if not self._made.ready(found) and time.monotonic() > give_up:
+                self._plan.get(found, lambda: self._stopped or time.monotonic() > give_up)
+                if not self._plan.ready(found) and time.monotonic() > give_up:
                     with self._changed:
                         self._wait(worker, worker, lambda key=found: f"prompts of work item {key[1]} of step {key[0]}")
                     return None
@@ -197,7 +157,10 @@ class Controller(Configurable):
             held: Ledger | EvaluationSchedule = self._ledger
             if self._evaluations is not None and self._evaluations.ledger(lease) is not None:
                 held = self._evaluations
+            step = self._ledger.step_of(lease)
             accepted = held.verified(lease, groups)
+            if accepted and step is not None and self._ledger.complete(step):
+                self._ledger.add(step, self._plan.replacements(self._ledger.batch(step)))
             self._changed.notify_all()
             return accepted
 
@@ -218,11 +181,10 @@ class Controller(Configurable):
     ) -> None:
         """Start or resume at update `step`; versions `first_version` to `step`, and `held`, can be pulled.
 
-        `pool`: what `pool_after` returned for the step before.
+        `pool`: the state that `plan_after` returned for the step before.
         """
         with self._changed:
-            if self._pool is not None:
-                self._pool, self._begins = self._pool.start(step, pool), self._begins + 1
+            self._plan.begin(step, pool)
             if self._resumed or self._begun:
                 self._again = range(step, step + self.cfg.staleness + 1)
             self._ledger.skip_to(step)
@@ -251,7 +213,7 @@ class Controller(Configurable):
                     return None
                 self._changed.wait(min(left, 1.0))
             self._waits.end(step)
-            return self._ledger.batch(step)
+            return self._plan.batch(self._ledger.batch(step))
 
     def headers(self, step: int, timeout: float = 0.0) -> list[GroupHeader] | None:
         """Return the headers of `next_batch`: what the trainer's processes need before each asks for `contents`."""
@@ -265,14 +227,16 @@ class Controller(Configurable):
     def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> Contents | None:
         """Return these rollouts (group -> its rollouts) of a batch with their prompts; None if it is not complete."""
         with self._changed:
-            return contents_of(self._ledger.batch(step), wanted) if self._ledger.complete(step) else None
+            if not self._ledger.complete(step):
+                return None
+            return contents_of(self._plan.batch(self._ledger.batch(step)), wanted)
 
-    def pool_after(self, step: int) -> dict[str, Any] | None:
-        """Return the prompt pool's state after this step; {}: there is none; None: the step is not complete."""
+    def plan_after(self, step: int) -> dict[str, Any] | None:
+        """Return what the plan has learnt from this step; see `BatchSource`. None: the step is not complete."""
         with self._changed:
-            if self._pool is None:
+            if not self._plan.depends_on_results:
                 return {}
-            return self._pool.after(self._ledger.batch(step)).state() if self._ledger.complete(step) else None
+            return self._plan.after(self._ledger.batch(step)) if self._ledger.complete(step) else None
 
     def _held_up(self, step: int) -> str | None:
         """Describe what an update still waits for; None if it can be made."""
@@ -291,13 +255,12 @@ class Controller(Configurable):
         with self._changed:
             if not self._begun:
                 return {}  # this controller has restarted, and learns the step from `begin`
-            if self._pool is not None:
-                self._pool = self._pool.after(self._ledger.batch(step))
+            self._plan.consume(self._ledger.batch(step))
             leases = self._ledger.consume(step)
             if self._events is not None:
                 self._events.append("controller", "consumed", step=step, leases=leases)
             self._look_ahead()
-            return self.maker.skipped.figures()
+            return self._plan.maker.skipped.figures()
 
     def finish(self, step: int) -> None:
         """End the run with version `step`, before the last update of its plan: its evaluation is all that is left."""
@@ -338,7 +301,7 @@ class Controller(Configurable):
         with self._changed:
             evaluating = None if self._evaluations is None else self._evaluations.version
             standing = {"version": self._version, "evaluating": evaluating, "stopped": self._stopped}
-            skipped = {"skipped": self.maker.skipped.counts()}
+            skipped = {"skipped": self._plan.maker.skipped.counts()}
             return {**self._ledger.counts(), "workers": sorted(self._workers), **standing, **skipped}
 
     def stop(self) -> None:
@@ -349,36 +312,12 @@ class Controller(Configurable):
 
     def prompts(self, step: int, item: int) -> tuple[Prompt, ...]:
         """Return the prompts of one work item of one step, by the plan."""
-        return self._made.get((step, item, self._begins)) or ()
-
-    def _make(self, key: _Key) -> tuple[Prompt, ...]:
-        """Make the prompts of a work item, or the problems of evaluations; called by one thread, without the lock."""
-        if key == _EVALUATION:
-            if self._evaluations is not None:
-                self._evaluations.prepare(self.maker)
-            return ()
-        step, item, begins = key
-        places, pool = range(item * self.cfg.groups_per_lease, (item + 1) * self.cfg.groups_per_lease), self._pool
-        if pool is None:
-            first = step * self.cfg.groups
-            return tuple(self.maker.prompt(self._tasks.train(first + place)) for place in places)
-        if begins != self._begins or not pool.planned(step):
-            return ()  # of a plan that is no more
-        drawn = [pool.problem(step, place) for place in places]
-        return tuple(dataclasses.replace(self.maker.prompt(problem), draw=draw) for problem, draw in drawn)
+        return self._plan.prompts(step, item)
 
     def _look_ahead(self) -> None:
         """Have the prompts made that will be leased next."""
-        first, last = self._ledger.consumed_steps, min(self.cfg.num_steps, self._leasable().stop + _AHEAD)
-        if (pool := self._pool) is not None:
-            last = next((step for step in range(first, last) if not pool.planned(step)), last)
-        begins = self._begins
-        self._made.keep(lambda key: key == _EVALUATION or (first <= key[0] and key[2] == begins))
         evaluates = self._evaluations is not None and self._evaluations.version is not None
-        items = range(self.cfg.groups // self.cfg.groups_per_lease)
-        self._made.want(
-            [_EVALUATION] * evaluates + [(step, item, begins) for step in range(first, last) for item in items]
-        )
+        self._plan.look_ahead(self._ledger.consumed_steps, self._leasable().stop, evaluates)
 
     @property
     def _begun(self) -> bool:
@@ -388,7 +327,7 @@ class Controller(Configurable):
         found = None if self._evaluations is None else self._evaluations.ledger(lease)
         return found or self._ledger
 
-    def _next_lease(self, worker: str) -> Lease | _Key | None:
+    def _next_lease(self, worker: str) -> Lease | Key | None:
         """Grant the next work item of an evaluation, or else of an update; or say whose prompts are not made yet."""
         if (lease := self._evaluation(worker, idle=False)) is not None:
             return lease
@@ -396,7 +335,7 @@ class Controller(Configurable):
             return None
         if (pending := self._ledger.pending(self._leasable())) is None:
             return self._evaluation(worker, idle=True)
-        if not self._made.ready(key := (pending.step, pending.index, self._begins)):
+        if not self._plan.ready(key := self._plan.key(pending.step, pending.index)):
             return key
         prompts = self.prompts(pending.step, pending.index)  # before the lease: what raises here leaves nothing leased
         self._ledger.lease(worker, self._leasable(), self._clock(), self.cfg.lease_seconds)
@@ -404,14 +343,14 @@ class Controller(Configurable):
             self._evaluations.trains(worker)
         return self._grant(pending, prompts)
 
-    def _evaluation(self, worker: str, *, idle: bool) -> Lease | _Key | None:
+    def _evaluation(self, worker: str, *, idle: bool) -> Lease | Key | None:
         """Grant the next work item of an evaluation, if this worker is to evaluate now."""
         evaluations, workers = self._evaluations, len(self._workers | {worker})
         if evaluations is None or not evaluations.takes(worker, workers, idle=idle):
             return None
-        if not self._made.ready(_EVALUATION):
-            return _EVALUATION
-        self._made.get(_EVALUATION)  # raises what went wrong
+        if not self._plan.ready(EVALUATION):
+            return EVALUATION
+        self._plan.get(EVALUATION)  # raises what went wrong
         if (granted := evaluations.lease(worker, self._clock(), self.cfg.lease_seconds)) is None:
             return None
         item, lease = granted

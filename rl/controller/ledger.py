@@ -100,6 +100,16 @@ class Ledger:
         del self._by_lease[lease]
         return True
 
+    def step_of(self, lease: int) -> int | None:
+        """Return the step of a lease; None if it is void."""
+        item = self._by_lease.get(lease)
+        return None if item is None else item.step
+
+    def add(self, step: int, items: int) -> None:
+        """Give a step further work items, behind its others."""
+        held = self._open(step)
+        held += [WorkItem(step, len(held) + i) for i in range(items)]
+
     def complete(self, step: int) -> bool:
         """Return True if every work item of the step is verified."""
         return all(item.state == "verified" for item in self._open(step))

@@ -93,7 +93,7 @@ class PromptPool(Configurable):
         Args:
             cfg: rules.
             tasks: of the run.
-            groups: problems of a step.
+            groups: problems of a step, at most.
             staleness: steps that may be under way beside the oldest.
         """
         self.cfg, self._tasks, self._groups, self._staleness = cfg, tasks, groups, staleness
@@ -119,10 +119,10 @@ class PromptPool(Configurable):
         return made
 
     def after(self, groups: Sequence[Group]) -> Self:
-        """Return the pool with one more step consumed, which had these groups."""
+        """Return the pool with one more step consumed, of whose problems the first ones have these groups."""
         made = self._copy()
         step = made._step
-        for choice, group in zip(made._plans.pop(step), groups, strict=True):
+        for choice, group in zip(made._plans.pop(step), groups, strict=False):
             made._record(step, choice, group)
         made._step = step + 1
         made._forget()
@@ -130,11 +130,10 @@ class PromptPool(Configurable):
         return made
 
     def state(self) -> dict[str, Any]:
-        """Return what `start` takes back, as JSON holds it, and "figures" for the metrics."""
+        """Return what `start` takes back, as JSON holds it."""
         records = {str(problem): list(dataclasses.astuple(record)) for problem, record in self._records.items()}
         plans = {str(step): [list(choice) for choice in plan] for step, plan in self._plans.items()}
-        figures = {"figures": self.figures()}
-        return {"step": self._step, "turns": self._turns, "records": records, "plans": plans, **figures}
+        return {"step": self._step, "turns": self._turns, "records": records, "plans": plans}
 
     def planned(self, step: int) -> bool:
         """Return True if the problems of a step are known."""

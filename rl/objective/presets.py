@@ -55,7 +55,7 @@ def dapo(*, max_length: int | None = None, buffer: int | None = None) -> Objecti
     """DAPO (arXiv 2503.14476): clip-higher, token mean, zero-variance groups dropped.
 
     Given `max_length` and `buffer`, also its soft overlong penalty. The paper refills the batch after dropping
-    ("dynamic sampling"); that is not implemented, so batches shrink.
+    ("dynamic sampling"): set `controller.oversample` of the experiment, or batches shrink.
     """
     if (max_length is None) != (buffer is None):
         raise UserError("dapo needs both max_length and buffer, or neither")

@@ -57,7 +57,7 @@ class BatchSource(Protocol):
     ) -> None:
         """Start or resume at update `step`; versions `first_version` to `step`, and `held`, can be pulled.
 
-        `pool`: what `pool_after` returned for the step before.
+        `pool`: the state that `plan_after` returned for the step before.
         """
         ...
 
@@ -77,8 +77,11 @@ class BatchSource(Protocol):
         """Return these rollouts (group -> its rollouts) of a batch with their prompts; None if it is not complete."""
         ...
 
-    def pool_after(self, step: int) -> dict[str, Any] | None:
-        """Return the prompt pool's state after this step; {}: there is none; None: the step is not complete."""
+    def plan_after(self, step: int) -> dict[str, Any] | None:
+        """Return the prompt "pool"'s state after this step, and "figures" of the plan for the metrics.
+
+        {}: the plan depends on no results; None: the step is not complete.
+        """
         ...
 
     def consumed(self, step: int) -> dict[str, float]:

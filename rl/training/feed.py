@@ -76,7 +76,7 @@ class PolicyFeed:
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
-        self._pool: Mapping[str, Any] | None = None  # of the controller, once the batch is consumed; {}: it has none
+        self._plan: Mapping[str, Any] | None = None  # `plan_after` of the last batch
         self._skipped: Mapping[str, float] = {}  # counts of problems that the controller has left out
 
     def next(self, step: int, state: State, timeout: float) -> Any | None:
@@ -99,12 +99,12 @@ class PolicyFeed:
             drawn_by = only_version(headers) if version % self._diff_every == 0 else None
             wanted = rollouts_of(arranged, [] if drawn_by is None else self._diff.rows(headers))
             contents = fetched(agreed, self._controller, self._group, wanted)
-        pool = None if agreed is None or contents is None else self._pool_after(version)
-        if agreed is None or contents is None or pool is None:
+        plan = None if agreed is None or contents is None else self._plan_after(version)
+        if agreed is None or contents is None or plan is None:
             if self._publication.restart_if_forgotten(version, params):
                 self._events.append("trainer", "republish", step=version)
             return None
-        self._pool = pool
+        self._plan = plan
         waited, self._waiting_since = time.monotonic() - waiting_since, None
         what = {"for": f"batch {version}"}
         self._events.append("trainer", "wait", seconds=round(waited, 4), step=version, **what)
@@ -118,16 +118,16 @@ class PolicyFeed:
             figures |= self._diff.metrics([one for part in filled for one in part], headers, contents, sampler)
         self.flops = self._model_flops(minibatches, filled)
         self._metrics = {**figures, **_staleness(headers, version), "wait_seconds": waited, "version": step}
-        self._metrics |= {**self._skipped, **pool.get("figures", {})}
+        self._metrics |= {**self._skipped, **plan.get("figures", {})}
         if self._replay is not None:
             self._metrics["routing_bytes"] = routing_bytes(contents)
         return self._inputs(filled, params) * (1 if self._updates is None else self._updates.epochs)
 
-    def _pool_after(self, step: int) -> Mapping[str, Any] | None:
-        """Return the state of the prompt pool once the step is consumed; None: a controller that restarted lost it."""
-        if self._pool == {}:  # there is none in this run
+    def _plan_after(self, step: int) -> Mapping[str, Any] | None:
+        """Return the plan's state once the step is consumed; None: a controller that has restarted lacks it."""
+        if self._plan == {}:  # there is none in this run
             return {}
-        return self._group.broadcast(self._controller.pool_after(step) if self._group.leader else None)
+        return self._group.broadcast(self._controller.plan_after(step) if self._group.leader else None)
 
     def _divergence(self, agreed: AgreedBatch, params: Params) -> np.ndarray | None:
         """Return the divergence of each rollout from the reference; None if a process cannot get its rollouts."""
@@ -197,7 +197,7 @@ class PolicyFeed:
         jax.block_until_ready(metrics)
         seconds = round(time.monotonic() - self._began, 4)
         self._events.append("trainer", "update", seconds=seconds, step=step - 1)
-        self._publication.pool = self._pool or None
+        self._publication.pool = None if self._plan is None else self._plan.get("pool")
         if self._group.leader:
             self._skipped = self._controller.consumed(step - 1)
         if self._reference is not None:

@@ -19,14 +19,14 @@ def numbers(**fields: Any) -> TaskMixture.Config:
 def test_problems_are_made_outside_the_lock(monkeypatch: pytest.MonkeyPatch):
     gate, asked = threading.Event(), threading.Event()
     controller = make(tasks=numbers())
-    train = controller._tasks.train
+    train = controller._plan._tasks.train
 
     def train_slowly(index: int) -> Any:
         asked.set()
         assert gate.wait(60)
         return train(index)
 
-    controller._tasks.train = train_slowly
+    controller._plan._tasks.train = train_slowly
     found: list[Lease | None] = []
     thread = threading.Thread(target=lambda: found.append(controller.lease("w", timeout=60.0)))
     controller.begin(0, 0)

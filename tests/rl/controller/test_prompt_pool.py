@@ -144,7 +144,7 @@ def test_the_controller_leases_what_the_pool_plans_and_goes_on_from_its_state():
         for lease in leases:
             assert controller.submit(lease.id, scored(lease))
         assert controller.next_batch(step) is not None
-        states.append(controller.pool_after(step))
+        states.append(json.loads(json.dumps(controller.plan_after(step)))["pool"])
         controller.consumed(step)
         controller.published(step + 1)
         return [(prompt.id, prompt.draw) for lease in leases for prompt in lease.prompts]
@@ -152,17 +152,18 @@ def test_the_controller_leases_what_the_pool_plans_and_goes_on_from_its_state():
     drawn = [update(step) for step in range(4)]
     assert any(draw for _, draw in drawn[2] + drawn[3])
     other = make(**fields)
-    assert other.pool_after(0) is None  # it has no batch
+    assert other.plan_after(0) is None  # it has no batch
     other.begin(2, 1, pool=states[1])
     again = [(prompt.id, prompt.draw) for lease in (granted(other), granted(other)) for prompt in lease.prompts]
     assert again == [one for batch in drawn for one in batch][8:12]
-    assert make(tasks=tasks_config()).pool_after(0) == {}
+    assert make(tasks=tasks_config()).plan_after(0) == {}
 
 
 def tasks_config() -> TaskMixture.Config:
     return TaskMixture.Config(families=(Numbers.Config(label="numbers"),), heldout_every=10**9)
 
 
+@pytest.mark.full
 def test_a_run_with_a_pool_that_is_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path):
     cfg = tiny_experiment(staleness=1, num_steps=6, evaluation=None)
     cfg.controller.pool = PromptPool.Config(explore=0.25, width=1.0, solved_at=0.5, retire_at=1.0)

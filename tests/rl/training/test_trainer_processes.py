@@ -83,7 +83,7 @@ class Scripted:
         self.given += [] if found is None else [nbytes_of(found)]
         return found
 
-    def pool_after(self, step: int) -> dict[str, Any]:
+    def plan_after(self, step: int) -> dict[str, Any]:
         return {}
 
     def consumed(self, step: int) -> dict[str, float]:

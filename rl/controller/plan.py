@@ -1,0 +1,144 @@
+"""The plan: which prompts each step draws, made ahead of time, and which of its groups the update gets.
+
+Step s draws training problems [s * groups, (s + 1) * groups) of the mixture, whatever has happened before. With a
+prompt pool it draws what the pool has chosen by the results of earlier steps (`PromptPool`). With `oversample` it draws
+further groups, within limits, for those whose rewards are all equal: they have no gradient (dynamic sampling; DAPO,
+arXiv 2503.14476, 3.2); steps are then so many problems apart.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.controller.config import ControllerConfig
+from rl.controller.prefetch import Prefetch
+from rl.controller.prompt_pool import PromptPool
+from rl.roles.messages import Group, Prompt
+from rl.tasks.mixture import TaskMixture
+from rl.tasks.prompts import PromptMaker
+from rl.tasks.skipped import SkippedProblems
+
+__all__ = ["EVALUATION", "Key", "Plan"]
+
+Key = tuple[int, int, int]  # step, work item, and with a prompt pool how often the trainer has begun
+EVALUATION: Key = (-1, -1, 0)  # in their place: the problems of evaluations
+_AHEAD = 2  # steps beyond those that can be leased, whose prompts are made
+
+
+class Plan:
+    """Prompts by step and work item. Its methods are called under the controller's lock, `get` and `prompts` aside."""
+
+    def __init__(
+        self,
+        cfg: ControllerConfig[Any],
+        tokenizer: Tokenizer,
+        skipped: SkippedProblems | None,
+        prepare: Callable[[PromptMaker], None] | None,
+    ):
+        """Build the tasks.
+
+        Args:
+            cfg: of the controller.
+            tokenizer: of prompts.
+            skipped: record of the problems that are left out.
+            prepare: makes the problems of evaluations.
+        """
+        self._cfg, self._prepare = cfg, prepare
+        self.maker = cfg.prompt_maker(tokenizer, skipped)
+        self._tasks: TaskMixture = cfg.tasks.build()
+        self._tasks.admission = self.maker
+        each: dict[str, Any] = {"groups": cfg.most_groups, "staleness": cfg.staleness}
+        self._pool: PromptPool | None = None if cfg.pool is None else cfg.pool.build(tasks=self._tasks, **each)
+        self._begins = 0  # with a pool: prompts of one plan are not taken for those of another
+        self._made: Prefetch[Key, tuple[Prompt, ...]] = Prefetch(self._make)
+
+    # ---- prompts
+
+    def begin(self, step: int, pool: Mapping[str, Any] | None) -> None:
+        """Start with this step; `pool`: the state of the prompt pool."""
+        if self._pool is not None:
+            self._pool, self._begins = self._pool.start(step, pool), self._begins + 1
+
+    def look_ahead(self, first: int, stop: int, evaluates: bool) -> None:
+        """Make the prompts of these steps and the next ones, and the problems of evaluations; forget all others."""
+        last, begins = min(self._cfg.num_steps, stop + _AHEAD), self._begins
+        if (pool := self._pool) is not None:
+            last = next((step for step in range(first, last) if not pool.planned(step)), last)
+        self._made.keep(lambda key: key == EVALUATION or (first <= key[0] and key[2] == begins))
+        items = range(self._cfg.groups // self._cfg.groups_per_lease)
+        wanted = [self.key(step, item) for step in range(first, last) for item in items]
+        self._made.want([EVALUATION] * evaluates + wanted)
+
+    def key(self, step: int, item: int) -> Key:
+        """Return the key of the prompts of a work item."""
+        return step, item, self._begins
+
+    def ready(self, key: Key) -> bool:
+        """Return True if `get` does not wait."""
+        return self._made.ready(key)
+
+    def get(self, key: Key, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Await what has this key, unless `stopped`; raises what making it did."""
+        self._made.get(key, stopped)
+
+    def prompts(self, step: int, item: int) -> tuple[Prompt, ...]:
+        """Return the prompts of one work item of one step."""
+        return self._made.get(self.key(step, item)) or ()
+
+    def _make(self, key: Key) -> tuple[Prompt, ...]:
+        """Make what has this key; called by one thread, without the controller's lock."""
+        if key == EVALUATION:
+            if self._prepare is not None:
+                self._prepare(self.maker)
+            return ()
+        step, item, begins = key
+        places, pool = range(item * self._cfg.groups_per_lease, (item + 1) * self._cfg.groups_per_lease), self._pool
+        if pool is None:
+            first = step * self._cfg.most_groups
+            return tuple(self.maker.prompt(self._tasks.train(first + place)) for place in places)
+        if begins != self._begins or not pool.planned(step):
+            return ()  # of a plan that is no more
+        drawn = [pool.problem(step, place) for place in places]
+        return tuple(dataclasses.replace(self.maker.prompt(problem), draw=draw) for problem, draw in drawn)
+
+    # ---- results
+
+    @property
+    def depends_on_results(self) -> bool:
+        """True if what is drawn depends on rewards."""
+        return self._pool is not None or self._cfg.most_groups > self._cfg.groups
+
+    def replacements(self, drawn: Sequence[Group]) -> int:
+        """Return how many further work items a step needs, of which all that was asked for so far is there.
+
+        All of it, whatever came first: so the same is drawn after any failure.
+        """
+        lacking = self._cfg.groups - sum(not has_no_gradient(group) for group in drawn)
+        wanted = min(lacking, self._cfg.most_groups - len(drawn))
+        return -(-max(0, wanted) // self._cfg.groups_per_lease)
+
+    def batch(self, drawn: list[Group]) -> list[Group]:
+        """Return the groups of an update, in the order of the plan: those without a gradient only to fill it up."""
+        if len(drawn) == self._cfg.groups:
+            return drawn
+        by_use = sorted(range(len(drawn)), key=lambda place: (has_no_gradient(drawn[place]), place))
+        return [drawn[place] for place in sorted(by_use[: self._cfg.groups])]
+
+    def after(self, drawn: Sequence[Group]) -> dict[str, Any]:
+        """Return the state of the "pool" once these groups, the next step's, are consumed, and "figures"."""
+        figures, state = {"replaced_groups": float(len(drawn) - self._cfg.groups)}, {}
+        if self._pool is not None:
+            pool = self._pool.after(drawn)
+            figures, state = {**figures, **pool.figures()}, {"pool": pool.state()}
+        return {**state, "figures": figures}
+
+    def consume(self, drawn: Sequence[Group]) -> None:
+        """Take in the results of the next step."""
+        if self._pool is not None:
+            self._pool = self._pool.after(drawn)
+
+
+def has_no_gradient(group: Group) -> bool:
+    """Return True if the scored answers of a group have all the same reward."""
+    return len({score.reward for score in group.scores if score.status == "ok"}) < 2
