@@ -2,6 +2,8 @@
 
 import time
 
+from rl.controller.controller import Controller
+from rl.controller.prompt_pool import PromptPool
 from rl.experiment import RLExperiment
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
@@ -42,15 +44,25 @@ def trainer_group() -> RLExperiment.Config:
 
 
 def skewed() -> RLExperiment.Config:
-    """Return `endless` with broken connections and clocks hours apart. Import it only in processes of its own."""
+    """Return `endless` with broken connections, clocks hours apart, and a plan that depends on earlier results.
+
+    Import it only in processes of its own.
+    """
     from tests.chaos.skewed import SkewedServer
 
-    return endless(parameter_server=SkewedServer.Config())
+    return endless(parameter_server=SkewedServer.Config(), controller=curated())
 
 
-def calm(num_steps: int, staleness: int = 0) -> RLExperiment.Config:
+def curated() -> Controller.Config:
+    """Return a controller that draws problems again, and others for groups without a gradient."""
+    pool = PromptPool.Config(explore=0.3, width=1.0, solved_at=0.6, retire_at=1.0)
+    return Controller.Config(pool=pool, oversample=1.5)
+
+
+def calm(num_steps: int, staleness: int = 0, controller: Controller.Config | None = None) -> RLExperiment.Config:
     """Return `endless` with a last step, in one process, without sleeps, saved once at the end: the expected result."""
     verifier = InlineVerifier.Config(scorer=FunctionScorer.Config(function=ascii_share))
     cfg = endless(num_steps=num_steps, staleness=staleness, verifier=verifier)
+    cfg.controller = controller or cfg.controller
     cfg.trainer.checkpoint.set(save_every=10 * num_steps + 10)
     return cfg

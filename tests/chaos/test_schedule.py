@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from axlearn_like.run.metrics import read_rows
 from rl.audit.invariants import check_run
-from tests.chaos.experiments import calm
+from tests.chaos.experiments import calm, curated
 from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
 from tools.bench.recovery.compare import compare, make_undisturbed
 from tools.bench.recovery.run import WatchedRun
@@ -13,11 +14,12 @@ from tools.bench.recovery.run import WatchedRun
 pytestmark = pytest.mark.timeout(1800)  # starts half a dozen processes many times: a busy machine needs long
 
 
-def assert_survived(run: WatchedRun, tmp_path: Path, staleness: int = 0) -> None:
+def assert_survived(run: WatchedRun, tmp_path: Path, staleness: int = 0, *, curation: bool = False) -> None:
     """Check that every invariant holds, and that every array and figure equals that of the undisturbed run."""
     findings = check_run(run.run_dir)
     assert [line for finding in findings for line in finding.broken] == []
-    outcome = compare(run.run_dir, make_undisturbed(tmp_path / "calm", calm(run.step, staleness)), run.step)
+    undisturbed = calm(run.step, staleness, curated() if curation else None)
+    outcome = compare(run.run_dir, make_undisturbed(tmp_path / "calm", undisturbed), run.step)
     assert outcome["arrays_compared"] > 10
     assert outcome["bit_identical"], outcome
     counts = {kind: run.count(kind) for kind in ("kill", "stop")}
@@ -30,7 +32,9 @@ def test_every_role_is_killed_and_some_are_stopped_while_connections_break_and_c
         run_through(run, one_of_each(seed=1), seed=1)
         times = [row["time"] for row in run.events]
         assert max(times) - min(times) > 1800, "the clocks did disagree"
-        assert_survived(run, tmp_path)
+        assert_survived(run, tmp_path, curation=True)
+        rows = read_rows(run.run_dir / "metrics.jsonl")
+        assert sum(row["pool/again_fraction"] > 0 for row in rows) > 3, "problems are drawn again"
 
 
 @pytest.mark.full
@@ -41,7 +45,7 @@ def test_every_role_is_killed_and_some_are_stopped_while_connections_break_and_c
 def test_many_faults(experiment: str, staleness: int, seed: int, tmp_path) -> None:
     with WatchedRun(tmp_path / "run", f"tests.chaos.experiments:{experiment}") as run:
         run_through(run, many(seed, count=24), seed)
-        assert_survived(run, tmp_path, staleness)
+        assert_survived(run, tmp_path, staleness, curation=experiment == "skewed")
 
 
 @pytest.mark.full
