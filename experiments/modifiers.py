@@ -15,6 +15,8 @@ from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights, StoredWeights
 from axlearn_like.learner import Group, Learner
+from rl.controller.controller import Controller
+from rl.controller.prompt_pool import PromptPool
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.speculation.speculator import Speculation
 
@@ -80,3 +82,13 @@ def int4_rollouts(cfg: ConfigBase[Any]) -> None:
 def speculation(cfg: ConfigBase[Any]) -> None:
     """Engines verify drafted tokens, from sibling samples and the own text; no result changes."""
     replace(cfg, RolloutEngine.Config, lambda engine: engine.set(speculation=Speculation.Config()))
+
+
+def prompt_pool(cfg: ConfigBase[Any]) -> None:
+    """Problems that are solved about half of the time are drawn again; what is always or never solved rests."""
+    replace(cfg, Controller.Config, lambda controller: controller.set(pool=PromptPool.Config()))
+
+
+def dynamic_sampling(cfg: ConfigBase[Any]) -> None:
+    """Groups whose rewards are all equal are replaced, up to twice as many groups in all."""
+    replace(cfg, Controller.Config, lambda controller: controller.set(oversample=2.0))
