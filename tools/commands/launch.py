@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from tools.launch.launch import Launch
     from tools.launch.plan import LaunchPlan, Role
 
-TARGETS = ("gke", "ray", "local")
+TARGETS = ("gke", "queued-resource", "ray", "local")
 _ABSENT = {  # said by name, as others may look for them
-    "queued-resource": "queued resources of the Cloud TPU API",
     "gce": "Compute Engine",
 }
 _PREFIX = "launch."  # of edits that are the submission's, not the experiment's
@@ -42,7 +41,7 @@ class LaunchCommand(click.Command):
 
 @click.command("launch", cls=LaunchCommand)
 @edit_options
-@click.option("--on", "target", default="gke", show_default=True, help="gke: JobSets; ray: a RayJob; local: here.")
+@click.option("--on", "target", default="gke", show_default=True, help="gke, queued-resource, ray or local.")
 @click.option("--tpu", metavar="KIND:SHAPE", help="Slice of the trainer, e.g. v5p:4x4x4.")
 @click.option("--slices", type=int, metavar="N", help="Slices of the trainer.  [default: 1]")
 @click.option("--capacity", metavar="TERMS", help="on-demand, spot, reserved:NAME or flex.  [default: on-demand]")
@@ -83,7 +82,7 @@ def command(
             there = ", ".join(f"--on {name}" for name in TARGETS)
             raise UserError(f"--on {target} ({_ABSENT[target]}) is not supported yet; there are {there}")
         raise UserError(f"--on {target!r}: no such target{did_you_mean(target, TARGETS)}")
-    from tools.launch.control.handle import launch
+    from tools.launch.control.handle import keep, launch
     from tools.launch.plan import plan_launch, refuse
     from tools.launch.submission import submission, write
 
@@ -97,7 +96,10 @@ def command(
     say = partial(click.echo, err=as_json)
     if dry_run is None:
         run = launch(cfg, plan, say)
-        if wait and any(one.state != "completed" for one in run.wait(say=say)):
+        if cfg.on == "queued-resource":
+            if wait:
+                keep(cfg, plan, say)
+        elif wait and any(one.state != "completed" for one in run.wait(say=say)):
             click.get_current_context().exit(1)
     else:
         files, bundle = submission(cfg, plan)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.config import to_text
-from tools.launch.launch import Kubernetes, Launch
+from tools.launch.launch import Kubernetes, Launch, TpuApi
 from tools.launch.plan import LaunchPlan, plan_launch
 from tools.launch.submission import render
 
@@ -38,6 +38,15 @@ CASES: dict[str, Launch.Config] = {
         kubernetes=Kubernetes.Config(worker_priority="low"),
     ),
 }
+CASES["llama2_7b.queued"] = Launch.Config(
+    experiment="llama2_7b",
+    on="queued-resource",
+    tpu="v5p:4x4x4",
+    slices=2,
+    capacity="spot",
+    storage="gs://bucket/runs",
+    tpu_api=TpuApi.Config(project="mine", zone="us-east5-a", wait_hours=12.0),
+)
 CASES["qwen25_0_5b_rl.ray"] = CASES["qwen25_0_5b_rl.gke"].clone(on="ray", image="registry/image:tag")
 
 

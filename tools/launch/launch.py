@@ -41,6 +41,23 @@ class Kubernetes(Configurable):
             self.require_least(1, "head_cpus")
 
 
+class TpuApi(Configurable):
+    """Project, network and terms of the Cloud TPU API, with --on queued-resource."""
+
+    class Config(ConfigBase["TpuApi"]):
+        project: str | None = None
+        zone: str | None = None
+        network: str = "default"
+        external_addresses: bool = True  # without them, the network must reach the image and packages by itself
+        service_account: str | None = None  # of the machines; None: the project's default
+        wait_hours: float | None = None  # a request that has no machines by then fails; None: it waits for ever
+
+        def check_fields(self) -> None:
+            """Refuse a wait of no time."""
+            waits = self.wait_hours is None or self.wait_hours > 0
+            self.require("wait_hours", waits, "more than 0, or None")
+
+
 class Launch(Configurable):
     """One submission of an experiment."""
 
@@ -49,7 +66,8 @@ class Launch(Configurable):
         applied: tuple[str, ...] = ()  # modifiers, as --apply
         sets: tuple[str, ...] = ()  # edits of the experiment, as --set
         seed: int | None = None
-        on: Literal["gke", "ray", "local"] = "gke"  # ray: a RayJob of KubeRay; local: JobSets as processes here
+        # ray: a RayJob of KubeRay; local: JobSets as processes of this machine
+        on: Literal["gke", "queued-resource", "ray", "local"] = "gke"
         name: str | None = None  # of the run; None: the experiment's
         tpu: str = REQUIRED  # of the trainer: v5p:4x4x4
         slices: int = 1  # of the trainer
@@ -67,6 +85,7 @@ class Launch(Configurable):
         env: dict[str, str] = {}
         secret_env: dict[str, str] = {}  # variable -> "SECRET/KEY" of a Secret in the cluster
         kubernetes: Kubernetes.Config = Kubernetes.Config()
+        tpu_api: TpuApi.Config = TpuApi.Config()
 
         def check_fields(self) -> None:
             """Refuse devices, capacity, names and secrets that cannot be; nothing is looked up in a cloud."""

@@ -8,10 +8,12 @@ import yaml
 from axlearn_like.config import strip_comments, to_text
 from mesh import UserError
 from tools.launch.bundle import Bundle, make_bundle
-from tools.launch.jobset import TOKEN_KEY, jobsets, token_secret
+from tools.launch.kubernetes.jobset import TOKEN_KEY, jobsets, token_secret
+from tools.launch.kubernetes.rayjob import rayjob
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
-from tools.launch.rayjob import rayjob
+from tools.launch.queued.keeper import as_text
+from tools.launch.queued.request import parent, queued_resource, startup_script
 from tools.launch.script import bundle_path, run_dir, words
 from tools.launch.storage import MOUNT
 
@@ -35,9 +37,24 @@ def submission(cfg: Launch.Config, plan: LaunchPlan) -> tuple[dict[str, str], Bu
 
 def render(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
     """Return manifests or requests, and the script that submits them; `digest`: of the bundle."""
+    if cfg.on == "queued-resource":
+        return _queued(cfg, plan, digest)
     found = {"rayjob": [rayjob(cfg, plan, digest)]} if cfg.on == "ray" else jobsets(cfg, plan, digest)
     files = {f"{name}s.yaml" if name == "worker" else f"{name}.yaml": _yaml(all_) for name, all_ in found.items()}
     return {**files, _SUBMIT: _submit(cfg, plan, digest, sorted(files))}
+
+
+def _queued(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
+    """Return the request for a queued resource, its startup script to read, and the script that submits it."""
+    name, request = "queued-resource.json", queued_resource(cfg, plan, digest)
+    target = f"https://tpu.googleapis.com/v2/{parent(cfg)}/queuedResources?queuedResourceId={plan.name}"
+    ask = ["curl", "-sSf", "-X", "POST", "-H", "Content-Type: application/json", "--data", f"@{name}", target]
+    lines = ["#!/bin/bash", f"# Submits {plan.name}; run it in its folder. The same again resumes the run."]
+    lines += ["set -euo pipefail", *_upload(cfg, plan, digest)]
+    # The token is read from a file that only this shell has: it is in no list of processes.
+    lines.append(f'{words(ask)} -H @<(echo "Authorization: Bearer $(gcloud auth print-access-token)")')
+    script = startup_script(cfg, plan, digest)
+    return {name: as_text(request), "startup.sh": script, _SUBMIT: "\n".join(lines) + "\n"}
 
 
 def write(folder: Path, files: dict[str, str], bundle: Bundle | None) -> None:

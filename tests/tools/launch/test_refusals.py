@@ -48,10 +48,15 @@ CASES = {
     "experiment": (["lama2_7b", "--tpu", "v5p:4x4x4"], "did you mean 'llama2_7b'"),
     "target": (
         [*TRAIN, "--on", "gce"],
-        r"--on gce \(Compute Engine\) is not supported yet; there are --on gke, --on ray, --on local",
+        r"--on gce \(Compute Engine\) is not supported yet; there are --on gke, --on queued-resource, --on ray",
     ),
     "Ray without an image": ([*RL, *WORKERS, "--on", "ray"], "image: expected an image with ray and jax"),
     "Ray without RL": ([*TRAIN, "--on", "ray"], "--on ray: llama2_7b is no RL experiment"),
+    "queued RL": ([*RL, *WORKERS, "--on", "queued-resource"], "is an RL experiment.*use --on gke"),
+    "no project": (
+        [*TRAIN, "--on", "queued-resource", "--storage", "gs://b"],
+        "tpu_api.project: expected the name of a project",
+    ),
     "unknown target": ([*TRAIN, "--on", "gek"], "no such target"),
 }
 

@@ -10,14 +10,17 @@ from mesh import UserError
 from tools.launch.control import submit as submission_of
 from tools.launch.control.api import ClusterApi
 from tools.launch.control.status import JobSetStatus, status_of, verdict
-from tools.launch.jobset import jobset_name
 from tools.launch.kubernetes.client import Client
 from tools.launch.kubernetes.cluster import KubernetesCluster
+from tools.launch.kubernetes.jobset import jobset_name
 from tools.launch.kubernetes.kubeconfig import find_access
 from tools.launch.launch import Launch
 from tools.launch.local.client import LocalCluster, free_port
 from tools.launch.local.machine import check_size, variables_of
 from tools.launch.plan import LaunchPlan, plan_launch, refuse
+from tools.launch.queued.cluster import QueuedResources, queued_resources
+from tools.launch.queued.google import GoogleAccess
+from tools.launch.queued.request import queued_resource
 from tools.launch.submission import submission
 
 Say = Callable[[str], None]
@@ -87,20 +90,40 @@ def launch(cfg: Launch.Config, plan: LaunchPlan | None = None, say: Say = print)
     if plan is None:
         plan = plan_launch(cfg)
     refuse(plan)
-    api = _cluster(cfg, plan)
     files, bundle = submission(cfg, plan)
     if bundle is not None:
         say(bundle.summary)
+    if cfg.on == "queued-resource":
+        resources = queued_resources(cfg, say)
+        resources.submit(cfg, plan, None if bundle is None else (bundle.file_name, bundle.content))
+        say(f"asked for the queued resource {plan.name}; --wait asks again whenever it is lost")
+        return LaunchedRun(plan.name, resources)
+    api = _cluster(cfg, plan)
     submission_of.submit(api, cfg, plan, files, bundle, say)
     return LaunchedRun(plan.name, api)
 
 
-def find_run(name: str, namespace: str = "default") -> LaunchedRun:
-    """Return a run by the path of its directory on this machine, or by its name in a namespace of a cluster.
+def keep(cfg: Launch.Config, plan: LaunchPlan, say: Say = print) -> None:
+    """Keep the queued resource of a run until it has ended: one that is lost is deleted and asked for again."""
+    _, bundle = submission(cfg, plan)
+    request = queued_resource(cfg, plan, "" if bundle is None else bundle.digest)
+    queued_resources(cfg, say).keeper(plan.name).keep(request)
+
+
+def find_run(name: str, namespace: str = "default", where: str | None = None) -> LaunchedRun:
+    """Return a run by its directory on this machine, or by its name in a namespace of a cluster.
+
+    With `where`, PROJECT/ZONE, it is a queued resource.
 
     Raises:
         UserError: there is none here, and kubectl knows no cluster.
     """
+    if where is not None:
+        project, slash, zone = where.partition("/")
+        if not (project and slash and zone):
+            raise UserError(f"--queued-resource {where!r}: expected PROJECT/ZONE")
+        place = f"projects/{project}/locations/{zone}"
+        return LaunchedRun(name, QueuedResources(Client(GoogleAccess()), place, print))
     path = Path(name).expanduser()
     for folder in (path, Path("runs") / name):
         if (folder / "launch" / "cluster").is_dir():

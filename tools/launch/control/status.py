@@ -110,22 +110,32 @@ def _reasons(jobset: Object, pods: Sequence[Object], events: Sequence[Object]) -
     for event in events:
         if _QUOTA.search(event.get("message", "")):
             yield f"quota: {event['message']}"
+    yield from _own_conditions(jobset)
+    yield from _of_queue(jobset)
+    for pod in pods:
+        yield from _waits(pod)
+    for event in events:
+        if event.get("type") == "Warning" and event.get("reason", "").startswith("Failed"):
+            yield f"{event['reason']}: {event.get('message', '')}"
+
+
+def _own_conditions(jobset: Object) -> Iterator[str]:
     for condition in jobset.get("status", {}).get("conditions", ()):
-        if _QUOTA.search(condition.get("message", "")):
-            yield f"quota: {condition['message']}"
-    workload = jobset.get("workload", {})
-    for condition in workload.get("status", {}).get("conditions", ()):
+        message = condition.get("message", "")
+        if _QUOTA.search(message):
+            yield f"quota: {message}"
+        if condition.get("type") == "Waiting" and condition.get("status") == "True":
+            yield message
+
+
+def _of_queue(jobset: Object) -> Iterator[str]:
+    for condition in jobset.get("workload", {}).get("status", {}).get("conditions", ()):
         if condition.get("status") == "False" and condition.get("type") in ("QuotaReserved", "Admitted"):
             yield f"queue: {condition.get('message', condition.get('reason', ''))}"
         if condition.get("status") == "True" and condition.get("type") == "Evicted":
             yield f"queue: evicted: {condition.get('message', '')}"
     if jobset.get("spec", {}).get("suspend"):
         yield "queue: not admitted yet"
-    for pod in pods:
-        yield from _waits(pod)
-    for event in events:
-        if event.get("type") == "Warning" and event.get("reason", "").startswith("Failed"):
-            yield f"{event['reason']}: {event.get('message', '')}"
 
 
 def _waits(pod: Object) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from mesh import UserError
 from tools.launch.bundle import Bundle
 from tools.launch.control.api import ROLE, ClusterApi, Object, terminal
-from tools.launch.jobset import TOKEN_KEY, jobset, jobset_name, jobsets, token_secret
+from tools.launch.kubernetes.jobset import TOKEN_KEY, jobset, jobset_name, jobsets, token_secret
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
 

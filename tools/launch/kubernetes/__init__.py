@@ -1,1 +1,1 @@
-"""A small client of the API of Kubernetes: what a submission needs, without the 119 MB of the official one."""
+"""GKE: manifests of JobSets and RayJobs, and a small client of the API, without the 119 MB of the official one."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from mesh import UserError
 from tools.launch.capacity import SPOT_GRACE
-from tools.launch.jobset import environment, machine, run_labels
+from tools.launch.kubernetes.jobset import environment, machine, run_labels
 from tools.launch.launch import STOCK_IMAGE, Launch
 from tools.launch.plan import LaunchPlan, Role
 from tools.launch.script import CODE, axl_command, bundle_path, words
