@@ -1,0 +1,44 @@
+"""Python as a tool: an interpreter whose names live on, in a box that holds nothing between two calls."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rl.environments.tools.python import PythonTool
+from rl.environments.tools.tool import Tool
+from rl.verification.sandbox.sandbox import Sandbox, SandboxError
+
+
+@pytest.fixture(scope="module")
+def tool() -> Iterator[Tool]:
+    tool = PythonTool.Config(sandbox=Sandbox.Config(deadline_s=0.5)).build()
+    try:
+        tool.call("1")
+    except SandboxError as error:
+        pytest.skip(str(error))
+    yield tool
+    tool.shutdown()
+
+
+def test_names_live_on_within_an_episode_and_no_longer(tool: Tool):
+    one, other = tool.open({}), tool.open({})
+    assert one.call("x = 2\ndef f(n):\n    return n * x") == ""
+    assert one.call("print('seen'); f(21)") == "seen\n42"
+    assert one.call("x = 1 / 0") == "ZeroDivisionError: division by zero"
+    assert one.call("x += 1\nx") == "3"
+    assert other.call("x") == "NameError: name 'x' is not defined"
+    assert one.call("import random; random.random()") == other.call("import random; random.random()")
+
+
+def test_what_goes_wrong_is_an_error_and_forgotten(tool: Tool):
+    session = tool.open({})
+    session.call("x = 1")
+    with pytest.raises(RuntimeError, match="not done after 0.5 s"):
+        session.call("x = 2\nwhile True: pass")
+    assert session.call("x") == "1"
+    assert session.call("def f(:").endswith("SyntaxError: invalid syntax")
+    assert session.call("raise SystemExit(3)") == "SystemExit: 3"
+    assert "Error" in session.call("open('/etc/passwd').read()")
+    with pytest.raises(RuntimeError, match="interpreter has ended|exit status"):
+        session.call("import os; os._exit(4)")
+    assert session.call("x") == "1"
