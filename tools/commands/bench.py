@@ -64,6 +64,18 @@ def verify(quick: bool, as_json: bool) -> None:
         raise UserError("an attack got through, or a verifier failed its self-test")
 
 
+@command.command(name="episodes")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
+@_quick
+@_json
+def episodes(rounds: int, quick: bool, as_json: bool) -> None:
+    """Tokens a second of episodes with tools, beside a loop that waits for its tools; prefixes that are reused."""
+    from tools.bench.episodes import benchmark as bench
+
+    small = {"rounds": 1, "rows": 4, "turns": 4, "action": 16, "dim": 192, "layers": 2}
+    _report(bench.run(**small) if quick else bench.run(rounds), as_json, failed=False)
+
+
 @command.command(name="grpo_step")
 @_peers("tunix,trl")
 @_steps
