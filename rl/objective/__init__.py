@@ -7,6 +7,7 @@ from rl.objective.advantage import (
     LeaveOneOutAdvantage,
     RawReward,
     SuccessNormalisedAdvantage,
+    TurnAdvantage,
 )
 from rl.objective.aggregation import (
     Aggregation,
@@ -48,6 +49,7 @@ __all__ = [
     "ClippedWeightLogProbability",
     "EntropyBonus",
     "GroupAdvantage",
+    "TurnAdvantage",
     "Importance",
     "LeaveOneOutAdvantage",
     "LogProbability",

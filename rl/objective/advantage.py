@@ -5,6 +5,7 @@ advantages [N], zero for those that do not. A group without spread gets exactly 
 in `r - mean` divided by a tiny eps would otherwise make a signal out of nothing.
 """
 
+from collections.abc import Sequence
 from typing import Literal, override
 
 import numpy as np
@@ -39,6 +40,9 @@ def _group_size(groups: np.ndarray, live: np.ndarray) -> np.ndarray:
     return np.bincount(groups, weights=live, minlength=1)[groups]
 
 
+Turns = Sequence[Sequence[tuple[int, float]]]  # of each rollout: (end of the turn's tokens, its reward), in order
+
+
 class Advantage(Configurable):
     """Maps rewards to advantages.
 
@@ -52,6 +56,7 @@ class Advantage(Configurable):
 
     min_group_size: int = 2
     group_relative: bool = True
+    by_turn: bool = False  # tokens of a rollout may have different advantages: see `of_tokens`
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -59,6 +64,13 @@ class Advantage(Configurable):
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         """float64[N] from rewards float64[N], groups int[N] in 0..G-1 and live bool[N]."""
         raise NotImplementedError
+
+    def of_tokens(
+        self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray, turns: Turns, length: int
+    ) -> np.ndarray:
+        """float64[N, length]: the advantage of each token of rollouts with these turns."""
+        del turns
+        return np.repeat(self(rewards, groups, live)[:, None], length, axis=1)
 
 
 class GroupAdvantage(Advantage):
@@ -167,3 +179,47 @@ class RawReward(Advantage):
     @override
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         return np.where(live, rewards - self.baseline, 0.0)
+
+
+class TurnAdvantage(Advantage):
+    """Credit by turn: each turn of an episode gets the advantage of the reward from it on (its return).
+
+    The returns of turns of the same number are compared by `advantage` within the group, among the rollouts that got so
+    far. What came before a turn is no credit of it; the verifier's score comes with the last. A rollout that is no
+    episode is one turn.
+    """
+
+    class Config(Advantage.Config):
+        advantage: ConfigBase[Advantage] = GroupAdvantage.Config()
+
+    by_turn: bool = True
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self._inner: Advantage = cfg.advantage.build()
+        self.min_group_size, self.group_relative = self._inner.min_group_size, self._inner.group_relative
+
+    @override
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+        return self._inner(rewards, groups, live)
+
+    @override
+    def of_tokens(
+        self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray, turns: Turns, length: int
+    ) -> np.ndarray:
+        counts = np.asarray([max(1, len(each)) for each in turns])
+        given = np.zeros((len(turns), int(counts.max(initial=1))))
+        ends = np.full(given.shape, length)
+        for row, each in enumerate(turns):
+            given[row, : len(each)] = [reward for _, reward in each]
+            ends[row, : max(0, len(each) - 1)] = [end for end, _ in each[:-1]]  # the last one has the rest
+        before = np.cumsum(given, axis=1) - given
+        place = np.arange(length)
+        found = np.zeros((len(turns), length))
+        for turn in range(given.shape[1]):
+            taking = live & (counts > turn)
+            value = self._inner(np.where(taking, rewards - before[:, turn], 0.0), groups, taking)
+            first = ends[:, turn - 1] if turn else np.zeros(len(turns), int)
+            inside = (place >= first[:, None]) & (place < ends[:, turn, None]) & (counts > turn)[:, None]
+            found = np.where(inside, value[:, None], found)
+        return found

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from rl.objective.advantage import Advantage, GroupAdvantage, SuccessNormalisedAdvantage, constant_groups
+from rl.objective.advantage import Advantage, GroupAdvantage, SuccessNormalisedAdvantage, Turns, constant_groups
 from rl.objective.aggregation import Aggregation, TokenMean
 from rl.objective.importance import Importance, NoImportance
 from rl.objective.regulariser import NoRegulariser, Regulariser, kl_k3
@@ -27,7 +27,7 @@ from rl.objective.tokens import OldPolicy, Tokens, gather_tokens, safe_exp
 class Prepared(NamedTuple):
     """Arrays that the host adds to a batch.
 
-    arrays: float32; "advantages" [...], "weights" [..., T] (the aggregation) and
+    arrays: float32; "advantages" [...], or [..., T] with credit by turn, "weights" [..., T] (the aggregation) and
         "metric_weights" [..., T] (the same, scaled to sum to one over the global batch).
     stats: floats for the log: counts, fractions and moments over the global batch.
     """
@@ -126,6 +126,7 @@ class Objective(Configurable):
         truncated: np.ndarray | None = None,
         scored: np.ndarray | None = None,
         divergence: np.ndarray | None = None,
+        turns: Turns | None = None,
     ) -> Prepared:
         """Advantages and weights of the global batch.
 
@@ -137,6 +138,8 @@ class Objective(Configurable):
             scored: bool[...], rollout and score are usable (all if omitted). Others leave the
                 group statistics, the loss and the denominator.
             divergence: float[...], sum over the sampled tokens of log mu - log ref, if `needs_divergence`.
+            turns: of each rollout, as if `rewards` were flat: (end of its tokens, reward), for credit by turn; none:
+                each rollout is one turn.
 
         Raises:
             ValueError: shapes disagree, a usable reward is not finite, or `groups` is omitted
@@ -164,7 +167,8 @@ class Objective(Configurable):
         usable = live
         size = np.bincount(group, weights=live, minlength=1)
         live = live & (size >= self.advantage.min_group_size)[group]
-        constant = constant_groups(raw, group, live)
+        each_turn: Turns = [()] * len(raw) if turns is None else turns
+        constant = self._constant(raw, group, live, each_turn, mask)
         judged = np.bincount(group, weights=live, minlength=1) > 0
         if self.drop_zero_variance:
             live = live & ~constant[group]
@@ -178,28 +182,47 @@ class Objective(Configurable):
                 raise ValueError(f"divergence has shape {found}, expected {shape}")
             else:
                 shaped = self.reward_shaping(raw, lengths, np.asarray(divergence, np.float64).reshape(-1))
-        advantages = self.advantage(np.where(live, shaped, 0.0), group, live)
+        advantages = self._advantages(np.where(live, shaped, 0.0), group, live, each_turn, mask)
         if self.mask_truncated:
             live = live & ~truncated_flat
-            advantages = np.where(live, advantages, 0.0)
+            advantages[~live] = 0.0
 
         weights = self.aggregation(mask & live[:, None], group)
         arrays = {
-            "advantages": advantages.astype(np.float32).reshape(shape),
+            "advantages": advantages.astype(np.float32).reshape(shape if advantages.ndim == 1 else action_mask.shape),
             "weights": weights.astype(np.float32).reshape(action_mask.shape),
             "metric_weights": (weights / (weights.sum() or 1.0)).astype(np.float32).reshape(action_mask.shape),
         }
+        counted = advantages[live] if advantages.ndim == 1 else advantages[mask & live[:, None]]
         stats = {
             "zero_variance_fraction": _mean(constant[judged]),
             "truncation_fraction": _mean(truncated_flat[usable]),
             "unscored_fraction": 1.0 - _mean(usable),
             "live_rollouts": float(live.sum()),
             "live_tokens": float(mask[live].sum()),
-            "advantage_mean": _mean(advantages[live]),
-            "advantage_std": float(advantages[live].std()) if live.any() else 0.0,
+            "advantage_mean": _mean(counted),
+            "advantage_std": float(counted.std()) if counted.size else 0.0,
             "advantage_abs_max": float(np.abs(advantages).max(initial=0.0)),
         }
         return Prepared(arrays, stats)
+
+    def _constant(
+        self, rewards: np.ndarray, group: np.ndarray, live: np.ndarray, turns: Turns, mask: np.ndarray
+    ) -> np.ndarray:
+        """bool[groups]: without spread; with credit by turn, equal sums are none if their turns differ."""
+        constant = constant_groups(rewards, group, live)
+        if not self.advantage.by_turn:
+            return constant
+        differs = self._advantages(np.where(live, rewards, 0.0), group, live, turns, mask).any(axis=1)
+        return constant & (np.bincount(group, weights=differs, minlength=1) == 0)
+
+    def _advantages(
+        self, rewards: np.ndarray, group: np.ndarray, live: np.ndarray, turns: Turns, mask: np.ndarray
+    ) -> np.ndarray:
+        """float64[rollouts], or [rollouts, tokens] with credit by turn."""
+        if not self.advantage.by_turn:
+            return self.advantage(rewards, group, live)
+        return np.where(mask, self.advantage.of_tokens(rewards, group, live, turns, mask.shape[1]), 0.0)
 
     def has_gradient(self, prepared: Prepared) -> bool:
         """Return False if nothing is live, or every advantage is zero and there is no regulariser: no update is due."""

@@ -111,6 +111,7 @@ def arrange(
         truncated=np.asarray([rollout.finish_reason == "length" for rollout in rollouts]),
         scored=np.asarray([score.status == "ok" for score in scores]),
         divergence=divergence,
+        turns=[_turns(rollout.episode) for rollout in rollouts],
     )
     prepared = flat._replace(arrays={name: _placed(array, present) for name, array in flat.arrays.items()})
     live = prepared.arrays["weights"].any(axis=-1)
@@ -206,6 +207,11 @@ def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: 
 
 
 PREFIX = ("prefix", "prefix_segments", "prefix_positions")
+
+
+def _turns(episode: Episode | None) -> list[tuple[int, float]]:
+    """Return the end and the reward of each turn."""
+    return [] if episode is None else [(turn.end, turn.reward) for turn in episode.turns]
 
 
 def _contents(headers: Sequence[GroupHeader], live: np.ndarray) -> list[Sizes]:

@@ -12,8 +12,10 @@ from rl.objective import (
     BatchAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
+    Objective,
     RawReward,
     SuccessNormalisedAdvantage,
+    TurnAdvantage,
 )
 
 CONFIGS = {
@@ -150,3 +152,36 @@ def test_which_need_groups():
 def test_ddof_is_checked(cls):
     with pytest.raises(UserError, match=rf"{cls.__name__}.ddof: expected 0 or 1, got 2"):
         cls.Config(ddof=2).build()
+
+
+def test_a_turn_is_credited_with_what_comes_from_it_on():
+    rewards, groups, live = np.array([3.0, 1.0, 2.0, 9.0]), np.zeros(4, int), np.array([True, True, True, False])
+    turns = [[(2, 1.0), (5, 0.0), (6, 0.0)], [(3, 1.0), (4, 0.0)], [], [(1, 9.0)]]
+    found = (
+        TurnAdvantage.Config(advantage=GroupAdvantage.Config(normalise_std=False))
+        .build()
+        .of_tokens(rewards, groups, live, turns, 8)
+    )
+    # Returns of the first turn 3, 1, 2; of the second 2 and 0, of two; of the third one alone.
+    expected = [[1, 1, 1, 1, 1, 0, 0, 0], [-1, -1, -1, -1, -1, -1, -1, -1], [0] * 8, [0] * 8]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", GROUP_RELATIVE)
+def test_with_one_turn_each_credit_by_turn_is_credit_by_episode(name: str):
+    rewards, groups, live = random_batch(1)
+    turns = [[(3, float(reward))] for reward in rewards]
+    found = TurnAdvantage.Config(advantage=CONFIGS[name]).build().of_tokens(rewards, groups, live, turns, 4)
+    plain = CONFIGS[name].build()(rewards, groups, live)
+    np.testing.assert_array_equal(found, np.repeat(plain[:, None], 4, axis=1))
+
+
+def test_equal_sums_of_different_turns_have_a_gradient():
+    rewards, mask = np.array([[1.0, 1.0], [1.0, 1.0]]), np.ones((2, 2, 4), bool)
+    mask[..., 1] = False  # an observation
+    turns = [[(1, 1.0), (4, 0.0)], [(1, 0.0), (4, 1.0)], [(4, 1.0)], [(4, 1.0)]]
+    cfg = Objective.Config(advantage=TurnAdvantage.Config(), zero_variance="drop")
+    prepared = cfg.build().prepare(rewards, mask, turns=turns)
+    np.testing.assert_allclose(prepared.arrays["advantages"][0], [[0, 0, -1, -1], [0, 0, 1, 1]], atol=1e-5)
+    assert not prepared.arrays["weights"][1].any() and prepared.stats["zero_variance_fraction"] == 0.5
+    assert not cfg.set(advantage=GroupAdvantage.Config()).build().prepare(rewards, mask).arrays["weights"].any()
