@@ -9,6 +9,7 @@ from typing import Any
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.tokenizers.protocol import Tokenizer
+from mesh.errors import UserError
 from rl.environments.environment import Environment, row_of
 from rl.environments.loop import EpisodeLoop
 from rl.environments.task import environments_of
@@ -111,7 +112,13 @@ class Episodes:
         if problem.family not in self._shared:
             environment = self._tasks.environment(prompt.id)
             assert isinstance(environment, Environment.Config)
-            self._shared[problem.family] = environment, environment.share()
+            try:
+                self._shared[problem.family] = environment, environment.share()
+            except Exception as error:
+                if isinstance(error, UserError):
+                    raise
+                what = f"{type(error).__name__}: {error}"
+                raise UserError(f"the environment of task {problem.family!r} cannot be built: {what}") from error
         cfg, shared = self._shared[problem.family]
         make: Callable[[], Environment] = lambda: cfg.build(shared=shared)  # noqa: E731
         row = row_of(problem, episode_seed(self._seed, problem.id))

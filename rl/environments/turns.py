@@ -1,13 +1,17 @@
 """The turns of an episode as tokens: actions are decoded, observations are encoded, and neither the other way round."""
 
+import functools
 from collections.abc import Sequence
 
+from axlearn_like.tokenizers.chat import marked_chat
 from axlearn_like.tokenizers.conversation import Conversation
 from axlearn_like.tokenizers.jinja_template import TemplateError
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.roles.messages import Problem
 
 __all__ = ["Turns"]
+
+_SHOWN = "a result"
 
 
 class Turns:
@@ -19,13 +23,14 @@ class Turns:
         Args:
             tokenizer: of the policy.
             problem: as the policy was asked it.
-            role: of observations; a template that does not know it gets "user".
+            role: of observations; a template that does not show it gets "user".
         """
-        self._tokenizer, self._role = tokenizer, role
+        self._tokenizer = tokenizer
         self._talk: Conversation | None = None
         self._acted = False
         if tokenizer.chat_template is not None:
             messages = problem.messages or ({"role": "user", "content": problem.question},)
+            self._role = role if role == "user" or _shows(tokenizer, role) else "user"
             self._talk = Conversation(tokenizer, messages, tools=problem.tools, rewritten="keep")
 
     def action(self, tokens: Sequence[int]) -> str:
@@ -47,9 +52,14 @@ class Turns:
                 return []
             self._talk.answered(())
         self._acted = False
-        try:
-            return self._talk.extend([{"role": self._role, "content": text}])
-        except TemplateError:
-            if self._role == "user":
-                raise
-            return self._talk.extend([{"role": "user", "content": text}])
+        return self._talk.extend([{"role": self._role, "content": text}])
+
+
+@functools.lru_cache(maxsize=16)
+def _shows(tokenizer: Tokenizer, role: str) -> bool:
+    """Return True if the chat template writes messages of a role: some refuse them, some leave them out."""
+    talk = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "."}, {"role": role, "content": _SHOWN})
+    try:
+        return _SHOWN in marked_chat(tokenizer, talk)
+    except TemplateError:
+        return False

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.evaluation.pass_at_k import ProblemResult, summarise
@@ -37,7 +39,9 @@ class Evaluation(Configurable):
             results.append(ProblemResult.from_scores(problem.id, problem.family, group.scores))
             if sum(row["family"] == problem.family for row in shown) < self.cfg.shown_per_family:
                 first = group.rollouts[0]
-                shown.append(sample_row(problem, first, answer_text(tokenizer, first.tokens.tolist()), group.scores[0]))
+                text = answer_text(tokenizer, first.tokens.tolist())
+                row = sample_row(problem, first, text, group.scores[0])
+                shown.append({**row, **transcript(first, tokenizer)})
         return summarise(results, ks=self.cfg.ks, seed=seed), shown
 
 
@@ -53,3 +57,20 @@ def sample_row(problem: Problem, rollout: Rollout, answer: str, score: Score) ->
         "finish_reason": rollout.finish_reason,
         "version": int(rollout.versions[0]),
     }
+
+
+def transcript(rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return an episode as a person reads it: what policy and environment said in turn; nothing of other rollouts."""
+    episode = rollout.episode
+    if episode is None:
+        return {}
+    changes = np.flatnonzero(np.diff(rollout.action_mask)) + 1
+    pieces = np.split(np.arange(len(rollout.tokens)), changes)
+    said = [
+        {"by": "policy" if rollout.action_mask[piece[0]] else "environment", "text": answer_text(tokenizer, ids)}
+        for piece in pieces
+        if len(piece)
+        for ids in [rollout.tokens[piece].tolist()]
+    ]
+    told = {"error": episode.error} if episode.error else {}
+    return {"turns": said, "ended": episode.ended, "turn_rewards": [turn.reward for turn in episode.turns], **told}

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.run.metrics import read_rows
-from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
+from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
+from rl.environments.episodes import Episodes
+from rl.environments.scoring import score_rollouts
+from rl.evaluation.evaluator import transcript
 from rl.evaluation.pass_at_k import ProblemResult, summarise
 from rl.evaluation.statistics import compare, majority, wilson
 from rl.roles.messages import Problem, Rollout, Score
@@ -89,6 +92,7 @@ def evaluate(
     seed: int,
     at_once: int,
     progress: Callable[[int], None] = lambda done: None,
+    episodes: Episodes | None = None,
 ) -> dict[str, Any]:
     """Answer the problems that are not answered yet, `count` times each, and return the figures of all.
 
@@ -105,18 +109,22 @@ def evaluate(
         seed: of the draws, and of the bootstrap.
         at_once: problems that the engine gets at a time.
         progress: gets the number of problems that are answered.
+        episodes: of the tasks' environments; None: they have none.
     """
     done = [row["problem"] for row in samples.rows()]
     if done != [problem.id for problem in problems[: len(done)]]:
         raise UserError(f"{samples.folder} holds other problems, or in another order; name another folder (--out)")
     for first in range(len(done), len(problems), at_once):
         part = problems[first : first + at_once]
-        rollouts = engine.generate([Request(maker.prompt(problem), count, seed) for problem in part])
-        answers = [answer_text(tokenizer, rollout.tokens.tolist()) for rollout in rollouts]
-        scores = verifier.score([rollout.prompt_id for rollout in rollouts], answers)
+        ask = Request if episodes is None else episodes.request
+        rollouts = engine.generate([ask(maker.prompt(problem), count, seed) for problem in part])
+        if episodes is not None:
+            rollouts = episodes.recorded(rollouts, again=False)
+        answers, scores = score_rollouts(verifier, rollouts, tokenizer)
         for number, problem in enumerate(part):
             mine = slice(number * count, (number + 1) * count)
-            samples.append(_row(problem, rollouts[mine], answers[mine], scores[mine]))
+            shown = [transcript(rollout, tokenizer) for rollout in rollouts[mine]]
+            samples.append(_row(problem, rollouts[mine], answers[mine], scores[mine], shown))
             progress(first + number + 1)
     result = figures(samples.rows(), problems, tasks, ks=ks, seed=seed)
     samples.finish(result)
@@ -190,7 +198,13 @@ def _key(row: Row) -> str:
     return hashlib.blake2b(row["question"].encode(), digest_size=16).hexdigest()
 
 
-def _row(problem: Problem, rollouts: Sequence[Rollout], answers: Sequence[str], scores: Sequence[Score]) -> Row:
+def _row(
+    problem: Problem,
+    rollouts: Sequence[Rollout],
+    answers: Sequence[str],
+    scores: Sequence[Score],
+    shown: Sequence[Row],
+) -> Row:
     drawn = [
         {
             "answer": answer,
@@ -200,8 +214,9 @@ def _row(problem: Problem, rollouts: Sequence[Rollout], answers: Sequence[str], 
             "tokens": len(rollout.tokens),
             **({} if score.status == "ok" else {"error": score.error}),
             **({"terms": dict(score.terms)} if score.terms else {}),
+            **more,
         }
-        for rollout, answer, score in zip(rollouts, answers, scores, strict=True)
+        for rollout, answer, score, more in zip(rollouts, answers, scores, shown, strict=True)
     ]
     head = {"problem": problem.id, "family": problem.family, "question": problem.question}
     return {**head, "expected": problem.answer, "samples": drawn}

@@ -304,7 +304,7 @@ def _episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
         return {}
     named: dict[str, list[float]] = {}
     for name, value in (figure for episode in episodes for figure in episode.figures):
-        named.setdefault(f"episode/{name}", []).append(value)
+        named.setdefault(f"{'time' if name.endswith('_seconds') else 'episode'}/{name}", []).append(value)
     return {
         "episode/turns": np.mean([len(episode.turns) for episode in episodes]),
         "episode/turn_rewards": np.mean([sum(turn.reward for turn in episode.turns) for episode in episodes]),

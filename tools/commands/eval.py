@@ -105,6 +105,7 @@ def evaluate_policy(
     from axlearn_like.config import to_text
     from axlearn_like.run.progress import Progress
     from mesh.compilation import enable_compilation_cache
+    from rl.environments.episodes import Episodes
     from rl.evaluation.standalone import Samples, evaluate
     from rl.serving.policy import make_engine
     from rl.tasks.prompts import PromptMaker
@@ -138,7 +139,12 @@ def evaluate_policy(
         engine = make_engine(experiment, weights)
         with verifier_cfg.build() as scoring:
             roles = (engine, experiment.tokenizer, scoring)
-            return evaluate(opened, problems, tasks, *roles, maker=maker, **drawn, progress=shown.update)
+            drawn["episodes"] = episodes = Episodes.of(tasks_cfg, experiment.tokenizer, seed)
+            try:
+                return evaluate(opened, problems, tasks, *roles, maker=maker, **drawn, progress=shown.update)
+            finally:
+                if episodes is not None:
+                    episodes.close()
 
 
 def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any, Any]:

@@ -244,15 +244,24 @@ def term_multiples(run: Run) -> str:
     return _minis(run, [(name, values, svg.limits([value for _, value in values])) for name, values in every])
 
 
-def _minis(run: Run, series: list[tuple[str, Points, tuple[float, float]]]) -> str:
+def episode_multiples(run: Run) -> str:
+    """Return one small plot per figure of episodes in environments; empty without any."""
+    every = dict.fromkeys(key for row in run.rows("rl") for key in row if key.startswith("episode/"))
+    timed = dict.fromkeys(key for row in run.rows("rl") for key in row if key == "time/tool_seconds")
+    series = [(key.partition("/")[2].replace("_", " "), run.series("rl", key)) for key in (*every, *timed)]
+    plots = [(name, values, svg.limits([value for _, value in values], zero=True)) for name, values in series]
+    return _minis(run, plots, "an episode")
+
+
+def _minis(run: Run, series: list[tuple[str, Points, tuple[float, float]]], what: str = "reward") -> str:
     cards = []
     ruled = marks(run)
     for title, values, limits in series:
         if values:
             curve = Curve(title, values, "accent")
             ends = moving_mean(values, window(len(values)))
-            name = f"Reward of {title}: {ends[0][1]:.2f} at first, {ends[-1][1]:.2f} at last"
-            plot = _curve_plot([curve], MINI, 168, name, "reward", False, limits, svg.number_label)
+            name = f"{what.capitalize()} of {title}: {ends[0][1]:.2f} at first, {ends[-1][1]:.2f} at last"
+            plot = _curve_plot([curve], MINI, 168, name, what, False, limits, svg.number_label)
             _draw_marks(plot, [replace(mark, words="") for mark in ruled], words=False)
             plot.hover(_tips([curve], plain))
             cards.append(

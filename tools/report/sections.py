@@ -7,7 +7,7 @@ from typing import Any
 
 from tools.report import goodput, svg
 from tools.report.cards import bars, table, table_card
-from tools.report.charts import FULL, Curve, curves, small_multiples, term_multiples
+from tools.report.charts import FULL, Curve, curves, episode_multiples, small_multiples, term_multiples
 from tools.report.load import Points, Run, mapping, number
 from tools.report.words import duration, label
 
@@ -44,7 +44,11 @@ def reward(run: Run) -> str:
     terms = term_multiples(run)
     if terms:
         terms = f'<h3 class="sub">By term</h3><p class="lead">Means of a batch, before weights and gates.</p>{terms}'
-    return whole + minis + terms
+    episodes = episode_multiples(run)
+    if episodes:
+        lead = "Means of an episode; failures are those of environments in a batch, which are no rewards."
+        episodes = f'<h3 class="sub">Episodes</h3><p class="lead">{lead}</p>{episodes}'
+    return whole + minis + terms + episodes
 
 
 def sft(run: Run) -> str:

@@ -13,6 +13,7 @@ from axlearn_like.tokenizers.protocol import answer_text, completion_text
 from rl.environments.environment import Environment
 from rl.environments.episodes import RERUN, Episodes
 from rl.environments.scoring import score_rollouts
+from rl.evaluation.evaluator import transcript
 from rl.roles.messages import Prompt, Rollout, Score
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler
@@ -103,6 +104,10 @@ def test_the_policys_tokens_are_actions_and_observations_are_given(engine: Rollo
         np.testing.assert_array_equal(rollout.action_mask, ~given)
         assert np.all(rollout.logprobs[given] == 0) and np.all(rollout.logprobs[~given] < 0)
         assert answer == action and score.reward == len(answer) + 1.5
+        shown = transcript(rollout, TOKENIZER)
+        assert [one["by"] for one in shown["turns"]] == ["environment", "policy"] * 3
+        assert shown["turns"][0]["text"] == f"{question}!" and shown["turns"][-1]["text"] == answer
+        assert (shown["ended"], shown["turn_rewards"]) == ("done", [0.5] * 3)
     assert judge.asked == answers
     assert sorted(closed) == sorted(rollout.prompt_id for rollout in rollouts)
 

@@ -90,10 +90,26 @@ class Broken(Echo):
 class Slow(Echo):
     """Environment that takes its time."""
 
+    class Config(Echo.Config):
+        seconds: float = 0.02
+
+    def __init__(self, cfg: Config, *, shared: Any = None):
+        super().__init__(cfg, shared=shared)
+        self._seconds = cfg.seconds
+
     @override
     async def step(self, action: str) -> Any:
-        time.sleep(0.02)
+        time.sleep(self._seconds)
         return await super().step(action)
+
+
+class Typed(Slow):
+    """Environment that pays for ASCII: a reward that differs, and can be raised."""
+
+    @override
+    async def step(self, action: str) -> Any:
+        observation, _, done = await super().step(action)
+        return observation, sum(character.isascii() for character in action) / 4, done
 
 
 class Forever(Echo):
