@@ -55,6 +55,10 @@ class EnvironmentTask(ProblemSource):
     def score(self, answer: str, entry: dict[str, Any]) -> float:
         return self._source.score(answer, entry)
 
+    @override
+    def canonical(self, item: int) -> int:
+        return self._source.canonical(item)
+
     @property
     @override
     def heldout_size(self) -> int | None:

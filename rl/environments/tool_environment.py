@@ -131,8 +131,6 @@ class ToolEnvironment(Environment):
                 self._open[call.tool] = tool.open(self._row)
             result = self._open[call.tool].call(**arguments)
             text = await result if inspect.isawaitable(result) else result
-        except TimeoutError:
-            raise  # of this environment's own deadline
         except Exception as error:
             self._errors += 1
             text = f"error: {error}" if isinstance(error, ArgumentError) else f"error: {type(error).__name__}: {error}"

@@ -52,7 +52,8 @@ class PythonTool(Tool):
         name: str = "python"
         description: str = "Run Python code. Names are kept from call to call. Returns what it prints."
         pure: bool = True
-        sandbox: Sandbox.Config = Sandbox.Config()
+        sandbox: Sandbox.Config = Sandbox.Config(processes=4, deadline_s=2.0)
+        """Of all episodes of a process: `processes` codes run at a time, so that a few that hang hold up nobody."""
 
         @override
         def schema(self) -> dict[str, Any]:
