@@ -53,7 +53,7 @@ class PythonTool(Tool):
         description: str = "Run Python code. Names are kept from call to call. Returns what it prints."
         pure: bool = True
         sandbox: Sandbox.Config = Sandbox.Config(processes=4, deadline_s=2.0)
-        """Of all episodes of a process: `processes` codes run at a time, so that a few that hang hold up nobody."""
+        """Shared by all episodes of a process: some codes run at a time, so that one that hangs holds up nobody."""
 
         @override
         def schema(self) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Turns with a chat template: what is appended is what the template writes, and what was drawn stays."""
 
+from pathlib import Path
+
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.chat import encode_chat
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
@@ -13,14 +15,9 @@ from rl.tasks.mixture import encode_problem
 from tests.axlearn_like.tokenizers.golden_files import FOLDER
 
 FORM = JsonCalls.Config()
-
-
-def tokenizer(template: str) -> HuggingFaceTokenizer:
-    path = str(FOLDER / "byte_level")
-    return HuggingFaceTokenizer.Config(path=path, chat_template=str(FOLDER / "templates" / f"{template}.jinja")).build()
-
-
-TOKENIZER = tokenizer("qwen25")
+TOKENIZER = HuggingFaceTokenizer.Config(
+    path=str(FOLDER / "byte_level"), chat_template=str(FOLDER / "templates" / "qwen25.jinja")
+).build()
 ASKED = Problem(1, "toys", "3*4?", "12", {})
 PROBLEM = ToolEnvironment.Config(tools=(Calculator.Config(),), calls=FORM).prepare(ASKED)
 CALL = FORM.build().call("calculator", {"expression": "3*4"})
@@ -39,14 +36,17 @@ def test_a_call_and_its_result_are_the_conversation_of_the_template():
     )
     expected = encode_chat(TOKENIZER, messages, tools=PROBLEM.tools, add_generation_prompt=True)
     assert completion_text(TOKENIZER, [*prompt, *action, *given]) == completion_text(TOKENIZER, expected)
-    shown = completion_text(TOKENIZER, prompt), completion_text(TOKENIZER, given)
-    assert '"name": "calculator"' in shown[0] and "<tool_response>\n12\n</tool_response>" in shown[1]
+    assert "calculator" in completion_text(TOKENIZER, prompt) and "12" in completion_text(TOKENIZER, given)
 
 
-def test_a_template_that_leaves_results_out_gets_them_from_the_user():
-    turns = Turns(tokenizer("qwen3"), ASKED, "tool")
+def test_a_template_that_leaves_results_out_gets_them_from_the_user(tmp_path: Path):
+    template = tmp_path / "two.jinja"
+    shown = "{% for m in messages if m.role != 'tool' %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    template.write_text(f"{shown}{{% if add_generation_prompt %}}assistant:{{% endif %}}")
+    two = HuggingFaceTokenizer.Config(path=str(FOLDER / "byte_level"), chat_template=str(template)).build()
+    turns = Turns(two, ASKED, "tool")
     turns.action([])
-    assert "user\n12" in completion_text(TOKENIZER, turns.observation("12"))
+    assert completion_text(two, turns.observation("12")) == ";user:12;assistant:"
 
 
 def test_an_observation_before_the_first_action_is_a_message_behind_an_empty_turn():
