@@ -5,11 +5,14 @@ after RL. The last bits of a matrix product differ between processors, so one se
 """
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.config import replace
 from axlearn_like.input import FirstFit, SupervisedInput
 from axlearn_like.layers.moe.layer import MoE
-from axlearn_like.learner import AdamW, Learner, WarmupLinear
+from axlearn_like.learner import AdamW, Learner, WarmupCosine, WarmupLinear
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
+from axlearn_like.training.alignment.distillation import DistillationLoss
+from axlearn_like.training.alignment.teacher import Teacher
 from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.trainer import Trainer
@@ -19,7 +22,7 @@ from models.tiny import tiny
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.objective import TruncatedImportance
-from rl.objective.presets import grpo
+from rl.objective.presets import distillation, grpo
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
@@ -154,3 +157,33 @@ def demo_moe_sft(*, seed: int = 0, steps: int = 700) -> Trainer.Config:
     cfg.model = tiny_moe(vocab_size=vocab_size, dim=96, num_heads=3, num_kv_heads=1, expert_hidden=128)
     replace(cfg, MoE.Config, lambda moe: moe.set(route_padding=True))  # as its figures were measured
     return cfg
+
+
+@experiment
+def demo_teacher(*, seed: int = 0, steps: int = 1000) -> Trainer.Config:
+    """A 1.4 M-parameter decoder learns the demo's tasks by supervision, long enough to teach the smaller one."""
+    cfg = demo_sft(seed=seed, steps=steps)
+    tokenizer = PhraseTokenizer.Config(phrases=PHRASES)
+    model = tiny(vocab_size=tokenizer.vocab_size, dim=160, num_heads=5, num_kv_heads=1, hidden=512)
+    schedule = WarmupCosine.Config(peak_lr=3e-3, warmup_steps=50, total_steps=steps, end_lr=1e-4)
+    return cfg.set(model=model, early_stopping=None, learner=cfg.learner.clone(schedule=schedule))
+
+
+@experiment
+def demo_distilled_sft(*, seed: int = 0, steps: int = 300) -> Trainer.Config:
+    """The demo's decoder learns from the distributions of `axl train demo_teacher` at the tokens of supervised data."""
+    cfg, model = demo_sft(seed=seed, steps=steps), demo_teacher(seed=seed).model
+    teacher = Teacher.Config(model=model, start_from=StartFrom.Config(path="runs/demo_teacher"))
+    return cfg.set(loss=DistillationLoss.Config(teacher=teacher, top_k=16), early_stopping=None)
+
+
+@experiment
+def demo_distillation(*, seed: int = 0, steps: int = 60) -> RLExperiment.Config:
+    """The demo's decoder, supervised, draws answers and learns each of their tokens from `axl train demo_teacher`."""
+    cfg = demo(seed=seed, steps=steps)
+    model = demo_teacher(seed=seed).model
+    cfg.trainer.reference = Teacher.Config(model=model, start_from=StartFrom.Config(path="runs/demo_teacher"))
+    schedule = WarmupLinear.Config(peak_lr=1e-3, warmup_steps=5, total_steps=steps, end_lr=1e-4)
+    cfg.learner = cfg.learner.clone(schedule=schedule, clip_norm=1.0)
+    importance = TruncatedImportance.Config(cap=2.0)  # rollouts are one update old
+    return cfg.set(objective=distillation().set(old_policy="current", importance=importance), samples=8)

@@ -5,6 +5,7 @@ label, on the last token) and tokens or steps (many labels).
 """
 
 import abc
+from collections.abc import Mapping
 from typing import Any, override
 
 import jax
@@ -28,7 +29,7 @@ class HeadLoss(Configurable, abc.ABC):
             return "labels"
 
         @property
-        def scores(self) -> dict[str, bool]:
+        def scores(self) -> Mapping[str, Any]:
             """Arrays that scoring adds to a batch (see `alignment.scoring`)."""
             return {}
 

@@ -15,7 +15,7 @@ from axlearn_like.kernels.deterministic import exponentials, no_fuse
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
-from axlearn_like.training.chunked_head import fused_linear_loss, map_chunks
+from axlearn_like.training.chunked_head import TokenLoss, fused_linear_loss, map_chunks
 from mesh.sharding import shard_like, token_axes
 
 Batch = Mapping[str, jax.Array]
@@ -95,7 +95,7 @@ class SupervisedLoss(Configurable):
             return "texts"
 
         @property
-        def scores(self) -> dict[str, bool]:
+        def scores(self) -> Mapping[str, Any]:
             """Arrays that scoring adds to a batch (see `alignment.scoring`)."""
             return {}
 
@@ -119,16 +119,32 @@ class SupervisedLoss(Configurable):
 
     def _head(self, model: Any, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
         """Loss and metrics from final hidden states."""
-        graphdef, params = split(model.output)
 
-        def one(params: Any, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
-            logits = bind(graphdef, params).logits(x)
+        def of_logits(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
             return supervised_loss(logits, {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss)
 
-        if axes := token_axes(x):
-            return fused_linear_loss(one, self._cfg.chunks, axes, params, x, targets, weights)
-        chunks = map_chunks(partial(one, params), self._cfg.chunks, x, targets, weights)
-        return jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), chunks)
+        return head_sums(model, of_logits, self._cfg.chunks, x, targets, weights)
+
+
+def head_sums(model: Any, fn: TokenLoss, chunks: int, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, Metrics]:
+    """Return the sums over tokens of `fn(logits, *others)`, a loss and metrics; logits of one chunk exist at a time.
+
+    Args:
+        model: a decoder.
+        fn: returns sums over tokens.
+        chunks: parts of a row's tokens.
+        x: final hidden states [batch, length, dim].
+        others: [batch, length, ...], sharded as x is.
+    """
+    graphdef, params = split(model.output)
+
+    def one(params: Any, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, Metrics]:
+        return fn(bind(graphdef, params).logits(x), *others)
+
+    if axes := token_axes(x):
+        return fused_linear_loss(one, chunks, axes, params, x, *others)
+    sums = map_chunks(partial(one, params), chunks, x, *others)
+    return jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), sums)
 
 
 def supervised_loss(logits_btv: jax.Array, batch: Batch, *, z_loss: float = 0.0) -> tuple[jax.Array, Metrics]:

@@ -19,6 +19,7 @@ from axlearn_like.operations.utilisation import step_flops
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.signals import graceful_stop
 from axlearn_like.tokenizers.embedding import check_tokenizers
+from axlearn_like.training.alignment.distillation import DistillationLoss
 from axlearn_like.training.alignment.kto import KTO
 from axlearn_like.training.alignment.preferences import PreferenceLoss, ReferenceLoss
 from axlearn_like.training.alignment.reference import Reference
@@ -44,6 +45,9 @@ _INPUTS = {
 }
 
 
+LossConfig = SupervisedLoss.Config | HeadLoss.Config | PreferenceLoss.Config | KTO.Config | DistillationLoss.Config
+
+
 class Trainer(Configurable):
     """Trainer of a decoder on packed rows.
 
@@ -53,7 +57,7 @@ class Trainer(Configurable):
 
     class Config(TrainingConfig["Trainer"]):
         input: SupervisedInput.Config = REQUIRED
-        loss: SupervisedLoss.Config | HeadLoss.Config | PreferenceLoss.Config | KTO.Config = SupervisedLoss.Config()
+        loss: LossConfig = SupervisedLoss.Config()
         mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
         seed: int = 0  # of the initial parameters
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
@@ -156,7 +160,7 @@ class Trainer(Configurable):
         cfg = self._cfg
         program = cfg.program(self._mesh, self._learner)
         scoring = self._scoring(program)
-        held = {} if scoring is None else scoring.reference.describe(program.state["params"])
+        held = {} if scoring is None else scoring.reference.memory(program.state["params"])
         check_state_fits({**program.state, **held}, self._mesh)
         batch = describe_scored(describe_batch(cfg.input, self._mesh), cfg.loss.scores)
         jax.eval_shape(program.step, program.state, batch)  # jax keeps the trace
@@ -167,9 +171,9 @@ class Trainer(Configurable):
         loss, params = self._cfg.loss, program.state["params"]
         if not loss.scores:
             return None
-        assert isinstance(loss, ReferenceLoss.Config | KTO.Config), "these have scores"
+        assert isinstance(loss, ReferenceLoss.Config | KTO.Config | DistillationLoss.Config), "these have scores"
         frozen = self._learner.frozen(params)
-        loss.reference.check_params(params, frozen)
+        loss.reference.check_policy(self._cfg.model, params, frozen)
         reference = loss.reference.build(frozen=frozen)
         return Scoring(loss.build(), reference, program.graphdef, self._cfg.microbatches)
 

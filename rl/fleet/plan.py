@@ -227,7 +227,7 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
 
 def _reference(cfg: Reference.Config | None, frozen: Collection[str], params: Any) -> dict[str, int]:
     """Return the bytes of a device for what a reference policy holds beside the policy, if it does."""
-    held = {} if cfg is None else cfg.build(frozen=frozen).describe(params)
+    held = {} if cfg is None else cfg.build(frozen=frozen).memory(params)
     return {"reference policy": bytes_of_device(held)} if held else {}
 
 

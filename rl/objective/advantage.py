@@ -163,6 +163,17 @@ class BatchAdvantage(Advantage):
         return centred / (np.sqrt(variance) + self.eps)
 
 
+class NoAdvantage(Advantage):
+    """Zero: rewards are measured and nothing is learned from them, only from the regulariser."""
+
+    min_group_size: int = 1
+    group_relative: bool = False
+
+    @override
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+        return np.zeros(len(rewards))
+
+
 class RawReward(Advantage):
     """r - baseline with a constant baseline (plain REINFORCE)."""
 

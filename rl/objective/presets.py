@@ -12,6 +12,7 @@ from rl.objective.advantage import (
     BatchAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
+    NoAdvantage,
     RawReward,
     SuccessNormalisedAdvantage,
 )
@@ -160,6 +161,20 @@ def maxrl() -> Objective.Config:
         advantage=SuccessNormalisedAdvantage.Config(),
         aggregation=SequenceSum.Config(),
         surrogate=LogProbability.Config(),
+    )
+
+
+def distillation(*, coef: float = 1.0) -> Objective.Config:
+    """On-policy distillation: KL(pi || teacher) on the policy's own rollouts, token by token (arXiv 2306.13649, 3).
+
+    The teacher is `trainer.reference` (`Teacher.Config`). Its gradient is that of each token's divergence given what is
+    before it; what a token does to later ones is left out, as by a discount of 0. Rewards are measured only.
+    """
+    return Objective.Config(
+        advantage=NoAdvantage.Config(),
+        aggregation=TokenMean.Config(),
+        surrogate=LogProbability.Config(),
+        regulariser=ReferenceKL.Config(coef=coef, estimator="k2", ratio="detached"),
     )
 
 

@@ -64,7 +64,7 @@ def _check_policies(cfg: Objective.Config, sizes: Sizes, trainer: Trainer) -> No
         trainer.updates.require("minibatches", parts <= sizes.groups, f"at most groups={sizes.groups}")
     objective = cfg.build()
     penalised, needed = objective.needs_divergence, objective.needs_reference or objective.needs_divergence
-    ways = "FrozenCopy.Config(), WithoutAdapters.Config() (LoRA) or MovingAverage.Config()"
+    ways = "FrozenCopy.Config(), WithoutAdapters.Config() (LoRA), MovingAverage.Config() or Teacher.Config()"
     given = not needed or trainer.reference is not None
     cfg.require(
         "reward_shaping" if penalised else "regulariser",

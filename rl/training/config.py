@@ -197,4 +197,5 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         with use_rules(self.axis_rules), abstract, errors_at("policy", self.model):
             params = jax.eval_shape(lambda: split(self.model.build(rngs=nnx.Rngs(0)))[1])
         if self.reference is not None:
-            self.reference.check_params(params, self.learner.build().frozen(params))
+            with use_rules(self.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                self.reference.check_policy(self.model, params, self.learner.build().frozen(params))

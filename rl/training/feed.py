@@ -164,14 +164,15 @@ class PolicyFeed:
 
         All of them are computed now, when the policy is still the one at the start of the update.
         """
-        others = {"logprobs_old": params} if self._objective.needs_old else {}
+        others: dict[str, tuple[Any, Params]] = {}
+        if self._objective.needs_old:
+            others["logprobs_old"] = self._diff.logprobs, params
         if self._reference is not None and self._objective.needs_reference:
-            others["logprobs_reference"] = self._reference.params(params)
+            others["logprobs_reference"] = self._diff.reference_logprobs, self._reference.params(params)
         inputs: list[Any] = []
         for part in filled:
             arrays = [
-                {**rows, **{name: self._diff.logprobs(policy, rows) for name, policy in others.items()}}
-                for _, rows in part
+                {**rows, **{name: score(policy, rows) for name, (score, policy) in others.items()}} for _, rows in part
             ]
             inputs.append(arrays[0] if self._packing is None else arrays)
         return inputs

@@ -1,6 +1,7 @@
 """Difference of trainer and sampler log-probabilities under the same version of the weights."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,14 +51,32 @@ class LogprobDiff:
         group: ProcessGroup,
         bounds: Mapping[str, float],
         replay: RoutingLayout | None = None,
+        reference: nnx.GraphDef[Any] | None = None,
     ):
-        """`replay`: both by the recorded routing, of this layout."""
+        """Make the programs that score.
 
-        def logprobs(params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
-            return policy_logprobs(bind(graphdef, params), batch, temperature, chunks).logprobs
+        Args:
+            graphdef: of the policy.
+            temperature: of the behaviour policy.
+            chunks: of the head.
+            max_prompt: tokens.
+            max_new: tokens.
+            row_multiple: of the rows that are scored together.
+            group: processes of the trainer.
+            bounds: metrics of `difference_bounds`.
+            replay: both by the recorded routing, of this layout.
+            reference: of the reference policy, where it is another model, whose routers choose for themselves.
+        """
 
-        self.logprobs = jax.jit(logprobs)  # (params, arrays of the update) -> as the targets
+        def logprobs(of: nnx.GraphDef[Any], params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
+            known = batch if of is graphdef else {name: x for name, x in batch.items() if name != "routing"}
+            return policy_logprobs(bind(of, params), known, temperature, chunks).logprobs
+
+        other, self._other = reference or graphdef, reference is not None
+        self.logprobs: Any = jax.jit(partial(logprobs, graphdef))  # (params, arrays of the update) -> as the targets
+        self.reference_logprobs: Any = jax.jit(partial(logprobs, other)) if self._other else self.logprobs
         self._score_rows = make_score_rows(graphdef, chunks)
+        self._score_reference = make_score_rows(other, chunks) if self._other else self._score_rows
         self._temperature, self._group, self._bounds, self._replay = temperature, group, bounds, replay
         self._length, self._row_multiple = row_length(max_prompt, max_new), row_multiple
 
@@ -92,13 +111,14 @@ class LogprobDiff:
 
         Each process scores its own `rows`, of which it has the contents.
         """
-        own = [-float(np.sum(d, dtype=np.float64)) for d in self._scoring_differences(headers, contents, reference)]
+        found = self._scoring_differences(headers, contents, reference, reference=True)
+        own = [-float(np.sum(difference, dtype=np.float64)) for difference in found]
         rows = [row for row in local_rows(self._count(headers)) if row < sum(len(h.rollouts) for h in headers)]
-        found = np.zeros(sum(len(header.rollouts) for header in headers))
+        divergence = np.zeros(sum(len(header.rollouts) for header in headers))
         for part in self._group.gather(list(zip(rows, own, strict=True))):
             for row, value in part:
-                found[row] = value
-        return found
+                divergence[row] = value
+        return divergence
 
     def rows(self, headers: Sequence[GroupHeader]) -> list[tuple[int, int]]:
         """Return group and rollout of each of the rows that this process scores."""
@@ -118,15 +138,17 @@ class LogprobDiff:
         return padded(sum(len(header.rollouts) for header in headers), self._row_multiple)
 
     def _scoring_differences(
-        self, headers: Sequence[GroupHeader], contents: Contents, params: Params
+        self, headers: Sequence[GroupHeader], contents: Contents, params: Params, *, reference: bool = False
     ) -> list[np.ndarray]:
+        """Return log pi under `params` less that recorded, for the sampled tokens of each rollout of `rows`."""
         total = self._count(headers)
         own = [(contents[g][0], contents[g][1][n]) for g, n in self.rows(headers)]
         rows = fill_rows([(prompt, r.tokens) for prompt, r in own], len(local_rows(total)), self._length)
-        if self._replay is not None:
+        if self._replay is not None and not (reference and self._other):
             rows["routing"] = replay_rows(own, self._replay, len(local_rows(total)), self._length)
         temperature = jnp.full(1, self._temperature, jnp.float32)
-        found = self._score_rows(params, **shard_batch(rows, rows=total), temperature=temperature)
+        score = self._score_reference if reference else self._score_rows
+        found = score(params, **shard_batch(rows, rows=total), temperature=temperature)
         scored = jax.tree.map(to_local, found).logprobs()
         return [
             (scored[row, len(prompt) - 1 : len(prompt) - 1 + len(r.tokens)] - r.logprobs)[r.action_mask]

@@ -82,7 +82,8 @@ class PolicyTrainer(Configurable):
             frozen = learner.frozen(program.state["params"])
             reference = None if cfg.reference is None else cfg.reference.build(frozen=frozen)
             held = {} if reference is None else reference.describe(program.state["params"])
-            check_state_fits({**program.state, **held}, self._mesh)
+            memory = {} if reference is None else reference.memory(program.state["params"])
+            check_state_fits({**program.state, **memory}, self._mesh)
             pushes = EventLog(run.events_path)
             kept: dict[str, Any] = {"staleness": cfg.staleness, "evaluate_every": cfg.evaluate_every}
             kept["frozen"] = frozen
@@ -99,7 +100,7 @@ class PolicyTrainer(Configurable):
             scoring: dict[str, Any] = {"temperature": cfg.temperature, "chunks": cfg.chunks, "group": group}
             dtype = getattr(cfg.model, "dtype", "float32")
             scoring["bounds"] = difference_bounds(dtype, weights.codec)
-            scoring["replay"] = replay
+            scoring |= {"replay": replay, "reference": None if reference is None else reference.graphdef}
             self.diff = LogprobDiff(program.graphdef, **scoring, **sizes)
             feed = PolicyFeed(
                 *(controller, self._publication, objective, self.diff, group, self._session.events),

@@ -1,5 +1,6 @@
 """KTO: completions that are good or bad, without pairs (Ethayarajh et al. 2024, arXiv 2402.01306)."""
 
+from collections.abc import Mapping
 from typing import Any, override
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.training.alignment.preferences import divergence
 from axlearn_like.training.alignment.reference import FrozenCopy, Reference
-from axlearn_like.training.alignment.sequences import running_sums, target_logprobs
+from axlearn_like.training.alignment.sequences import Score, running_sums, target_logprobs
 from axlearn_like.training.losses import Batch, Metrics, with_aux
 from mesh.sharding import shard_like
 
@@ -41,9 +42,9 @@ class KTO(Configurable):
             return "judgements"
 
         @property
-        def scores(self) -> dict[str, bool]:
-            """Arrays that scoring adds to a batch, and whether they have a number for each token (else: one)."""
-            return {"reference": True, "mismatched": False}
+        def scores(self) -> Mapping[str, Score]:
+            """Arrays that scoring adds to a batch."""
+            return {"reference": Score(), "mismatched": Score(axes=None)}
 
     def __init__(self, cfg: Config):
         self.cfg: Any = cfg
@@ -53,12 +54,21 @@ class KTO(Configurable):
 
         Args:
             model: a decoder that makes logits.
-            batch: of `UnpairedInput`, with `reference` [batch, length] and `mismatched` [] of `scored_batch`.
+            batch: of `UnpairedInput`, with `reference` [batch, length] and `mismatched` [] of `score`.
         """
         scored = target_logprobs(model, batch, self.cfg.chunks)
         sides, weights = (shard_like(batch[name], scored.logprobs) for name in ("sides", "weights"))
         loss, metrics = self.of_tokens(scored.logprobs, batch["reference"], sides, weights, batch["mismatched"])
         return with_aux(loss, metrics, scored.aux, jnp.sum(weights))
+
+    def score(self, policy: Any, reference: Any, batch: Batch) -> dict[str, jax.Array]:
+        """Return the reference's log-probabilities of the targets, and the mean log-ratio of mismatched completions."""
+        found = target_logprobs(reference, batch, self.cfg.chunks).logprobs
+        ours, theirs = (target_logprobs(p, batch, self.cfg.chunks, "other_").logprobs for p in (policy, reference))
+        live, weights = (shard_like(batch[name], ours) for name in ("other_sides", "weights"))
+        ratios = jnp.where(live != 0, ours - theirs, 0.0)
+        # The largest weight is 1 / (examples of the whole batch), in every part of it.
+        return {"reference": found, "mismatched": jnp.sum(ratios) * jnp.max(weights)}
 
     def of_tokens(
         self, logprobs: jax.Array, reference: jax.Array, sides: jax.Array, weights: jax.Array, mismatched: jax.Array

@@ -5,6 +5,7 @@ The loss is a mean over the pairs of the global batch. Where a loss divides by a
 """
 
 import abc
+from collections.abc import Mapping
 from typing import Any, NamedTuple, override
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.training.alignment.reference import FrozenCopy, Reference
-from axlearn_like.training.alignment.sequences import running_sums, target_logprobs
+from axlearn_like.training.alignment.sequences import Score, running_sums, target_logprobs
 from axlearn_like.training.losses import Batch, Metrics, with_aux
 from mesh.sharding import shard_like
 
@@ -65,8 +66,8 @@ class PreferenceLoss(Configurable, abc.ABC):
             return "pairs"
 
         @property
-        def scores(self) -> dict[str, bool]:
-            """Arrays that scoring adds to a batch, and whether they have a number for each token (else: one)."""
+        def scores(self) -> Mapping[str, Score]:
+            """Arrays that scoring adds to a batch."""
             return {}
 
     def __init__(self, cfg: Config):
@@ -128,8 +129,13 @@ class ReferenceLoss(PreferenceLoss):
 
         @property
         @override
-        def scores(self) -> dict[str, bool]:
-            return {"reference": True}
+        def scores(self) -> Mapping[str, Score]:
+            return {"reference": Score()}
+
+    def score(self, policy: Any, reference: Any, batch: Batch) -> dict[str, jax.Array]:
+        """Return the reference's log-probabilities of a batch's targets."""
+        del policy
+        return {"reference": target_logprobs(reference, batch, self.cfg.chunks).logprobs}
 
 
 class DPO(ReferenceLoss):

@@ -8,6 +8,7 @@ from typing import Any, override
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from axlearn_like.checkpoint.reader import CONSTANT
 from axlearn_like.config import ConfigBase, ConfigError, Configurable, path_of
@@ -24,8 +25,10 @@ class Reference(Configurable):
     """
 
     class Config(ConfigBase["Reference"]):
-        def check_params(self, params: Params, frozen: Collection[str]) -> None:
-            """Refuse a policy of which this is no reference; `params` may be abstract."""
+        def check_policy(self, model: ConfigBase, params: Params, frozen: Collection[str]) -> None:
+            """Refuse a policy of which this is no reference; `params` may be abstract, and the mesh is set."""
+
+    graphdef: nnx.GraphDef[Any] | None = None  # of a reference that is another model; None: the policy's own
 
     def __init__(self, cfg: Config, *, frozen: Collection[str]):
         """Take the paths of the parameters that no update changes."""
@@ -44,6 +47,10 @@ class Reference(Configurable):
     def describe(self, params: Params) -> dict[str, Any]:
         """Return the abstract arrays of `saved`; `params` are abstract."""
         return {}
+
+    def memory(self, params: Params) -> dict[str, Any]:
+        """Return the abstract arrays that are held beside the policy's."""
+        return self.describe(params)
 
     def saved(self) -> dict[str, Any]:
         """Return arrays for a checkpoint, by their keys in it."""
@@ -99,7 +106,7 @@ class WithoutAdapters(Reference):
 
     class Config(Reference.Config):
         @override
-        def check_params(self, params: Params, frozen: Collection[str]) -> None:
+        def check_policy(self, model: ConfigBase, params: Params, frozen: Collection[str]) -> None:
             names = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
             moving = sorted(name for name in names - set(frozen) if _ADAPTER not in f"/{name}")
             least = min(moving, default="")

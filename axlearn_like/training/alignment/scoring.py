@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding
 
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.training.alignment.reference import Reference
-from axlearn_like.training.alignment.sequences import target_logprobs
+from axlearn_like.training.alignment.sequences import Score
 from axlearn_like.training.losses import Batch, Loss, Metrics
 from axlearn_like.training.step import State, Step
 from mesh.rules import axis_sizes
-from mesh.sharding import merge_rows, shard_like, split_rows
+from mesh.sharding import merge_rows, split_rows
 
 _MISMATCHED = "other_"  # in the names of arrays that only scoring needs
 
@@ -37,8 +37,8 @@ class Scoring:
         """Take a loss whose config has `scores`; a batch is scored in so many parts, one after another."""
         self.loss: Loss = loss
         self.reference = reference
-        score = partial(scored_batch, graphdef, chunks=loss.cfg.chunks, microbatches=microbatches)
-        self.score: Any = jax.jit(partial(score, dict(loss.cfg.scores)))
+        graphdefs = {"policy": graphdef, "reference": reference.graphdef or graphdef}
+        self.score: Any = jax.jit(partial(scored_batch, loss, graphdefs, microbatches=microbatches))
 
     def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Return loss and metrics of a scored batch."""
@@ -66,56 +66,46 @@ class ScoredStep:
 
 
 def scored_batch(
-    graphdef: nnx.GraphDef[Any],
-    scores: Mapping[str, bool],
+    loss: Any,
+    graphdefs: Mapping[str, nnx.GraphDef[Any]],
     policies: Mapping[str, Params],
     batch: Batch,
     *,
-    chunks: int,
     microbatches: int,
 ) -> dict[str, jax.Array]:
     """Return the batch with its scores, and without what only they need; pure.
 
     Args:
-        graphdef: of both policies.
-        scores: any of `reference`, log-probabilities of the targets under the reference [batch, length], and
-            `mismatched`, the mean log-ratio of policy to reference of the sequences `other_*`.
-        policies: parameters of `policy` and `reference`.
+        loss: its `score(policy, reference, batch)` returns the arrays of its config's `scores`.
+        graphdefs: of `policy` and `reference`.
+        policies: their parameters.
         batch: on the mesh.
-        chunks: of the head.
         microbatches: parts of the batch.
     """
-    policy, reference = (bind(graphdef, policies[name]) for name in ("policy", "reference"))
-
-    def one(part: Batch) -> dict[str, jax.Array]:
-        found = {"reference": target_logprobs(reference, part, chunks).logprobs}
-        if "mismatched" in scores:
-            ours, theirs = (target_logprobs(p, part, chunks, _MISMATCHED).logprobs for p in (policy, reference))
-            live, weights = (shard_like(part[name], ours) for name in (f"{_MISMATCHED}sides", "weights"))
-            ratios = jnp.where(live != 0, ours - theirs, 0.0)
-            found["mismatched"] = jnp.sum(ratios) * jnp.max(weights)  # which is 1 / (examples of the whole batch)
-        return found
-
+    models = [bind(graphdefs[name], policies[name]) for name in ("policy", "reference")]
     if microbatches == 1:
-        found = one(batch)
+        found = loss.score(*models, batch)
     else:
-        parts = jax.lax.map(one, {name: split_rows(x, microbatches) for name, x in batch.items()})
-        found = {name: merge_rows(x) if scores[name] else jnp.sum(x) for name, x in parts.items()}
+        parts = {name: split_rows(x, microbatches) for name, x in batch.items()}
+        found = jax.lax.map(lambda part: loss.score(*models, part), parts)
+        sums = {name for name, score in loss.cfg.scores.items() if score.axes is None}
+        found = {name: jnp.sum(x) if name in sums else merge_rows(x) for name, x in found.items()}
     return {name: x for name, x in batch.items() if not name.startswith(_MISMATCHED)} | found
 
 
-def describe_scored(batch: Mapping[str, Any], scores: Mapping[str, bool]) -> dict[str, Any]:
+def describe_scored(batch: Mapping[str, Any], scores: Mapping[str, Score]) -> dict[str, Any]:
     """Return the described arrays of a batch after scoring."""
     if not scores:
         return dict(batch)
     tokens = batch["tokens"]
-    scalar = tokens.sharding
-    if axis_sizes("batch"):
-        scalar = NamedSharding(tokens.sharding.mesh, jax.P())
-    added = {
-        name: jax.ShapeDtypeStruct(
-            tokens.shape if each else (), jnp.float32, sharding=tokens.sharding if each else scalar
-        )
-        for name, each in scores.items()
-    }
-    return {name: x for name, x in batch.items() if not name.startswith(_MISMATCHED)} | added
+
+    def described(score: Score) -> jax.ShapeDtypeStruct:
+        shape, sharding = (), tokens.sharding
+        if score.axes is not None:
+            shape = (*tokens.shape, *score.axes)
+        elif axis_sizes("batch"):
+            sharding = NamedSharding(tokens.sharding.mesh, jax.P())
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(score.dtype), sharding=sharding)
+
+    kept = {name: x for name, x in batch.items() if not name.startswith(_MISMATCHED)}
+    return kept | {name: described(score) for name, score in scores.items()}

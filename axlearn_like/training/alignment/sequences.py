@@ -14,6 +14,13 @@ from mesh import constrain
 from mesh.sharding import shard_like
 
 
+class Score(NamedTuple):
+    """An array that scoring adds to a batch: its dtype, and its axes after [batch, length]; None: it is a sum, []."""
+
+    dtype: str = "float32"
+    axes: tuple[int, ...] | None = ()
+
+
 class Scored(NamedTuple):
     """log pi of each target, float32 [batch, length], and the layers' auxiliary outputs."""
 

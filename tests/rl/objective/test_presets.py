@@ -15,6 +15,7 @@ import pytest
 
 from mesh.errors import UserError
 from rl.objective import PRESETS, NoRegulariser, Objective, SoftOverlongPenalty
+from rl.objective.presets import distillation
 
 GROUPS, SAMPLES, LENGTH = 3, 4, 5
 RNG = np.random.default_rng(7)
@@ -206,6 +207,18 @@ def test_is_the_paper_formula(name):
     assert value == pytest.approx(paper(NEW, NEW), rel=1e-5, abs=1e-7)
     np.testing.assert_allclose(gradient, differences(paper), rtol=1e-4, atol=1e-7)
     assert np.count_nonzero(gradient) >= 3
+
+
+def test_distillation_is_the_divergence_from_the_teacher_and_no_reward_counts():
+    """Its gradient is that of sum_t r_t d_t^2 / 2 with the ratio held, whatever the rewards: a mean over all tokens."""
+
+    def teacher(new, at):
+        tokens = [(g, i, t) for g, i in ROLLOUTS for t in steps(g, i)]
+        return -0.7 * mean(ratio(at, *at_) * (new[at_] - REFERENCE[at_]) ** 2 / 2 for at_ in tokens)
+
+    value, gradient = value_and_gradient(distillation(coef=0.7))
+    assert value == pytest.approx(teacher(NEW, NEW), rel=1e-5)
+    np.testing.assert_allclose(gradient, differences(teacher), rtol=1e-4, atol=1e-7)
 
 
 def test_the_data_reach_every_branch():

@@ -7,22 +7,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.config import ConfigError
-from axlearn_like.input import PreferenceInput, UnpairedInput
+from axlearn_like.input import PreferenceInput, SupervisedInput, UnpairedInput
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.run.metrics import read_rows
+from axlearn_like.training.alignment.distillation import DistillationLoss
 from axlearn_like.training.alignment.kto import KTO
 from axlearn_like.training.alignment.preferences import DPO, SimPO
 from axlearn_like.training.alignment.reference import WithoutAdapters
+from axlearn_like.training.alignment.teacher import Teacher
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.trainer import Trainer
 from mesh.errors import UserError
-from tests.axlearn_like.layers.small import small_decoder
+from tests.axlearn_like.layers.small import initialise, small_decoder
+from tests.axlearn_like.tiny import Counting
 from tests.axlearn_like.training.alignment.judged import LENGTH, Judged, Pairs
 
 
@@ -103,17 +108,30 @@ def test_a_mesh_changes_neither_scores_nor_updates(tmp_path: Path, checkout: Pat
     )
     assert done.returncode == 0, done.stderr
     run_on(str(tmp_path), "one", {"fsdp": 1}, 1)
-    for name in ("DPO", "KTO"):
+    for name in ("DPO", "KTO", "DistillationLoss"):
         one, many = (read_rows(tmp_path / f"{name}-{where}" / "metrics.jsonl") for where in ("one", "many"))
         assert len(one) == len(many) == 3
         for a, b in zip(one, many, strict=True):
-            for key in ("loss", "grad_norm", "margin", "divergence", "accuracy"):
+            for key in {"loss", "grad_norm", "margin", "divergence", "accuracy", "kl"} & a.keys():
                 assert a[key] == pytest.approx(b[key], rel=2e-4, abs=1e-6), (name, a["step"], key)
 
 
 def run_on(folder: str, where: str, mesh: dict[str, int], microbatches: int) -> None:
     """Run three updates by each loss on this mesh, which has all devices of the process."""
-    for loss in (DPO.Config(beta=0.3, chunks=3), KTO.Config(beta=0.3, chunks=3)):
+    for loss in (DPO.Config(beta=0.3, chunks=3), KTO.Config(beta=0.3, chunks=3), distilled(folder)):
         name = type(loss).__qualname__.partition(".")[0]
         cfg = aligned(3, loss, mesh=mesh, microbatches=microbatches, evaluators=())
+        if isinstance(loss, DistillationLoss.Config):
+            cfg.set(input=SupervisedInput.Config(source=Counting.Config(), seq_len=LENGTH, batch_size=8))
         cfg.build().run(Path(folder) / f"{name}-{where}", progress=False)
+
+
+def distilled(folder: str) -> DistillationLoss.Config:
+    """Return the loss with a teacher whose parameters are written to the folder."""
+    model = small_decoder(num_layers=1, dim=64)
+    checkpointer = Checkpointer.Config().build(directory=Path(folder) / "teacher" / "checkpoints")
+    if not (Path(folder) / "teacher").exists():
+        checkpointer.save(1, {"params": initialise(model)[1], "step": jnp.int32(1)}, {})
+    checkpointer.close()
+    start = StartFrom.Config(path=str(Path(folder) / "teacher"))
+    return DistillationLoss.Config(teacher=Teacher.Config(model=model, start_from=start), top_k=5, chunks=3)
