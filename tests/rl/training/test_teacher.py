@@ -22,7 +22,7 @@ from tests.rl.training.test_trainer import Roles, config
 def taught(path: Path, **model: Any) -> Any:
     """An experiment with a teacher, wider than the policy, whose parameters are in a checkpoint at `path`."""
     cfg = config(objective=distillation(), num_steps=12)
-    wider = cfg.policy.clone(dim=2 * cfg.policy.dim, **model)  # pyright: ignore[reportAttributeAccessIssue]
+    wider: Any = cfg.policy.clone(dim=2 * cfg.policy.dim, **model)  # pyright: ignore
     checkpointer = Checkpointer.Config().build(directory=path / "checkpoints")
     params = jax.tree.map(jnp.asarray, tiny_params(wider, seed=5, scale=1.5))
     checkpointer.save(1, {"params": params, "step": jnp.int32(1)}, {})
