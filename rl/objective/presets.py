@@ -165,7 +165,7 @@ def maxrl() -> Objective.Config:
 
 
 def distillation(*, coef: float = 1.0) -> Objective.Config:
-    """On-policy distillation: KL(pi || teacher) on the policy's own rollouts, token by token (arXiv 2306.13649, 3).
+    """Distillation on-policy: KL(pi || teacher) on the policy's own rollouts, token by token (arXiv 2306.13649, 3).
 
     The teacher is `trainer.reference` (`Teacher.Config`). Its gradient is that of each token's divergence given what is
     before it; what a token does to later ones is left out, as by a discount of 0. Rewards are measured only.
