@@ -210,7 +210,7 @@ def test_is_the_paper_formula(name):
 
 
 def test_distillation_is_the_divergence_from_the_teacher_and_no_reward_counts():
-    """Its gradient is that of sum_t r_t d_t^2 / 2 with the ratio held, whatever the rewards: a mean over all tokens."""
+    """The gradient is that of sum_t r_t d_t^2 / 2 with the ratio held, whatever the rewards: a mean over all tokens."""
 
     def teacher(new, at):
         tokens = [(g, i, t) for g, i in ROLLOUTS for t in steps(g, i)]

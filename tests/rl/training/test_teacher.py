@@ -1,4 +1,4 @@
-"""On-policy distillation: the policy's own rollouts, scored by a teacher of another shape."""
+"""Distillation on-policy: the policy's own rollouts, scored by a teacher of another shape."""
 
 from pathlib import Path
 from typing import Any
