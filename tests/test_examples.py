@@ -1,7 +1,11 @@
 """Every file in examples/ runs: each experiment for a step or two, at the size that a test can afford."""
 
+import importlib.util
 import json
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,25 @@ def test_rows_of_a_file_are_trained_on(tmp_path: Path, shared_data: Path, monkey
 def test_the_notebook_runs_cell_by_cell(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "notebook.py"))
     assert "'step': 2" in capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_notebooks_run_cell_by_cell_and_learn(tmp_path: Path, checkout: Path) -> None:
+    """Each in a process of its own: the first asserts that the reward rises, the second that loss and reward move."""
+    environment = {**os.environ, "AXL_NOTEBOOK_RUNS": str(tmp_path), "PYTHONPATH": str(checkout)}
+    environment["AXL_NOTEBOOK_RUN"] = str(tmp_path / "first")
+    for name in ("first_run", "your_own", "read_a_run"):
+        if name == "read_a_run" and importlib.util.find_spec("pandas") is None:
+            continue
+        command = [sys.executable, str(EXAMPLES / "notebooks" / f"{name}.py")]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_first_notebook_is_short() -> None:
+    lines = (EXAMPLES / "notebooks" / "first_run.py").read_text().splitlines()
+    assert sum(bool(line.strip()) and not line.startswith("#") for line in lines) <= 80
 
 
 @pytest.mark.parametrize(

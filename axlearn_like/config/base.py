@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, dataclass_transform
 from axlearn_like.config.checks import check
 from axlearn_like.config.errors import AnnotationError, ConfigError, FieldError, mark_path
 from axlearn_like.config.fields import REQUIRED, field_hint, prepare_fields, unknown_field
+from axlearn_like.config.html import config_html
 from axlearn_like.config.tree import Node, clone, config_items, label, label_of, nearest_configs, path_of
 from mesh.errors import UserError
 
@@ -92,6 +93,9 @@ class ConfigBase[T](Node):
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(f'{k}={v!r}' for k, v in config_items(self))})"
+
+    def _repr_html_(self) -> str:
+        return config_html(self)
 
     def set(self, **values: Any) -> Self:
         """Set fields in place; either all of them or, on an error, none."""

@@ -42,6 +42,7 @@ class RLRun:
     def __init__(self, experiment: RLExperiment, *, say: Say = print):
         self._experiment, self._cfg, self._say = experiment, experiment.cfg, say
         self._checked: Runtime | None = None
+        self._stop: Callable[[], bool] = lambda: False
         self._said_stopping = False
 
     def check(self, runtime: Runtime = "ray") -> None:
@@ -76,8 +77,9 @@ class RLRun:
         runtime: Runtime = "ray",
         force: bool = False,
         kill_worker_after: float | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any] | None:
-        """Run all phases; returns the report, or None if SIGTERM or Ctrl-C stopped the run.
+        """Run all phases; returns the report, or None if SIGTERM, Ctrl-C or `stop()` stopped the run.
 
         Args:
             run_dir: the run directory; a new one, or the one to resume.
@@ -85,6 +87,7 @@ class RLRun:
             force: resume even if the run directory holds another config.
             kill_worker_after: inject a fault: kill one worker after this share of the updates, in (0, 1], once in a
                 run. The runtime must be "ray".
+            stop: True ends the run after the current update; asked at least once for each.
 
         Raises:
             UserError: bad tasks, sizes or run directory; before anything expensive. DiskFull: no space is left.
@@ -95,7 +98,8 @@ class RLRun:
         text = to_text(self._cfg)
         if not RunDirectory.attach(Path(run_dir).expanduser()).config_path.exists():  # it will have parameters
             self._experiment.check_start()
-        with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as stop:
+        self._stop = stop
+        with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as signals:
             run.resolved_config_path.write_text(to_text(self._experiment.resolved()))
             check_unchanged(run.path, self._experiment.data_digests(), force=force)
             self._say(f"run directory: {run.path}")
@@ -103,9 +107,9 @@ class RLRun:
             if self._is_done(run):
                 verify_latest(run.checkpoints / "rl")  # roles verify what they restore; here nothing is restored
             else:
-                self._run_roles(run, stop, runtime, kill_at)
+                self._run_roles(run, signals, runtime, kill_at)
             if not self._is_done(run):
-                why = stop.reason or "request"
+                why = signals.reason or "request"
                 self._say(f"stopped by {why}; the same command resumes the run: {run.path}")
                 return None
             return self._summarise(run)
@@ -156,7 +160,7 @@ class RLRun:
         if stop.requested and not self._said_stopping:
             self._said_stopping = True
             self._say("stopping after the current update (Ctrl-C again: at once)")
-        return stop.requested
+        return self._stop() or stop.requested
 
     def _summarise(self, run: RunDirectory) -> dict[str, Any]:
         report = summarise_run(run, name=run.path.name, seed=self._cfg.seed)

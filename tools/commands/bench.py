@@ -120,6 +120,27 @@ def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) 
     _report(result, as_json, failed=bool(result["errors"]))
 
 
+@command.command(name="launch")
+@_quick
+@_json
+def launch(quick: bool, as_json: bool) -> None:
+    """Seconds of a plan, from submission to the first update, and from a lost machine to its next rollout.
+
+    The manifests are carried out on this machine, twice: cold, and with programs that are compiled. `bit_identical`:
+    both runs, which lose a worker's machine, end in the weights of one process that lost nothing.
+    """
+    from tools.bench.launch import benchmark as bench
+
+    with _progress() as say:
+        figures = bench.measure(say, quick=quick)
+    for name, value in figures.items():
+        click.echo(f"{name:32} {value}")
+    if as_json:
+        click.echo(json.dumps(figures))
+    if not figures.get("bit_identical", True):
+        raise UserError("a run that lost a machine ended in other weights")
+
+
 @command.command(name="recovery")
 @click.option("--kills", default=20, show_default=True, type=click.IntRange(min=1), help="Of each role.")
 @click.option("--roles", default="", help="Comma-separated roles to kill; default: all, and the driver.")

@@ -15,7 +15,7 @@ from mesh.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from axlearn_like.layers.decoder import Decoder
-    from tools.model_card import DeviceMemory, ModelCard
+    from tools.aot.model_card import DeviceMemory, ModelCard
 
 _GIB = 1 << 30
 
@@ -32,7 +32,7 @@ def command() -> None:
 def _list(words: tuple[str, ...], as_json: bool) -> None:
     """List the models, one to a line, with their sizes: all, or those whose names have one of WORDS in them."""
     from models.catalog import FAMILIES
-    from tools.model_card import count_parameters
+    from tools.aot.model_card import count_parameters
 
     rows: dict[str, dict[str, Any]] = {}
     line = "{:<22} {:<20} {:>16} {:>7} {:>7} {:>11}"
@@ -67,7 +67,7 @@ def _show(name: str, length: int, devices_text: str | None, as_json: bool) -> No
     By arithmetic, without compiling: what a program needs beside these arrays, `axl aot` asks the compiler.
     """
     from rl.fleet.devices import parse_devices
-    from tools.model_card import cached_tokens, model_card, rollout_memory, training_memory
+    from tools.aot.model_card import cached_tokens, model_card, rollout_memory, training_memory
 
     cfg = _find(name)
     devices = None if devices_text is None else parse_devices(devices_text, "--topology")

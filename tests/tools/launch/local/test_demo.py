@@ -4,7 +4,6 @@ The rendered commands run: they unpack the archive, find their ranks and each ot
 """
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,9 +14,9 @@ import pytest
 
 from axlearn_like.run.metrics import read_rows
 from tests.rl.runtime.ray.experiments import checksums, metrics
+from tools.bench.launch.benchmark import lose_machine
 from tools.launch.control.handle import LaunchedRun, launch
 from tools.launch.launch import Launch
-from tools.launch.local.pod import MARK, marked
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -81,7 +80,7 @@ def test_a_worker_that_is_killed_restarts_alone_and_the_result_is_the_same_to_th
         path = tmp_path / "mine"
         wait_for(lambda: updates(path) >= 3, run)
         before, restarted = pids(run), restarts(run)  # on a busy machine Ray may not start in its 30 s: once more, then
-        kill_machine(run, "mine-worker-1")
+        lose_machine(run, "mine-worker-1")
         began = time.time()
         wait_for(lambda: restarts(run)["mine-worker-1"] == restarted["mine-worker-1"] + 1, run)
         found = run.wait(600)
@@ -101,19 +100,6 @@ def test_a_worker_that_is_killed_restarts_alone_and_the_result_is_the_same_to_th
 def figures(path: Path) -> list[dict[str, Any]]:
     """Return the figures of all updates, without a mean over both processes, whose order of sums is another."""
     return [{name: value for name, value in row.items() if name != "logprob_diff_mean"} for row in metrics(path)]
-
-
-def kill_machine(run: LaunchedRun, jobset: str) -> None:
-    """Kill everything that a Pod has started, as the loss of its machine does."""
-    pod = next(pod for pod in run.api.pods(run.name) if pod["metadata"]["name"].startswith(jobset))
-    first = int(pod["metadata"]["annotations"]["axl/pid"])
-    mark = next(
-        word.partition("=")[2]
-        for word in Path(f"/proc/{first}/environ").read_text().split("\0")
-        if word.startswith(f"{MARK}=")
-    )
-    for pid in list(marked(mark)):
-        os.kill(pid, signal.SIGKILL)
 
 
 def pids(run: LaunchedRun) -> dict[str, str]:

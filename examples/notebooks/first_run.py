@@ -1,0 +1,103 @@
+# %% [markdown]
+# # First run: a policy that learns in a few minutes
+#
+# Supervised fine-tuning and then reinforcement learning of a decoder of 0.4 M parameters, on the CPU of this
+# machine, without a login. Python 3.12 and jax 0.11.2 or newer are needed. The file is a notebook in percent
+# format: Jupyter (with jupytext), VS Code and PyCharm open it cell by cell.
+#
+# On Colab, first: `!pip install "axlearn-like[rl] @ git+REPOSITORY" matplotlib`, then restart the session if it
+# asks for that.
+
+# %%
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+
+if sys.version_info < (3, 12) or tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
+    raise SystemExit(
+        f"jax {jax.__version__} on Python {sys.version[:4]}: choose a runtime with Python 3.12, jax 0.11.2"
+    )
+HERE = Path(os.environ.get("AXL_NOTEBOOK_RUNS") or tempfile.mkdtemp())
+print(jax.__version__, HERE)
+
+# %% [markdown]
+# An experiment is a value. It is shown as a tree of fields; edits are assignments.
+
+# %%
+from experiments.reasoning_gym import demo
+
+cfg = demo(seed=0, steps=60)
+cfg.warm_start.set(num_steps=400)  # pyright: ignore[reportOptionalMemberAccess]
+cfg.evaluation.set(problems_per_family=32)  # pyright: ignore[reportOptionalMemberAccess]
+cfg.learner.schedule.set(peak_lr=4e-4, end_lr=4e-4)
+cfg  # pyright: ignore[reportUnusedExpression]
+
+# %% [markdown]
+# One task: the question, the right answer, and what the verifier says of it.
+
+# %%
+problem = cfg.tasks.build().train(0)
+print(problem)
+
+# %% [markdown]
+# Run it, all roles in this process. Run the cell again, and it goes on where it was; the interrupt button stops it
+# cleanly. `logprob_diff_max` compares the engine that draws tokens with the trainer that scores them: 0, or a bit
+# of rounding.
+
+# %%
+from tools.notebook import live_plot, plot_rows, run
+
+done = run(cfg, HERE / "first", on_step=live_plot("reward", "logprob_diff_max", phase="rl"))
+assert done.finished
+plot_rows([row for row in done.metrics if row["phase"] == "rl"], ["reward", "entropy"])
+
+# %% [markdown]
+# Did it learn? The mean reward of the first ten updates, and of the last ten.
+
+# %%
+rewards = done.series("reward", "rl")
+before, after = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
+print(f"reward {before:.3f} -> {after:.3f}; log-probabilities within {max(done.series('logprob_diff_max')):.1e}")
+assert after > before + 0.03, "it has not learned"
+
+# %% [markdown]
+# The same questions before and after.
+
+# %%
+done.compare()
+
+# %% [markdown]
+# Another objective is one line. The parameters start from the same warm start.
+
+# %%
+from rl.objective.presets import cispo
+
+other = cfg.clone(objective=cispo(), num_steps=10, evaluation=None)
+swapped = run(other, HERE / "cispo")
+print([round(reward, 2) for reward in swapped.series("reward", "rl")])
+
+# %% [markdown]
+# The same experiment on TPUs: the plan, and the manifests that would ask for them. `launch(...)` submits them, and
+# `on="local"` carries them out on this machine.
+
+# %%
+from tools.commands.launch import plan_lines
+from tools.launch.launch import Launch
+from tools.launch.plan import plan_launch
+from tools.launch.submission import submission
+
+tpus = Launch.Config(experiment="demo", tpu="v5p:2x2x1", workers=2, worker_tpu="v6e:1x1", worker_capacity="spot")
+plan = plan_launch(tpus)
+files, bundle = submission(tpus, plan)
+print("\n".join(plan_lines(plan)), *files, sep="\n")
+print(files["workers.yaml"][:1500])
+
+# %% [markdown]
+# The report of the run, in the cell. The directory holds checkpoints, metrics and samples; `axl rl` continues it,
+# too.
+
+# %%
+done.report()

@@ -1,0 +1,1 @@
+"""Launching: how fast a run is planned, begins, and comes back after the loss of a machine."""
