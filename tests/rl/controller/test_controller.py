@@ -51,6 +51,7 @@ def test_a_work_item_leased_again_has_equal_prompts_and_another_lease_id():
     assert not controller.submit(first.id, scored(first))
     assert controller.submit(again.id, scored(again))
     assert not controller.submit(again.id, scored(again))  # twice
+    assert (first.rerun, other.rerun, again.rerun) == (False, False, True)
     assert_same_prompts(other, granted(controller, "c"))
 
 
@@ -81,6 +82,7 @@ def test_a_new_controller_with_a_later_first_lease_rejects_the_reports_of_the_ol
     leases = drain(new)
     assert stale.id not in [lease.id for lease in leases]
     assert not new.submit(stale.id, scored(stale))
+    assert not stale.rerun and all(lease.rerun for lease in leases)  # the old one may have granted them
 
 
 def test_join_releases_the_leases_of_the_former_incarnation(tmp_path: Path):

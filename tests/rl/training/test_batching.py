@@ -11,10 +11,10 @@ import pytest
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from rl.objective import Objective
-from rl.objective.advantage import LeaveOneOutAdvantage, RawReward
+from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage, RawReward, TurnAdvantage
 from rl.objective.aggregation import PromptMean, SequenceMean, SequenceSum, TokenMean
 from rl.roles.headers import header_of
-from rl.roles.messages import Group, Score, contents_of
+from rl.roles.messages import Episode, Group, Score, Turn, contents_of
 from rl.training.batching import Batch, arrange, fill_packed, pack_groups
 from rl.training.packing import Packing
 from tests.rl.tiny import make_group, make_prompt, make_rollout
@@ -173,6 +173,58 @@ def test_figures_count_the_whole_batch_dropped_groups_included():
     assert figures["verifier_failures"] == 1
     assert figures["truncation_fraction"] == pytest.approx(1 / 5)  # of the rollouts that were scored
     assert all(isinstance(value, float) for value in figures.values())
+
+
+# ---- episodes
+
+EPISODES = (
+    Episode((Turn(1, 1.0), Turn(3, 0.0)), figures=(("tool_calls", 2.0), ("tool_seconds", 0.5))),
+    Episode((Turn(2, 0.0), Turn(5, 1.0)), ended="truncated", figures=(("tool_calls", 1.0), ("tool_seconds", 0.1))),
+)
+
+
+def played() -> Group:
+    """Return the first group as episodes of equal sums, of which the turns differ."""
+    rollouts = zip(GROUPS[0].rollouts, EPISODES, strict=True)
+    scores = (Score(1.0), Score(1.0))
+    return dataclasses.replace(
+        GROUPS[0], rollouts=tuple(dataclasses.replace(r, episode=e) for r, e in rollouts), scores=scores
+    )
+
+
+def test_figures_of_episodes_are_means_of_those_that_there_are():
+    objective = Objective.Config(old_policy="current").build()
+    _, figures = pack_groups([played(), GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    named = {name: value for name, value in figures.items() if name.startswith(("episode/", "time/"))}
+    assert named == {
+        "episode/turns": 2.0,
+        "episode/turn_rewards": 1.0,
+        "episode/truncated": 0.5,
+        "episode/failures": 0.0,
+        "episode/tool_calls": 1.5,
+        "time/tool_seconds": 0.3,
+    }
+    assert not any(
+        name.startswith("episode/")
+        for name in pack_groups([GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)[1]
+    )
+
+
+def test_credit_by_turn_is_in_every_token_of_both_layouts():
+    cfg = Objective.Config(old_policy="current", zero_variance="drop", advantage=TurnAdvantage.Config())
+    objective = cfg.build()
+    expected = [[0, -1, -1, 0, 0], [0, 0, 1, 1, 1]]  # first turns have equal returns, second ones 0 and 1
+    padded = pack([played()], objective)
+    np.testing.assert_allclose(padded["advantages"][0], expected, atol=1e-5)
+    sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+    packing = Packing.Config(lengths=(16,), completions=2).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    arranged = arrange([header_of(played())], objective, **sizes, packing=packing)
+    ((microbatch,),) = [one.microbatches for one in arranged.minibatches]
+    filled = fill_packed(microbatch.rows, microbatch.length, arranged.prepared, contents_of([played()]), packing)
+    for index, row in enumerate(expected):
+        first, size = filled["first"][0, index], filled["lengths"][0, index]
+        np.testing.assert_allclose(filled["advantages"][0, first : first + size], row[:size], atol=1e-5)
+    assert not pack([played()], cfg.set(advantage=GroupAdvantage.Config()).build())["weights"].any()
 
 
 # ---- groups of any sizes
