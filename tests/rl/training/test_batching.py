@@ -221,9 +221,10 @@ def test_credit_by_turn_is_in_every_token_of_both_layouts():
     arranged = arrange([header_of(played())], objective, **sizes, packing=packing)
     ((microbatch,),) = [one.microbatches for one in arranged.minibatches]
     filled = fill_packed(microbatch.rows, microbatch.length, arranged.prepared, contents_of([played()]), packing)
-    for index, row in enumerate(expected):
+    (placed,) = microbatch.rows[0]
+    for index, n in enumerate(placed[1]):
         first, size = filled["first"][0, index], filled["lengths"][0, index]
-        np.testing.assert_allclose(filled["advantages"][0, first : first + size], row[:size], atol=1e-5)
+        np.testing.assert_allclose(filled["advantages"][0, first : first + size], expected[n][:size], atol=1e-5)
     assert not pack([played()], cfg.set(advantage=GroupAdvantage.Config()).build())["weights"].any()
 
 
