@@ -90,15 +90,15 @@ def launch(cfg: Launch.Config, plan: LaunchPlan | None = None, say: Say = print)
     if plan is None:
         plan = plan_launch(cfg)
     refuse(plan)
+    resources = queued_resources(cfg, say) if cfg.on == "queued-resource" else None
+    api = _cluster(cfg, plan) if resources is None else resources  # may choose a port, so before the files
     files, bundle = submission(cfg, plan)
     if bundle is not None:
         say(bundle.summary)
-    if cfg.on == "queued-resource":
-        resources = queued_resources(cfg, say)
+    if resources is not None:
         resources.submit(cfg, plan, None if bundle is None else (bundle.file_name, bundle.content))
         say(f"asked for the queued resource {plan.name}; --wait asks again whenever it is lost")
         return LaunchedRun(plan.name, resources)
-    api = _cluster(cfg, plan)
     submission_of.submit(api, cfg, plan, files, bundle, say)
     return LaunchedRun(plan.name, api)
 

@@ -65,6 +65,8 @@ def add_workers(api: ClusterApi, cfg: Launch.Config, plan: LaunchPlan, count: in
     role = next((role for role in plan.roles if role.name == "worker"), None)
     if role is None:
         raise UserError(f"{plan.name} is no RL run, and has no workers")
+    if role.pods > 1:
+        raise UserError(f"a worker that joins {plan.name} is one process, and {role.slices} has {role.pods} hosts")
     there = api.jobsets(plan.name)
     head = next((one for one in there if one["metadata"]["labels"].get(ROLE) == "head"), None)
     if head is None or terminal(head) or head.get("status", {}).get("lost"):

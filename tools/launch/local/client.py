@@ -18,6 +18,7 @@ from tools.launch.local.manifest import read_jobset
 from tools.launch.local.pod import kill_marked
 
 _STARTS = 20.0  # seconds
+_ENDS = 5.0
 _POLL = 0.05
 _PORTS = range(20_000, 30_000)  # below those that systems give away
 
@@ -101,6 +102,9 @@ class LocalCluster:
     def clean(self, run: str) -> Sequence[str]:
         """End what a cluster that was killed has left, and remove Secrets and containers' files."""
         del run
+        deadline = time.monotonic() + _ENDS
+        while self.alive and not self._names() and time.monotonic() < deadline:
+            time.sleep(_POLL)  # its process is about to end
         if self.alive:
             return []
         kill_marked(f"{mark_of(self.folder)}/")

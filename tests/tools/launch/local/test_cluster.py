@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from mesh import UserError
+from tools.launch.control import submit
 from tools.launch.control.api import exit_status
+from tools.launch.control.handle import launch
 from tools.launch.control.status import status_of, verdict
+from tools.launch.launch import Launch
 from tools.launch.local.client import LocalCluster
 from tools.launch.local.cluster import mark_of
 from tools.launch.local.manifest import read_jobset
@@ -190,6 +193,17 @@ def test_what_a_killed_cluster_leaves_is_ended_by_the_next_and_by_stop(cluster: 
         cluster.delete(name)
     cluster.clean("run")
     assert not list(marked(mark(cluster))) and not (cluster.folder / "status.json").exists()
+
+
+def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The head's port, which is chosen at submission, must be that of workers which are added later."""
+    seen: list[Any] = []
+    monkeypatch.setattr(submit, "submit", lambda api, cfg, plan, files, bundle, say: seen.extend([cfg, files]))
+    storage = f"dir:{tmp_path}"
+    storage = f"dir:{tmp_path}"
+    given = Launch.Config(experiment="demo_sft", on="local", tpu="v6e:1x1", storage=storage, bundle=False, image="i")
+    launch(given)
+    assert given.port == 6379 != seen[0].port and f"port: {seen[0].port}\n" in seen[1]["launch.txt"]
 
 
 @pytest.mark.parametrize(
