@@ -58,16 +58,17 @@ def entries() -> Mapping[str, Entry]:
 
 
 def read_entries(folder: Path, package: str) -> Mapping[str, Entry]:
-    """The functions that the modules in a folder decorate with `experiment`.
+    """The functions that the modules below a folder decorate with `experiment`.
 
     Raises:
         UserError: two modules have an experiment of one name.
     """
     found: dict[str, Entry] = {}
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
+        module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
         for node in ast.parse(path.read_bytes()).body:
             if isinstance(node, ast.FunctionDef) and any(map(_marks, node.decorator_list)):
-                entry = Entry(f"{package}.{path.stem}", (ast.get_docstring(node) or "").partition("\n")[0])
+                entry = Entry(module, (ast.get_docstring(node) or "").partition("\n")[0])
                 other = found.setdefault(node.name, entry)
                 if other is not entry:
                     where = f"{other.module} and {entry.module}"

@@ -1,5 +1,6 @@
 """pass@k on held-out problems, by the workers that also make the training rollouts."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class Evaluation(Configurable):
     def summarise(
         self, problems: Sequence[Problem], groups: Sequence[Group], tokenizer: Tokenizer, seed: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the summary (see `pass_at_k.summarise`) and rows with sample answers.
+        """Return the summary (see `pass_at_k.summarise`; "terms": means of the rewards' terms) and rows with answers.
 
         `groups`: scores of all samples, and at least the first rollout, of each problem in order.
         """
@@ -39,10 +40,26 @@ class Evaluation(Configurable):
             results.append(ProblemResult.from_scores(problem.id, problem.family, group.scores))
             if sum(row["family"] == problem.family for row in shown) < self.cfg.shown_per_family:
                 first = group.rollouts[0]
+<<<<<<< HEAD
                 text = answer_text(tokenizer, first.tokens.tolist())
                 row = sample_row(problem, first, text, group.scores[0])
                 shown.append({**row, **transcript(first, tokenizer)})
         return summarise(results, ks=self.cfg.ks, seed=seed), shown
+=======
+                shown.append(sample_row(problem, first, answer_text(tokenizer, first.tokens.tolist()), group.scores[0]))
+        terms = _mean_terms(groups)
+        return {**summarise(results, ks=self.cfg.ks, seed=seed), **({"terms": terms} if terms else {})}, shown
+
+
+def _mean_terms(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the means of the terms that rewards are made of, over all scored answers that have them."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for score in group.scores:
+            for name, value in score.terms if score.status == "ok" else ():
+                found.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+>>>>>>> 047ed44 (Text to SQL: a verifier that compares results on made databases, questions without limit, an experiment; experiments of one task have a folder)
 
 
 def sample_row(problem: Problem, rollout: Rollout, answer: str, score: Score) -> dict[str, Any]:

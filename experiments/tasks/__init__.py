@@ -1,0 +1,1 @@
+"""RL on one task each: a tool to call, queries to write."""
