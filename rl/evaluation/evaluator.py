@@ -40,13 +40,9 @@ class Evaluation(Configurable):
             results.append(ProblemResult.from_scores(problem.id, problem.family, group.scores))
             if sum(row["family"] == problem.family for row in shown) < self.cfg.shown_per_family:
                 first = group.rollouts[0]
-<<<<<<< HEAD
                 text = answer_text(tokenizer, first.tokens.tolist())
                 row = sample_row(problem, first, text, group.scores[0])
                 shown.append({**row, **transcript(first, tokenizer)})
-        return summarise(results, ks=self.cfg.ks, seed=seed), shown
-=======
-                shown.append(sample_row(problem, first, answer_text(tokenizer, first.tokens.tolist()), group.scores[0]))
         terms = _mean_terms(groups)
         return {**summarise(results, ks=self.cfg.ks, seed=seed), **({"terms": terms} if terms else {})}, shown
 
@@ -59,7 +55,6 @@ def _mean_terms(groups: Sequence[Group]) -> dict[str, float]:
             for name, value in score.terms if score.status == "ok" else ():
                 found.setdefault(name, []).append(value)
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
->>>>>>> 047ed44 (Text to SQL: a verifier that compares results on made databases, questions without limit, an experiment; experiments of one task have a folder)
 
 
 def sample_row(problem: Problem, rollout: Rollout, answer: str, score: Score) -> dict[str, Any]:

@@ -33,7 +33,16 @@ KINDS = {
 LEFT_OUT = {("qwq_32b_rl", kind) for kind in ("v4", "v5e", "v6e", "h100", "h200")}
 LEFT_OUT |= {("llama2_70b", "v5e"), ("qwen3_30b_a3b", "v5e")}
 # They run on one device of any kind, and as they are on as many as divide 32 rows; nothing depends on the kind.
-FOR_ANY_DEVICE = {"demo", "demo_sft", "demo_moe_sft", "demo_dpo", "demo_kto", "calculator_rl", "text_to_sql", "text_to_sql_sft"}
+FOR_ANY_DEVICE = {
+    "demo",
+    "demo_sft",
+    "demo_moe_sft",
+    "demo_dpo",
+    "demo_kto",
+    "calculator_rl",
+    "text_to_sql",
+    "text_to_sql_sft",
+}
 FOR_ANY_DEVICE |= {
     "demo_teacher",
     "demo_distillation",

@@ -2,22 +2,14 @@
 
 import os
 import sqlite3
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, override
 
 from rl.environments.tools.tool import Tool
+from rl.tasks.sql.database import query, read_only
 
-__all__ = ["SQLTool", "query"]
-
-_READING = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE)
-# Files, code, and values that differ from call to call.
-_REFUSED = ("load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "random", "randomblob")
-_STEPS = 1000  # of SQLite's machine between two looks at the clock
-_LONGEST_VALUE = 1 << 20  # bytes
-
-Rows = tuple[list[str], list[Any], bool]  # column names, rows, and whether there are more
+__all__ = ["SQLTool"]
 
 
 class SQLTool(Tool):
@@ -88,53 +80,19 @@ def connect(place: str | None, script: str = "") -> sqlite3.Connection:
         if not path.is_file():
             raise FileNotFoundError(f"no database {path}")
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-    connection.set_authorizer(_authorize)
-    return connection
-
-
-def query(connection: sqlite3.Connection, text: str, max_rows: int, seconds: float) -> Rows:
-    """Return column names, the first rows, and whether there are more.
-
-    Raises:
-        sqlite3.Error: the query is wrong or does more than reading. RuntimeError: it takes too long.
-    """
-    due = time.monotonic() + seconds
-    connection.set_progress_handler(lambda: time.monotonic() > due, _STEPS)
-    try:
-        cursor = connection.execute(text)
-        rows = cursor.fetchmany(max_rows + 1)
-    except sqlite3.OperationalError as error:
-        if time.monotonic() > due:
-            raise RuntimeError(f"not done after {seconds:g} s") from error
-        raise
-    finally:
-        connection.set_progress_handler(None, 0)
-    names = [column[0] for column in cursor.description or ()]
-    cursor.close()
-    return names, rows[:max_rows], len(rows) > max_rows
+    return read_only(connection)
 
 
 def _table(connection: sqlite3.Connection, text: str, max_rows: int, seconds: float) -> str:
-    names, rows, more = query(connection, text, max_rows, seconds)
-    lines = [" | ".join(names), *(" | ".join(map(_cell, row)) for row in rows)]
-    return "\n".join([*lines, "..."] if more else lines)
+    found = query(connection, text, max_rows=max_rows, seconds=seconds)
+    lines = [" | ".join(found.columns), *(" | ".join(map(_cell, row)) for row in found.rows)]
+    return "\n".join([*lines, "..."] if found.more else lines)
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return "NULL"
     return f"x'{value.hex()}'" if isinstance(value, bytes) else str(value)
-
-
-def _authorize(action: int, first: str | None, second: str | None, database: str | None, inner: str | None) -> int:
-    del first, database, inner
-    if action in _READING:
-        return sqlite3.SQLITE_OK
-    if action == sqlite3.SQLITE_FUNCTION and str(second).lower() not in _REFUSED:
-        return sqlite3.SQLITE_OK
-    return sqlite3.SQLITE_DENY
 
 
 def _expanded(place: str) -> Path:
