@@ -12,13 +12,16 @@ from jax.sharding import Mesh
 from axlearn_like.layers.parameter_names import only, without
 from axlearn_like.operations.memory import bytes_of_device
 from axlearn_like.training.alignment.reference import Reference
+from axlearn_like.training.program import describe_state
 from mesh import UserError, make_mesh
+from mesh.rules import use_rules
 from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE, RoleDevices
 from rl.fleet.fleet import Placed
 from rl.fleet.hosts import count_hosts
 from rl.fleet.memory import ProgramMemory, program_memory
 from rl.rollout.model_runner.runner import ModelRunner
+from rl.training.trainer import PolicyTrainer
 
 NEXT_WEIGHTS = "the next version's weights"  # a worker pulls them while it draws with the ones in place
 
@@ -188,6 +191,7 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
     frozen = experiment.trainer_cfg.learner.build().frozen(state["params"])
     optimizer, packed = {"optimizer": bytes_of_device(state["opt_state"])}, cfg.trainer.packing is not None
     reference = _reference(cfg.trainer.reference, frozen, state["params"])
+    reference |= _critic(experiment.trainer_cfg, state["params"])
     trains |= reference
     beside = {"score": optimizer | reference, "train": (optimizer if packed else {}) | reference, "update": reference}
     updates = ("train", "update", "score") if packed else ("train", "score")
@@ -229,6 +233,16 @@ def _reference(cfg: Reference.Config | None, frozen: Collection[str], params: An
     """Return the bytes of a device for what a reference policy holds beside the policy, if it does."""
     held = {} if cfg is None else cfg.build(frozen=frozen).memory(params)
     return {"reference policy": bytes_of_device(held)} if held else {}
+
+
+def _critic(cfg: PolicyTrainer.Config, params: Any) -> dict[str, int]:
+    """Return the bytes of a device for the state of a critic, if there is one."""
+    if cfg.critic is None:
+        return {}
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    with use_rules(cfg.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        state = describe_state(cfg.critic.of_policy(cfg.model), cfg.critic.learner.build(), mesh)[1]
+    return {"critic": bytes_of_device(state)}
 
 
 def refuse(plan: FleetPlan) -> None:

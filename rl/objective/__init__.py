@@ -18,6 +18,7 @@ from rl.objective.aggregation import (
     SequenceSum,
     TokenMean,
 )
+from rl.objective.gae import GeneralisedAdvantage
 from rl.objective.importance import Importance, NoImportance, RolloutRejection, TruncatedImportance
 from rl.objective.objective import Objective, Prepared, combine_metrics
 from rl.objective.presets import PRESETS
@@ -49,6 +50,7 @@ __all__ = [
     "ClippedSurrogate",
     "ClippedWeightLogProbability",
     "EntropyBonus",
+    "GeneralisedAdvantage",
     "GroupAdvantage",
     "TurnAdvantage",
     "Importance",

@@ -17,6 +17,7 @@ import numpy as np
 from axlearn_like.config import ConfigBase, Configurable
 from rl.objective.advantage import Advantage, GroupAdvantage, SuccessNormalisedAdvantage, Turns, constant_groups
 from rl.objective.aggregation import Aggregation, TokenMean
+from rl.objective.gae import GeneralisedAdvantage
 from rl.objective.importance import Importance, NoImportance
 from rl.objective.regulariser import NoRegulariser, Regulariser, kl_k3
 from rl.objective.reward_shaping import RewardShaping
@@ -30,10 +31,12 @@ class Prepared(NamedTuple):
     arrays: float32; "advantages" [...], or [..., T] with credit by turn, "weights" [..., T] (the aggregation) and
         "metric_weights" [..., T] (the same, scaled to sum to one over the global batch).
     stats: floats for the log: counts, fractions and moments over the global batch.
+    returns: the critic's targets, float64 [..., T], where there is one.
     """
 
     arrays: dict[str, np.ndarray]
     stats: dict[str, float]
+    returns: np.ndarray | None = None
 
 
 class Objective(Configurable):
@@ -113,6 +116,11 @@ class Objective(Configurable):
         return self.reward_shaping is not None and self.reward_shaping.needs_reference
 
     @property
+    def needs_values(self) -> bool:
+        """True if `prepare` needs a critic's values of each token."""
+        return isinstance(self.advantage, GeneralisedAdvantage)
+
+    @property
     def needs_entropy(self) -> bool:
         """True if `loss` needs the entropy."""
         return self.regulariser.needs_entropy
@@ -127,6 +135,7 @@ class Objective(Configurable):
         scored: np.ndarray | None = None,
         divergence: np.ndarray | None = None,
         turns: Turns | None = None,
+        values: np.ndarray | None = None,
     ) -> Prepared:
         """Advantages and weights of the global batch.
 
@@ -140,6 +149,7 @@ class Objective(Configurable):
             divergence: float[...], sum over the sampled tokens of log mu - log ref, if `needs_divergence`.
             turns: of each rollout, as if `rewards` were flat: (end of its tokens, reward), for credit by turn; none:
                 each rollout is one turn.
+            values: float[..., T], of the state in which each token was drawn, if `needs_values`.
 
         Raises:
             ValueError: shapes disagree, a usable reward is not finite, or `groups` is omitted
@@ -182,7 +192,7 @@ class Objective(Configurable):
                 raise ValueError(f"divergence has shape {found}, expected {shape}")
             else:
                 shaped = self.reward_shaping(raw, lengths, np.asarray(divergence, np.float64).reshape(-1))
-        advantages = self._advantages(np.where(live, shaped, 0.0), group, live, each_turn, mask)
+        advantages, returns = self._estimated(np.where(live, shaped, 0.0), group, live, each_turn, mask, values)
         if self.mask_truncated:
             live = live & ~truncated_flat
             advantages[~live] = 0.0
@@ -204,7 +214,24 @@ class Objective(Configurable):
             "advantage_std": float(counted.std()) if counted.size else 0.0,
             "advantage_abs_max": float(np.abs(advantages).max(initial=0.0)),
         }
-        return Prepared(arrays, stats)
+        return Prepared(arrays, stats, None if returns is None else returns.reshape(action_mask.shape))
+
+    def _estimated(
+        self,
+        rewards: np.ndarray,
+        group: np.ndarray,
+        live: np.ndarray,
+        turns: Turns,
+        mask: np.ndarray,
+        values: np.ndarray | None,
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return advantages as `_advantages`, or of tokens [N, T] with the critic's targets."""
+        if not isinstance(self.advantage, GeneralisedAdvantage):
+            return self._advantages(rewards, group, live, turns, mask), None
+        if values is None or values.size != mask.size:
+            found = None if values is None else values.shape
+            raise ValueError(f"values has shape {found}, expected that of action_mask")
+        return self.advantage.of_values(rewards, np.asarray(values, np.float64).reshape(mask.shape), mask, live)
 
     def _constant(
         self, rewards: np.ndarray, group: np.ndarray, live: np.ndarray, turns: Turns, mask: np.ndarray

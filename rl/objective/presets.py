@@ -5,8 +5,9 @@ Where a paper leaves a choice open, or this form differs from it, the docstring 
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
+from axlearn_like.config import ConfigBase
 from mesh.errors import UserError
 from rl.objective.advantage import (
     BatchAdvantage,
@@ -23,6 +24,7 @@ from rl.objective.aggregation import (
     SequenceSum,
     TokenMean,
 )
+from rl.objective.gae import GeneralisedAdvantage
 from rl.objective.objective import Objective
 from rl.objective.regulariser import NoRegulariser, ReferenceKL, Regulariser
 from rl.objective.reward_shaping import RewardShaping, SoftOverlongPenalty
@@ -140,10 +142,9 @@ def reinforce_pp(*, group_baseline: bool = False, kl_coef: float = 0.0) -> Objec
 
 
 def ppo_clip() -> Objective.Config:
-    """The clipped objective of PPO (arXiv 1707.06347) without a critic.
+    """The clipped objective of PPO (arXiv 1707.06347) without a critic; with one: `ppo`.
 
     Advantages are whitened rewards (what GAE gives for gamma = lambda = 1 and a constant value).
-    With a critic, put its per-token advantages [..., T] into batch["advantages"].
     """
     return Objective.Config(
         advantage=BatchAdvantage.Config(centre="batch"),
@@ -161,6 +162,15 @@ def maxrl() -> Objective.Config:
         advantage=SuccessNormalisedAdvantage.Config(),
         aggregation=SequenceSum.Config(),
         surrogate=LogProbability.Config(),
+    )
+
+
+def ppo(critic: ConfigBase[Any], *, gamma: float = 1.0, lam: float = 0.95) -> Objective.Config:
+    """PPO (arXiv 1707.06347) with a critic (`rl.training.critic.Critic.Config`) and whitened GAE."""
+    return Objective.Config(
+        advantage=GeneralisedAdvantage.Config(critic=critic, gamma=gamma, lam=lam),
+        aggregation=TokenMean.Config(),
+        surrogate=ClippedSurrogate.Config(low=0.2, high=0.2),
     )
 
 

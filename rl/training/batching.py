@@ -37,10 +37,12 @@ class Arranged(NamedTuple):
     Attributes:
         minibatches: one, or the parts asked for.
         figures: reward, reward/<family>, counts and fractions over the whole batch.
+        targets: a critic's, float64 [rollouts, tokens], and bool, the tokens of the loss; empty without one.
     """
 
     minibatches: list[Minibatch]
     figures: dict[str, float]
+    targets: tuple[np.ndarray, np.ndarray] = (np.zeros((0, 0)), np.zeros((0, 0), bool))
 
     @property
     def prepared(self) -> Prepared:
@@ -85,6 +87,7 @@ def arrange(
     shards: int = 1,
     parts: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None,
     divergence: np.ndarray | None = None,
+    values: np.ndarray | None = None,
 ) -> Arranged:
     """Advantages and weights of an update, and the rollouts of each of its rows.
 
@@ -94,6 +97,7 @@ def arrange(
     compiled. What depends on the whole group is known by then, so the update is the same. Groups may be of any sizes.
     `parts` maps the live groups to those of each mini-batch, both bool[groups]; None: there is one.
     `divergence`: of every rollout from the reference, in their order, if the objective needs it.
+    `values`: of every token of every rollout, [rollouts, max_new], if the objective needs them.
     """
     sizes = np.asarray([len(header.rollouts) for header in headers])
     each_row = samples_per_row or int(sizes.max())
@@ -112,17 +116,21 @@ def arrange(
         scored=np.asarray([score.status == "ok" for score in scores]),
         divergence=divergence,
         turns=[_turns(rollout.episode) for rollout in rollouts],
+        values=values,
     )
-    prepared = flat._replace(arrays={name: _placed(array, present) for name, array in flat.arrays.items()})
+    targets = () if flat.returns is None else ((flat.returns, flat.arrays["weights"] > 0),)
+    prepared = flat._replace(
+        returns=None, arrays={name: _placed(array, present) for name, array in flat.arrays.items()}
+    )
     live = prepared.arrays["weights"].any(axis=-1)
     minibatches: list[Minibatch] = []
     for chosen in (None,) if parts is None else parts(live.any(axis=1)):
         part = prepared if chosen is None else objective.part(prepared, chosen)
-        counted = part.arrays["weights"].any(axis=-1)
+        learned = part.arrays["weights"].any(axis=-1)
         if packing is None:
-            placed = [_padded(counted, sizes, max_new, row_multiple, each_row)]
+            placed = [_padded(learned, sizes, max_new, row_multiple, each_row)]
         else:
-            placed = packing.plan(_contents(headers, counted), shards)
+            placed = packing.plan(_contents(headers, learned), shards)
         minibatches.append(Minibatch(part, placed, objective.has_gradient(part)))
     microbatches = [one for minibatch in minibatches for one in minibatch.microbatches]
     if packing is None:
@@ -131,7 +139,8 @@ def arrange(
         computed = sum(len(one.rows) * (packing.prompts + one.length) for one in microbatches)
     apart = {} if divergence is None else {"divergence_mean": float(np.mean(divergence))}
     figures = {**prepared.stats, **apart, **_figures(headers), **_tokens(headers, live, mask, microbatches, computed)}
-    return Arranged(minibatches, {name: float(value) for name, value in figures.items()})
+    figures = {name: float(value) for name, value in figures.items()}
+    return Arranged(minibatches, figures, *targets)
 
 
 def fill_padded(

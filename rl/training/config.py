@@ -18,10 +18,12 @@ from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.program import Program, check_length
 from axlearn_like.training.session import TrainingConfig
 from mesh import make_mesh
+from mesh.distributed import ProcessGroup
 from mesh.mesh import PlaceholderDevice
 from mesh.rules import mesh_axes, use_mesh, use_rules
 from rl.controller.evaluations import METRICS
-from rl.objective import Objective
+from rl.objective import GeneralisedAdvantage, Objective
+from rl.training.critic import Critic
 from rl.training.packing import Packing
 from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
 from rl.training.replay import routing_layout
@@ -84,6 +86,23 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         """Return the objective; with one update a batch, "recompute" becomes "current", which is the same."""
         once = self.objective.old_policy == "recompute" and (self.updates is None or self.updates.count == 1)
         return (self.objective.clone(old_policy="current") if once else self.objective).build()
+
+    @property
+    def critic(self) -> Critic.Config | None:
+        """The critic of the objective's advantage, if it has one."""
+        advantage = self.objective.advantage
+        if not isinstance(advantage, GeneralisedAdvantage.Config):
+            return None
+        fits = isinstance(advantage.critic, Critic.Config)
+        advantage.require("critic", fits, "a Critic.Config (rl.training.critic)")
+        return advantage.critic if isinstance(advantage.critic, Critic.Config) else None
+
+    def build_critic(self, group: ProcessGroup) -> Critic | None:
+        """Return the critic, if there is one; the mesh is set."""
+        if self.critic is None:
+            return None
+        sizes = {**self.sizes(), "microbatches": self.microbatches}
+        return self.critic.build(policy=self.model, group=group, **sizes)
 
     def build_packing(self) -> Packing | None:
         """Return the packing of rollouts into rows, if there is one (UserError: it does not fit)."""
@@ -199,3 +218,6 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         if self.reference is not None:
             with use_rules(self.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 self.reference.check_policy(self.model, params, self.learner.build().frozen(params))
+        if self.critic is not None:
+            with use_rules(self.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                self.critic.check_policy(self.model, mesh)

@@ -24,6 +24,7 @@ from rl.roles.messages import Contents
 from rl.roles.protocols import BatchSource
 from rl.training.agreement import AgreedBatch, agreed_batch, fetched
 from rl.training.batching import Arranged, Batch, Minibatch, arrange, fill_packed, fill_padded
+from rl.training.critic import Critic
 from rl.training.logprob_diff import LogprobDiff, only_version
 from rl.training.packing import Microbatch, Packing
 from rl.training.publication import Publication
@@ -51,6 +52,7 @@ class PolicyFeed:
         packing: Packing | None = None,
         updates: Updates | None = None,
         reference: Reference | None = None,
+        critic: Critic | None = None,
         replay: RoutingLayout | None = None,
         flops: Callable[[int, int, int], float | None] = lambda prefix, samples, length: None,
         on_update: Callable[[], None] = lambda: None,
@@ -63,6 +65,7 @@ class PolicyFeed:
             packing: of rollouts into rows; None: rows are padded to the greatest length.
             updates: by each batch; None: one.
             reference: policy that the objective compares with, if it does.
+            critic: of the objective's advantage, if it has one; it is updated before the policy.
             replay: batches carry the recorded routing, of this layout.
             flops: model FLOPs of a row.
             on_update: called once the version of an update is on its way.
@@ -72,7 +75,7 @@ class PolicyFeed:
         self._controller, self._publication, self._group, self._events = controller, publication, group, events
         self._objective, self._diff, self._diff_every, self._sizes = objective, diff, diff_every, sizes
         self._packing, self._replay, self._on_update = packing, replay, on_update
-        self._updates, self._reference = updates, reference
+        self._updates, self._reference, self._critic = updates, reference, critic
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
@@ -88,19 +91,19 @@ class PolicyFeed:
         version, params = step - 1, state["params"]
         waiting_since = self._waiting_since = self._waiting_since or time.monotonic()
         agreed = agreed_batch(self._controller, self._group, version, timeout)
-        divergence = contents = None
-        if agreed is not None and self._objective.needs_divergence:
-            divergence = self._divergence(agreed, params)
-        if agreed is not None and (divergence is not None or not self._objective.needs_divergence):
+        contents = scored = None
+        if agreed is not None and (scored := self._scored(agreed, params)) is not None:
             headers = agreed.headers
+            others: dict[str, Any] = scored
             parts = None if self._updates is None else partial(self._updates.parts, version=version)
             placing: dict[str, Any] = {"packing": self._packing, "shards": math.prod(axis_sizes("batch").values())}
-            arranged = arrange(headers, self._objective, **self._sizes, **placing, parts=parts, divergence=divergence)
+            arranged = arrange(headers, self._objective, **self._sizes, **placing, parts=parts, **others)
             drawn_by = only_version(headers) if version % self._diff_every == 0 else None
-            wanted = rollouts_of(arranged, [] if drawn_by is None else self._diff.rows(headers))
+            whole = drawn_by is not None or self._critic is not None
+            wanted = rollouts_of(arranged, self._diff.rows(headers) if whole else [])
             contents = fetched(agreed, self._controller, self._group, wanted)
         plan = None if agreed is None or contents is None else self._plan_after(version)
-        if agreed is None or contents is None or plan is None:
+        if agreed is None or scored is None or contents is None or plan is None:
             if self._publication.restart_if_forgotten(version, params):
                 self._events.append("trainer", "republish", step=version)
             return None
@@ -113,6 +116,8 @@ class PolicyFeed:
         minibatches = [minibatch for minibatch in arranged.minibatches if minibatch.has_gradient]
         filled = [[self._fill(one, microbatch, contents) for microbatch in one.microbatches] for one in minibatches]
         figures = dict(arranged.figures)
+        if self._critic is not None and arranged.targets[1].any():
+            figures |= self._critic.update(headers, contents, scored["values"], *arranged.targets)
         if drawn_by is not None:
             sampler = self._publication.params(drawn_by, version, params)
             figures |= self._diff.metrics([one for part in filled for one in part], headers, contents, sampler)
@@ -129,16 +134,26 @@ class PolicyFeed:
             return {}
         return self._group.broadcast(self._controller.plan_after(step) if self._group.leader else None)
 
-    def _divergence(self, agreed: AgreedBatch, params: Params) -> np.ndarray | None:
-        """Return the divergence of each rollout from the reference; None if a process cannot get its rollouts."""
-        assert self._reference is not None, "a term against a reference is refused without one"
+    def _scored(self, agreed: AgreedBatch, params: Params) -> dict[str, np.ndarray] | None:
+        """Return what the objective needs of each whole rollout; None if a process cannot get its rollouts."""
+        needed = self._objective.needs_divergence, self._objective.needs_values
+        if not any(needed):
+            return {}
         wanted: dict[int, set[int]] = {}
         for g, n in self._diff.rows(agreed.headers):
             wanted.setdefault(g, set()).add(n)
         contents = fetched(agreed, self._controller, self._group, wanted)
         if contents is None:
             return None
-        return self._diff.divergence(agreed.headers, contents, self._reference.params(params))
+        scored: dict[str, np.ndarray] = {}
+        if needed[0]:
+            assert self._reference is not None, "a term against a reference is refused without one"
+            reference = self._reference.params(params)
+            scored["divergence"] = self._diff.divergence(agreed.headers, contents, reference)
+        if needed[1]:
+            assert self._critic is not None, "built with the advantage"
+            scored["values"] = self._critic.values(agreed.headers, contents)
+        return scored
 
     def _fill(
         self, minibatch: Minibatch, microbatch: Microbatch, contents: Contents
@@ -211,7 +226,8 @@ class PolicyFeed:
         recent, versions = self._publication.saved(state["params"])
         reference = {} if self._reference is None else self._reference.saved()
         pool = {} if self._publication.pool is None else {"pool": self._publication.pool}
-        return {**state, "recent": recent, **reference}, {"versions": versions, **pool}
+        critic = {} if self._critic is None else self._critic.saved()
+        return {**state, "recent": recent, **reference, **critic}, {"versions": versions, **pool}
 
 
 def rollouts_of(arranged: Arranged, others: list[tuple[int, int]]) -> dict[int, set[int]]:

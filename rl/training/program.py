@@ -235,6 +235,7 @@ def _objective_arrays(objective: Objective, samples: int) -> list[tuple[str, int
         truncated=np.zeros(one, bool),
         scored=np.ones(one, bool),
         divergence=np.zeros(one),
+        values=np.zeros((*one, 1)) if objective.needs_values else None,
     )
     for name, array in prepared.arrays.items():
         if array.shape != (*one, 1)[: array.ndim]:

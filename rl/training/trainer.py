@@ -82,7 +82,10 @@ class PolicyTrainer(Configurable):
             frozen = learner.frozen(program.state["params"])
             reference = None if cfg.reference is None else cfg.reference.build(frozen=frozen)
             held = {} if reference is None else reference.describe(program.state["params"])
+            critic = cfg.build_critic(group)
+            held |= {} if critic is None else critic.describe()
             memory = {} if reference is None else reference.memory(program.state["params"])
+            memory |= {} if critic is None else critic.describe()
             check_state_fits({**program.state, **memory}, self._mesh)
             pushes = EventLog(run.events_path)
             kept: dict[str, Any] = {"staleness": cfg.staleness, "evaluate_every": cfg.evaluate_every}
@@ -95,6 +98,8 @@ class PolicyTrainer(Configurable):
                 self._publication.pool = extras.get("pool")
             if reference is not None:
                 reference.start(state["params"]) if extras is None else reference.restore(state)
+            if critic is not None:
+                critic.start(state["params"]) if extras is None else critic.restore(state)
             sizes: dict[str, Any] = {**cfg.sizes()}
             replay = cfg.replay_layout()
             scoring: dict[str, Any] = {"temperature": cfg.temperature, "chunks": cfg.chunks, "group": group}
@@ -109,6 +114,7 @@ class PolicyTrainer(Configurable):
                 packing=cfg.build_packing(),
                 updates=updates,
                 reference=reference,
+                critic=critic,
                 replay=replay,
                 flops=partial(row_flops, cfg.model) if self._session.peak else lambda *sizes: None,
                 on_update=self.offer_evaluated,
