@@ -2,6 +2,9 @@
 
 Supervised fine-tuning shows it transcripts of both kinds: half call the calculator, half give the product at once,
 which a decoder of this size cannot compute. RL finds out which of the two pays.
+
+Measured with `axl rl calculator_rl` (two cores, no accelerator, three minutes on an idle machine): pass@1 39 % after
+supervised fine-tuning, with a call in 54 % of the episodes; 74 % after RL, with a call in 98 %.
 """
 
 from collections.abc import Sequence
