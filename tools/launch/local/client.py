@@ -137,7 +137,10 @@ class LocalCluster:
     def launch_text(self, run: str) -> str:
         """Return the config of the submission."""
         del run
-        return (self.run_dir / "launch" / "submission" / "launch.txt").read_text()
+        path = self.run_dir / "launch" / "submission" / "launch.txt"
+        if not path.is_file():
+            raise UserError(f"no submission is kept in {path.parent}, so there is nothing to make workers like")
+        return path.read_text()
 
     def log(self, pod: str, lines: int) -> str:
         """Return the last lines of a Pod's output."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mesh import UserError
+from tools import cli
 from tools.launch.control import submit
 from tools.launch.control.api import exit_status
 from tools.launch.control.handle import launch
@@ -193,6 +194,26 @@ def test_what_a_killed_cluster_leaves_is_ended_by_the_next_and_by_stop(cluster: 
         cluster.delete(name)
     cluster.clean("run")
     assert not list(marked(mark(cluster))) and not (cluster.folder / "status.json").exists()
+
+
+def test_the_commands_show_a_run_and_end_it(cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    cluster.create(manifest("run-trainer", "echo step 1; echo step 2; exec sleep 60", storage=tmp_path))
+    until(lambda: "step 2" in "".join(cluster.log(pod["metadata"]["name"], 1) for pod in cluster.pods("run")))
+    where = str(cluster.run_dir)
+    assert cli.main(["launch", "status", where, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["verdict"], found["roles"][0]["state"]) == ("run", "1 of 1 run", "running")
+    assert cli.main(["launch", "logs", where, "--role", "trainer", "--lines", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("==> run-trainer-node-0-0-") and shown.endswith("<==\nstep 2\n")
+    assert cli.main(["launch", "logs", where, "--role", "worker"]) == 2
+    assert "has no process of 'worker'" in capsys.readouterr().err
+    assert cli.main(["launch", "add-worker", where]) == 2
+    assert "no submission is kept" in capsys.readouterr().err
+    assert cli.main(["launch", "stop", where]) == 0
+    assert "stopped: run-trainer" in capsys.readouterr().out
+    assert cli.main(["launch", "stop", where]) == 2
+    assert "there is nothing of a run 'run'" in capsys.readouterr().err
 
 
 def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
