@@ -61,7 +61,7 @@ class PromptPool(Configurable):
 
     class Config(ConfigBase["PromptPool"]):
         size: int = 512
-        """Problems whose results are kept."""
+        """Problems whose results are kept, and as many again of those that rest."""
         explore: float = 0.5
         """Share of new problems, at least."""
         target: float = 0.5
@@ -182,14 +182,16 @@ class PromptPool(Configurable):
         record.rests_until = step + 1 + cfg.rest if rests else 0
 
     def _forget(self) -> None:
-        """Keep the results of as many problems as there is room for: first of those that would be drawn again soon."""
-
-        def uses(problem: int) -> tuple[bool, float, int]:
-            record = self._records[problem]
-            return record.rests_until > self._step, abs(record.rate - self.cfg.target), -record.last
-
-        if len(self._records) > self.cfg.size:
-            kept = set(sorted(self._records, key=uses)[: self.cfg.size])
+        """Keep the results of as many problems as there is room for: the likeliest to be drawn, the latest that rest."""
+        resting: list[tuple[float, ...]] = []
+        drawable: list[tuple[float, ...]] = []
+        for problem, record in self._records.items():
+            if record.rests_until > self._step:
+                resting.append((-record.rests_until, problem))
+            else:
+                drawable.append((abs(record.rate - self.cfg.target), -record.last, problem))
+        if max(len(resting), len(drawable)) > self.cfg.size:
+            kept = {one[-1] for group in (resting, drawable) for one in sorted(group)[: self.cfg.size]}
             self._records = {problem: record for problem, record in self._records.items() if problem in kept}
 
     def _plan(self, step: int) -> None:
