@@ -182,7 +182,7 @@ class PromptPool(Configurable):
         record.rests_until = step + 1 + cfg.rest if rests else 0
 
     def _forget(self) -> None:
-        """Keep the results of as many problems as there is room for: the likeliest to be drawn, the latest that rest."""
+        """Keep the results of as many problems as have room: the likeliest to be drawn, the latest that rest."""
         resting: list[tuple[float, ...]] = []
         drawable: list[tuple[float, ...]] = []
         for problem, record in self._records.items():
