@@ -53,6 +53,7 @@ def test_the_policy_comes_near_its_teacher(tmp_path: Path):
     cfg = taught(tmp_path / "teacher")
     roles = Roles.make(tmp_path / "whole", cfg, initial=tiny_params(cfg.policy, scale=1.5))
     roles.advance(12)
+    roles.trainer.close()
     rows = roles.rows()
     found = [row["kl_reference"] for row in rows]
     assert np.mean(found[-3:]) < 0.85 * np.mean(found[:3])
