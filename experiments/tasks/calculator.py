@@ -9,14 +9,10 @@ supervised fine-tuning, with a call in 54 % of the episodes; 74 % after RL, with
 
 from collections.abc import Sequence
 
-from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.input import FirstFit, SupervisedInput
-from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
-from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.trainer import Trainer
 from experiments.registry import experiment
-from models.tiny import tiny
+from experiments.tasks.small import small_learner, small_rl, small_sft
 from rl.environments.calls import TextCalls
 from rl.environments.demonstrations import Demonstrations
 from rl.environments.task import EnvironmentTask
@@ -24,16 +20,12 @@ from rl.environments.tool_environment import ToolEnvironment
 from rl.environments.tools.calculator import Calculator
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
-from rl.objective import TruncatedImportance
-from rl.objective.presets import grpo
 from rl.roles.messages import Problem
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.family import TaskFamily
 from rl.tasks.heldout import question_digest
 from rl.tasks.mixture import TaskMixture
-from rl.training.trainer import PolicyTrainer
 from rl.verification.scorers import ReasoningGymScorer
-from rl.verification.service import Verifier
 
 # One token each: the words of the question, and the form of a call. Digits stay bytes.
 PHRASES = (
@@ -45,8 +37,6 @@ PHRASES = (
     "</result>",
     " * ",
 )
-SUPERVISED_START = 1_000_000  # training problems by index, beyond those of RL
-VALIDATION_START = 2_000_000
 
 
 def products(seed: int) -> TaskMixture.Config:
@@ -70,60 +60,22 @@ def transcript(problem: Problem) -> Sequence[str]:
 def calculator_sft(*, seed: int = 0, steps: int = 300) -> Trainer.Config:
     """Supervised fine-tuning on transcripts, half with a calculator and half without."""
     tokenizer = PhraseTokenizer.Config(phrases=PHRASES)
-    source = Demonstrations.Config(
-        mixture=products(seed),
-        actions=transcript,
-        tokenizer=tokenizer,
-        num_examples=1_000_000,
-        start=SUPERVISED_START,
-    )
-    rows = SupervisedInput.Config(source=source, seq_len=64, batch_size=32, rows=FirstFit.Config(window=256), seed=seed)
-    unseen = rows.clone(source=source.clone(start=VALIDATION_START, num_examples=1_000))
-    policy = tiny(vocab_size=tokenizer.vocab_size, dim=96, num_heads=3, num_kv_heads=1, hidden=256)
-    return Trainer.Config(
-        model=policy,
-        input=rows,
-        learner=Learner.Config(
-            optimizer=AdamW.Config(b2=0.98, weight_decay=0.1),
-            schedule=WarmupLinear.Config(peak_lr=3e-3, warmup_steps=50, total_steps=steps, end_lr=2.5e-3),
-        ),
-        checkpoint=Checkpointer.Config(save_every=100, keep=1),
-        mesh={"data": -1},
-        num_steps=steps,
-        evaluators=(LossEvaluator.Config(input=unseen),),
-        seed=seed,
-    )
+    source = Demonstrations.Config(mixture=products(seed), actions=transcript, tokenizer=tokenizer)
+    return small_sft(source, vocab_size=tokenizer.vocab_size, seq_len=64, batch_size=32, steps=steps, seed=seed)
 
 
 @experiment
 def calculator_rl(*, seed: int = 0, steps: int = 60) -> RLExperiment.Config:
     """A 0.4 M-parameter decoder learns by RL to call a calculator for products that it cannot compute."""
-    tasks, supervised = products(seed), calculator_sft(seed=seed)
-    return RLExperiment.Config(
-        policy=supervised.model,
-        tokenizer=PhraseTokenizer.Config(phrases=PHRASES),
-        tasks=tasks,
+    tasks, tokenizer = products(seed), PhraseTokenizer.Config(phrases=PHRASES)
+    scorer = ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0)
+    return small_rl(
+        *(calculator_sft(seed=seed), tokenizer, tasks, scorer),
         max_prompt=16,
         max_new=32,
         num_steps=steps,
-        groups=16,
         samples=8,
-        groups_per_lease=8,
-        staleness=1,
-        seed=seed,
-        warm_start=supervised,
-        objective=grpo().set(
-            old_policy="current",
-            importance=TruncatedImportance.Config(cap=2.0),  # rollouts are one update old
-            zero_variance="drop",
-        ),
-        learner=Learner.Config(
-            optimizer=AdamW.Config(b2=0.98),
-            schedule=WarmupLinear.Config(peak_lr=3e-4, warmup_steps=5, total_steps=steps, end_lr=1e-4),
-            clip_norm=0.5,
-        ),
-        trainer=PolicyTrainer.Config(row_multiple=4),
+        learner=small_learner(3e-4, 1e-4, warmup=5, steps=steps),
         engine=RolloutEngine.Config(max_num_seqs=64, keep_completions=False, steps_per_dispatch=8),
-        verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=1),
         evaluation=Evaluation.Config(problems_per_family=96),
     )
