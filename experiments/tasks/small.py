@@ -1,4 +1,4 @@
-"""What experiments on one task have in common: a 0.4 M-parameter decoder, fine-tuned, then improved by GRPO."""
+"""Common parts of experiments on one task: a 0.4 M-parameter decoder, fine-tuned, then improved by GRPO."""
 
 from typing import Any
 
