@@ -101,6 +101,8 @@ class ModelRunner:
                 raise UserError(
                     f'LatentAttention.decode="absorbed": {what} caches the keys of all heads; expected "expanded"'
                 )
+            if cfg.speculation is not None and platform == "cpu":
+                _check_exact(model)
             limit = model.embedding.max_length
             if limit is not None and cfg.longest > limit:
                 raise UserError(
@@ -355,3 +357,19 @@ class ModelRunner:
             Dispatch("copy", partial(self._run_copy.trace, self.pool, pages, pages), len(pages)),
             Dispatch("zero", partial(self._run_zero.trace, self.pool, pages), len(pages)),
         ]
+
+
+def _check_exact(model: Any) -> None:
+    """Refuse drafts on a CPU for layers whose sums of a few tokens differ there from those of one, in the last bit.
+
+    Raises:
+        UserError: the policy has latent attention, or caps scores or logits.
+    """
+    caps = [model.embedding, *(block.attention.rules for block, _ in model.kinds())]
+    capped = any(getattr(one, "soft_cap", None) or getattr(one, "logit_soft_cap", None) for one in caps)
+    if capped or model.latent_width is not None:
+        what = "capped scores or logits" if capped else "latent attention"
+        raise UserError(
+            f"RolloutEngine.speculation: on a CPU drafts may change the last bit of a log-probability of a policy "
+            f"with {what}; expected None"
+        )

@@ -49,8 +49,8 @@ def decode_drafts(
     """
     size, room, depth = batch.feed.shape[0], steps * chunk, chunk - 1
     rows, offsets, keys = jnp.arange(size)[:, None], jnp.arange(chunk), row_keys(batch.identity)
-    sampling = jax.tree.map(lambda column: column[:, None], batch.sampling)
-    bias = None if batch.bias is None else batch.bias[:, None]
+    # Each place is drawn as a row of its own, in arrays of the form that decoding has.
+    sampling, bias = jax.tree.map(lambda of_row: jnp.repeat(of_row, chunk, axis=0), (batch.sampling, batch.bias))
     if kernel:
         cache, advance = pool, _paged_step(model, batch, chunk, pages)
     else:
@@ -67,11 +67,13 @@ def decode_drafts(
         feed = state["feed"][:, None]
         fed = jnp.where(live, jnp.concatenate([feed, drafts], axis=1), feed)
         hidden, cache, routing = advance(state["cache"], fed, lengths, live, counts)
-        logits = constrain(model.logits(hidden), None, None, None)
+        logits = constrain(model.logits(hidden), None, None, None).reshape(size * chunk, -1)
         seen = _seen_by_place(state["seen"], drafts)
         logits = distribution(logits, sampling, seen_rv=seen, bias_rv=bias, plain=plain)
         ordinals = batch.ordinals[:, None] + counts[:, None] + offsets
-        tokens, chosen = draw(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, ordinals), logits)
+        drawn_with = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, ordinals)
+        found = draw(drawn_with.reshape(size * chunk), logits)
+        tokens, chosen = jax.tree.map(lambda flat: flat.reshape(size, chunk), found)
 
         right = (tokens[:, :-1] == drafts) & live[:, 1:]
         accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
@@ -184,13 +186,13 @@ def _at(values_rc: jax.Array, place_r: jax.Array) -> jax.Array:
 
 
 def _seen_by_place(seen_rv: jax.Array | None, drafts: jax.Array) -> jax.Array | None:
-    """Return bool [r, c, vocab], tokens before each place: those drawn so far, and the drafted ones before it."""
+    """Return bool [r * c, vocab], tokens before each place: those drawn so far, and the drafted ones before it."""
     if seen_rv is None:
         return None
     words, seen = jnp.arange(seen_rv.shape[-1]), [seen_rv]
     for place in range(drafts.shape[1]):
         seen.append(seen[-1] | (drafts[:, place, None] == words))
-    return jnp.stack(seen, axis=1)
+    return jnp.stack(seen, axis=1).reshape(-1, seen_rv.shape[-1])
 
 
 # ---- the model

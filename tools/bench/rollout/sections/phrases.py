@@ -23,7 +23,7 @@ from tools.bench.rollout.sections.bed import Bed
 class Language:
     """Phrases of ASCII letters with a number of successors each, by a fixed seed."""
 
-    phrases: int = 32
+    phrases: int = 24
     shortest: int = 6
     longest: int = 18  # tokens of a phrase
     successors: int = 3
@@ -46,7 +46,7 @@ class Language:
         return texts
 
 
-def trained(bed: Bed, language: Language, *, steps: int, rows: int = 4, length: int = 480) -> tuple[Params, float]:
+def trained(bed: Bed, language: Language, *, steps: int, rows: int = 3, length: int = 384) -> tuple[Params, float]:
     """Return the policy after so many updates on texts behind random prompts, and its last loss in nats per token."""
     graphdef, params = bed.graphdef(), bed.params()
     warm = max(1, steps // 10)

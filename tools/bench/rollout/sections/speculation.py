@@ -34,7 +34,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     bed, language = Bed(quick=quick), Language()
     tail = Tail(median=8, shortest=4, longest=24) if quick else Tail()
     prompts, samples = (2, 2) if quick else (2, 8)
-    params, loss = trained(bed, language, steps=2 if quick else 180, length=32 if quick else 480)
+    params, loss = trained(bed, language, steps=2 if quick else 120, length=32 if quick else 384)
     sizes = {"max_num_seqs": prompts * samples, "max_prompt": bed.job.prompt_tokens, "max_new": tail.longest}
     plain = bed.engine(**sizes, params=params)
     drafting = bed.engine(**sizes, params=params, speculation=Speculation.Config())
