@@ -70,12 +70,14 @@ assert after > before + 0.03, "it has not learned"
 done.compare()
 
 # %% [markdown]
-# Another objective is one line. The parameters start from the same warm start.
+# Another objective is one line. It starts from the supervised policy of the run above.
 
 # %%
+from axlearn_like.checkpoint.convert import StartFrom
 from rl.objective.presets import cispo
 
 other = cfg.clone(objective=cispo(), num_steps=10, evaluation=None)
+other.set(warm_start=None, start_from=StartFrom.Config(path=str(done.path / "warm_start")))
 swapped = run(other, HERE / "cispo")
 print([round(reward, 2) for reward in swapped.series("reward", "rl")])
 
