@@ -150,6 +150,8 @@ class Speculation(Configurable):
         self.counts["drafted_tokens"] += int(out["drafted"].sum())
         self.counts["accepted_tokens"] += int(out["accepted"].sum())
         for row, sequence in enumerate(sequences):
+            if sequence.ended:
+                continue  # its request may have ended while the device drew, and is forgotten
             record = self._record(sequence)
             record.decay(_MEMORY)
             record.accepted += int(out["accepted"][row])

@@ -177,5 +177,8 @@ def test_the_drafter_hears_of_every_request_that_ends():
     engine.abort(number)
     engine.step()
     assert oracle(engine).ended - before == 4
+    number = engine.submit(REQUESTS[3], lambda *_: engine.abort(number))  # while the device draws
+    drain(engine)
+    assert oracle(engine).ended - before == 5
     speculation = engine._core._speculation
     assert speculation is not None and not speculation._records
