@@ -1,6 +1,7 @@
 """The joined form: invariances, filtering, the three policies, metrics."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -208,8 +209,8 @@ def tokens_weight(cfg: Objective.Config, rewards, lengths, **flags):
     """(advantages, weight of every rollout's first token, stats)."""
     lengths = np.asarray(lengths)
     mask = np.arange(lengths.max()) < lengths[..., None]
-    flags = {k: np.asarray(v) for k, v in flags.items()}
-    prepared = cfg.build().prepare(np.asarray(rewards, float), mask, **flags)
+    given: Any = {name: np.asarray(flag) for name, flag in flags.items()}
+    prepared = cfg.build().prepare(np.asarray(rewards, float), mask, **given)
     arrays = prepared.arrays
     return arrays["advantages"], arrays["weights"][..., 0], prepared.stats
 
