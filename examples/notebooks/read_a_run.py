@@ -30,7 +30,7 @@ seconds = [name for name in updates.columns if name.startswith("time/")]
 print(updates[seconds].mean().sort_values(ascending=False).head())
 
 # %% [markdown]
-# What the policy said: the worst answers that were paid, say.
+# What the policy said, and what it was paid for it, before and after.
 
 # %%
 samples = pd.DataFrame(done.samples)

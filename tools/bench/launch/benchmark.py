@@ -123,9 +123,10 @@ def updates(path: Path) -> list[dict[str, Any]]:
 
 
 def rollouts_since(path: Path, moment: float) -> list[dict[str, Any]]:
-    """Return what worker 1 has generated in its new process."""
-    rows = read_rows(path / "events.jsonl")
-    mine = [row for row in rows if row["role"] == "worker-1" and row["time"] > moment]
+    """Return what the lost worker has generated in its new process; Ray has placed one on the machine of either name."""
+    rows = [row for row in read_rows(path / "events.jsonl") if row["time"] > moment]
+    lost = [row["target"] for row in rows if row["event"] == "died"]
+    mine = [row for row in rows if row["role"] in lost]
     starts = [row["time"] for row in mine if row["event"] == "start"]
     return [row for row in mine if starts and row["event"] == "generate" and row["time"] > starts[0]]
 
@@ -140,6 +141,7 @@ def checksums(path: Path) -> Any:
 def _until(done: Callable[[], Any], run: LaunchedRun) -> None:
     deadline = time.monotonic() + _LIMIT
     while not done():
-        if time.monotonic() > deadline or any(one.state == "failed" for one in run.status()):
+        states = {one.state for one in run.status()}
+        if time.monotonic() > deadline or "failed" in states or states == {"completed"}:
             raise RuntimeError(f"no progress: {run.logs(lines=10)}")
         time.sleep(0.1)

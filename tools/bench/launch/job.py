@@ -15,7 +15,7 @@ def ascii_share(problem_id: int, answer: str) -> float:
     return sum(character.isascii() for character in answer) / max(len(answer), 1)
 
 
-def job(*, seed: int = 0, steps: int = 60) -> RLExperiment.Config:
+def job(*, seed: int = 0, steps: int = 150) -> RLExperiment.Config:
     """Sixteen rollouts an update, a third of a second each."""
     cfg = demo(seed=seed, steps=steps).set(warm_start=None, evaluation=None, groups=4, samples=4, groups_per_lease=1)
     cfg.trainer.checkpoint.set(save_every=10)

@@ -90,7 +90,8 @@ def test_a_worker_that_is_killed_restarts_alone_and_the_result_is_the_same_to_th
         assert [name for name in before if after[name] != before[name]] == ["mine-worker-1-node-0-0"]
         assert len(before) == 5, "the trainer has two processes"
         rows = [row for row in read_rows(path / "events.jsonl") if row["event"] == "start" and row["time"] > began]
-        assert {row["role"] for row in rows} <= {"worker-1"}, "no other role; on a busy machine the run ends before it"
+        # Ray has placed a worker of either name on that machine; on a busy one the run may end before it is back.
+        assert {row["role"] for row in rows} in ({"worker-0"}, {"worker-1"}, set[str]()), "no other role was restarted"
         assert figures(path) == figures(undisturbed)
         assert checksums(path) == checksums(undisturbed)
     finally:
