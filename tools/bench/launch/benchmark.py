@@ -123,7 +123,7 @@ def updates(path: Path) -> list[dict[str, Any]]:
 
 
 def rollouts_since(path: Path, moment: float) -> list[dict[str, Any]]:
-    """Return what the lost worker has generated in its new process; Ray has placed one on the machine of either name."""
+    """Return what the lost worker has generated in its new process; its name need not be the machine's."""
     rows = [row for row in read_rows(path / "events.jsonl") if row["time"] > moment]
     lost = [row["target"] for row in rows if row["event"] == "died"]
     mine = [row for row in rows if row["role"] in lost]
