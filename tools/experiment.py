@@ -218,11 +218,16 @@ def check_command(cfg: Any, command: str, experiment: str) -> None:
     Raises:
         UserError: naming the command that runs it.
     """
-    said: Callable[[Any], tuple[str, ...]] | None = getattr(type(cfg), "commands", None)
-    known = said(cfg) if said is not None else ()
+    known = commands_of(cfg)
     if command not in known:
         use = f"; use `axl {known[0]}`" if known else ""
         raise UserError(f"experiment {experiment!r} builds {owner_of(cfg)}, which `axl {command}` does not run{use}")
+
+
+def commands_of(cfg: Any) -> tuple[str, ...]:
+    """Return the commands that run a config, the usual one first; of what no command runs, none."""
+    said: Callable[[Any], tuple[str, ...]] | None = getattr(type(cfg), "commands", None)
+    return said(cfg) if said is not None else ()
 
 
 def owner_of(cfg: ConfigBase) -> str:

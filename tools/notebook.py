@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from axlearn_like.config import ConfigBase, to_text
 from axlearn_like.run.directory import RunDirectory
@@ -30,7 +30,7 @@ from mesh.devices import one_device_per_core
 from rl.experiment import RLExperiment, Runtime
 from rl.runtime.run import RLRun
 from rl.training.warm_start import warm_start_directory
-from tools.experiment import check_command
+from tools.experiment import check_command, commands_of
 
 Row = dict[str, Any]
 OnStep = Callable[[Row], object]
@@ -117,16 +117,17 @@ def run(
     Raises:
         UserError: the config cannot be run, before anything expensive.
     """
-    check_command(cfg, "rl" if isinstance(cfg, RLExperiment.Config) else "train", type(cfg).__qualname__)
-    path = Path(run_dir).expanduser() if run_dir is not None else _default_path(cfg)
+    command = next((one for one in commands_of(cfg) if one in ("rl", "train")), "train")
+    check_command(cfg, command, type(cfg).__qualname__)
+    path = Path(run_dir).expanduser() if run_dir is not None else _default_path(cfg, command)
     calls = [on_step] if callable(on_step) else list(on_step)
     watch = _Watch(path, calls)
     with contextlib.suppress(RuntimeError):  # an earlier cell has opened the devices
         one_device_per_core()
     enable_compilation_cache()
-    if isinstance(cfg, RLExperiment.Config):
+    if command == "rl":
         say = (lambda line: None) if quiet else lambda line: print(line, file=sys.stdout, flush=True)
-        done = RLRun(cfg.clone().build(), say=say)
+        done = RLRun(cast(RLExperiment, cfg.clone().build()), say=say)
         finished = done.run(path, runtime=runtime, force=force, stop=watch.look) is not None
     else:
         trainer: Any = cfg.clone().build()
@@ -200,9 +201,8 @@ class _Watch:
         return False
 
 
-def _default_path(cfg: ConfigBase[Any]) -> Path:
-    kind = "rl" if isinstance(cfg, RLExperiment.Config) else "train"
-    return Path("runs") / f"notebook-{kind}-{zlib.crc32(to_text(cfg).encode()):08x}"
+def _default_path(cfg: ConfigBase[Any], command: str) -> Path:
+    return Path("runs") / f"notebook-{command}-{zlib.crc32(to_text(cfg).encode()):08x}"
 
 
 def _answer(row: Row) -> str:

@@ -322,6 +322,7 @@ def test_the_version_under_evaluation_is_published_again_too(tmp_path: Path):
 def test_a_controller_that_restarted_is_told_where_the_run_is(fresh: Roles):
     fresh.submit(rewards=[1.0, 0.0, 0.0, 0.0], lengths=[2, 2, 2, 2])
     assert fresh.trainer.run_once()
+    fresh.trainer.settle()  # while a version is on its way, nothing is published again
     fresh.address.role = successor = fresh.experiment.make_controller(fresh.run)
     assert successor.lease("w") is None
     assert not fresh.trainer.run_once()
