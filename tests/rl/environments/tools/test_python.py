@@ -6,16 +6,15 @@ import pytest
 
 from rl.environments.tools.python import PythonTool
 from rl.environments.tools.tool import Tool
-from rl.verification.sandbox.sandbox import Sandbox, SandboxError
+from rl.verification.sandbox.sandbox import Sandbox
+from tests.rl.verification.isolation import skip_without_isolation
 
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Tool]:
+    with Sandbox.Config().build() as sandbox:
+        skip_without_isolation(sandbox)
     tool = PythonTool.Config(sandbox=Sandbox.Config(deadline_s=0.5)).build()
-    try:
-        tool.call("1")
-    except SandboxError as error:
-        pytest.skip(str(error))
     yield tool
     tool.shutdown()
 

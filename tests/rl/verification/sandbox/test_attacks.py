@@ -12,6 +12,7 @@ from rl.verification.sandbox import attacks
 from rl.verification.sandbox.attacks import ATTACKS, STDIN, TESTS, Attack
 from rl.verification.sandbox.sandbox import Outcome, Sandbox, SandboxError
 from rl.verification.sandbox.values import decode, encode
+from tests.rl.verification.isolation import skip_without_isolation
 from tests.rl.verification.processes import descendants
 
 SQUARE = "def solve(x):\n    return x * x\n"
@@ -20,10 +21,7 @@ SQUARE = "def solve(x):\n    return x * x\n"
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     with Sandbox.Config(deadline_s=1.0).build() as built:
-        try:
-            assert built.isolation.startswith("namespaces")
-        except SandboxError as error:
-            pytest.skip(f"no isolation on this machine: {error}")
+        skip_without_isolation(built)
         yield built
 
 
