@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from axlearn_like.config import ConfigError, to_text
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
-from rl.controller.prompt_pool import Choice, PromptPool
+from rl.controller.prompt_pool import PromptPool
 from rl.roles.messages import Group, Score
 from rl.rollout.request import draw_seed
 from rl.runtime.inprocess import run_inprocess
@@ -177,7 +177,3 @@ def test_a_run_with_a_pool_that_is_stopped_and_resumed_equals_an_uninterrupted_o
     assert_same_outcome(tmp_path / "parts", tmp_path / "whole")
     rows = [row for row in read_rows(tmp_path / "whole" / "metrics.jsonl") if row["phase"] == "rl"]
     assert sum(row.get("pool/again_fraction", 0.0) for row in rows) > 0
-
-
-def test_a_choice_is_what_json_holds():
-    assert Choice(*json.loads(json.dumps(list(Choice(1, 0, 12))))) == Choice(1, 0, 12)
