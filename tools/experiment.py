@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
 
 
-def edit_options[F: Callable[..., Any]](function: F) -> F:
-    """Add the arguments that every command on an experiment's config shares: EXPERIMENT, --apply, --set."""
+def edit_options[F: Callable[..., Any]](function: F, *, required: bool = True) -> F:
+    """Add the arguments that every command on an experiment's config shares: EXPERIMENT, --apply, --set.
+
+    Args:
+        function: of the command.
+        required: EXPERIMENT must be given.
+    """
     for decorate in (
         click.option(
             "--set",
@@ -44,7 +49,7 @@ def edit_options[F: Callable[..., Any]](function: F) -> F:
             help="Change the config by a function of experiments/modifiers.py (low_rank, int8, ...), or by "
             "FILE.py:FUNCTION, before --set. May be repeated.",
         ),
-        click.argument("experiment"),
+        click.argument("experiment", required=required),
     ):
         function = decorate(function)
     return function

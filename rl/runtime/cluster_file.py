@@ -10,14 +10,21 @@ from pathlib import Path
 from axlearn_like.run.directory import RunDirectory
 from mesh import UserError
 
+NODES_VARIABLE = "AXL_RAY_NODES"  # the number of nodes that a launched run waits for
+
 
 def advertise(run: RunDirectory, address: str, namespace: str) -> None:
-    """Write the file, readable by this user only: the token in it lets its reader run code in the cluster."""
-    path = cluster_path(run)
+    """Write the file, readable by this user only: the token in it lets its reader run code in the cluster.
+
+    A launched run is in storage that others may read, and each of its processes has the token already: it stays out.
+    """
+    path, token = cluster_path(run), os.environ.get("RAY_AUTH_TOKEN")
+    if NODES_VARIABLE in os.environ:
+        token = None
     temporary = path.with_suffix(".tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "w") as file:
-        json.dump({"address": address, "namespace": namespace, "token": os.environ.get("RAY_AUTH_TOKEN")}, file)
+        json.dump({"address": address, "namespace": namespace, "token": token}, file)
     os.replace(temporary, path)
 
 

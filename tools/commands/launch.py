@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,20 +30,26 @@ _HERE = {"tpu": "v6e:1x1", "storage": "dir:runs"}  # on this machine, if nothing
 _WORKERS = 2
 
 
+_WORDS = "axl.launch.words"  # of a command after --, in a context's meta
+
+
 class LaunchCommand(click.Command):
-    """`axl launch EXPERIMENT`, and `axl launch status RUN` and the like."""
+    """`axl launch EXPERIMENT`, `axl launch -- COMMAND`, and `axl launch status RUN` and the like."""
 
     def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> click.Context:
-        """Take the first argument for a subcommand if there is one of that name."""
+        """Take the first argument for a subcommand if there is one of that name; what follows -- is another command."""
         if args and args[0] in COMMANDS:
             return COMMANDS[args[0]].make_context(f"{info_name} {args[0]}", args[1:], *given, **extra)
-        return super().make_context(info_name, args, *given, **extra)
+        cut = args.index("--") if "--" in args else len(args)
+        context = super().make_context(info_name, args[:cut], *given, **extra)
+        context.meta[_WORDS] = tuple(args[cut + 1 :]) if cut < len(args) else None
+        return context
 
 
 @click.command("launch", cls=LaunchCommand)
-@edit_options
+@partial(edit_options, required=False)
 @click.option("--on", "target", default="gke", show_default=True, help="gke, queued-resource, ray or local.")
-@click.option("--tpu", metavar="KIND:SHAPE", help="Slice of the trainer, e.g. v5p:4x4x4.")
+@click.option("--tpu", metavar="KIND:SHAPE", help="Slice of the trainer, or of a command.")
 @click.option("--slices", type=int, metavar="N", help="Slices of the trainer.  [default: 1]")
 @click.option("--capacity", metavar="TERMS", help="on-demand, spot, reserved:NAME or flex.  [default: on-demand]")
 @click.option("--workers", type=int, metavar="K", help="Rollout workers of an RL run.")
@@ -50,7 +57,7 @@ class LaunchCommand(click.Command):
 @click.option("--worker-capacity", metavar="TERMS", help="Of the workers.  [default: the trainer's]")
 @click.option("--queue", metavar="NAME", help="Queue of Kueue.")
 @click.option("--storage", metavar="PLACE", help="gs://BUCKET/FOLDER, pvc:CLAIM/FOLDER, dir:PATH.  [default: pvc:axl]")
-@click.option("--name", help="Of the run.  [default: the experiment's]")
+@click.option("--name", help="Of the run.  [default: the experiment's or command's]")
 @click.option("--seed", type=int, help="The experiment's argument `seed`.")
 @click.option("--price", type=float, help="Of a chip of the trainer for an hour, for the plan.")
 @click.option("--worker-price", type=float, help="Of a chip of a worker.  [default: the trainer's]")
@@ -58,7 +65,7 @@ class LaunchCommand(click.Command):
 @click.option("--wait", is_flag=True, help="Return when the run has ended, with exit status 1 if it has failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object on the last line.")
 def command(
-    experiment: str,
+    experiment: str | None,
     sets: tuple[str, ...],
     applied: tuple[str, ...],
     target: str,
@@ -69,6 +76,9 @@ def command(
 ) -> None:
     """Run EXPERIMENT on TPUs, or on this machine as on TPUs (--on local).
 
+    `axl launch [OPTIONS] -- COMMAND ...` runs any other command of axl there: eval, convert, data, bench ... One
+    without --tpu gets a machine without accelerators.
+
     `axl launch status|logs|stop|add-worker RUN` looks at a run, ends it, or adds workers. The plan says hosts, chips,
     mesh and whether it fits, by the mesh rules of the target. Manifests, the code in use and a script that submits
     them are written to --dry-run DIR, without a cloud's library or credentials. Without it the run is submitted; the
@@ -76,16 +86,14 @@ def command(
     options given here replace its fields. --set launch.PATH=VALUE changes the submission (launch.image=...,
     launch.kubernetes.namespace=...).
     """
-    check_name(experiment)
-    if target not in TARGETS:
-        if target in _ABSENT:
-            there = ", ".join(f"--on {name}" for name in TARGETS)
-            raise UserError(f"--on {target} ({_ABSENT[target]}) is not supported yet; there are {there}")
-        raise UserError(f"--on {target!r}: no such target{did_you_mean(target, TARGETS)}")
+    words: tuple[str, ...] | None = click.get_current_context().meta[_WORDS]
+    _check_names(experiment, words, target)
     from tools.launch.control.handle import keep, launch
     from tools.launch.plan import plan_launch, refuse
     from tools.launch.submission import submission, write
 
+    if words is not None:
+        options["command"] = words
     cfg = launch_config(experiment, sets, applied, on=target, **options)
     plan = plan_launch(cfg)
     for line in plan_lines(plan):
@@ -111,10 +119,23 @@ def command(
         click.echo(json.dumps(plan.as_dict()))
 
 
+def _check_names(experiment: str | None, words: tuple[str, ...] | None, target: str) -> None:
+    """Refuse what is not there before anything is imported (UserError)."""
+    if (experiment is None) == (words is None):
+        raise UserError("axl launch: expected EXPERIMENT, or -- and another command, such as -- eval RUN")
+    if experiment is not None:
+        check_name(experiment)
+    if target in _ABSENT:
+        there = ", ".join(f"--on {name}" for name in TARGETS)
+        raise UserError(f"--on {target} ({_ABSENT[target]}) is not supported yet; there are {there}")
+    if target not in TARGETS:
+        raise UserError(f"--on {target!r}: no such target{did_you_mean(target, TARGETS)}")
+
+
 def launch_config(
-    experiment: str, sets: tuple[str, ...], applied: tuple[str, ...], queue: str | None = None, **options: Any
+    experiment: str | None, sets: tuple[str, ...], applied: tuple[str, ...], queue: str | None = None, **options: Any
 ) -> Launch.Config:
-    """Return the config of a submission: that of a function, or of an experiment, with the options that are given.
+    """Return the config of a submission: that of a function, of an experiment or of a command, with these options.
 
     Raises:
         UserError: an option or an edit does not fit, or a device is missing.
@@ -125,12 +146,12 @@ def launch_config(
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     own = [edit.removeprefix(_PREFIX) for edit in sets if edit.startswith(_PREFIX)]
     others = tuple(edit for edit in sets if not edit.startswith(_PREFIX))
-    found: Any = load_experiment(experiment) if ":" in experiment else None
+    found: Any = load_experiment(experiment) if experiment is not None and ":" in experiment else None
     if given.get("on") == "local" and not isinstance(found, Launch.Config):
         given = _here(experiment, given)
     if isinstance(found, Launch.Config):
         found.set(sets=(*found.sets, *others), applied=(*found.applied, *applied), **given)
-    elif "tpu" not in given:
+    elif experiment is not None and "tpu" not in given:
         raise UserError("axl launch: expected --tpu KIND:SHAPE, the slice of the trainer, such as --tpu v5p:4x4x4")
     else:
         found = Launch.Config(experiment=experiment, sets=others, applied=applied, **given)
@@ -140,10 +161,12 @@ def launch_config(
     return found
 
 
-def _here(experiment: str, given: dict[str, Any]) -> dict[str, Any]:
+def _here(experiment: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """Return options for this machine: one device a role, in `runs`, and two workers for an RL experiment."""
     from tools.experiment import load_experiment
 
+    if experiment is None:
+        return {"storage": _HERE["storage"], **given}
     known = getattr(load_experiment(experiment), "commands", tuple)()
     if known[:1] == ("rl",):
         return {"workers": _WORKERS, "worker_tpu": _HERE["tpu"], **_HERE, **given}
@@ -155,6 +178,8 @@ def plan_lines(plan: LaunchPlan) -> list[str]:
     data = plan.as_dict()
     cost = "" if plan.cost is None else f", {plan.cost:,.2f} an hour at the price given"
     lines = [f"{plan.name}: {data['hosts']} hosts, {data['chips']} chips, {data['processes']} processes{cost}"]
+    if plan.words:
+        return [*lines, *(_command_line(role, plan.words) for role in plan.roles)]
     lines += [_role_line(role) for role in plan.roles]
     if plan.refusals:
         return lines
@@ -162,6 +187,15 @@ def plan_lines(plan: LaunchPlan) -> list[str]:
         *lines,
         "by arithmetic of what a device keeps all the time, it fits; `axl aot` asks the compiler for a step",
     ]
+
+
+def _command_line(role: Role, words: tuple[str, ...]) -> str:
+    machine = "one machine without accelerators"
+    if role.slices is not None:
+        machine = f"{role.slices.topology}, 1 x {role.slices.machine_type}"
+    return (
+        f"  {shlex.join(['axl', *words])}: {machine}, {role.capacity.kind}; what it needs of memory is not known here"
+    )
 
 
 def _role_line(role: Role) -> str:

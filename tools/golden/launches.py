@@ -47,6 +47,18 @@ CASES["llama2_7b.queued"] = Launch.Config(
     storage="gs://bucket/runs",
     tpu_api=TpuApi.Config(project="mine", zone="us-east5-a", wait_hours=12.0),
 )
+CASES["eval.gke"] = Launch.Config(
+    command=("eval", "qwen25-0-5b-rl", "--tasks", "gsm8k=data/gsm8k.jsonl", "--samples", "8"),
+    tpu="v6e:2x2",
+    capacity="spot",
+    storage="gs://bucket/runs",
+)
+CASES["convert.gke"] = Launch.Config(
+    command=("convert", "import", "hf/qwen", "models/qwen"), storage="gs://bucket/runs"
+)
+CASES["bench.queued"] = CASES["llama2_7b.queued"].clone(
+    experiment=None, command=("bench", "rollout", "--json"), tpu="v6e:2x2", slices=1
+)
 CASES["qwen25_0_5b_rl.ray"] = CASES["qwen25_0_5b_rl.gke"].clone(on="ray", image="registry/image:tag")
 
 

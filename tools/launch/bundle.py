@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mesh import UserError
+from tools.launch.command import own_files
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
 from tools.launch.script import USER_FILES
@@ -55,7 +56,8 @@ def make_bundle(cfg: Launch.Config, plan: LaunchPlan, texts: dict[str, str], roo
             "set launch.image to an image with the package, and launch.bundle=False"
         )
     files = {path.relative_to(root).as_posix(): path.read_bytes() for path in _code(root)}
-    own = dict(_own_files((cfg.experiment, *cfg.applied)))
+    named = (cfg.experiment, *cfg.applied) if cfg.experiment is not None else map("{}:".format, own_files(cfg.command))
+    own = dict(_own_files(named))
     files |= {f"{USER_FILES}/{name}": content for name, content in own.items()}
     files |= {path: text.encode() for path, text in texts.items()}
     archive = _archive(files)

@@ -3,12 +3,12 @@
 import re
 from typing import Literal
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config import ConfigBase, Configurable
 from mesh.topology import parse_topology
-from tools.launch.accelerators import Slices
-from tools.launch.capacity import Capacity, parse_capacity
+from tools.launch.machines.accelerators import Slices
+from tools.launch.machines.capacity import Capacity, parse_capacity
+from tools.launch.machines.storage import Storage, parse_storage
 from tools.launch.names import check_label, run_name
-from tools.launch.storage import Storage, parse_storage
 
 STOCK_IMAGE = "python:3.12"
 _SECRET = re.compile(r"(?i)token|secret|passw|credential|api_?key|private_?key")
@@ -29,6 +29,8 @@ class Kubernetes(Configurable):
         host_network: bool | None = None  # None: where several slices are one program
         privileged: bool = False  # for GKE before 1.28
         head_cpus: int = 16
+        command_cpus: int = 8  # of the machine of a command without --tpu
+        command_memory: int = 32  # GiB
         placement_policies: dict[str, str] = {}  # "tpu7x:2x2x2" -> name of its workload policy
 
         def check_fields(self) -> None:
@@ -38,7 +40,7 @@ class Kubernetes(Configurable):
                     with self.errors_in(field):
                         check_label(value, field)
             self.require_least(0, "max_restarts", "worker_max_restarts")
-            self.require_least(1, "head_cpus")
+            self.require_least(1, "head_cpus", "command_cpus", "command_memory")
 
 
 class TpuApi(Configurable):
@@ -59,17 +61,18 @@ class TpuApi(Configurable):
 
 
 class Launch(Configurable):
-    """One submission of an experiment."""
+    """One submission: of an experiment, or of any other `axl` command."""
 
     class Config(ConfigBase["Launch"]):
-        experiment: str = REQUIRED  # as `axl train` and `axl rl` take it
+        experiment: str | None = None  # as `axl train` and `axl rl` take it
+        command: tuple[str, ...] = ()  # in its place: ("eval", "demo"); relative paths are below `storage`
         applied: tuple[str, ...] = ()  # modifiers, as --apply
         sets: tuple[str, ...] = ()  # edits of the experiment, as --set
         seed: int | None = None
         # ray: a RayJob of KubeRay; local: JobSets as processes of this machine
         on: Literal["gke", "queued-resource", "ray", "local"] = "gke"
-        name: str | None = None  # of the run; None: the experiment's
-        tpu: str = REQUIRED  # of the trainer: v5p:4x4x4
+        name: str | None = None  # of the run; None: the experiment's, or of the command's first words
+        tpu: str | None = None  # of the trainer: v5p:4x4x4; None: a command on a machine without accelerators
         slices: int = 1  # of the trainer
         capacity: str = "on-demand"  # or spot, reserved:NAME, flex
         workers: int = 0  # rollout workers
@@ -89,6 +92,7 @@ class Launch(Configurable):
 
         def check_fields(self) -> None:
             """Refuse devices, capacity, names and secrets that cannot be; nothing is looked up in a cloud."""
+            self._check_what_runs()
             self.require_least(1, "slices")
             self.require_least(0, "workers", "price", "worker_price")
             both = (self.workers > 0) == (self.worker_tpu is not None)
@@ -108,7 +112,7 @@ class Launch(Configurable):
             self.require("storage", fits, "dir:PATH with --on local" if self.on == "local" else "gs:// or pvc:")
             self.require("port", 0 < self.port < 1 << 16, "1 to 65535")
             with self.errors_in("tpu"):
-                self.trainer_slices()
+                self.own_slices()
             with self.errors_in("worker_tpu"):
                 self.worker_slices()
             with self.errors_in("capacity"):
@@ -116,18 +120,42 @@ class Launch(Configurable):
             with self.errors_in("worker_capacity"):
                 self.terms("worker")
 
+        def _check_what_runs(self) -> None:
+            """Refuse both or neither of experiment and command, and fields of the one with the other."""
+            both = (self.experiment is None) == bool(self.command)
+            self.require("experiment", both, "an experiment, or a command (after --) in its place")
+            if self.experiment is not None:
+                self.require("tpu", self.tpu is not None, "--tpu KIND:SHAPE, the slice of the trainer")
+                return
+            for field in ("sets", "applied", "seed"):
+                empty = getattr(self, field) in ((), None)
+                self.require(field, empty, "none with a command, whose own options stand after --")
+            self.require("slices", self.slices == 1, "1 with a command, which is one process")
+            self.require("workers", self.workers == 0, "0 with a command, which is one process")
+
         @property
         def run_name(self) -> str:
             """The name of the run."""
-            return run_name(self.experiment) if self.name is None else self.name
+            if self.name is not None:
+                return self.name
+            if self.experiment is not None:
+                return run_name(self.experiment)
+            words = [word.rstrip("/").rpartition("/")[2] for word in self.command if not word.startswith("-")]
+            return "-".join(run_name(word) for word in words[:2])
 
         def place(self) -> Storage:
             """Return where the run lives."""
             return parse_storage(self.storage)
 
+        def own_slices(self) -> Slices | None:
+            """Return the slices of the trainer, or of a command; None: a machine without accelerators."""
+            return None if self.tpu is None else _slices(self.tpu, "--tpu", self.slices)
+
         def trainer_slices(self) -> Slices:
             """Return the slices of the trainer."""
-            return _slices(self.tpu, "--tpu", self.slices)
+            found = self.own_slices()
+            assert found is not None, "of an experiment, which was checked"
+            return found
 
         def worker_slices(self) -> Slices | None:
             """Return the slice of each worker; None: there are no workers."""

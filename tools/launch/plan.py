@@ -10,11 +10,12 @@ from axlearn_like.operations.memory import bytes_of_device
 from mesh import UserError
 from rl.fleet.devices import RoleDevices, parse_devices
 from rl.fleet.plan import FleetPlan, RolePlan, plan_fleet
-from tools.experiment import check_command, load_experiment
+from tools.experiment import check_command, commands_of, load_experiment
 from tools.fleet import load_placed
-from tools.launch.accelerators import Slices
-from tools.launch.capacity import SPOT_GRACE, Capacity
+from tools.launch.command import check_words, own_files
 from tools.launch.launch import Launch
+from tools.launch.machines.accelerators import Slices
+from tools.launch.machines.capacity import SPOT_GRACE, Capacity
 from tools.launch.names import check_pods
 
 _GIB = 1 << 30
@@ -27,7 +28,7 @@ class Role:
     """Instances of a role, each submitted by itself.
 
     Attributes:
-        name: head, trainer or worker.
+        name: head, trainer or worker; or command.
         count: instances.
         capacity: terms under which its machines are asked for.
         slices: of one instance; None: one machine without accelerators.
@@ -91,23 +92,25 @@ class LaunchPlan:
 
     Attributes:
         name: of the run.
-        command: that runs the experiment: train or rl.
-        experiment: its config on the target's devices, resolved.
+        command: that runs the experiment: train or rl; or the first word of another command.
+        experiment: its config on the target's devices, resolved; None: another command.
         sets: edits of the experiment, those that the target asks for last.
         fleet: of an RL run, as --fleet takes it.
         roles: head, trainer, worker.
         refusals: why the experiment cannot run there.
         seconds: that it took to make the plan.
+        words: of another command.
     """
 
     name: str
     command: str
-    experiment: ConfigBase[Any]
+    experiment: ConfigBase[Any] | None
     sets: tuple[str, ...]
     fleet: str | None
     roles: tuple[Role, ...]
     refusals: tuple[str, ...]
     seconds: float
+    words: tuple[str, ...] = ()
 
     @property
     def cost(self) -> float | None:
@@ -140,12 +143,7 @@ def plan_launch(cfg: Launch.Config) -> LaunchPlan:
     """
     began = time.monotonic()
     cfg.check()
-    shown = load_experiment(cfg.experiment, (), cfg.seed)
-    known = getattr(type(shown), "commands", None)
-    command = known(shown)[0] if known is not None else ""
-    if command not in ("train", "rl"):
-        check_command(shown, "launch", cfg.experiment)
-    plan = _plan_rl(cfg) if command == "rl" else _plan_training(cfg)
+    plan = _plan_command(cfg) if cfg.experiment is None else _plan_experiment(cfg, cfg.experiment)
     for role in plan.roles:
         last = f"{plan.name}-{role.name}" + (f"-{role.count - 1}" if role.name == "worker" else "")
         check_pods(plan.name, last, role.jobs, role.pods)
@@ -161,11 +159,32 @@ def refuse(plan: LaunchPlan) -> None:
         )
 
 
-def _plan_training(cfg: Launch.Config) -> LaunchPlan:
-    cfg.require("workers", cfg.workers == 0, f"0: {cfg.experiment} is no RL experiment")
+def _plan_experiment(cfg: Launch.Config, name: str) -> LaunchPlan:
+    shown = load_experiment(name, (), cfg.seed)
+    command = next(iter(commands_of(shown)), "")
+    if command not in ("train", "rl"):
+        check_command(shown, "launch", name)
+    return _plan_rl(cfg, name) if command == "rl" else _plan_training(cfg, name)
+
+
+def _plan_command(cfg: Launch.Config) -> LaunchPlan:
+    """Plan a command: one process on one host, or on a machine without accelerators."""
+    names, slices = check_words(cfg.command), cfg.own_slices()
+    called = f"axl {' '.join(names)}"
+    if cfg.bundle:
+        list(own_files(cfg.command))  # all are there
+    if slices is not None and slices.hosts > 1:
+        raise UserError(f"--tpu {cfg.tpu}: `{called}` is one process, and this slice has {slices.hosts} hosts")
+    memory = cfg.kubernetes.command_memory
+    role = Role("command", 1, cfg.terms("command"), slices, price=cfg.price, memory_gib=memory)
+    return LaunchPlan(cfg.run_name, names[0], None, (), None, (role,), (), 0.0, cfg.command)
+
+
+def _plan_training(cfg: Launch.Config, name: str) -> LaunchPlan:
+    cfg.require("workers", cfg.workers == 0, f"0: {name} is no RL experiment")
     slices = cfg.trainer_slices()
     devices = _devices(slices, "--tpu")
-    experiment: Any = load_experiment(cfg.experiment, cfg.sets, cfg.seed, lambda: devices.name, cfg.applied)
+    experiment: Any = load_experiment(name, cfg.sets, cfg.seed, lambda: devices.name, cfg.applied)
     experiment.check()
     mesh = experiment.check_sizes(devices.described)
     state = experiment.program(mesh).state
@@ -181,15 +200,15 @@ def _plan_training(cfg: Launch.Config) -> LaunchPlan:
     return LaunchPlan(cfg.run_name, "train", resolved, cfg.sets, None, (role,), tuple(shown.shortages()), 0.0)
 
 
-def _plan_rl(cfg: Launch.Config) -> LaunchPlan:
+def _plan_rl(cfg: Launch.Config, name: str) -> LaunchPlan:
     worker = cfg.worker_slices()
     cfg.require("workers", worker is not None, "--workers N --worker-tpu KIND:SHAPE for an RL experiment")
     assert worker is not None
     fleet = f"trainer={_counted(cfg.slices, cfg.trainer_slices())},workers={cfg.workers} x {worker.topology.name}"
-    placed = load_placed(cfg.experiment, cfg.sets, cfg.seed, cfg.applied, fleet)
+    placed = load_placed(name, cfg.sets, cfg.seed, cfg.applied, fleet)
     more = _edits(cfg, placed.cfg)
     if more:
-        placed = load_placed(cfg.experiment, (*cfg.sets, *more), cfg.seed, cfg.applied, fleet)
+        placed = load_placed(name, (*cfg.sets, *more), cfg.seed, cfg.applied, fleet)
     planned = plan_fleet(placed, compile_programs=False)
     roles = (
         Role("head", 1, cfg.terms("head"), memory_gib=_head_memory(planned, placed.cfg)),

@@ -1,6 +1,7 @@
 """A process of a launched run, in its container: its rank, its chips, its log, its end.
 
     python -m tools.launch.process train --name JOBSET --run-dir DIR [--hosts N --slices S --meet HOST:PORT] -- COMMAND
+    python -m tools.launch.process command --name JOBSET --run-dir DIR --folder DIR -- COMMAND
     python -m tools.launch.process head --name JOBSET --run-dir DIR --port PORT --nodes N -- COMMAND
     python -m tools.launch.process node --name JOBSET --run-dir DIR --hosts N --head HOST:PORT
     python -m tools.launch.process added --name JOBSET --run-dir DIR --head HOST:PORT -- COMMAND
@@ -115,12 +116,17 @@ def release_lock(run_dir: Path, host: str) -> None:
 class Child:
     """A command whose output goes to a log too, and which gets our SIGTERM."""
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]):
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path | None = None):
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self._began = log, time.time()
         # A group of its own: a signal for the container's group would reach it twice.
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(environment), start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            cwd=folder,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         self._copier = threading.Thread(target=_copy, args=(self._process.stdout, log), daemon=True)
@@ -177,9 +183,11 @@ class Stop:
             self.child.terminate()
 
 
-def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str], stop: Stop) -> int:
-    """Run a command to its end; 143 where it was asked to stop."""
-    stop.child = Child(command, log, environment)
+def run_command(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], stop: Stop, folder: Path | None = None
+) -> int:
+    """Run a command to its end, in a folder; 143 where it was asked to stop."""
+    stop.child = Child(command, log, environment, folder)
     if stop.requested:
         stop.child.terminate()
     status = stop.child.wait()
@@ -308,7 +316,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         cut = own.index("--")
         own, command = own[:cut], own[cut + 1 :]
     parser = argparse.ArgumentParser(prog="python -m tools.launch.process")
-    parser.add_argument("mode", choices=["train", "head", "node", "added"])
+    parser.add_argument("mode", choices=["train", "command", "head", "node", "added"])
     parser.add_argument("--name", required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--hosts", type=int, default=1)
@@ -316,6 +324,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--chips", type=int, default=0)
     parser.add_argument("--port", type=int, default=6379)
     parser.add_argument("--nodes", type=int, default=0)
+    parser.add_argument("--folder", type=Path)
     parser.add_argument("--meet")
     parser.add_argument("--head")
     parser.add_argument("--role", default="worker")
@@ -339,7 +348,7 @@ def main(arguments: Sequence[str]) -> int:
         count = given.hosts * given.slices
         if given.meet:
             given.command += ["--processes", str(count), "--process", str(index), "--meet", given.meet]
-        return run_command(given.command, log, os.environ, stop)
+        return run_command(given.command, log, os.environ, stop, given.folder)
     except Wrong as error:
         print(f"axl: {error}", file=sys.stderr)
         return STOPPED if stop.requested else _RESTART

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import PurePath, PurePosixPath
 
+from tools.launch.command import with_files_in
 from tools.launch.launch import Launch
 from tools.launch.names import pod_name
 from tools.launch.plan import LaunchPlan, Role
@@ -36,7 +37,7 @@ def bootstrap(cfg: Launch.Config, archive: PurePath) -> str:
 def process_arguments(cfg: Launch.Config, plan: LaunchPlan, role: Role, jobset: str, *, added: bool) -> list[str]:
     """Return the arguments of `tools.launch.process` in the Pods of a JobSet; `added`: of a worker beside the fleet."""
     directory = run_dir(cfg, plan)
-    mode = "train"
+    mode = "command" if plan.words else "train"
     if plan.command == "rl":
         mode = "head" if role.name == "head" else "added" if added else "node"
     found = [mode, "--name", jobset, "--run-dir", str(directory)]
@@ -52,13 +53,19 @@ def process_arguments(cfg: Launch.Config, plan: LaunchPlan, role: Role, jobset: 
         found += ["--role", "added" if added else role.name]
     if mode == "node":
         return found
+    if mode == "command":
+        found += ["--folder", str(cfg.place().path)]
     worker = ["python", "-m", "axlearn_like", "worker", str(directory), "--name", jobset.removeprefix(f"{plan.name}-")]
     return [*found, "--", *(worker if mode == "added" else axl_command(cfg, plan))]
 
 
 def axl_command(cfg: Launch.Config, plan: LaunchPlan) -> list[str]:
-    """Return the command that runs the experiment, as a user would type it."""
-    found = ["python", "-m", "axlearn_like", plan.command, bundled(cfg.experiment)]
+    """Return the command that runs, as a user would type it."""
+    found = ["python", "-m", "axlearn_like"]
+    if cfg.experiment is None:
+        own = f"{CODE}/{USER_FILES}"
+        return [*found, *(with_files_in(own, word) if cfg.bundle else word for word in plan.words)]
+    found += [plan.command, bundled(cfg.experiment)]
     found += ["--run-dir", str(run_dir(cfg, plan))]
     found += [] if cfg.seed is None else ["--seed", str(cfg.seed)]
     for modifier in cfg.applied:

@@ -11,11 +11,11 @@ from tools.launch.bundle import Bundle, make_bundle
 from tools.launch.kubernetes.jobset import TOKEN_KEY, jobsets, token_secret
 from tools.launch.kubernetes.rayjob import rayjob
 from tools.launch.launch import Launch
+from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan
 from tools.launch.queued.keeper import as_text
 from tools.launch.queued.request import parent, queued_resource, startup_script
 from tools.launch.script import bundle_path, run_dir, words
-from tools.launch.storage import MOUNT
 
 _OWN = "launch.txt"  # a folder with this file is one of ours, and is written again
 _WRITTEN = ("*.yaml", "*.json", "*.txt", "*.sh", "axl-*.tar.gz")
@@ -28,7 +28,9 @@ def submission(cfg: Launch.Config, plan: LaunchPlan) -> tuple[dict[str, str], Bu
     Raises:
         UserError: the target has no such capacity, or the code cannot be packed.
     """
-    known = {_OWN: to_text(cfg), "config.txt": to_text(plan.experiment)}
+    known = {_OWN: to_text(cfg)}
+    if plan.experiment is not None:
+        known["config.txt"] = to_text(plan.experiment)
     # Without comments: they name paths of this machine, of which the digest must not depend.
     packed = {f"launch/{name}": strip_comments(text) for name, text in known.items()}
     bundle = make_bundle(cfg, plan, packed) if cfg.bundle else None
@@ -106,7 +108,7 @@ def _submit(cfg: Launch.Config, plan: LaunchPlan, digest: str, files: list[str])
     lines += ["set -euo pipefail", *(_upload(cfg, plan, digest))]
     namespace = ["--namespace", cfg.kubernetes.namespace]
     if plan.command == "rl" and cfg.on == "gke":
-        secret, get = token_secret(plan), ["kubectl", "get", "secret", *namespace]
+        secret, get = token_secret(plan.name), ["kubectl", "get", "secret", *namespace]
         make = ["kubectl", "create", "secret", "generic", secret, *namespace]
         lines.append(f"{words([*get, secret])} >/dev/null 2>&1 ||")
         lines.append(f'  {words(make)} --from-literal={TOKEN_KEY}="$(openssl rand -hex 32)"')

@@ -11,13 +11,13 @@ from ray.util.tpu import get_num_tpu_slices
 from mesh import UserError
 from mesh.topology import Topology
 from rl.fleet.requests import RoleRequest
+from rl.runtime.cluster_file import NODES_VARIABLE
 
 POD_TYPE = "ray.io/tpu-pod-type"  # labels that Ray gives to nodes, from what Google's machines say of themselves
 WORKER_ID = "ray.io/tpu-worker-id"
 _SINGLE_HOST = (1, 4, 8)  # chips of slices with one host
 
 ROLE = "axl-role"  # label that a launched run gives to its nodes
-NODES_VARIABLE = "AXL_RAY_NODES"  # the number of nodes that a launched run waits for
 _POLL = 0.5  # seconds
 _WARN_EVERY = 60.0
 

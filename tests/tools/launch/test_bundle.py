@@ -13,8 +13,8 @@ import yaml
 
 from mesh import UserError
 from tools.launch.bundle import make_bundle
-from tools.launch.capacity import Capacity
 from tools.launch.launch import Launch
+from tools.launch.machines.capacity import Capacity
 from tools.launch.plan import LaunchPlan, Role
 from tools.launch.script import axl_command
 from tools.launch.submission import render, submission, write
@@ -76,6 +76,30 @@ def test_files_of_the_users_own_are_in_it_under_the_name_that_the_command_uses(s
         make_bundle(cfg.clone(applied=(f"{tmp_path / 'other' / 'mine.py'}:f",)), PLAN, {}, small)
     with pytest.raises(UserError, match="expected FILE.py:FUNCTION"):
         make_bundle(CFG.clone(experiment="my_package.mine:f"), PLAN, {}, small)
+
+
+def test_files_that_a_command_names_travel_along_and_its_words_say_where_they_are(small: Path, tmp_path: Path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def f(): ...\n")
+    words = (
+        "eval",
+        "demo",
+        "--code",
+        str(mine),
+        "--verifier",
+        f"{mine}:f",
+        "--set",
+        f"a.b={mine}:f",
+        "--tasks",
+        "x=y.py.gz",
+    )
+    cfg = Launch.Config(command=words)
+    assert "user/mine.py" in names(make_bundle(cfg, PLAN, {}, small).content)
+    plan = LaunchPlan("eval-demo", "eval", None, (), None, (), (), 0.0, words)
+    there = "/opt/axl/user/mine.py"
+    expected = ["eval", "demo", "--code", there, "--verifier", f"{there}:f", "--set", f"a.b={there}:f"]
+    assert axl_command(cfg, plan)[3:] == [*expected, "--tasks", "x=y.py.gz"]
+    assert axl_command(cfg.clone(bundle=False, image="mine"), plan)[3:] == list(words)
 
 
 def test_code_without_its_checkout_is_refused(tmp_path: Path):

@@ -83,7 +83,7 @@ def test_a_cluster_accepts_the_manifests_and_no_field_is_unknown(
         assert "'numOfHost' was unexpected" in only
         return
     wrong = copy.deepcopy(found[-1])
-    pod(wrong)["nodeSelctor"] = pod(wrong).pop("nodeSelector")
+    pod(wrong)["nodeSelctor"] = pod(wrong).pop("nodeSelector", {})
     wrong["spec"]["failurePolicy"]["rules"][0]["action"] = "Restart"
     first, second = errors(schema, wrong)
     assert "'Restart' is not one of" in first and "'nodeSelctor' was unexpected" in second
@@ -161,6 +161,17 @@ def test_secrets_are_references_and_pods_have_no_rights_in_the_cluster(rl: dict[
         }
         assert pod(one)["automountServiceAccountToken"] is False and pod(one)["serviceAccountName"] == "axl-run"
         assert "privileged" not in container(one)["securityContext"]
+
+
+def test_a_command_is_one_process_whose_paths_are_those_of_the_storage(plans: dict[str, LaunchPlan]):
+    ((evaluation,),) = jobsets(CASES["eval.gke"], plans["eval.gke"], DIGEST).values()
+    arguments = container(evaluation)["args"]
+    assert arguments[: arguments.index("--")][-2:] == ["--folder", "/axl/runs"]
+    assert arguments[arguments.index("--") + 1 :][:5] == ["python", "-m", "axlearn_like", "eval", "qwen25-0-5b-rl"]
+    assert container(evaluation)["resources"]["limits"] == {"google.com/tpu": 4}
+    ((conversion,),) = jobsets(CASES["convert.gke"], plans["convert.gke"], DIGEST).values()
+    assert "nodeSelector" not in pod(conversion) and "ports" not in container(conversion)
+    assert {"name": "JAX_PLATFORMS", "value": "cpu"} in container(conversion)["env"]
 
 
 def test_a_price_is_that_of_all_chips(plans: dict[str, LaunchPlan]):

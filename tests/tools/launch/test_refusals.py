@@ -58,13 +58,31 @@ CASES = {
         "tpu_api.project: expected the name of a project",
     ),
     "unknown target": ([*TRAIN, "--on", "gek"], "no such target"),
+    "nothing to run": (["--tpu", "v6e:1x1"], "expected EXPERIMENT, or -- and another command"),
+    "both": ([*TRAIN, "--", "eval", "demo"], "expected EXPERIMENT, or -- and another command"),
+    "no such command": (["--", "evl", "demo"], "axl has no command 'evl'; did you mean 'eval'"),
+    "half a command": (["--", "convert"], "axl launch -- convert: expected a command of `axl convert`"),
+    "no such subcommand": (["--", "convert", "imprt", "a", "b"], "axl convert has no command 'imprt'; did you mean"),
+    "option of a command": (["--", "eval", "demo", "--sampels", "8"], "axl eval: No such option.*--samples"),
+    "argument of a command": (["--", "convert", "import", "hf"], "axl convert import: expected TARGET"),
+    "too many arguments": (["--", "eval", "demo", "other"], "axl eval: unexpected argument 'other'"),
+    "command that runs experiments": (["--", "train", "demo_sft"], "there is `axl launch EXPERIMENT"),
+    "hosts of a command": (["--tpu", "v6e:4x4", "--", "eval", "demo"], "`axl eval` is one process, .* has 4 hosts"),
+    "slices of a command": (["--tpu", "v6e:1x1", "--slices", "2", "--", "eval", "demo"], "slices: expected 1 with a"),
+    "edits of a command": (["--set", "a=1", "--", "eval", "demo"], "sets: expected none with a command"),
+    "file of a command": (["--", "eval", "demo", "--verifier", "mine.py:f"], "no file mine.py here, to send along"),
+    "Ray for a command": (["--on", "ray", "--", "eval", "demo"], "--on ray: `axl eval` needs no Ray"),
+    "queue without TPU": (
+        ["--on", "queued-resource", "--storage", "gs://b", "--", "eval", "demo"],
+        "tpu: expected --tpu KIND:SHAPE with --on queued-resource",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_and_nothing_is_written(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments, message = CASES[case]
-    assert cli.main(["launch", *arguments, "--dry-run", str(tmp_path / "out")]) == 2
+    assert cli.main(["launch", "--dry-run", str(tmp_path / "out"), *arguments]) == 2
     shown = capsys.readouterr().err
     assert re.search(message, shown, re.DOTALL), shown
     assert not (tmp_path / "out").exists()

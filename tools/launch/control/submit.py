@@ -105,7 +105,7 @@ def secrets_of(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, dict[str, str]
     """
     found: dict[str, dict[str, str]] = {}
     if plan.command == "rl":
-        found[token_secret(plan)] = {TOKEN_KEY: secrets.token_hex(32)}
+        found[token_secret(plan.name)] = {TOKEN_KEY: secrets.token_hex(32)}
     if cfg.on == "local":
         for name, where in cfg.secret_env.items():
             owner, _, key = where.partition("/")

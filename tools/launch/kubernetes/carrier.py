@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tools.launch.launch import Launch
+from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan
 from tools.launch.script import bundle_path, run_dir
-from tools.launch.storage import MOUNT
 
 _PART = 700_000  # bytes; an object of a cluster has at most a megabyte
 _PARTS = "/parts"

@@ -10,6 +10,7 @@ from tools.launch.control.api import RUN, Object
 from tools.launch.control.status import crash
 from tools.launch.kubernetes.carrier import carrier, carrier_name, parts
 from tools.launch.kubernetes.client import Client, Refused
+from tools.launch.kubernetes.jobset import token_secret
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
 
@@ -53,7 +54,7 @@ class KubernetesCluster:
             ) from None
         rights = [*_RIGHTS]
         if self._plan is not None and self._plan.command == "rl":
-            rights.append(("create", "", "secrets"))
+            rights += [("create", "", "secrets"), ("delete", "", "secrets")]
         missing = [f"{verb} {resource}" for verb, group, resource in rights if not self._may(verb, group, resource)]
         if missing:
             raise UserError(f"{cluster} does not permit you in namespace {self._namespace}: {', '.join(missing)}")
@@ -125,11 +126,16 @@ class KubernetesCluster:
         """Delete the Secret, ConfigMaps and Job of a run."""
         found: list[str] = []
         self._remove_carrier(run)
-        for kind in ("configmaps", "secrets"):
-            for one in self._client.list(f"{self._core}/{kind}", labelSelector=f"{RUN}={run}"):
-                name = one["metadata"]["name"]
-                if self._client.delete(f"{self._core}/{kind}/{name}"):
-                    found.append(name)
+        for one in self._client.list(f"{self._core}/configmaps", labelSelector=f"{RUN}={run}"):
+            name = one["metadata"]["name"]
+            if self._client.delete(f"{self._core}/configmaps/{name}"):
+                found.append(name)
+        try:  # by its name: the right to list Secrets shows their content
+            if self._client.delete(f"{self._core}/secrets/{token_secret(run)}"):
+                found.append(token_secret(run))
+        except Refused as error:
+            if error.status != 403:  # who may not delete it has submitted no RL run
+                raise
         return found
 
     def jobsets(self, run: str) -> list[Object]:

@@ -1,4 +1,4 @@
-"""JobSets on GKE: one for the trainer of a supervised run; one for each instance of a role of an RL run.
+"""JobSets on GKE: one for the trainer of a supervised run, or a command; one for each instance of a role of an RL run.
 
 An instance is submitted by itself, so that a worker which is taken away restarts alone, and Kueue admits, evicts and
 readmits it alone. Exit status 2 is the user's mistake and fails the JobSet; everything else restarts it.
@@ -6,13 +6,13 @@ readmits it alone. Exit status 2 is the user's mistake and fails the JobSet; eve
 
 from typing import Any
 
-from tools.launch.accelerators import Slices
-from tools.launch.capacity import SPOT_GRACE
 from tools.launch.launch import Launch
+from tools.launch.machines.accelerators import Slices
+from tools.launch.machines.capacity import SPOT_GRACE
+from tools.launch.machines.storage import MOUNT
 from tools.launch.names import NODE
 from tools.launch.plan import LaunchPlan, Role
 from tools.launch.script import CODE, MEETING_PORT, bootstrap, bundle_path, process_arguments
-from tools.launch.storage import MOUNT
 
 TOKEN_KEY = "ray"  # in the Secret of a run
 _GRACE = 60  # seconds, where machines are not taken away
@@ -65,9 +65,9 @@ def jobset_name(plan: LaunchPlan, role: Role, index: int) -> str:
     return f"{plan.name}-{role.name}" + (f"-{index}" if role.name == "worker" else "")
 
 
-def token_secret(plan: LaunchPlan) -> str:
+def token_secret(run: str) -> str:
     """Return the name of the Secret with the token of an RL run's cluster."""
-    return f"{plan.name}-token"
+    return f"{run}-token"
 
 
 def run_labels(cfg: Launch.Config, plan: LaunchPlan, role: Role, digest: str) -> dict[str, str]:
@@ -79,7 +79,7 @@ def run_labels(cfg: Launch.Config, plan: LaunchPlan, role: Role, digest: str) ->
 def node_selector(cfg: Launch.Config, role: Role) -> dict[str, str]:
     """Return the labels of the machines of a role."""
     if role.slices is None:
-        return {}
+        return role.capacity.node_selector()
     slices: Slices = role.slices
     policy = cfg.kubernetes.placement_policies.get(slices.topology.name)
     return {
@@ -110,12 +110,14 @@ def machine(cfg: Launch.Config, role: Role) -> dict[str, Any]:
 def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[str, Any]]:
     """Return the variables of a container; secrets are references."""
     plain = {"PYTHONUNBUFFERED": "1", "AXL_COMPILATION_CACHE": str(cfg.place().path / "compilation-cache")}
+    if plan.words and role.slices is None:
+        plain["JAX_PLATFORMS"] = "cpu"
     if cfg.bundle:
         plain["PYTHONPATH"] = CODE
     secret = dict(cfg.secret_env)
     if plan.command == "rl":
         plain["RAY_AUTH_MODE"] = "token"
-        secret["RAY_AUTH_TOKEN"] = f"{token_secret(plan)}/{TOKEN_KEY}"
+        secret["RAY_AUTH_TOKEN"] = f"{token_secret(plan.name)}/{TOKEN_KEY}"
     found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in {**plain, **cfg.env}.items()]
     for name, where in secret.items():
         owner, _, key = where.partition("/")
@@ -156,15 +158,15 @@ def _pod(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: s
 
 
 def _container(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: str) -> dict[str, Any]:
-    ports = _TPU_PORTS if role.slices is not None else {"ray": cfg.port}
+    ports = _TPU_PORTS if role.slices is not None else {"ray": cfg.port} if plan.command == "rl" else {}
     return {
         "name": role.name,
         "image": cfg.image,
         "command": ["/bin/bash", "-c", bootstrap(cfg, bundle_path(cfg, digest)), "axl"],
         "args": process_arguments(cfg, plan, role, jobset_name(plan, role, index), added=index >= role.count),
         "env": [*environment(cfg, plan, role), *_downward(role)],
-        "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
-        "resources": _resources(cfg, role),
+        **({"ports": [{"name": port, "containerPort": number} for port, number in ports.items()]} if ports else {}),
+        "resources": _resources(cfg, plan, role),
         "securityContext": _security(cfg, role),
         "volumeMounts": [{"name": "runs", "mountPath": MOUNT}, {"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
@@ -178,9 +180,10 @@ def _downward(role: Role) -> list[dict[str, Any]]:
     return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
 
 
-def _resources(cfg: Launch.Config, role: Role) -> dict[str, Any]:
+def _resources(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> dict[str, Any]:
     if role.slices is None:
-        return {"requests": {"cpu": str(cfg.kubernetes.head_cpus), "memory": f"{role.memory_gib}Gi"}}
+        cpus = cfg.kubernetes.command_cpus if plan.words else cfg.kubernetes.head_cpus
+        return {"requests": {"cpu": str(cpus), "memory": f"{role.memory_gib}Gi"}}
     chips = {"google.com/tpu": role.slices.host_chips}
     return {"requests": chips, "limits": dict(chips)}
 

@@ -8,12 +8,12 @@ from importlib.metadata import version
 from typing import Any
 
 from mesh import UserError
-from tools.launch.capacity import SPOT_GRACE
 from tools.launch.kubernetes.jobset import environment, machine, run_labels
 from tools.launch.launch import STOCK_IMAGE, Launch
+from tools.launch.machines.capacity import SPOT_GRACE
+from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan, Role
 from tools.launch.script import CODE, axl_command, bundle_path, words
-from tools.launch.storage import MOUNT
 
 
 def rayjob(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
@@ -23,7 +23,8 @@ def rayjob(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
         UserError: a supervised run, which has no use for Ray, or an image without Ray.
     """
     if plan.command != "rl":
-        raise UserError(f"--on ray: {cfg.experiment} is no RL experiment, and needs no Ray; use --on gke")
+        what = f"`axl {plan.command}`" if plan.words else f"{cfg.experiment} is no RL experiment, and"
+        raise UserError(f"--on ray: {what} needs no Ray; use --on gke")
     cfg.require("image", cfg.image != STOCK_IMAGE, "an image with ray and jax[tpu], for KubeRay installs nothing")
     queue = {} if cfg.kubernetes.queue is None else {"kueue.x-k8s.io/queue-name": cfg.kubernetes.queue}
     head, *others = plan.roles

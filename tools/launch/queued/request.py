@@ -7,27 +7,28 @@ from typing import Any
 
 from mesh import UserError
 from tools.launch.launch import Launch
+from tools.launch.machines.storage import FUSE_OPTIONS, MOUNT
 from tools.launch.plan import LaunchPlan, Role
 from tools.launch.script import MEETING_PORT, axl_command, bootstrap, bundle_path, run_dir, words
-from tools.launch.storage import FUSE_OPTIONS, MOUNT
 
 _TYPES = {"v4": "V4", "v5e": "V5LITE_POD", "v5p": "V5P", "v6e": "V6E"}
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
 
 
-def trainer_of(cfg: Launch.Config, plan: LaunchPlan) -> Role:
-    """Return the role that a queued resource runs.
+def only_role(cfg: Launch.Config, plan: LaunchPlan) -> Role:
+    """Return the role that a queued resource runs, trainer or command.
 
     Raises:
         UserError: it cannot run on queued resources.
     """
-    if plan.command != "train":
+    if plan.command == "rl":
         raise UserError(
             f"--on queued-resource: {cfg.experiment} is an RL experiment, whose head and workers come and go apart; "
             "use --on gke"
         )
     (role,) = plan.roles
+    cfg.require("tpu", role.slices is not None, "--tpu KIND:SHAPE with --on queued-resource")
     assert role.slices is not None
     kind = role.slices.topology.generation.name
     if kind not in _TYPES:
@@ -50,7 +51,7 @@ def queued_resource(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[s
     Raises:
         UserError: the API has no word for what the run asks for.
     """
-    role, api = trainer_of(cfg, plan), cfg.tpu_api
+    role, api = only_role(cfg, plan), cfg.tpu_api
     assert role.slices is not None
     slices = role.slices.topology.slices
     labels = {"axl-run": plan.name, **({"axl-bundle": digest} if digest else {})}
@@ -75,11 +76,12 @@ def queued_resource(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[s
 
 def startup_script(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> str:
     """Return the script that every machine runs when it starts, again after maintenance: storage, rank, container."""
-    role, place = trainer_of(cfg, plan), cfg.place()
+    role, place = only_role(cfg, plan), cfg.place()
     assert role.slices is not None
-    directory = run_dir(cfg, plan)
-    arguments = ["train", "--name", f"{plan.name}-trainer", "--run-dir", str(directory)]
+    arguments = ["command" if plan.words else "train", "--name", f"{plan.name}-{role.name}"]
+    arguments += ["--run-dir", str(run_dir(cfg, plan))]
     arguments += ["--hosts", str(role.pods), "--slices", str(role.jobs), "--chips", str(role.slices.host_chips)]
+    arguments += ["--folder", str(place.path)] if plan.words else []
     variables = {
         "PYTHONUNBUFFERED": "1",
         "AXL_COMPILATION_CACHE": str(place.path / "compilation-cache"),

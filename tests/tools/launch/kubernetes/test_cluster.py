@@ -12,7 +12,6 @@ import pytest
 from mesh import UserError
 from tests.tools.launch.kubernetes.fake import JOBSETS, FakeCluster
 from tools.launch.bundle import Bundle
-from tools.launch.capacity import Capacity
 from tools.launch.control.handle import LaunchedRun
 from tools.launch.control.status import verdict
 from tools.launch.control.submit import submit
@@ -20,6 +19,7 @@ from tools.launch.kubernetes.client import Client
 from tools.launch.kubernetes.cluster import KubernetesCluster
 from tools.launch.kubernetes.kubeconfig import find_access
 from tools.launch.launch import Kubernetes, Launch
+from tools.launch.machines.capacity import Capacity
 from tools.launch.plan import LaunchPlan, Role
 
 CORE = "/api/v1/namespaces/lab"

@@ -216,6 +216,37 @@ def test_the_commands_show_a_run_and_end_it(cluster: LocalCluster, tmp_path: Pat
     assert "there is nothing of a run 'run'" in capsys.readouterr().err
 
 
+def test_any_command_is_carried_out_with_paths_of_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The rendered JobSet runs, from the unpacked code, in the storage; a mistake in it fails the run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    rows = [json.dumps({"prompt": f"question {number}"}) for number in range(20)]
+    (tmp_path / "runs" / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    split = ["--", "data", "split", "rows.jsonl", "--every", "2", "--train", "train.jsonl", "--test", "test.jsonl"]
+    assert cli.main(["launch", "--on", "local", "--wait", *split]) == 0
+    shown = capsys.readouterr().out
+    assert "axl data split rows.jsonl" in shown and shown.splitlines()[-1] == "completed"
+    parts = [(tmp_path / "runs" / name).read_text().splitlines() for name in ("train.jsonl", "test.jsonl")]
+    assert sorted(parts[0] + parts[1]) == sorted(rows)
+    log = tmp_path / "runs" / "data-split" / "launch" / "logs" / "data-split-command-0.exit.json"
+    assert json.loads(log.read_text())["status"] == 0
+    split[3] = "none.jsonl"
+    assert cli.main(["launch", "--on", "local", "--wait", *split]) == 1
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert shown.startswith("data-split-command: failed") and "status 2" in shown and "none.jsonl" in shown
+
+
+@pytest.mark.full
+def test_an_evaluation_is_carried_out(tmp_path: Path):
+    words = ("eval", "demo", "--random-weights", "--problems", "2", "--samples", "2")
+    run = launch(Launch.Config(command=words, on="local", tpu="v6e:1x1", storage=f"dir:{tmp_path}"))
+    assert [one.state for one in run.wait(300)] == ["completed"], run.logs()
+    result = json.loads((tmp_path / "runs" / "eval" / "demo" / "result.json").read_text())
+    assert result["samples"] == 2
+
+
 def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The head's port, which is chosen at submission, must be that of workers which are added later."""
     seen: list[Any] = []

@@ -1,0 +1,1 @@
+"""Machines that are asked for: TPU slices as platforms name them, terms of capacity, storage that all see."""
