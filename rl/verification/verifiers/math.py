@@ -14,6 +14,7 @@ from typing import Any, override
 
 from mesh.errors import UserError
 from rl.roles.messages import Problem
+from rl.verification.verifiers.exact_math import same_value
 from rl.verification.verifiers.rows import RowScorer
 
 __all__ = ["MathVerifier", "plain_number"]
@@ -68,6 +69,8 @@ class MathVerifier(RowScorer):
             return float(first == second or self._close(given, wanted, first, second))
         if given == wanted:
             return 1.0
+        if (same := same_value(given[-_LONGEST:], wanted, names=self._cfg.strict)) is not None:
+            return float(same)
         expected = self._reference(wanted)
         if not expected:
             raise ValueError(f"the reference {wanted[:80]!r} is no mathematics")

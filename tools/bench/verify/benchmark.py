@@ -1,9 +1,14 @@
 """Verifiers: checks of mathematics and tests of code a second, attacks survived, and the seconds to reap a hang.
 
 All of it through `Verifier` with one process a core, as in a run; the processes are warm (started, with some checks
-done), which is all that answers share: each test of code has two boxes of its own.
+done). Answers to one reference share what was read of it, and answers of the same text what was read of them; in
+`distinct_math` no two texts are equal. Each test of code has two boxes of its own.
+
+On a machine that does other work too, a rate says little of the verifier: `..._per_cpu_second` counts what all of its
+processes have used, so that twice as many are what two idle cores give.
 """
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -20,6 +25,7 @@ from rl.verification.service import Verifier
 from rl.verification.verifiers.code import CodeVerifier
 from rl.verification.verifiers.math import MathVerifier
 from rl.verification.verifiers.self_test import CASES, VERIFIERS, Case, Rows, self_test
+from tools.bench.verify.distinct import distinct
 
 __all__ = ["measure"]
 
@@ -35,13 +41,17 @@ def measure(checks: int = 4000, tests: int = 600, processes: int = 2) -> dict[st
         tests: answers of code.
         processes: of the verifier.
     """
-    math, plain, code = CASES["math"], _numbers(), CASES["code"][:1]
+    rates = {
+        "math": _rate(CASES["math"], MathVerifier.Config, checks, processes),
+        "distinct_math": _rate(distinct(checks), MathVerifier.Config, checks, processes),
+        "math_of_numbers": _rate(_numbers(), MathVerifier.Config, checks, processes),
+        "python_tests": _rate(CASES["code"][:1], CodeVerifier.Config, tests, processes),
+    }
     attacks = _attack()
     mistakes = {name: len(self_test(VERIFIERS[name], CASES[name]).mistakes) for name in sorted(VERIFIERS)}
     return {
-        "math_per_second": _rate(math, MathVerifier.Config, checks, processes),
-        "math_of_numbers_per_second": _rate(plain, MathVerifier.Config, checks, processes),
-        "python_tests_per_second": _rate(code, CodeVerifier.Config, tests, processes),
+        **{f"{name}_per_second": rate for name, (rate, _) in rates.items()},
+        **{f"{name}_per_cpu_second": rate for name, (_, rate) in rates.items()},
         "processes": processes,
         "load": os.getloadavg()[0],
         **attacks,
@@ -53,8 +63,11 @@ def _numbers() -> Sequence[Case]:
     return [Case({"answer": str(n)}, [f"{n}"], [f"{n + 1}"]) for n in range(0, 10_000, 13)]
 
 
-def _rate(cases: Sequence[Case], config: Any, count: int, processes: int) -> float:
-    """Score right and wrong answers in turn; return answers a second. None may fail, or be scored wrongly."""
+def _rate(cases: Sequence[Case], config: Any, count: int, processes: int) -> tuple[float, float]:
+    """Score right and wrong answers in turn; return answers a second, and a second of CPU time.
+
+    None may fail, or be scored wrongly.
+    """
     rows = Rows.Config(rows=tuple(case.row for case in cases))
     every = [(n, one, 1.0) for n, case in enumerate(cases) for one in case.right]
     every += [(n, one, 0.0) for n, case in enumerate(cases) for one in case.wrong]
@@ -63,13 +76,28 @@ def _rate(cases: Sequence[Case], config: Any, count: int, processes: int) -> flo
     with Verifier.Config(scorer=scorer, processes=processes).build() as verifier:
         warm = listed[: 20 * processes]
         verifier.score([n for n, _, _ in warm], [one for _, one, _ in warm])
-        began = time.perf_counter()
+        began, used = time.perf_counter(), cpu_seconds()
         scores = verifier.score([n for n, _, _ in listed], [one for _, one, _ in listed])
-        seconds = time.perf_counter() - began
+        seconds, used = time.perf_counter() - began, cpu_seconds() - used
     for score, (row, answer, expected) in zip(scores, listed, strict=True):
         if score.status != "ok" or score.reward != expected:
             raise UserError(f"row {row}, answer {answer!r}: {score}, expected {expected}")
-    return round(count / seconds, 1)
+    return round(count / seconds, 1), round(count / max(used, 0.01), 1)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and all below it, with those that have ended and were waited for."""
+    parents, used = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)] = int(fields[1])
+                used[int(entry.name)] = sum(map(int, fields[11:15]))
+    found = [os.getpid()]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return sum(used[pid] for pid in found) / os.sysconf("SC_CLK_TCK")
 
 
 def _attack() -> dict[str, Any]:
