@@ -2,7 +2,8 @@
 
 `script` runs a program on its standard input. `serve` defines functions and calls them for the other end of a link.
 `judge` runs tests that call such functions over a link: the tests and what they expect are in another box than the code
-that they judge, which can therefore neither read them nor change them nor answer in their stead.
+that they judge, which can therefore neither read them nor change them nor answer in their stead. `session` is of
+`interpreter`.
 """
 
 import ast
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rl.verification.sandbox import interpreter
 from rl.verification.sandbox.values import decode, encode, receive, send
 
 __all__ = ["run"]
@@ -23,6 +25,8 @@ _ERROR = 300  # characters of an error
 def run(mode: str, descriptors: list[int]) -> int:
     """Run the program of a box; returns its exit status."""
     channel = socket.socket(fileno=descriptors[0])
+    if mode == "session":
+        return interpreter.run(channel)
     job = receive(channel)
     if job is None:
         return 1

@@ -1,54 +1,19 @@
 """The sandbox: programs and tests in boxes that are killed whole at their deadline."""
 
 import contextlib
-import json
 import os
 import queue
-import selectors
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, override
+from typing import Any, override
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.run.closing import Closing
-from mesh.errors import UserError
-from rl.verification.sandbox.values import receive, send
+from rl.verification.sandbox.session import Session, SessionHost
+from rl.verification.sandbox.warm_process import Limits, Outcome, SandboxError, WarmProcess
 
-__all__ = ["Outcome", "Sandbox", "SandboxError"]
-
-Ended = Literal["done", "timeout", "crash", "output"]
-
-_BEFORE = ""  # run first by a warm process; tests make the machine refuse by it
-_PROJECT = str(Path(__file__).resolve().parents[3])
-_PRELOAD = (
-    *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json"),
-    *("math", "operator", "random", "re", "statistics", "string", "typing"),
-)
-_START_S = 60.0  # until a process is warm
-_REAP_S = 0.4  # after a kill; then the whole warm process goes
-_FIRST_USER = 1_879_048_192  # of the ids that boxes of root run under; none of them has a name
-
-
-class SandboxError(UserError):
-    """Failure of the sandbox itself: the machine offers no isolation, or the process that holds the boxes has died."""
-
-
-class Outcome:
-    """The end of a program: how, its standard output, what was said about it, and the seconds that it took."""
-
-    def __init__(self, ended: Ended, *, passed: bool = False, output: str = "", error: str = "", seconds: float = 0.0):
-        self.ended, self.passed, self.output, self.error, self.seconds = ended, passed, output, error, seconds
-
-    @override
-    def __repr__(self) -> str:
-        return f"Outcome({self.ended}, passed={self.passed}, error={self.error!r}, {self.seconds:.3f} s)"
+__all__ = ["Outcome", "Sandbox", "SandboxError", "Session"]
 
 
 class Sandbox(Closing, Configurable):
@@ -80,13 +45,18 @@ class Sandbox(Closing, Configurable):
             self.require_least(1, "processes", "memory_mb", "disk_mb", "tasks", "output_kb")
             self.require("deadline_s", self.deadline_s > 0, "seconds, more than 0")
 
+        def limits(self) -> Limits:
+            """Return the limits of a box."""
+            return Limits(*(getattr(self, name) for name in Limits._fields))
+
     def __init__(self, cfg: Config):
         self.cfg = cfg
-        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[WarmProcess | None] = queue.LifoQueue()
         for _ in range(cfg.processes):
             self._idle.put(None)  # started when it is needed
         self._closed = False
         self._isolation = ""
+        self._sessions = SessionHost(cfg.limits(), cfg.processes)
 
     @property
     def isolation(self) -> str:
@@ -146,6 +116,10 @@ class Sandbox(Closing, Configurable):
             process.give(answer, {"source": source})
             return process.watch(judge, job, deadline_s or self.cfg.deadline_s)
 
+    def session(self) -> Session:
+        """Return an interpreter whose names live on from input to input; `close` it. It starts with its first input."""
+        return Session(self._sessions)
+
     @contextlib.contextmanager
     def _process(self) -> Any:
         process = self._idle.get()
@@ -153,7 +127,7 @@ class Sandbox(Closing, Configurable):
             if self._closed:
                 raise SandboxError("the sandbox is closed")
             if process is None:
-                process = _Process(self.cfg)
+                process = WarmProcess(self.cfg.limits())
                 self._isolation = process.isolation
             yield process
             process.clear()
@@ -170,198 +144,11 @@ class Sandbox(Closing, Configurable):
 
     @override
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, those of sessions too."""
         self._closed = True
+        self._sessions.close()
         for _ in range(self.cfg.processes):
             if (process := self._idle.get()) is not None:
                 process.end()
         for _ in range(self.cfg.processes):
             self._idle.put(None)
-
-
-class _Box:
-    def __init__(self, number: int, channel: socket.socket):
-        self.number, self.channel = number, channel
-
-
-class _Process:
-    """A warm process, and the boxes forked from it for one program at a time."""
-
-    def __init__(self, cfg: Sandbox.Config):
-        self._cfg, self._number, self._boxes = cfg, 0, {}
-        self._ended: dict[int, int] = {}
-        self.broken = False
-        self._scratch = tempfile.mkdtemp(prefix="box-")
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        settings = {
-            "scratch": self._scratch,
-            "hidden": [_PROJECT, os.getcwd(), *_user_folders()],
-            "preload": _PRELOAD,
-            "user": _FIRST_USER + os.getpid() * 16 % (1 << 27) + int.from_bytes(os.urandom(1)) % 16,
-            "memory_mb": cfg.memory_mb,
-            "disk_mb": cfg.disk_mb,
-            "tasks": cfg.tasks,
-            "cpu_s": int(cfg.deadline_s) + 1,
-            "allow_unisolated": cfg.allow_unisolated,
-        }
-        code = (
-            f"{_BEFORE}import sys; sys.path.insert(0, {_PROJECT!r}); sys.dont_write_bytecode = True\n"
-            "from rl.verification.sandbox.zygote import main; main(sys.argv[1:])"
-        )
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", code, str(theirs.fileno()), json.dumps(settings)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-        try:
-            hello = self._hear(time.monotonic() + _START_S)
-            if hello is None or "ready" not in hello:
-                why = "the process has ended" if hello is None else hello.get("refused", "it does not answer")
-                raise SandboxError(
-                    f"code cannot be isolated on this machine: {why}; expected Linux with user namespaces, or root. "
-                    "Sandbox.Config.allow_unisolated=True runs it all the same, with the rights of this user"
-                )
-        except BaseException:
-            self.end()
-            raise
-        self.isolation = str(hello["ready"])
-        if self.isolation != "none":  # the folder was only where a root was put together
-            shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def start(self, mode: str, descriptors: Sequence[int]) -> _Box:
-        """Fork a box that waits for its job."""
-        ours, theirs = socket.socketpair()
-        self._number += 1
-        box = self._boxes[self._number] = _Box(self._number, ours)
-        message = json.dumps({"box": self._number, "mode": mode}).encode()
-        with theirs:
-            self._send(message, [theirs.fileno(), *descriptors])
-        return box
-
-    def give(self, box: _Box, job: dict[str, Any]) -> None:
-        """Send a box its job; one that has died already says so by its end."""
-        box.channel.settimeout(self._cfg.deadline_s)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
-            send(box.channel, job)
-
-    def watch(self, box: _Box, job: dict[str, Any], seconds: float, output: Any = None) -> Outcome:
-        """Give a box its job, wait for its end or its deadline, and say how it went."""
-        began = time.monotonic()
-        self.give(box, job)
-        printed, late = self._wait(box, began + seconds, output)
-        passed = time.monotonic() - began
-        if late:
-            return Outcome("timeout", output=printed or "", error=f"not done after {seconds:g} s", seconds=passed)
-        if printed is None:
-            return Outcome("output", error=f"more than {self._cfg.output_kb} KiB of output", seconds=passed)
-        code = self._ended.get(box.number)
-        verdict = self._verdict(box)
-        if output is None:
-            done = "passed" in verdict
-            error = str(verdict.get("error", "the process has ended"))[:500]
-            return Outcome(
-                "done" if done else "crash", passed=verdict.get("passed") is True, error=error, seconds=passed
-            )
-        error = str(verdict.get("error", "") if code else "")[:500] or (f"exit status {code}" if code else "")
-        return Outcome("done", passed=code == 0, output=printed, error=error, seconds=passed)
-
-    def clear(self) -> None:
-        """Kill what is left of a program, and wait until it is gone."""
-        for number in [*self._boxes]:
-            if number not in self._ended:
-                self._send(json.dumps({"kill": number}).encode())
-        deadline = time.monotonic() + _REAP_S
-        while self._boxes.keys() - self._ended.keys():
-            if (message := self._hear(deadline)) is None:
-                self.broken = True
-                break
-            self._note(message)
-        for box in self._boxes.values():
-            box.channel.close()
-        self._boxes.clear()
-        self._ended.clear()
-
-    def end(self) -> None:
-        """Kill the process and with it all boxes."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._control.close()
-        for box in self._boxes.values():
-            box.channel.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def _wait(self, box: _Box, deadline: float, output: Any) -> tuple[str | None, bool]:
-        """Return what was printed, None if that is too much, and whether the deadline passed before the end."""
-        printed = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            if output is not None:
-                selector.register(output, selectors.EVENT_READ)
-            while True:
-                left = deadline - time.monotonic()
-                ready = selector.select(left) if left > 0 else []
-                if not ready:
-                    return printed.decode("utf-8", "replace"), True
-                for key, _ in ready:
-                    if key.fileobj is self._control:
-                        if (message := self._hear(deadline)) is None:
-                            raise SandboxError("the process that holds the boxes has ended")
-                        self._note(message)
-                    elif piece := os.read(key.fd, 1 << 16):
-                        printed += piece
-                        if len(printed) > self._cfg.output_kb << 10:
-                            return None, False
-                    else:
-                        selector.unregister(key.fileobj)
-                        output = None
-                if box.number in self._ended:
-                    while output is not None and (piece := _read_now(output.fileno())):
-                        printed += piece
-                    return printed.decode("utf-8", "replace"), False
-
-    def _verdict(self, box: _Box) -> dict[str, Any]:
-        box.channel.settimeout(0.2)
-        try:
-            message = receive(box.channel)
-        except (ValueError, TimeoutError):
-            message = None
-        return message if isinstance(message, dict) else {}
-
-    def _send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
-        try:
-            socket.send_fds(self._control, [message], descriptors)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise SandboxError("the process that holds the boxes has ended") from error
-
-    def _hear(self, deadline: float) -> dict[str, Any] | None:
-        self._control.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            data = self._control.recv(1 << 16)
-        except (TimeoutError, ConnectionResetError):
-            return None
-        return json.loads(data) if data else None
-
-    def _note(self, message: dict[str, Any]) -> None:
-        if message.get("ended") in self._boxes:
-            self._ended[message["ended"]] = int(message["code"])
-
-
-def _read_now(descriptor: int) -> bytes:
-    """Read what is in a pipe, without waiting for more."""
-    os.set_blocking(descriptor, False)
-    try:
-        return os.read(descriptor, 1 << 16)
-    except BlockingIOError:
-        return b""
-
-
-def _user_folders() -> list[str]:
-    """Return the folders of the import path that hold a user's code, not packages: a box does not see them."""
-    packages = (sys.prefix, sys.base_prefix)
-    return [path for path in sys.path if path and not path.startswith(packages)]

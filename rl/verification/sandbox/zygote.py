@@ -21,6 +21,7 @@ from rl.verification.sandbox import box, isolation
 
 __all__ = ["main"]
 
+_SESSIONS = 4096  # users of boxes that live on
 _EXTRA = 4  # processes that count against a user's limit in a user namespace: this one, and a box of the other side
 
 
@@ -120,25 +121,29 @@ class _Zygote:
                 low = descriptor + 1
             os.closerange(low, 1 << 12)
             os.setsid()
-            self._confine()
+            self._confine(message)
             status = box.run(message["mode"], descriptors)
         except BaseException:  # what a program is told of its own end is not said here
             status = 1
         finally:
             os._exit(status & 0xFF)
 
-    def _confine(self) -> None:
-        settings = self._settings
+    def _confine(self, message: dict[str, Any]) -> None:
+        settings, sessions = self._settings, 0
+        user = self._user
+        if message["mode"] == "session":  # one of many: apart by their users, or else by counting all of them
+            user = None if user is None else user + 1 + message["box"] % _SESSIONS
+            sessions = 0 if user is not None else 3 * len(self._boxes)
         if self._pids is not None:
             isolation.private_tmp(settings["scratch"], settings["disk_mb"])
-            isolation.drop_privileges(self._user)
+            isolation.drop_privileges(user)
         else:
             os.chdir(settings["scratch"])
         isolation.limit(
             memory_mb=settings["memory_mb"],
             cpu_s=settings["cpu_s"],
             file_mb=settings["disk_mb"],
-            processes=settings["tasks"] + _EXTRA,
+            processes=settings["tasks"] + _EXTRA + sessions,
         )
         if self._calls is not None:
             self._calls.load()

@@ -1,4 +1,4 @@
-"""Python as a tool: an interpreter whose names live on, in a box that holds nothing between two calls."""
+"""Python as a tool: an interpreter that lives from the first call of an episode to its end."""
 
 from collections.abc import Iterator
 
@@ -38,6 +38,10 @@ def test_what_goes_wrong_is_an_error_and_forgotten(tool: Tool):
     assert session.call("def f(:").endswith("SyntaxError: invalid syntax")
     assert session.call("raise SystemExit(3)") == "SystemExit: 3"
     assert "Error" in session.call("open('/etc/passwd').read()")
-    with pytest.raises(RuntimeError, match="interpreter has ended|exit status"):
+    with pytest.raises(RuntimeError, match="the input has ended the process that ran it"):
         session.call("import os; os._exit(4)")
     assert session.call("x") == "1"
+    with pytest.raises(RuntimeError, match="interpreter was lost, and all names with it; it begins again"):
+        session.call("import os, time\nif os.fork() == 0:\n    os.kill(-1, 9)\n    os._exit(0)\ntime.sleep(9)")
+    assert session.call("x") == "NameError: name 'x' is not defined"
+    session.close()

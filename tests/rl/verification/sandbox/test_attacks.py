@@ -131,7 +131,7 @@ def test_what_is_no_data_is_refused(value: object):
 def test_a_machine_without_isolation_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch):
     code = "raise OSError(1, 'not here')"
     monkeypatch.setattr(
-        "rl.verification.sandbox.sandbox._BEFORE", f"import os\ndef unshare(flags): {code}\nos.unshare = unshare\n"
+        "rl.verification.sandbox.warm_process._BEFORE", f"import os\ndef unshare(flags): {code}\nos.unshare = unshare\n"
     )
     with Sandbox.Config().build() as sandbox, pytest.raises(SandboxError, match="cannot be isolated.*allow_unisolated"):
         sandbox.run_script("print(1)", "")

@@ -1,0 +1,161 @@
+"""The program of a session's box: a Python interpreter whose names live on from input to input.
+
+Three processes: the *keeper*, the first of the box, talks to the caller; the *holder* has the names; a *runner* is
+forked from it for each input, and forks the next holder when the input is done. So an input that is killed, or dies,
+leaves the names as they were, and nothing runs between two inputs: threads do not live on in a fork, and the keeper
+kills all processes but the holder. Code that nobody trusts runs in runners; what it may do to the link between holder
+and keeper loses its own session and no more.
+
+Without isolation the keeper cannot tell its processes from others, so there an input that is late ends the session.
+"""
+
+import ast
+import builtins
+import contextlib
+import io
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from rl.verification.sandbox.values import MAX_FRAME, receive, send
+
+__all__ = ["run"]
+
+_ROUNDS = 50  # of killing, until nothing is left
+_AHEAD = 4096  # ids beyond the last one that was seen, where no process can be started to see the next
+
+
+def run(channel: socket.socket) -> int:
+    """Keep an interpreter until the caller hangs up, or the interpreter is lost."""
+    link, theirs = socket.socketpair()
+    holder = os.fork()
+    if holder == 0:
+        channel.close()
+        link.close()
+        _hold(theirs)
+    theirs.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what becomes an orphan leaves no zombie
+    keeper = _Keeper(channel, link, holder)
+    with contextlib.suppress(ValueError, OSError):
+        while keeper.step():
+            pass
+    return 0
+
+
+class _Keeper:
+    def __init__(self, channel: socket.socket, link: socket.socket, holder: int):
+        self._channel, self._link, self._holder = channel, link, holder
+        self._last = holder  # highest id seen
+        self._number = 0  # inputs so far
+
+    def step(self) -> bool:
+        """Have one input run; returns False if there are no more."""
+        if (job := receive(self._channel)) is None:
+            return False
+        if "code" not in job:
+            return True  # the end of an input that has ended by itself
+        self._number += 1
+        send(self._link, {**job, "number": self._number})
+        while True:
+            ready, _, _ = select.select([self._channel, self._link], [], [])
+            if self._link in ready:
+                if not isinstance(reply := receive(self._link), dict):
+                    return False
+                if reply.get("number") == self._number:
+                    break
+                continue
+            if receive(self._channel) is None or not self._kill():
+                return False
+        self._holder = reply["holder"] if isinstance(reply.get("holder"), int) else self._holder
+        self._kill()
+        send(self._channel, {name: reply[name] for name in ("output", "ended") if name in reply})
+        return True
+
+    def _kill(self) -> bool:
+        """Kill all processes of the box but this one and the holder; returns False if they cannot be told apart."""
+        if os.getpid() != 1:
+            return False
+        for _ in range(_ROUNDS):
+            killed = 0
+            for pid in range(2, self._highest() + 1):
+                if pid != self._holder:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                        killed += 1
+            if not killed:
+                break
+        return True
+
+    def _highest(self) -> int:
+        """Return an id that no process exceeds."""
+        try:
+            if (pid := os.fork()) == 0:
+                os._exit(0)
+        except OSError:
+            return self._last + _AHEAD
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        self._last = max(self._last, pid)
+        return self._last
+
+
+def _hold(link: socket.socket) -> None:
+    """Hold the names: never returns."""
+    random.seed(0)
+    sys.stdin = open(os.devnull)
+    space: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
+    while (job := receive(link)) is not None:
+        ours, theirs = os.pipe()
+        drawn = random.getstate()  # a fork draws a new one
+        if (runner := os.fork()) == 0:
+            os.close(ours)
+            random.setstate(drawn)
+            own = os.getpid()
+            reply = {"output": _output(job["code"], space)[: job["limit"]], "number": job["number"]}
+            if os.getpid() != own:
+                os._exit(0)  # a fork that the input has made, and which has come this far
+            drawn = random.getstate()
+            if (holder := os.fork()) == 0:
+                os.close(theirs)
+                random.setstate(drawn)
+                continue
+            with contextlib.suppress(ValueError, OSError):
+                send(link, {**reply, "holder": holder})
+                os.write(theirs, b"1")
+            os._exit(0)
+        os.close(theirs)
+        os.waitpid(runner, 0)
+        os.set_blocking(ours, False)
+        with contextlib.suppress(BlockingIOError):
+            if os.read(ours, 1):
+                os._exit(0)  # another holds what there is now
+        os.close(ours)
+        send(link, {"ended": True, "number": job["number"]})
+    os._exit(0)
+
+
+def _output(source: str, space: dict[str, Any]) -> str:
+    """Return what an input prints, the value of its last expression, and the error that it raises."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            _execute(source, space)
+        except BaseException as error:
+            with contextlib.suppress(BaseException):  # an exception of the input's own that cannot be shown
+                print("".join(traceback.format_exception_only(error)).strip())
+    return printed.getvalue()[: MAX_FRAME // 8]
+
+
+def _execute(source: str, space: dict[str, Any]) -> None:
+    tree = ast.parse(source, "<input>")
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<input>", "exec"), space)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), "<input>", "eval"), space)
+        if value is not None:
+            print(repr(value))
