@@ -25,6 +25,7 @@ class Architecture:
         vocabulary: tensors with a row for each token.
         base_prefix: of the tensors' names, which older files lack, as they were saved without the head: GPT-2's on the
             Hub. "": no file does.
+        packed: axes of a row's tensor -> those that it has where it is held as 4-bit numbers (MXFP4).
         ignored: patterns (`fnmatch`) of names of tensors that hold nothing, such as tables of rotations.
     """
 
@@ -36,6 +37,7 @@ class Architecture:
     copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     vocabulary: tuple[str, ...] = ("model.embed_tokens.weight", "lm_head.weight")
     base_prefix: str = ""
+    packed: Mapping[str, str] = field(default_factory=dict[str, str])
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
 
     def full_name(self, name: str) -> str:

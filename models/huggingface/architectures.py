@@ -16,6 +16,7 @@ from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson, ConfigJsonError
 from models.huggingface.families import deepseek, dense, gemma, gpt2, gpt_oss, mixtures
 from models.huggingface.families.heads import classifiers
+from models.huggingface.packing import read_packing
 from models.huggingface.rows import ConversionError
 
 # Fields, and configs, that change neither a model's parameters nor the function that it computes.
@@ -58,7 +59,7 @@ def read_decoder(json: ConfigJson) -> tuple[Architecture, Decoder.Config]:
         ConfigJsonError: names the field that is wrong, or that no layer here can compute.
     """
     architecture = find_architecture(json)
-    json.only("quantization_config")
+    read_packing(json)
     json.only("model_type", architecture.model_type)
     cfg = architecture.read(json)
     # float16 has no place in training on accelerators; bfloat16 has its speed and the range of float32.

@@ -3,7 +3,7 @@
 For whole checkpoints on disk see `models.huggingface.checkpoints`, which never holds them all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -22,14 +22,26 @@ def abstract_params(cfg: Decoder.Config) -> Params:
     return jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(jax.random.key(0))))[1])
 
 
-def expected_tensors(cfg: Decoder.Config, architecture: Architecture | None = None) -> dict[str, Tensor]:
+def expected_tensors(
+    cfg: Decoder.Config, architecture: Architecture | None = None, packed: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint of this model has: name -> shape and pieces.
+
+    Args:
+        cfg: the decoder.
+        architecture: None: the one that has such models.
+        packed: names of tensors that are held as fewer bits, where some families have other axes.
 
     Raises:
         ConversionError: the model has a parameter that has no counterpart there.
     """
     architecture = architecture or architecture_for(cfg)
-    return tensors_of(abstract_params(cfg), architecture.sections(cfg), architecture.name)
+    sections, abstract = architecture.sections(cfg), abstract_params(cfg)
+    found = tensors_of(abstract, sections, architecture.name)
+    if not packed or not architecture.packed:
+        return found
+    turned = tensors_of(abstract, [section.turned(architecture.packed) for section in sections], architecture.name)
+    return {name: turned[name] if name in packed else tensor for name, tensor in found.items()}
 
 
 def from_huggingface(

@@ -52,6 +52,11 @@ class Section(NamedTuple):
     rows: Mapping[str, Row]
     layers: tuple[int, ...] | None = None
 
+    def turned(self, axes: Mapping[str, str]) -> "Section":
+        """Return the section with the axes of some rows in another order, by the axes that they have."""
+        rows = {path: row._replace(axes=axes.get(row.axes, row.axes)) for path, row in self.rows.items()}
+        return self._replace(rows=rows)
+
 
 class Piece(NamedTuple):
     """Part of one tensor that is a parameter here, or one entry of a stack of them.
@@ -71,6 +76,24 @@ class Piece(NamedTuple):
     run: tuple[int, int, int] | None
     apart: tuple[int, ...]
     order: tuple[int, ...]
+
+    def spanned(self, length: int, first: int, last: int) -> tuple[int, int]:
+        """Return the rows of a tensor of so many that hold these indices of the first stored axis."""
+        unit = length // self.split[0]
+        if self.run is None or self.run[0]:
+            return first * unit, last * unit
+        start, stop = self.run[1:]
+        each = (stop - start) // self.apart[0]
+        return (start + first * each) * unit, (start + last * each) * unit
+
+    def of_rows(self, rows: np.ndarray, first: int, last: int) -> np.ndarray:
+        """Return these indices of the first stored axis, from the rows that `spanned` says, as `stored` has them."""
+        if self.run is None or self.run[0]:
+            rows = rows.reshape(last - first, *self.split[1:])
+            if self.run is not None:
+                axis, start, stop = self.run
+                rows = rows[(slice(None),) * axis + (slice(start, stop),)]
+        return rows.reshape(last - first, *self.apart[1:])
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """Return the piece as it is here: a view of the tensor, whose entries are read, or set, through it."""

@@ -11,9 +11,11 @@ from axlearn_like.layers.decoder import Decoder
 from mesh.errors import UserError
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import read_decoder
+from models.huggingface.checkpoints.packed import Mxfp4Matrices, Source, unpacked
 from models.huggingface.checkpoints.safetensors import Stored, read_header
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import check_tensors, expected_tensors
+from models.huggingface.packing import read_packing
 from models.huggingface.rows import ConversionError, Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -39,7 +41,7 @@ class HuggingFaceDirectory:
     path: Path
     architecture: Architecture
     decoder: Decoder.Config
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, Source]
     expected: Mapping[str, Tensor]
     notes: tuple[str, ...]
 
@@ -62,8 +64,11 @@ class HuggingFaceDirectory:
         json = ConfigJson.load(folder / FILE)
         architecture, decoder = read_decoder(json)
         files = _files(folder) if path.is_dir() else {path: None}
-        tensors = {architecture.full_name(name): stored for name, stored in _tensors(files).items()}
-        expected = expected_tensors(decoder, architecture)
+        stored = {architecture.full_name(name): stored for name, stored in _tensors(files).items()}
+        packing = read_packing(json)
+        tensors: Mapping[str, Source] = stored if packing is None else unpacked(stored, packing)
+        held = {name for name, tensor in tensors.items() if isinstance(tensor, Mxfp4Matrices)}
+        expected = expected_tensors(decoder, architecture, packed=held)
         _check(folder, tensors, expected, architecture)
         unread = json.unread()
         notes = [f"{json.file}: unknown fields, ignored: {', '.join(unread)}"] if unread else []
@@ -73,10 +78,13 @@ class HuggingFaceDirectory:
         """Refuse a copy of a tied tensor that is not equal to it (ConversionError); both are read."""
         for copy, original in self.architecture.copies.items():
             if copy in self.tensors and copy not in self.expected:
-                first, second = self.tensors[copy].map(), self.tensors[original].map()
-                step = max(1, (16 << 20) // max(1, first[0].nbytes))
-                parts = range(0, len(first), step)
-                if not all(np.array_equal(first[i : i + step], second[i : i + step]) for i in parts):
+                first, second = self.tensors[copy], self.tensors[original]
+                count = first.shape[0]
+                step = max(1, (16 << 20) * count // max(1, first.nbytes))
+                parts = [(row, min(row + step, count)) for row in range(0, count, step)]
+                if first.shape != second.shape or not all(
+                    np.array_equal(first.rows(*part), second.rows(*part)) for part in parts
+                ):
                     raise ConversionError(
                         f"{self.tensors[copy].path}: {copy} differs from {original}, of which it should be a copy: "
                         f"{FILE} says tie_word_embeddings"
@@ -175,7 +183,7 @@ def _tensors(files: Mapping[Path, dict[str, str] | None]) -> dict[str, Stored]:
 
 
 def _check(
-    folder: Path, tensors: Mapping[str, Stored], expected: Mapping[str, Tensor], architecture: Architecture
+    folder: Path, tensors: Mapping[str, Source], expected: Mapping[str, Tensor], architecture: Architecture
 ) -> None:
     """Refuse tensors that are not those of the decoder, and dtypes other than floats of 16 or 32 bits."""
     shapes = {name: stored.shape for name, stored in tensors.items()}

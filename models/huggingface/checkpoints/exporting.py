@@ -24,6 +24,7 @@ from models.huggingface.checkpoints.plan import manifest_name
 from models.huggingface.checkpoints.safetensors import DTYPES, SafetensorsWriter, shards
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import abstract_params, expected_tensors
+from models.huggingface.packing import PACKING
 from models.huggingface.rows import ConversionError, Tensor
 
 GENERATION = "generation_config.json"
@@ -145,11 +146,14 @@ def _config(
     if original.files is not None:
         content = (original.files / FILE).read_bytes()
         fields = json.loads(content)
+        packed = fields.pop(PACKING, None) is not None  # what is written is not
         architecture, there = read_decoder(ConfigJson(fields, str(original.files / FILE)))
         if same_function(there, decoder):
-            if dtype is None or dtype == fields.get("dtype", fields.get("torch_dtype")):
+            as_there = dtype is None or dtype == fields.get("dtype", fields.get("torch_dtype"))
+            if as_there and not packed:
                 return architecture, content
-            return architecture, {**fields, **{key: dtype for key in ("dtype", "torch_dtype") if key in fields}}
+            changed = {} if as_there else {key: dtype for key in ("dtype", "torch_dtype") if key in fields}
+            return architecture, {**fields, **changed}
         token_ids = {key: value for key, value in fields.items() if key.endswith("_token_id")} | token_ids
     saved = {entry["dtype"] for entry in params.manifest.values()}
     kind = dtype or FLOATS.get(original.dtypes.get("", ""), "bfloat16" if saved == {"bfloat16"} else "float32")

@@ -241,10 +241,9 @@ def _write_chunk(params: Path, plan: ImportPlan, chunk: Chunk) -> tuple[int, int
     with DirectFile(folder / f"{chunk.name}.part") as file:
         for part in chunk.parts:
             assert file.size == part.place, chunk
-            tensor = part.piece.stored(part.source.map())
-            each = max(1, _BLOCK // max(1, tensor[:1].nbytes))
+            each = max(1, _BLOCK * part.piece.apart[0] // max(1, part.source.nbytes))
             for row in range(part.rows.start, part.rows.stop, each):
-                block = converted(tensor[row : min(row + each, part.rows.stop)], layout.dtype)
+                block = converted(part.read(row, min(row + each, part.rows.stop)), layout.dtype)
                 checksum += layout.checksum(block, part.piece.index, row)
                 file.append(block)
         size = file.size
@@ -258,16 +257,12 @@ def _read_ahead(chunk: Chunk) -> None:
     if not hasattr(os, "posix_fadvise"):
         return
     for part in chunk.parts:
-        each = part.source.nbytes // max(1, part.piece.apart[0])
-        whole = part.piece.run is None
-        start = part.source.start + (part.rows.start * each if whole else 0)
-        file = os.open(part.source.path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(
-                file, start, len(part.rows) * each if whole else part.source.nbytes, os.POSIX_FADV_WILLNEED
-            )
-        finally:
-            os.close(file)
+        for stored in part.source.stored(*part.piece.spanned(part.source.shape[0], part.rows.start, part.rows.stop)):
+            file = os.open(stored.path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(file, stored.start, stored.nbytes, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(file)
 
 
 def _write_record(work: Path, source: HuggingFaceDirectory, dtype: str | None) -> None:

@@ -10,7 +10,7 @@ import xxhash
 
 from axlearn_like.checkpoint.chunks import CHUNK_BYTES, Layout
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
-from models.huggingface.checkpoints.safetensors import Stored
+from models.huggingface.checkpoints.packed import Source, read_piece
 from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import Piece
 
@@ -18,10 +18,14 @@ from models.huggingface.rows import Piece
 class Part(NamedTuple):
     """Rows of one tensor's piece, in the order in which they are stored, and where they begin in the chunk."""
 
-    source: Stored
+    source: Source
     piece: Piece
     rows: range
     place: int
+
+    def read(self, first: int, last: int) -> np.ndarray:
+        """Return some of the rows, with the axes in the order in which they are stored."""
+        return read_piece(self.source, self.piece, first, last)
 
 
 class Chunk(NamedTuple):
@@ -72,7 +76,7 @@ def manifest_name(parameter: str) -> str:
     return parameter.replace(".", "/")
 
 
-def _add(chunks: dict[tuple[str, str], Chunk], key: str, layout: Layout, stored: Stored, piece: Piece) -> None:
+def _add(chunks: dict[tuple[str, str], Chunk], key: str, layout: Layout, stored: Source, piece: Piece) -> None:
     """Add the rows of a piece to the chunks that they are in."""
     count = piece.apart[0]
     for first in range(0, count, layout.rows):
@@ -94,5 +98,5 @@ def converted(block: np.ndarray, dtype: str) -> np.ndarray:
 
 def identity(source: HuggingFaceDirectory) -> Mapping[str, list[int]]:
     """Return name -> size and time of change of each file with tensors: what tells a source from another."""
-    files = {stored.path for stored in source.tensors.values()}
+    files = {part.path for tensor in source.tensors.values() for part in tensor.stored(0, 1)}
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}

@@ -71,6 +71,19 @@ class Stored(NamedTuple):
             array = array.copy()  # of a file whose header has no padding
         return array.view(DTYPES[self.dtype]).reshape(self.shape)
 
+    def part(self, first: int, last: int) -> "Stored":
+        """Return the rows from `first` to `last`, as a tensor of its own."""
+        row = self.nbytes // max(1, self.shape[0])
+        return self._replace(shape=(last - first, *self.shape[1:]), start=self.start + first * row)
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Return the numbers of rows of the first axis, as `map` returns all."""
+        return self.part(first, last).map()
+
+    def stored(self, first: int, last: int) -> tuple["Stored", ...]:
+        """Return the parts of files that `rows` reads."""
+        return (self.part(first, last),)
+
 
 def read_header(path: Path) -> dict[str, Stored]:
     """Return the tensors of a file; every byte of it must belong to one of them.

@@ -12,11 +12,12 @@ from axlearn_like.checkpoint.reader import check_params, restore_params, saved_m
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.parameter_names import path_name
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+from models.huggingface.checkpoints.packed import Source, read_piece
 from models.huggingface.checkpoints.plan import manifest_name
-from models.huggingface.checkpoints.safetensors import Stored
 from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import Piece
 
+_FLOATS = ("float32", "bfloat16")
 _ROWS = 64  # of a tensor that are transposed at a time: their lines fit the processor's first cache
 
 
@@ -43,7 +44,7 @@ class HuggingFaceReader(Configurable):
         directory = HuggingFaceDirectory.open(self._path)
         self._check(directory, abstract_params)
         directory.check_copies()
-        sources: dict[str, list[tuple[Piece, Stored]]] = {}
+        sources: dict[str, list[tuple[Piece, Source]]] = {}
         for name, tensor in directory.expected.items():
             for piece in tensor.pieces:
                 sources.setdefault(piece.parameter, []).append((piece, directory.tensors[name]))
@@ -67,7 +68,7 @@ class HuggingFaceReader(Configurable):
 
 
 class ImportedReader(Configurable):
-    """Reader, for `StartFrom`, of what an import wrote: parameters that it kept in bfloat16 become float32."""
+    """Reader, for `StartFrom`, of what an import wrote: what it kept in bfloat16 may become float32, and vice versa."""
 
     class Config(ConfigBase["ImportedReader"]):
         pass
@@ -88,17 +89,18 @@ class ImportedReader(Configurable):
         return jax.tree.unflatten(tree, [leaves.pop(0).astype(dtype) for dtype in dtypes])
 
     def _saved(self, wanted: Any) -> Any:
-        """Return `wanted` with bfloat16 for those float32 arrays that are saved in it."""
+        """Return `wanted` with the dtypes in which the arrays are saved, of those that an import writes."""
         manifest = saved_manifest(self._path)
 
         def leaf(keys: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            narrow = x.dtype == jnp.float32 and manifest.get(path_name(keys), {}).get("dtype") == "bfloat16"
-            return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if narrow else x.dtype, sharding=x.sharding)
+            saved = manifest.get(path_name(keys), {}).get("dtype")
+            dtype = jnp.dtype(saved) if str(x.dtype) in _FLOATS and saved in _FLOATS else x.dtype
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
         return jax.tree_util.tree_map_with_path(leaf, wanted)
 
 
-def _array(leaf: Any, sources: list[tuple[Piece, Stored]]) -> jax.Array:
+def _array(leaf: Any, sources: list[tuple[Piece, Source]]) -> jax.Array:
     """Return one parameter; host memory is taken for one device's part of it at a time."""
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
 
@@ -111,8 +113,7 @@ def _array(leaf: Any, sources: list[tuple[Piece, Stored]]) -> jax.Array:
                 local = tuple(i - start for i, (start, _) in zip(piece.index, stack, strict=True))
                 inner = [slice(*span) for span in spans[len(stack) :]]
                 there = piece.stored_axes
-                tensor = piece.stored(stored.map())[tuple(inner[axis] for axis in there)]
-                _copy(out[local].transpose(there), tensor)
+                _copy(out[local].transpose(there), stored, piece, [inner[axis] for axis in there])
         return out
 
     sharding = leaf.sharding
@@ -121,7 +122,10 @@ def _array(leaf: Any, sources: list[tuple[Piece, Stored]]) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, part)
 
 
-def _copy(out: np.ndarray, tensor: np.ndarray) -> None:
-    """Copy and cast a tensor into a view with other strides."""
-    for row in range(0, len(tensor), _ROWS):
-        out[row : row + _ROWS] = tensor[row : row + _ROWS]
+def _copy(out: np.ndarray, source: Source, piece: Piece, where: list[slice]) -> None:
+    """Copy and cast a part of a piece into a view with other strides."""
+    rows, *others = where
+    for row in range(rows.start, rows.stop, _ROWS):
+        end = min(row + _ROWS, rows.stop)
+        block = read_piece(source, piece, row, end)
+        out[row - rows.start : end - rows.start] = block[(slice(None), *others)]

@@ -93,4 +93,7 @@ def _write(cfg: Decoder.Config) -> dict[str, Any]:
     }
 
 
-ARCHITECTURES = (Architecture("GptOssForCausalLM", "gpt_oss", _read, _write, _sections),)
+# 4-bit numbers lie along the inputs of a matrix, so that these are its last axis.
+_PACKED = {"e,d,f[]": "e,f[],d", "e,f,d": "e,d,f"}
+
+ARCHITECTURES = (Architecture("GptOssForCausalLM", "gpt_oss", _read, _write, _sections, packed=_PACKED),)

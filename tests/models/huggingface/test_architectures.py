@@ -110,7 +110,7 @@ REFUSED = {
     "biases of the feed-forward": ({"mlp_bias": True}, r"mlp_bias: expected False, got True"),
     "quantised": (
         {"quantization_config": {"quant_method": "awq"}},
-        r"quantization_config: expected .*got \{'quant_method': 'awq'\}",
+        r"quantization_config: quant_method: expected 'fp8' or 'mxfp4', got 'awq'",
     ),
     "missing": ({"hidden_size": None}, r"config\.json: hidden_size: expected an integer, got nothing"),
     "type": ({"hidden_size": "4096"}, r"hidden_size: expected an integer, got '4096'"),
