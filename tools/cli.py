@@ -28,17 +28,17 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of ``COMMANDS``, then any that were added at run time."""
-        there = [name for name in COMMANDS if find_spec(f"tools.commands.{name}")]
+        there = [name for name in COMMANDS if find_spec(_module(name))]
         return [*there, *(name for name in self.commands if name not in COMMANDS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import ``tools.commands.<cmd_name>`` and return its ``command``."""
+        """Import the command's module and return its ``command``."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         if cmd_name not in self.list_commands(ctx):
             hint = did_you_mean(cmd_name, self.list_commands(ctx))
             raise UserError(f"axl has no command {cmd_name!r}{hint}")
-        return import_module(f"tools.commands.{cmd_name}").command
+        return import_module(_module(cmd_name)).command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write names and summaries from the table: no module is imported for ``--help``."""
@@ -86,6 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader closed the pipe (`axl config show demo | head`); flushing at exit must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _module(name: str) -> str:
+    return f"tools.commands.{name.replace('-', '_')}"
 
 
 def _refuse(message: str) -> int:

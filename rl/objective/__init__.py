@@ -1,6 +1,7 @@
 """The unified objective: components, the form that joins them, and named algorithms."""
 
 from rl.objective.advantage import (
+    AcceptedOnly,
     Advantage,
     BatchAdvantage,
     GroupAdvantage,
@@ -44,6 +45,7 @@ from rl.objective.tokens import Tokens
 
 __all__ = [
     "PRESETS",
+    "AcceptedOnly",
     "Advantage",
     "Aggregation",
     "BatchAdvantage",

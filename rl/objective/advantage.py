@@ -65,6 +65,10 @@ class Advantage(Configurable):
         """float64[N] from rewards float64[N], groups int[N] in 0..G-1 and live bool[N]."""
         raise NotImplementedError
 
+    def keeps(self, rewards: np.ndarray) -> np.ndarray:
+        """bool[N]: rollouts that may take part; others leave loss and denominator, but not the groups' statistics."""
+        return np.ones(len(rewards), bool)
+
     def of_tokens(
         self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray, turns: Turns, length: int
     ) -> np.ndarray:
@@ -190,6 +194,28 @@ class RawReward(Advantage):
     @override
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         return np.where(live, rewards - self.baseline, 0.0)
+
+
+class AcceptedOnly(Advantage):
+    """1 for rollouts with a reward of `at_least` or more; the others are not trained on (rejection sampling)."""
+
+    class Config(Advantage.Config):
+        at_least: float = 1.0
+
+    min_group_size: int = 1
+    group_relative: bool = False
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.at_least = cfg.at_least
+
+    @override
+    def keeps(self, rewards: np.ndarray) -> np.ndarray:
+        return rewards >= self.at_least
+
+    @override
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+        return np.where(live, 1.0, 0.0)
 
 
 class TurnAdvantage(Advantage):

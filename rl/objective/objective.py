@@ -182,6 +182,7 @@ class Objective(Configurable):
         judged = np.bincount(group, weights=live, minlength=1) > 0
         if self.drop_zero_variance:
             live = live & ~constant[group]
+        live = live & self.advantage.keeps(raw)
         shaped = raw
         if self.reward_shaping is not None:
             lengths = mask.sum(axis=1)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from axlearn_like.config import ConfigBase
 from mesh.errors import UserError
 from rl.objective.advantage import (
+    AcceptedOnly,
     BatchAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
@@ -174,6 +175,19 @@ def ppo(critic: ConfigBase[Any], *, gamma: float = 1.0, lam: float = 0.95) -> Ob
     )
 
 
+def rejection_sampling(*, at_least: float = 1.0) -> Objective.Config:
+    """Expert iteration, rejection sampling (STaR, arXiv 2203.14465; RAFT, 2304.06767; ReST-EM, 2312.06585).
+
+    The loss is that of supervised fine-tuning on the rollouts with a reward of `at_least`: a mean over their tokens. A
+    round is a batch, a large one, and `trainer.updates` the fine-tuning on it.
+    """
+    return Objective.Config(
+        advantage=AcceptedOnly.Config(at_least=at_least),
+        aggregation=TokenMean.Config(),
+        surrogate=LogProbability.Config(),
+    )
+
+
 def distillation(*, coef: float = 1.0) -> Objective.Config:
     """Distillation on-policy: KL(pi || teacher) on the policy's own rollouts, token by token (arXiv 2306.13649, 3).
 
@@ -208,5 +222,6 @@ PRESETS: dict[str, Callable[..., Objective.Config]] = {
         reinforce_pp,
         ppo_clip,
         maxrl,
+        rejection_sampling,
     )
 }

@@ -1,7 +1,7 @@
 """One module per subcommand of ``axl``, which defines ``command``, a ``click.Command``; `bytes_progress.py` is shared.
 
-A module is imported only when its subcommand is used, so that ``axl --help`` stays fast;
-``COMMANDS`` lists all of them.
+A module is imported only when its subcommand is used, so that ``axl --help`` stays fast; ``COMMANDS`` lists all of
+them. The module of ``fit-scaling`` is ``fit_scaling``.
 """
 
 COMMANDS: dict[str, str] = {
@@ -18,5 +18,6 @@ COMMANDS: dict[str, str] = {
     "aot": "Compile a step for TPUs that are not there: does it fit, and how fast could it be.",
     "launch": "Plan a run on TPUs, and write the manifests that ask for them.",
     "bench": "Run a benchmark and print its result as JSON.",
+    "fit-scaling": "Fit the sigmoid of ScaleRL to the rewards of runs.",
     "report": "Rebuild the report of a run directory.",
 }

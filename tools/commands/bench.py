@@ -234,6 +234,37 @@ def rl_update(rounds: int, as_json: bool) -> None:
     _report(bench.run(rounds), as_json, failed=False)
 
 
+@command.command(name="learning")
+@click.option("--only", default="", help="Comma-separated runs or sections; default: all.")
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Of each run.")
+@click.option("--steps", default=60, show_default=True, type=click.IntRange(min=1), help="Batches of a run.")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs/bench_learning"),
+              show_default=True, help="Where the runs live; the same command goes on there.")  # fmt: skip
+@click.option("--no-runs", is_flag=True, help="Make no runs: report those that have ended.")
+@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="A folder for plots (SVG).")
+@_quick
+@_json
+def learning(
+    only: str, seeds: int, steps: int, folder: Path, no_runs: bool, plot: Path | None, quick: bool, as_json: bool
+) -> None:
+    """Rewards of every objective over updates, from one supervised start; staleness, epochs, KL and cut batches.
+
+    Every run is a run directory: killed and started again, the benchmark goes on where it was.
+    """
+    from mesh.compilation import enable_compilation_cache
+    from tools.bench.learning import benchmark as bench
+
+    chosen = bench.find_runs(_names(only))
+    enable_compilation_cache()
+    with _progress() as say:
+        result = bench.run(chosen, seeds, steps, say, folder=folder, quick=quick, measure=not no_runs)
+    if plot is not None:
+        from tools.bench.learning.plot import write_plots
+
+        write_plots(result, plot)
+    _report(result, as_json, failed=bool(result["errors"]))
+
+
 @command.command(name="adapters")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
 @click.option("--adapters", default=32, show_default=True, type=click.IntRange(min=1), help="In one batch.")

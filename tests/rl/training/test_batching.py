@@ -281,16 +281,6 @@ def test_uneven_groups_have_the_means_of_the_paper(aggregation: type, failed: bo
     assert found == pytest.approx(PAPERS[aggregation](made, terms), rel=1e-6)
 
 
-def test_a_mean_over_all_rollouts_would_differ_from_the_paper():
-    """The check above has teeth: a mean over rollouts instead of groups (kept as a mutation) is wrong by far more."""
-    made = ragged(failed=True)
-    batch = pack(made, Objective.Config(aggregation=SequenceMean.Config()).build())
-    terms = np.random.default_rng(0).normal(size=batch["weights"].shape) * batch["advantages"][..., None]
-    flat = np.mean([np.mean(x) for rows in by_group(made, terms) for x in rows])
-    paper = PAPERS[SequenceMean](made, terms)
-    assert abs(flat - paper) > 0.05 * abs(paper)
-
-
 @pytest.mark.parametrize("samples_per_row", [None, 2])
 def test_rows_of_uneven_groups_hold_every_rollout_once(samples_per_row: int | None):
     made, objective = ragged(failed=False), Objective.Config(advantage=RawReward.Config(baseline=-1.0)).build()

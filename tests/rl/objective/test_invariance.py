@@ -1,0 +1,425 @@
+"""Every preset's gradient, by the trainer's own arrays and losses, is its paper's in float64, however rows are cut.
+
+The policy is a table: a log-probability for each token of each rollout, so that its gradient is that of J by tokens,
+and each token's can be found again in any layout. With a decoder, on meshes: tests/rl/training/test_policy_mesh.py.
+Tolerance: 1e-6 of the largest entry (float32 sums of about a hundred terms).
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_like.layers.aux import Aux
+from axlearn_like.layers.base import split
+from rl.objective import PRESETS, Objective, aggregation, regulariser, surrogate, tokens
+from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage
+from rl.objective.importance import NoImportance
+from rl.roles.headers import header_of
+from rl.roles.messages import Group, Score, contents_of
+from rl.training import program
+from rl.training.batching import Batch, Prepared, arrange, fill_packed, fill_padded
+from rl.training.packing import Packing
+from tests.rl.objective.papers import (
+    CASES,
+    LENGTH,
+    LENGTHS,
+    MOST,
+    MU,
+    NEW,
+    OLD,
+    REFERENCE,
+    REWARDS,
+    SIZES,
+    TOOL,
+    TRUNCATED,
+    UNSCORED,
+    VALUES,
+    differences,
+)
+from tests.rl.tiny import make_prompt, make_rollout
+
+TOLERANCE = 1e-6
+IDS = np.arange(1, NEW.size + 1).reshape(NEW.shape)  # of tokens; 0: padding
+MAX_PROMPT = 6
+
+
+def by_id(values: np.ndarray) -> np.ndarray:
+    """[tokens + 1]: the values of tokens by their ids; what padding has must not matter, and is not finite."""
+    return np.concatenate([[np.nan], values.ravel()]).astype(np.float32)
+
+
+class Table(nnx.Module):
+    """The policy: log pi of each token by its id."""
+
+    def __init__(self) -> None:
+        self.logprobs = nnx.Param(jnp.asarray(np.nan_to_num(by_id(NEW))))
+
+
+GRAPHDEF, PARAMS = split(Table())
+
+
+def read_table(model: Any, batch: Mapping[str, Any], temperature: float, chunks: int = 1) -> program.Scored:
+    """Stand in for `policy_logprobs`; entropies are made up of the ids."""
+    found = model.logprobs[...][batch["targets"]]
+    entropy = jnp.asarray(batch["targets"] % 7, jnp.float32)
+    return program.Scored(jnp.where(batch["targets"] == 0, jnp.nan, found), entropy, Aux())
+
+
+def made_groups() -> list[Group]:
+    """The rollouts of `papers`, as messages."""
+    groups: list[Group] = []
+    for g, size in enumerate(SIZES):
+        prompt, rollouts, scores = make_prompt(g, 1 + g), [], []
+        for i in range(size):
+            length = int(LENGTHS[g, i])
+            rollout = make_rollout(prompt, i, IDS[g, i, :length], stopped=(g, i) not in TRUNCATED)
+            mask = np.array([(g, i, t) not in TOOL for t in range(length)])
+            rollouts.append(
+                dataclasses.replace(rollout, logprobs=MU[g, i, :length].astype(np.float32), action_mask=mask)
+            )
+            failed = (g, i) in UNSCORED
+            scores.append(Score(99.0 if failed else float(REWARDS[g, i]), "crash" if failed else "ok"))
+        groups.append(Group(prompt, tuple(rollouts), tuple(scores)))
+    return groups
+
+
+def reordered(groups: Sequence[Group]) -> list[Group]:
+    """The same rollouts with prompts, and the rollouts of each, in another order."""
+    rng, found = np.random.default_rng(5), []
+    for g in rng.permutation(len(groups)):
+        order = rng.permutation(len(groups[g].rollouts))
+        parts = tuple(groups[g].rollouts[i] for i in order), tuple(groups[g].scores[i] for i in order)
+        found.append(Group(groups[g].prompt, *parts))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How rollouts are placed in rows, and rows in micro-batches.
+
+    Attributes:
+        packed: several rollouts, of several prompts, in a row of 16 tokens.
+        samples_per_row: of padded rows.
+        row_multiple: of padded rows: empty ones follow.
+        cuts: rows at which a micro-batch ends.
+        longer: tokens of padding behind the longest rollout.
+        shuffled: prompts and rollouts in another order.
+    """
+
+    packed: bool = False
+    samples_per_row: int | None = None
+    row_multiple: int = 1
+    cuts: tuple[int, ...] = ()
+    longer: int = 0
+    shuffled: bool = False
+
+
+# The first two are for every run of the tests: each holds all that a layout of its kind can change.
+LAYOUTS: dict[str, Layout] = {
+    "padded": Layout(samples_per_row=3, row_multiple=8, cuts=(4,), longer=3, shuffled=True),
+    "packed": Layout(packed=True, shuffled=True),
+    "whole": Layout(),
+    "micro-batches of 1, 6 and 14 rollouts": Layout(samples_per_row=1, cuts=(1, 7)),
+    "more rows": Layout(samples_per_row=7, row_multiple=16),
+    "packed in order": Layout(packed=True),
+}
+QUICK = ("padded", "packed")
+
+
+def batches(objective: Objective, layout: Layout) -> list[Batch]:
+    """The arrays of each micro-batch, by the trainer's own functions, with the other policies' log-probabilities."""
+    groups = reordered(made_groups()) if layout.shuffled else made_groups()
+    headers, contents, max_new = [header_of(group) for group in groups], contents_of(groups), LENGTH + layout.longer
+    sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": max_new}
+    if objective.needs_values:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        sizes["values"] = np.zeros((len(rollouts), max_new))
+        for row, rollout in zip(sizes["values"], rollouts, strict=True):
+            row[: len(rollout.tokens)] = VALUES.ravel()[rollout.tokens - 1]
+    filled: list[Batch] = []
+    if layout.packed:
+        packing = Packing.Config(lengths=(16,), rows=2, completions=6).build(max_prompt=MAX_PROMPT, max_new=max_new)
+        for minibatch in arrange(headers, objective, **sizes, packing=packing).minibatches:
+            for one in minibatch.microbatches:
+                filled.append(fill_packed(one.rows, one.length, minibatch.prepared, contents, packing))
+    else:
+        sizes |= {"samples_per_row": layout.samples_per_row, "row_multiple": layout.row_multiple}
+        samples = layout.samples_per_row or MOST
+        for minibatch in arrange(headers, objective, **sizes).minibatches:
+            (one,) = minibatch.microbatches
+            ends = [0, *layout.cuts, len(one.rows)]
+            for begin, end in zip(ends, ends[1:], strict=False):
+                rows = one.rows[begin:end]
+                filled.append(fill_padded(rows, minibatch.prepared, contents, MAX_PROMPT, max_new, samples))
+    needed = {"old": objective.needs_old, "reference": objective.needs_reference}
+    others = {name: by_id(x) for name, x in (("old", OLD), ("reference", REFERENCE)) if needed[name]}
+    for batch in filled:
+        batch |= {f"logprobs_{name}": values[batch["targets"]] for name, values in others.items()}
+    return filled
+
+
+Found = tuple[float, np.ndarray, dict[str, float]]
+
+
+def summed(objective: Objective, given: Sequence[Batch], layout: Layout) -> Found:
+    """J, its gradient by token [groups, rollouts, tokens], and metrics: the sums of the micro-batches, in float64."""
+    make = functools.partial(program.make_packed_loss, max_new=LENGTH) if layout.packed else program.make_policy_loss
+    compute = jax.value_and_grad(make(GRAPHDEF, objective, 1.0), has_aux=True)
+    value, gradient, metrics = 0.0, np.zeros(NEW.size + 1), dict[str, float]()
+    for batch in given:
+        (loss, figures), slopes = compute(PARAMS, batch)
+        value -= float(loss)
+        gradient -= np.asarray(jax.tree.leaves(slopes)[0], np.float64)
+        for name, figure in figures.items():
+            largest = name.endswith("_max")
+            metrics[name] = (
+                max(metrics.get(name, -np.inf), float(figure)) if largest else metrics.get(name, 0) + float(figure)
+            )
+    return value, gradient[1:].reshape(NEW.shape), metrics
+
+
+@functools.cache
+def expected(name: str) -> tuple[float, np.ndarray]:
+    """The paper's J and gradient."""
+    paper = CASES[name][1]
+    return paper(NEW, NEW), differences(paper)
+
+
+def error(gradient: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference, as a share of the largest entry."""
+    return float(np.abs(gradient - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "policy_logprobs", read_table)
+
+
+@pytest.mark.parametrize("layouts", [QUICK, pytest.param(LAYOUTS, marks=pytest.mark.full)], ids=["quick", "all"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_the_papers_in_every_layout(name: str, layouts: Sequence[str]):
+    """Ragged groups, padding that is not finite, and unscored, truncated, tool and equal rows among the others."""
+    objective, (value, gradient) = CASES[name][0].build(), expected(name)
+    assert np.count_nonzero(gradient) > 20
+    metrics: dict[str, float] = {}
+    for layout in map(LAYOUTS.__getitem__, layouts):
+        found, slopes, figures = summed(objective, batches(objective, layout), layout)
+        assert found == pytest.approx(value, rel=1e-5, abs=1e-6), layout
+        assert error(slopes, gradient) < TOLERANCE, layout
+        metrics = metrics or figures
+        assert figures == pytest.approx(metrics, rel=1e-4, abs=1e-6), layout
+
+
+def test_every_preset_has_a_paper_and_the_data_reach_every_branch():
+    """Some tokens clipped above, some below, some not; all gradients differ."""
+    assert PRESETS.keys() | {"ppo", "distillation"} == {name.split()[0] for name in CASES}
+    r = np.exp(NEW - OLD)[np.arange(LENGTH) < LENGTHS[..., None]]
+    assert (r > 1.28).any() and (r < 0.8).any() and ((r > 0.8) & (r < 1.2)).any()
+    distinct = {name: expected(name)[1].tobytes() for name in CASES}
+    assert distinct.pop("ppo_clip") == distinct["reinforce_pp"]
+    assert len(set(distinct.values())) == len(distinct)
+
+
+# ---- mutations: what stacks get wrong, each of which the comparison above must see
+
+Mutation = Callable[[Objective, pytest.MonkeyPatch], tuple[Objective, Callable[[list[Batch]], list[Batch]]]]
+PADDED, PACKED = LAYOUTS["padded"], LAYOUTS["packed"]
+
+
+def config(**changes: Any) -> Mutation:
+    """The same objective with other fields."""
+    return lambda objective, patch: (_changed(objective, **changes), list)
+
+
+def edited(edit: Callable[[Batch], object]) -> Mutation:
+    """Arrays of each micro-batch, changed in place."""
+
+    def apply(given: list[Batch]) -> list[Batch]:
+        for batch in given:
+            edit(batch)
+        return given
+
+    return lambda objective, patch: (objective, apply)
+
+
+def patched(place: Any, name: str, replacement: Callable[..., Any]) -> Mutation:
+    """A function of the objective, replaced."""
+
+    def mutate(objective: Objective, patch: pytest.MonkeyPatch) -> Any:
+        patch.setattr(place, name, replacement)
+        return objective, list
+
+    return mutate
+
+
+def _changed(objective: Objective, **changes: Any) -> Objective:
+    for name, value in changes.items():
+        setattr(objective, name, value)
+    return objective
+
+
+def _mean_of_means(batch: Batch) -> None:
+    batch["weights"] = batch["weights"] / max(batch["weights"].sum(), 1e-9) / 2
+
+
+def _divided_again(batch: Batch) -> None:
+    batch["weights"] = batch["weights"] / 2
+
+
+def _shift(batch: Batch) -> None:
+    batch["logprobs_old"] = np.roll(batch["logprobs_old"], 1, axis=-1)
+
+
+def _by_token_id(batch: Batch) -> None:
+    """The mask of a tokenizer whose padding is its end-of-text token: the last token of a rollout is none."""
+    last = IDS[np.arange(len(SIZES))[:, None], np.arange(MOST), LENGTHS - 1]
+    batch["weights"] = np.where(np.isin(batch["targets"], last), 0.0, batch["weights"]).astype(np.float32)
+
+
+def _tools_learned(batch: Batch) -> None:
+    tool = np.isin(batch["targets"], [IDS[at] for at in TOOL])
+    batch["action_mask"] = batch["action_mask"] | tool
+    batch["weights"] = np.where(tool, batch["weights"].max(), batch["weights"])
+
+
+def _next_completion(batch: Batch) -> None:
+    batch["advantages"] = np.roll(batch["advantages"], 1, axis=-1)
+
+
+def _flat_rollouts(mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """A mean over all rollouts of the batch, whatever their prompts."""
+    return np.full((len(mask), 1), max(int(mask.any(axis=1).sum()), 1))
+
+
+def _padded_rollouts(mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Rows without a live token counted too."""
+    sizes = np.bincount(groups)
+    return (len(sizes) * sizes)[groups][:, None]
+
+
+def _scored_as_zero(objective: Objective, patch: pytest.MonkeyPatch) -> Any:
+    """Rollouts on which the verifier failed count as wrong answers."""
+    whole = Objective.prepare
+
+    def prepare(self: Objective, rewards: np.ndarray, *args: Any, **options: Any) -> Prepared:
+        zeroed = np.where(options["scored"], rewards, 0.0)
+        return whole(self, zeroed, *args, **{**options, "scored": None})
+
+    patch.setattr(Objective, "prepare", prepare)
+    return objective, list
+
+
+def _truncated_late(objective: Objective, patch: pytest.MonkeyPatch) -> Any:
+    whole = Objective.prepare
+
+    def prepare(self: Objective, *args: Any, **options: Any) -> Prepared:
+        self.mask_truncated = False
+        found = whole(self, *args, **options)
+        weights = np.where(options["truncated"][:, None], 0.0, found.arrays["weights"])
+        return found._replace(arrays={**found.arrays, "weights": weights.astype(np.float32)})
+
+    patch.setattr(Objective, "prepare", prepare)
+    return objective, list
+
+
+def _shaped_late(objective: Objective, patch: pytest.MonkeyPatch) -> Any:
+    """The overlong penalty behind the normalisation of the groups."""
+    whole, shaping = Objective.prepare, objective.reward_shaping
+
+    def prepare(self: Objective, rewards: np.ndarray, mask: np.ndarray, **options: Any) -> Prepared:
+        self.reward_shaping = None
+        found = whole(self, rewards, mask, **options)
+        assert shaping is not None
+        penalty = shaping(np.zeros(len(mask)), mask.sum(axis=1))
+        live = found.arrays["weights"].any(axis=1)
+        shaped = np.where(live, found.arrays["advantages"] + penalty, 0.0)
+        return found._replace(arrays={**found.arrays, "advantages": shaped.astype(np.float32)})
+
+    patch.setattr(Objective, "prepare", prepare)
+    return objective, list
+
+
+def _product(x: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(mask, x, 0.0), axis=-1, keepdims=True)
+
+
+def _unmasked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.mean(x, axis=-1, keepdims=True)
+
+
+def _own_baseline(self: Any, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+    return GroupAdvantage.Config(normalise_std=False).build()(rewards, groups, live)
+
+
+# Trap of docs/concepts/objective.md: (preset, layout, what is done wrong).
+MUTATIONS: dict[str, tuple[str, Layout, Mutation]] = {
+    "mean of the micro-batches' means": ("dapo", PADDED, edited(_mean_of_means)),
+    "divided again by the accumulated micro-batches": (
+        "grpo",
+        PADDED,
+        edited(lambda b: b.update(weights=b["weights"] / 3)),
+    ),
+    "mean over all rollouts, not prompts": ("grpo", PADDED, patched(aggregation, "_rollouts_in_mean", _flat_rollouts)),
+    "rows without tokens in the denominator": (
+        "rloo",
+        PADDED,
+        patched(aggregation, "_rollouts_in_mean", _padded_rollouts),
+    ),
+    "pi_old follows pi": ("grpo", PADDED, config(old_policy="current")),
+    "clip on pi / mu": ("grpo on stale rollouts", PADDED, config(old_policy="behaviour")),
+    "no importance weight": ("grpo on stale rollouts", PADDED, config(importance=NoImportance.Config().build())),
+    "ratio with a gradient in CISPO": ("cispo", PADDED, patched(surrogate.jax.lax, "stop_gradient", lambda x: x)),
+    "log-probabilities shifted by a token": ("grpo", PADDED, edited(_shift)),
+    "k1 in the loss": ("grpo with KL", PADDED, lambda o, p: (_estimator(o, regulariser.kl_k1), list)),
+    "k2 for k3": ("grpo with KL", PADDED, lambda o, p: (_estimator(o, regulariser.kl_k2), list)),
+    "mask by the padding's token id": ("grpo", PADDED, edited(_by_token_id)),
+    "tokens of a tool are learned": ("dapo", PADDED, edited(_tools_learned)),
+    "ddof 1": ("grpo", PADDED, config(advantage=GroupAdvantage.Config(ddof=1).build())),
+    "baseline with the rollout itself": ("rloo", PADDED, patched(LeaveOneOutAdvantage, "__call__", _own_baseline)),
+    "failed verifications as reward 0": ("grpo", PADDED, _scored_as_zero),
+    "advantages of the completion beside it": ("grpo", PACKED, edited(_next_completion)),
+    "truncated rollouts in the denominator": ("grpo on stale rollouts", PADDED, _truncated_late),
+    "equal rewards in the denominator": ("dapo", PADDED, config(drop_zero_variance=False)),
+    "penalty behind the normalisation": ("dapo with its penalty", PADDED, _shaped_late),
+    "product of ratios for their geometric mean": ("gspo", PADDED, patched(surrogate, "masked_mean", _product)),
+    "mean over padding": ("gspo", PADDED, patched(surrogate, "masked_mean", _unmasked_mean)),
+    "rejected rollouts in the denominator": ("rejection_sampling", PADDED, lambda o, p: _keep_all(o, p)),
+}
+
+
+def _estimator(objective: Objective, estimate: Any) -> Objective:
+    objective.regulariser.estimate = estimate  # pyright: ignore[reportAttributeAccessIssue]
+    return objective
+
+
+def _keep_all(objective: Objective, patch: pytest.MonkeyPatch) -> Any:
+    """Advantage 0 for what is rejected, as by REINFORCE with a baseline of 0: the step is smaller."""
+    accepted = objective.advantage
+    patch.setattr(accepted, "keeps", lambda rewards: np.ones(len(rewards), bool))
+    patch.setattr(type(accepted), "__call__", lambda self, rewards, groups, live: np.where(live, rewards >= 1, 0.0))
+    return objective, list
+
+
+@pytest.mark.parametrize("trap", MUTATIONS)
+def test_the_comparison_sees_what_stacks_get_wrong(trap: str, monkeypatch: pytest.MonkeyPatch):
+    name, layout, mutate = MUTATIONS[trap]
+    objective, change = mutate(CASES[name][0].build(), monkeypatch)
+    _, gradient, _ = summed(objective, change(batches(objective, layout)), layout)
+    wrong = error(gradient, expected(name)[1])
+    assert not wrong < 100 * TOLERANCE, f"{trap} changes the gradient by {wrong:.1e} of its largest entry only"
+
+
+def test_padding_that_is_multiplied_away_is_not_finite(monkeypatch: pytest.MonkeyPatch):
+    """NaN behind a rollout: the layouts above hold it, so that a mask by multiplication is seen."""
+    multiplying = types.SimpleNamespace(**{**vars(jnp), "where": lambda mask, value, other: value * mask})
+    monkeypatch.setattr(tokens, "jnp", multiplying)
+    objective = CASES["grpo"][0].build()
+    assert np.isnan(summed(objective, batches(objective, PADDED), PADDED)[0])

@@ -1,0 +1,1 @@
+"""`axl bench learning`: what each objective learns from one supervised start."""
