@@ -22,12 +22,13 @@ from models.tiny import tiny
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.objective import TruncatedImportance
-from rl.objective.presets import distillation, grpo
+from rl.objective.presets import distillation, grpo, rejection_sampling
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.supervised import SupervisedSource
 from rl.training.trainer import PolicyTrainer
+from rl.training.updates import Updates
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.service import Verifier
 
@@ -187,3 +188,16 @@ def demo_distillation(*, seed: int = 0, steps: int = 60) -> RLExperiment.Config:
     cfg.learner = cfg.learner.clone(schedule=schedule, clip_norm=1.0)
     importance = TruncatedImportance.Config(cap=2.0)  # rollouts are one update old
     return cfg.set(objective=distillation().set(old_policy="current", importance=importance), samples=8)
+
+
+@experiment
+def demo_expert_iteration(*, seed: int = 0, steps: int = 12) -> RLExperiment.Config:
+    """The demo's decoder draws answers, is fine-tuned on those that the verifier accepts, and draws again."""
+    cfg = demo(seed=seed, steps=max(steps, 21))
+    updates = Updates.Config(minibatches=4, epochs=2)
+    cfg.trainer.updates = updates
+    schedule = WarmupLinear.Config(peak_lr=3e-4, warmup_steps=5, total_steps=steps * updates.count, end_lr=1e-4)
+    cfg.learner = cfg.learner.clone(schedule=schedule)
+    return cfg.set(
+        objective=rejection_sampling(), num_steps=steps, groups=64, samples=8, groups_per_lease=16, staleness=0
+    )

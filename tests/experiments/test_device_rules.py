@@ -47,6 +47,7 @@ FOR_ANY_DEVICE |= {
     "demo_teacher",
     "demo_distillation",
     "demo_distilled_sft",
+    "demo_expert_iteration",
     "grpo_bench",
     "reward_model",
     "small_llama",

@@ -237,7 +237,7 @@ def rl_update(rounds: int, as_json: bool) -> None:
 @command.command(name="learning")
 @click.option("--only", default="", help="Comma-separated runs or sections; default: all.")
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Of each run.")
-@click.option("--steps", default=60, show_default=True, type=click.IntRange(min=1), help="Batches of a run.")
+@click.option("--steps", default=40, show_default=True, type=click.IntRange(min=1), help="Batches of a run.")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs/bench_learning"),
               show_default=True, help="Where the runs live; the same command goes on there.")  # fmt: skip
 @click.option("--no-runs", is_flag=True, help="Make no runs: report those that have ended.")

@@ -206,7 +206,7 @@ def rejection_sampling(new: np.ndarray, at: np.ndarray) -> float:
 
 
 def distil(new: np.ndarray, at: np.ndarray) -> float:
-    """On-policy distillation: sum_t r_t d_t^2 / 2 with the ratio held, whatever the rewards: a mean over all tokens."""
+    """The divergence from the teacher: sum_t r_t d_t^2 / 2 with the ratio held, a mean over all tokens."""
     return -0.7 * mean(ratio(at, t) * (new[t] - REFERENCE[t]) ** 2 / 2 for t in tokens(prompts(1)))
 
 

@@ -1,4 +1,4 @@
-"""What presets make; their gradients are held to the formulas of their papers by test_invariance.py."""
+"""Configs that presets make; their gradients are held to the formulas of their papers by test_invariance.py."""
 
 import numpy as np
 import pytest

@@ -6,7 +6,6 @@ run that has ended is read, not repeated, so the figures of a part are there at 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def run(
         steps: batches of a run.
         say: called with one line about progress.
         folder: where the runs live; the same call goes on there.
-        quick: a supervised start of a few steps, evaluations of a few problems.
+        quick: supervised runs of a few steps.
         measure: make the runs; False: read those that have ended.
     """
     where = machine()
@@ -78,16 +77,13 @@ def make_runs(names: Sequence[str], seeds: int, steps: int, say: Say, *, folder:
     """Make what is not there yet; False if SIGTERM or Ctrl-C ended it before the last one."""
     import jax
 
-    if not _supervised(folder / START, supervised_start(steps=4 if quick else None), say):
+    if not _supervised(folder / START, supervised_start(4) if quick else supervised_start(), say):
         return False
-    teaches = teacher(4) if quick else teacher()
-    if "distillation" in names and not _supervised(folder / TEACHER, teaches, say):
+    if "distillation" in names and not _supervised(folder / TEACHER, teacher(4) if quick else teacher(), say):
         return False
     for seed in range(seeds):
         for name in names:
             path, cfg = run_path(folder, name, seed), learning_job(name, seed=seed, steps=steps, folder=folder)
-            if quick:
-                cfg = learning_job(name, seed=seed, steps=steps, folder=folder, quick=True)
             if _ended(path, to_text(cfg)):
                 continue
             say(f"{name}, seed {seed}")
@@ -111,7 +107,5 @@ def _supervised(path: Path, cfg: Trainer.Config, say: Say) -> bool:
 
 def _ended(path: Path, config: str) -> bool:
     """Return True if a run with this config has ended here."""
-    report, recorded = path / "report.json", path / "config.txt"
-    if not report.exists() or not recorded.exists():
-        return False
-    return same_run(recorded.read_text(), config) and "after" in json.loads(report.read_text())
+    recorded = path / "config.txt"
+    return (path / "report.json").exists() and recorded.exists() and same_run(recorded.read_text(), config)

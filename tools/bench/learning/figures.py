@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,14 +35,11 @@ class Outcome(NamedTuple):
     Attributes:
         rewards: mean of each batch, drawn by the version that it updates (or an older one).
         tokens: sampled before each batch.
-        before, after: pass@1 on held-out problems.
         metrics: means over the last quarter of the updates.
     """
 
     rewards: list[float]
     tokens: list[float]
-    before: float
-    after: float
     metrics: dict[str, float]
 
     @property
@@ -51,15 +47,16 @@ class Outcome(NamedTuple):
         """Mean reward of the last quarter."""
         return statistics.fmean(self.rewards[-max(1, len(self.rewards) // _LAST) :])
 
+    @property
+    def mean(self) -> float:
+        """Mean reward of all batches: how fast it learned, too."""
+        return statistics.fmean(self.rewards)
+
 
 def read_outcome(path: Path, steps: int) -> Outcome | None:
     """Return what came out of a run of so many updates; None if it has not ended."""
-    report = path / "report.json"
     rows = [row for row in read_rows(path / "metrics.jsonl") if row["phase"] == "rl"]
-    if not report.exists() or len(rows) < steps:
-        return None
-    figures = json.loads(report.read_text())
-    if "after" not in figures:
+    if not (path / "report.json").exists() or len(rows) != steps:
         return None
     sampled, tokens = 0.0, list[float]()
     for row in rows:
@@ -70,8 +67,6 @@ def read_outcome(path: Path, steps: int) -> Outcome | None:
     return Outcome(
         rewards=[row["reward"] for row in rows],
         tokens=tokens,
-        before=figures["before"]["pass@1"],
-        after=figures["after"]["pass@1"],
         metrics={name: statistics.fmean(values) for name, values in metrics.items() if values},
     )
 
@@ -105,14 +100,14 @@ def contrast(better: Mapping[int, Outcome], worse: Mapping[int, Outcome]) -> dic
     """
     seeds = sorted(set(better) & set(worse))
     last = [better[seed].last - worse[seed].last for seed in seeds]
-    gains = [better[seed].after - worse[seed].after for seed in seeds]
+    means = [better[seed].mean - worse[seed].mean for seed in seeds]
     error = _error(last)
     shown = None if error is None else abs(statistics.fmean(last)) > 2 * error
     return {
         "reward_last": round(statistics.fmean(last), 4),
         "reward_last_se": error,
-        "pass@1": round(statistics.fmean(gains), 4),
-        "pass@1_se": _error(gains),
+        "reward_mean": round(statistics.fmean(means), 4),
+        "reward_mean_se": _error(means),
         "shown": shown,
         "seeds": len(seeds),
     }
@@ -135,17 +130,15 @@ def split(parts: Mapping[int, Outcome], whole: Mapping[int, Outcome]) -> dict[st
 
 def _figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the means over seeds of one run, and spreads: the standard deviation over seeds."""
-    last = [outcome.last for outcome in outcomes]
-    gains = [outcome.after - outcome.before for outcome in outcomes]
+    last, means = [outcome.last for outcome in outcomes], [outcome.mean for outcome in outcomes]
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.metrics)
     logged = {name: [o.metrics[name] for o in outcomes if name in o.metrics] for name in names}
     return {
+        "reward_first": round(statistics.fmean(outcome.rewards[0] for outcome in outcomes), 4),
         "reward_last": round(statistics.fmean(last), 4),
         "reward_last_spread": _spread(last),
-        "pass@1_before": round(statistics.fmean(outcome.before for outcome in outcomes), 4),
-        "pass@1_after": round(statistics.fmean(outcome.after for outcome in outcomes), 4),
-        "pass@1_gain": round(statistics.fmean(gains), 4),
-        "pass@1_gain_spread": _spread(gains),
+        "reward_mean": round(statistics.fmean(means), 4),
+        "reward_mean_spread": _spread(means),
         "sampled_tokens": round(statistics.fmean(outcome.tokens[-1] for outcome in outcomes)),
         "seeds": len(outcomes),
         "late": {name: float(f"{statistics.fmean(values):.3g}") for name, values in logged.items()},
