@@ -11,7 +11,7 @@ TRUE = Sigmoid(start=0.3, asymptote=0.7, exponent=1.6, midpoint=20.0)
 
 def curves(law: Sigmoid = TRUE, *, points: int = 80, noise: float = 0.02, seeds: int = 3) -> list[Curve]:
     rng, compute = np.random.default_rng(0), np.arange(points, dtype=float)
-    return [Curve(compute, law(compute) + rng.normal(0, noise, points)) for _ in range(seeds)]
+    return [Curve(compute.tolist(), (law(compute) + rng.normal(0, noise, points)).tolist()) for _ in range(seeds)]
 
 
 def test_it_is_the_formula_of_the_paper():
@@ -66,7 +66,8 @@ def test_what_is_no_curve_is_refused(given: list[Curve], message: str):
 
 def test_a_straight_rise_has_no_asymptote():
     rng, compute = np.random.default_rng(1), np.arange(60, dtype=float)
-    straight = [Curve(compute, 0.3 + 0.003 * compute + rng.normal(0, 0.03, 60)) for _ in range(2)]
+    rises = [0.3 + 0.003 * compute + rng.normal(0, 0.03, 60) for _ in range(2)]
+    straight = [Curve(compute.tolist(), rise.tolist()) for rise in rises]
     with pytest.raises(
         UserError, match="have not bent: an asymptote of 0.5. fits as well as one of 1.00.*more updates"
     ):

@@ -26,6 +26,7 @@ from rl.training.critic import Critic
 from rl.training.packing import Packing
 from rl.training.updates import Updates
 from rl.verification.inline import InlineVerifier
+from rl.verification.service import Verifier
 
 Change = Callable[[RLExperiment.Config], object]
 
@@ -63,7 +64,7 @@ def learning_job(name: str, *, seed: int, steps: int, folder: Path) -> RLExperim
         folder: of the benchmark, with the supervised runs.
     """
     cfg = demo(seed=seed, steps=max(steps, 21))
-    scorer = cfg.verifier.scorer
+    assert isinstance(cfg.verifier, Verifier.Config)
     cfg.set(
         num_steps=steps,
         groups=GROUPS,
@@ -73,7 +74,7 @@ def learning_job(name: str, *, seed: int, steps: int, folder: Path) -> RLExperim
         warm_start=None,
         start_from=StartFrom.Config(path=str(folder / START)),
         objective=grpo(),
-        verifier=InlineVerifier.Config(scorer=scorer),
+        verifier=InlineVerifier.Config(scorer=cfg.verifier.scorer),
         evaluation=None,  # every training problem is a new one
     )
     cfg.trainer.set(checkpoint=Checkpointer.Config(save_every=20, keep=1), logprob_diff_every=20)
