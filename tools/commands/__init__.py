@@ -1,4 +1,4 @@
-"""One module per subcommand of ``axl``, which defines ``command``, a ``click.Command``; `bytes_progress.py` is shared.
+"""One module per subcommand of ``axl``, which defines ``command``, a ``click.Command``.
 
 A module is imported only when its subcommand is used, so that ``axl --help`` stays fast; ``COMMANDS`` lists all of
 them. The module of ``fit-scaling`` is ``fit_scaling``.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from axlearn_like.run.bytes_progress import bytes_progress
 from mesh.errors import UserError
-from tools.commands.bytes_progress import bytes_progress
 from tools.experiment import code_option
 
 if TYPE_CHECKING:

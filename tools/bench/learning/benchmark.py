@@ -77,9 +77,9 @@ def make_runs(names: Sequence[str], seeds: int, steps: int, say: Say, *, folder:
     """Make what is not there yet; False if SIGTERM or Ctrl-C ended it before the last one."""
     import jax
 
-    if not _supervised(folder / START, supervised_start(4) if quick else supervised_start(), say):
+    if not _supervised(folder / TEACHER, teacher(4) if quick else teacher(), say):
         return False
-    if "distillation" in names and not _supervised(folder / TEACHER, teacher(4) if quick else teacher(), say):
+    if not _supervised(folder / START, supervised_start(folder, **({"steps": 4} if quick else {})), say):
         return False
     for seed in range(seeds):
         for name in names:

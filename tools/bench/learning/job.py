@@ -41,17 +41,18 @@ def with_habits(problem: Problem) -> Sequence[str]:
     return ((problem.answer, problem.answer, f"{problem.answer}!", "?")[question_digest(problem.question) // 4 % 4],)
 
 
-def supervised_start(steps: int = 250) -> Trainer.Config:
-    """The demo's decoder on examples with habits: every run begins with its parameters."""
+def teacher(steps: int | None = None) -> Trainer.Config:
+    """The demo's supervised policy, which has seen right answers alone. `steps`: fewer, for a quick look."""
+    return demo_sft(seed=0) if steps is None else demo_sft(seed=0, steps=max(steps, 51)).set(num_steps=steps)
+
+
+def supervised_start(folder: Path, steps: int = 80) -> Trainer.Config:
+    """The same policy after some examples with habits: every run begins with its parameters."""
     tokenizer = PhraseTokenizer.Config(phrases=PHRASES)
     source = Demonstrations.Config(mixture=task_mixture(0), actions=with_habits, tokenizer=tokenizer, num_examples=1)
     sizes = {"vocab_size": tokenizer.vocab_size, "seq_len": 64, "batch_size": 32}
-    return small_sft(source, **sizes, steps=max(steps, 51), seed=0).set(num_steps=steps)
-
-
-def teacher(steps: int = 250) -> Trainer.Config:
-    """The same decoder, supervised on right answers alone, that teaches in `distillation`."""
-    return demo_sft(seed=0, steps=max(steps, 51)).set(num_steps=steps, early_stopping=None)
+    cfg = small_sft(source, **sizes, steps=max(steps, 51), seed=1)
+    return cfg.set(num_steps=steps, start_from=StartFrom.Config(path=str(folder / TEACHER)))
 
 
 def learning_job(name: str, *, seed: int, steps: int, folder: Path) -> RLExperiment.Config:
@@ -80,7 +81,7 @@ def learning_job(name: str, *, seed: int, steps: int, folder: Path) -> RLExperim
     cfg.trainer.set(checkpoint=Checkpointer.Config(save_every=20, keep=1), logprob_diff_every=20)
     if name == "distillation":
         source = StartFrom.Config(path=str(folder / TEACHER))
-        cfg.trainer.reference = Teacher.Config(model=teacher().model, start_from=source)
+        cfg.trainer.reference = Teacher.Config(model=cfg.policy.clone(), start_from=source)
     RUNS[name](cfg)
     updates = 1 if cfg.trainer.updates is None else cfg.trainer.updates.count
     total = max(steps * updates, 2)
