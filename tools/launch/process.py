@@ -6,7 +6,8 @@
     python -m tools.launch.process node --name JOBSET --run-dir DIR --hosts N --head HOST:PORT
     python -m tools.launch.process added --name JOBSET --run-dir DIR --head HOST:PORT -- COMMAND
 
-`head` starts a Ray cluster and runs the command in it; `node` adds its machine to that cluster until the run has ended.
+`head` starts a Ray cluster and runs the command, which waits for it while both start; `node` adds its machine to that
+cluster until the run has ended.
 `added` does so for a machine on which nothing is placed, and runs a command there: one more worker.
 Rank, world size and meeting point come from the arguments and from the index that Kubernetes gives; what the platform
 says of the same (stale after some preemptions) is compared, and a difference is reported. A process that was asked
@@ -30,15 +31,22 @@ from typing import Any, BinaryIO
 STOPPED = 128 + signal.SIGTERM
 USER_ERROR = 2
 _RESTART = 70  # a machine that is not as expected; another may be
-_POLL = 1.0  # seconds
+_POLL = 0.2  # seconds
+_PIPE = 1.0
+_SEEN = 2.0  # until `ray start --block` ends after one of Ray's processes
 _FIND_HEAD = 600.0  # seconds
-_QUIET = ("--disable-usage-stats", "--log-color=false")
+# No monitor of an autoscaler, which there is none of, and none of logs: the driver reads no role's output by Ray.
+_QUIET = ("--disable-usage-stats", "--log-color=false", "--include-log-monitor=false")
 # Roles are actors with environments of their own: processes that Ray starts ahead would stay idle. They are not to run
 # at nice 15, nor to lose their view of accelerators where they ask Ray for none.
 _RAY = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_maximum_startup_concurrency": "8",  # by default as many as there are cores: two of three services
+    # A machine whose port refuses is lost after 2 s, not 15; one that is slow to answer has 10 s for each of four.
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "4",
 }
 _RAY_END = 10.0  # seconds
 _HAND_BACK = 12.0  # seconds that roles have, of the 15 that a spot machine gives
@@ -153,7 +161,7 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
-        self._copier.join(_POLL)  # a grandchild may keep the pipe open
+        self._copier.join(_PIPE)  # a grandchild may keep the pipe open
         status = status if status >= 0 else 128 - status
         record = {"status": status, "began": round(self._began, 3), "ended": round(time.time(), 3)}
         self.log.with_suffix(".exit.json").write_text(json.dumps(record) + "\n")
@@ -184,37 +192,59 @@ class Stop:
 
 
 def run_command(
-    command: Sequence[str], log: Path, environment: Mapping[str, str], stop: Stop, folder: Path | None = None
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    stop: Stop,
+    folder: Path | None = None,
+    beside: threading.Thread | None = None,
 ) -> int:
-    """Run a command to its end, in a folder; 143 where it was asked to stop."""
+    """Run a command to its end, in a folder, and a thread beside it; 143 where it was asked to stop."""
     stop.child = Child(command, log, environment, folder)
     if stop.requested:
         stop.child.terminate()
+    if beside is not None:
+        beside.start()
     status = stop.child.wait()
     return STOPPED if stop.requested and status != USER_ERROR else status
 
 
 def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop) -> int:
-    """Start Ray, run the command in its cluster, and tell the nodes when the run has ended."""
+    """Start Ray and the command, which imports its code while Ray starts; tell the nodes when the run has ended."""
     ended = ended_path(arguments.run_dir)
     ended.unlink(missing_ok=True)  # before a node can find us
     host = own_address(environment)
     start = ["ray", "start", "--head", f"--node-ip-address={host}", f"--port={arguments.port}", "--block"]
-    start += ["--include-dashboard=false", "--labels=axl-role=head", *_QUIET]
+    start += ["--include-dashboard=false", "--no-monitor", "--labels=axl-role=head", *_QUIET]
     ray = Child(start, log.with_suffix(".ray.log"), {**_RAY, **environment})
+    environment = {**environment, "RAY_ADDRESS": f"{host}:{arguments.port}", "AXL_RAY_NODES": str(arguments.nodes)}
+    started = threading.Thread(target=_end_without, args=(ray, stop), daemon=True)
     try:
-        if not _find(f"{host}:{arguments.port}", lambda: stop.requested or ray.poll() is not None):
-            if stop.requested:
-                return STOPPED
+        status = run_command(arguments.command, log, environment, stop, beside=started)
+        if status == USER_ERROR and not stop.requested:  # the experiment's, or that of a Ray which has died
+            _wait_until(lambda: ray.poll() is not None, _SEEN)
+        if ray.poll() is not None and not stop.requested and status:
             raise Wrong(f"ray start ended with status {ray.poll()}; its last words are above and in {ray.log}")
-        environment = {**environment, "RAY_ADDRESS": f"{host}:{arguments.port}", "AXL_RAY_NODES": str(arguments.nodes)}
-        status = run_command(arguments.command, log, environment, stop)
         if status in (0, USER_ERROR):  # a restart would change nothing
             ended.write_text(json.dumps({"status": status, "time": time.time()}) + "\n")
     finally:
         ray.terminate()
         ray.wait(_RAY_END)
     return status
+
+
+def _wait_until(done: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_POLL)
+
+
+def _end_without(ray: Child, stop: Stop) -> None:
+    """End the command, which waits for Ray, if Ray ends before it."""
+    while stop.child is not None and stop.child.poll() is None:
+        if ray.poll() is not None:
+            return stop.child.terminate()
+        time.sleep(_POLL)
 
 
 def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop) -> int:

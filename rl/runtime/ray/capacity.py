@@ -18,7 +18,7 @@ WORKER_ID = "ray.io/tpu-worker-id"
 _SINGLE_HOST = (1, 4, 8)  # chips of slices with one host
 
 ROLE = "axl-role"  # label that a launched run gives to its nodes
-_POLL = 0.5  # seconds
+_POLL = 0.1  # seconds
 _WARN_EVERY = 60.0
 
 Node = Mapping[str, Any]

@@ -5,6 +5,7 @@ They come first of all, so that a run which would fail after its warm start does
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 
 import psutil
@@ -12,9 +13,12 @@ import psutil
 from mesh import UserError
 from mesh.distributed import is_loopback
 from rl.experiment import RLExperiment
+from rl.runtime.cluster_file import NODES_VARIABLE
 
 MEMORY_VARIABLE = "AXL_RAY_MEMORY_GIB"
 _CLUSTER_TIMEOUT = 5.0  # seconds
+_STARTS = 600.0
+_POLL = 0.1
 
 
 def check_machine(cfg: RLExperiment.Config) -> None:
@@ -24,30 +28,40 @@ def check_machine(cfg: RLExperiment.Config) -> None:
         UserError: naming what is missing.
     """
     if address := os.environ.get("RAY_ADDRESS"):
-        check_cluster(address)
+        # The head of a launched run starts Ray beside this process, and ends it if Ray does not start.
+        check_cluster(address, wait=_STARTS if NODES_VARIABLE in os.environ else 0.0)
     else:
         check_memory(cfg.workers * cfg.fleet.worker_hosts, psutil.virtual_memory().available, cfg.trainer.processes)
         for shard in range(cfg.parameter_server.shard_servers):
             check_port(cfg.parameter_server.host, cfg.parameter_server.port and cfg.parameter_server.port + shard)
 
 
-def check_cluster(address: str) -> None:
+def check_cluster(address: str, wait: float = 0.0) -> None:
     """Check that something listens at the address of a Ray cluster: Ray itself would try for many minutes.
+
+    Args:
+        address: of the cluster.
+        wait: seconds that it may take to start.
 
     Raises:
         UserError: nothing does.
     """
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if not separator or not port.isdigit():
-        return  # a name that Ray resolves, such as `auto`
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CLUSTER_TIMEOUT).close()
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"no Ray cluster answers at RAY_ADDRESS={address}: {reason}; start one there (`ray start --head`), or "
-            "unset RAY_ADDRESS to run on this machine alone"
-        ) from error
+        return None  # a name that Ray resolves, such as `auto`
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=_CLUSTER_TIMEOUT).close()
+        except (OSError, OverflowError) as error:
+            if time.monotonic() < deadline:
+                time.sleep(_POLL)
+                continue
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"no Ray cluster answers at RAY_ADDRESS={address}: {reason}; start one there (`ray start --head`), or "
+                "unset RAY_ADDRESS to run on this machine alone"
+            ) from error
 
 
 def check_memory(workers: int, available: int, trainers: int = 1) -> None:

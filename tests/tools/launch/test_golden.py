@@ -11,7 +11,7 @@ import yaml
 
 from axlearn_like.config import from_text, to_text
 from tests.tools.launch.crd import errors, load_schema
-from tools.golden.launches import CASES, DIGEST, DIRECTORY, golden_text
+from tools.golden.launch.manifests import CASES, DIGEST, DIRECTORY, golden_text
 from tools.launch.kubernetes.jobset import jobsets
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan, plan_launch
@@ -53,9 +53,9 @@ def container(jobset: Manifest) -> Manifest:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_written_is_what_is_stored(name: str, plans: dict[str, LaunchPlan]):
     now, path = golden_text(CASES[name], plans[name]), DIRECTORY / f"{name}.txt"
-    assert path.exists(), f"no {path.name}; `python -m tools.golden.launches` writes it"
+    assert path.exists(), f"no {path.name}; `python -m tools.golden.launch.manifests` writes it"
     difference = list(difflib.unified_diff(path.read_text().splitlines(), now.splitlines(), lineterm="", n=0))
-    assert not difference, "`python -m tools.golden.launches`, if this is meant:\n" + "\n".join(difference)
+    assert not difference, "`python -m tools.golden.launch.manifests`, if this is meant:\n" + "\n".join(difference)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,7 +101,7 @@ def test_slices_of_one_program_are_exclusive_and_restart_together(training: Mani
         "node.kubernetes.io/instance-type": "ct5p-hightpu-4t",
         "cloud.google.com/reservation-name": "mine",
     }
-    assert container(training)["resources"]["limits"] == {"google.com/tpu": 4}
+    assert container(training)["resources"]["limits"] == {"google.com/tpu": "4"}
     assert pod(training)["hostNetwork"] is True
     ((csi,),) = ([v["csi"] for v in pod(training)["volumes"] if "csi" in v],)
     assert csi["volumeAttributes"]["bucketName"] == "bucket"
@@ -168,7 +168,7 @@ def test_a_command_is_one_process_whose_paths_are_those_of_the_storage(plans: di
     arguments = container(evaluation)["args"]
     assert arguments[: arguments.index("--")][-2:] == ["--folder", "/axl/runs"]
     assert arguments[arguments.index("--") + 1 :][:5] == ["python", "-m", "axlearn_like", "eval", "qwen25-0-5b-rl"]
-    assert container(evaluation)["resources"]["limits"] == {"google.com/tpu": 4}
+    assert container(evaluation)["resources"]["limits"] == {"google.com/tpu": "4"}
     ((conversion,),) = jobsets(CASES["convert.gke"], plans["convert.gke"], DIGEST).values()
     assert "nodeSelector" not in pod(conversion) and "ports" not in container(conversion)
     assert {"name": "JAX_PLATFORMS", "value": "cpu"} in container(conversion)["env"]

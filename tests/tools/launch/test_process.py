@@ -24,7 +24,8 @@ MODULE = [sys.executable, "-m", "tools.launch.process"]
 def start(run_dir: Path, mode: str, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
     """Start a process of a run."""
     command = [*MODULE, mode, "--name", "run-trainer", "--run-dir", str(run_dir), *arguments]
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    variables = {**own, "JAX_PLATFORMS": "cpu", **environment}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
 
 
@@ -137,12 +138,14 @@ def test_the_script_unpacks_the_code_and_starts_the_process_in_it(tmp_path: Path
 
 
 @pytest.mark.full
-def test_a_head_whose_ray_does_not_start_ends_and_its_command_is_not_started(tmp_path: Path):
+def test_a_head_whose_ray_does_not_start_ends_and_so_does_its_command(tmp_path: Path):
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "POD_IP": "127.0.0.1"}
-    head = start(tmp_path, "head", "--port", "16379", "--", "touch", str(tmp_path / "started"), **path)  # of Ray's own
+    head = start(tmp_path, "head", "--port", "16379", "--", "sleep", "1000", **path)  # of Ray's own
     output, _ = head.communicate(timeout=100)
     assert head.returncode == 70 and "ray start ended with status" in output, output
-    assert not (tmp_path / "started").exists() and not process.ended_path(tmp_path).exists()
+    log = tmp_path / "launch" / "logs" / "run-trainer-0.log"
+    assert json.loads(log.with_suffix(".exit.json").read_text())["status"] == 143
+    assert not process.ended_path(tmp_path).exists()
 
 
 @pytest.mark.full

@@ -111,7 +111,6 @@ def test_a_function_may_return_the_submission_and_options_replace_its_fields(
 
 
 SUBMITTED = {
-    "Ray": (RL + WORKERS + ["--on", "ray", "--set", "launch.image=mine"], "--on ray: .* give --dry-run DIR and run"),
     "no credentials": ([*TRAIN], "no credentials for a cluster: there is no .*get-credentials"),
     "laptop": (TRAIN[:2] + ["v5p:4x4x8", "--on", "local"], "would start 32 processes on this machine, and at most 16"),
 }

@@ -85,8 +85,6 @@ def launch(cfg: Launch.Config, plan: LaunchPlan | None = None, say: Say = print)
         UserError: it cannot run there, or the cluster refuses it. Nothing of it is left.
     """
     cfg = cfg.clone()
-    if cfg.on == "ray":
-        raise UserError("--on ray: a RayJob is not submitted by axl; give --dry-run DIR and run DIR/submit.sh")
     if plan is None:
         plan = plan_launch(cfg)
     refuse(plan)
@@ -135,7 +133,7 @@ def find_run(name: str, namespace: str = "default", where: str | None = None) ->
 
 def _cluster(cfg: Launch.Config, plan: LaunchPlan) -> ClusterApi:
     """Return the cluster of a submission; on this machine, the port of its head is one that is free."""
-    if cfg.on == "gke":
+    if cfg.on in ("gke", "ray"):
         return KubernetesCluster(Client(find_access()), cfg.kubernetes.namespace, cfg, plan)
     check_size(plan)
     run_dir = cfg.place().directory / plan.name

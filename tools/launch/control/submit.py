@@ -8,6 +8,7 @@ from mesh import UserError
 from tools.launch.bundle import Bundle
 from tools.launch.control.api import ROLE, ClusterApi, Object, terminal
 from tools.launch.kubernetes.jobset import TOKEN_KEY, jobset, jobset_name, jobsets, token_secret
+from tools.launch.kubernetes.rayjob import rayjob
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
 
@@ -39,6 +40,8 @@ def submit(
     _remove_ended(api, plan.name)
     digest = "" if bundle is None else bundle.digest
     wanted = [one for role in jobsets(cfg, plan, digest).values() for one in role]
+    if cfg.on == "ray":
+        wanted = [rayjob(cfg, plan, digest)]
     made: list[str] = []
     try:
         api.place(plan.name, files, None if bundle is None else (bundle.file_name, bundle.content))
@@ -62,6 +65,8 @@ def add_workers(api: ClusterApi, cfg: Launch.Config, plan: LaunchPlan, count: in
     Raises:
         UserError: the run is not active, or is no RL run.
     """
+    if cfg.on == "ray":
+        raise UserError(f"{plan.name} is a RayJob, whose workers KubeRay starts; stop it, and submit more --workers")
     role = next((role for role in plan.roles if role.name == "worker"), None)
     if role is None:
         raise UserError(f"{plan.name} is no RL run, and has no workers")
@@ -101,10 +106,10 @@ def stop(api: ClusterApi, run: str, say: Say) -> None:
 def secrets_of(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, dict[str, str]]:
     """Return the Secrets that a submission makes: the token of the run, and on this machine those that it names.
 
-    There they are taken from variables of the same names.
+    There they are taken from variables of the same names. The token of a RayJob is KubeRay's.
     """
     found: dict[str, dict[str, str]] = {}
-    if plan.command == "rl":
+    if plan.command == "rl" and cfg.on != "ray":
         found[token_secret(plan.name)] = {TOKEN_KEY: secrets.token_hex(32)}
     if cfg.on == "local":
         for name, where in cfg.secret_env.items():

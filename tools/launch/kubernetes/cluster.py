@@ -11,17 +11,19 @@ from tools.launch.control.status import crash
 from tools.launch.kubernetes.carrier import carrier, carrier_name, parts
 from tools.launch.kubernetes.client import Client, Refused
 from tools.launch.kubernetes.jobset import token_secret
+from tools.launch.kubernetes.rayjob import as_jobset, of_rayjob
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
 
-JOBSETS = "/apis/jobset.x-k8s.io/v1alpha2"
+JOBSETS, RAY = "/apis/jobset.x-k8s.io/v1alpha2", "/apis/ray.io/v1"
+_INSTALLED = {
+    JOBSETS: ("JobSet", "https://jobset.sigs.k8s.io/docs/installation"),
+    RAY: ("KubeRay", "https://docs.ray.io/en/latest/cluster/kubernetes"),
+}
 _TEXT = "launch.txt"
 _POLL = 2.0  # seconds
 _CARRIED = 660.0  # seconds
-_RIGHTS = (
-    *(("create", "jobset.x-k8s.io", "jobsets"), ("delete", "jobset.x-k8s.io", "jobsets")),
-    *(("create", "batch", "jobs"), ("create", "", "configmaps"), ("list", "", "pods"), ("get", "", "pods/log")),
-)
+_RIGHTS = (*(("create", "batch", "jobs"), ("create", "", "configmaps"), ("list", "", "pods"), ("get", "", "pods/log")),)
 
 
 class KubernetesCluster:
@@ -36,24 +38,28 @@ class KubernetesCluster:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._client, self._namespace, self._cfg, self._plan, self._sleep = client, namespace, cfg, plan, sleep
+        self._names_of_rayjobs = set[str]()
         self._core = f"/api/v1/namespaces/{namespace}"
         self._jobsets = f"{JOBSETS}/namespaces/{namespace}/jobsets"
+        self._rayjobs = f"{RAY}/namespaces/{namespace}/rayjobs"
+        self._by_ray = cfg is not None and cfg.on == "ray"
         self._jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
 
     def check(self) -> None:
-        """Refuse a cluster without JobSet, without something that the run names, or where we have not the rights."""
-        cluster = self._client.access.name
+        """Refuse a cluster without JobSet (KubeRay), without what the run names, or where we have not the rights."""
+        cluster, group = self._client.access.name, RAY if self._by_ray else JOBSETS
         try:
-            self._client.get(JOBSETS)
+            self._client.get(group)
         except Refused as error:
             if error.status != 404:
                 raise
+            what, page = _INSTALLED[group]
             raise UserError(
-                f"{cluster} has no JobSet ({JOBSETS} is not there): "
-                "https://jobset.sigs.k8s.io/docs/installation says how it is installed"
+                f"{cluster} has no {what} ({group} is not there): {page} says how it is installed"
             ) from None
-        rights = [*_RIGHTS]
-        if self._plan is not None and self._plan.command == "rl":
+        owner = ("ray.io", "rayjobs") if self._by_ray else ("jobset.x-k8s.io", "jobsets")
+        rights = [("create", *owner), ("delete", *owner), *_RIGHTS]
+        if self._plan is not None and self._plan.command == "rl" and not self._by_ray:
             rights += [("create", "", "secrets"), ("delete", "", "secrets")]
         missing = [f"{verb} {resource}" for verb, group, resource in rights if not self._may(verb, group, resource)]
         if missing:
@@ -97,18 +103,19 @@ class KubernetesCluster:
                 raise
 
     def create(self, jobset: Object) -> None:
-        """Create a JobSet."""
+        """Create a JobSet or a RayJob."""
+        kind = jobset["kind"]
         try:
-            self._client.post(self._jobsets, jobset)
+            self._client.post(self._rayjobs if kind == "RayJob" else self._jobsets, jobset)
         except Refused as error:
             if error.status == 409:
                 name = jobset["metadata"]["name"]
-                raise UserError(f"JobSet {name} exists; `axl launch stop` removes it") from None
+                raise UserError(f"{kind} {name} exists; `axl launch stop` removes it") from None
             raise
 
     def delete(self, name: str) -> None:
-        """Delete a JobSet with its Pods, and return when it is gone, so that its name is free."""
-        path = f"{self._jobsets}/{name}"
+        """Delete a JobSet, or a RayJob, with its Pods, and return when it is gone, so that its name is free."""
+        path = f"{self._rayjobs if name in self._names_of_rayjobs else self._jobsets}/{name}"
         if not self._client.delete(path, {"propagationPolicy": "Foreground"}):
             return
         deadline = time.monotonic() + _CARRIED
@@ -120,7 +127,7 @@ class KubernetesCluster:
                     return
                 raise
             self._sleep(_POLL)
-        raise UserError(f"JobSet {name} is still being deleted; look at `kubectl describe jobset {name}`")
+        raise UserError(f"{name} is still being deleted; look at `kubectl describe {path.split('/')[-2]} {name}`")
 
     def clean(self, run: str) -> Sequence[str]:
         """Delete the Secret, ConfigMaps and Job of a run."""
@@ -139,8 +146,9 @@ class KubernetesCluster:
         return found
 
     def jobsets(self, run: str) -> list[Object]:
-        """Return the JobSets of a run; one that waits in a queue of Kueue has its `workload`."""
-        found = self._client.list(self._jobsets, labelSelector=f"{RUN}={run}")
+        """Return the JobSets of a run, its RayJob as one; one that waits in a queue of Kueue has its `workload`."""
+        found = [*self._listed(self._jobsets, run), *map(as_jobset, rayjobs := self._listed(self._rayjobs, run))]
+        self._names_of_rayjobs = {one["metadata"]["name"] for one in rayjobs}
         for one in found:
             if one.get("spec", {}).get("suspend"):
                 one["workload"] = self._workload(one)
@@ -148,7 +156,7 @@ class KubernetesCluster:
 
     def pods(self, run: str) -> list[Object]:
         """Return the Pods of a run."""
-        return self._client.list(f"{self._core}/pods", labelSelector=f"{RUN}={run}")
+        return [of_rayjob(one, run) for one in self._client.list(f"{self._core}/pods", labelSelector=f"{RUN}={run}")]
 
     def events(self, run: str) -> list[Object]:
         """Return what the cluster says of objects whose names begin with the run's."""
@@ -166,6 +174,15 @@ class KubernetesCluster:
         except Refused as error:
             if error.status in (400, 404, 500):
                 return ""
+            raise
+
+    def _listed(self, path: str, run: str) -> list[Object]:
+        """Return the objects of a run of a kind; of one that the cluster does not have, or not for us, none."""
+        try:
+            return self._client.list(path, labelSelector=f"{RUN}={run}")
+        except Refused as error:
+            if error.status == 404 or (error.status == 403 and path == self._rayjobs and not self._by_ray):
+                return []
             raise
 
     def _may(self, verb: str, group: str, resource: str) -> bool:

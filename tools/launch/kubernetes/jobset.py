@@ -184,7 +184,7 @@ def _resources(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> dict[str, An
     if role.slices is None:
         cpus = cfg.kubernetes.command_cpus if plan.words else cfg.kubernetes.head_cpus
         return {"requests": {"cpu": str(cpus), "memory": f"{role.memory_gib}Gi"}}
-    chips = {"google.com/tpu": role.slices.host_chips}
+    chips = {"google.com/tpu": str(role.slices.host_chips)}  # a Quantity, which the official client takes as text alone
     return {"requests": chips, "limits": dict(chips)}
 
 

@@ -15,6 +15,8 @@ from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan, Role
 from tools.launch.script import CODE, axl_command, bundle_path, words
 
+_ENDED = {"Complete": "Completed", "Failed": "Failed", "ValidationFailed": "Failed"}
+
 
 def rayjob(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
     """Return the RayJob of an RL run.
@@ -49,6 +51,28 @@ def rayjob(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
             },
         },
     }
+
+
+def as_jobset(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a RayJob of the cluster in the form of a JobSet, for its status."""
+    given: dict[str, Any] = found.get("status", {})
+    state, message = given.get("jobDeploymentStatus", ""), given.get("message", "")
+    status: dict[str, Any] = {"restarts": max(0, given.get("failed", 0))}
+    if state in _ENDED:
+        reason = given.get("reason") or given.get("jobStatus") or state
+        condition = {"type": _ENDED[state], "status": "True", "reason": reason, "message": message}
+        status |= {"terminalState": _ENDED[state], "conditions": [condition]}
+    elif state != "Running":
+        waits = f"KubeRay: {state or 'not seen yet'}{': ' if message else ''}{message}"
+        status["conditions"] = [{"type": "Waiting", "status": "True", "message": waits}]
+    return {"metadata": found["metadata"], "spec": {"suspend": found["spec"].get("suspend", False)}, "status": status}
+
+
+def of_rayjob(pod: dict[str, Any], run: str) -> dict[str, Any]:
+    """Return a Pod; one of KubeRay's has the name of the RayJob where those of a JobSet have its name."""
+    if "ray.io/cluster" in (labels := pod["metadata"].get("labels", {})):
+        labels.setdefault("jobset.sigs.k8s.io/jobset-name", run)
+    return pod
 
 
 def _group(cfg: Launch.Config, plan: LaunchPlan, role: Role, digest: str) -> dict[str, Any]:
@@ -102,5 +126,5 @@ def _resources(cfg: Launch.Config, role: Role) -> dict[str, Any]:
     if role.slices is None:
         wanted: dict[str, Any] = {"cpu": str(cfg.kubernetes.head_cpus), "memory": f"{role.memory_gib}Gi"}
     else:
-        wanted = {"google.com/tpu": role.slices.host_chips}
+        wanted = {"google.com/tpu": str(role.slices.host_chips)}
     return {"requests": wanted, "limits": dict(wanted)}  # KubeRay takes the limits for Ray's resources

@@ -98,6 +98,17 @@ class LocalCluster:
         (self.folder / WANTED / f"{name}.json").unlink(missing_ok=True)
         if self.alive:
             self._until(lambda: not self.alive or name not in self._names(), f"JobSet {name} has not ended", 90.0)
+        if not self.alive:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Remove a JobSet from what a cluster that has ended has said: the next one takes a moment to say more."""
+        found = self._status()
+        if any(one["metadata"]["name"] == name for one in found.get("jobsets", [])):
+            found["jobsets"] = [one for one in found["jobsets"] if one["metadata"]["name"] != name]
+            temporary = self.folder / f"{STATUS}.new"
+            temporary.write_text(json.dumps(found))
+            os.replace(temporary, self.folder / STATUS)
 
     def clean(self, run: str) -> Sequence[str]:
         """End what a cluster that was killed has left, and remove Secrets and containers' files."""

@@ -1,6 +1,7 @@
 """Preflight checks refuse a run before anything is started."""
 
 import socket
+import threading
 
 import pytest
 
@@ -54,3 +55,13 @@ def test_a_launched_run_waits_until_its_machines_have_joined(monkeypatch: pytest
     capacity.wait_for_nodes(lambda: True, lambda: None, said.append)  # the run was stopped
     monkeypatch.delenv("AXL_RAY_NODES")
     capacity.wait_for_nodes(lambda: False, lambda: None, said.append)
+
+
+def test_a_launched_run_waits_for_ray_which_starts_beside_it() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        timer = threading.Timer(0.2, probe.listen)
+        timer.start()
+        check_cluster(f"127.0.0.1:{port}", wait=20.0)
+        timer.join()

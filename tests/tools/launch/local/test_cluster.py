@@ -192,6 +192,7 @@ def test_what_a_killed_cluster_leaves_is_ended_by_the_next_and_by_stop(cluster: 
     until(lambda: not cluster.alive)
     for name in ("long", "other"):
         cluster.delete(name)
+        assert name not in [one["metadata"]["name"] for one in cluster.jobsets("run")], "a new one is not taken for it"
     cluster.clean("run")
     assert not list(marked(mark(cluster))) and not (cluster.folder / "status.json").exists()
 
@@ -244,7 +245,7 @@ def test_an_evaluation_is_carried_out(tmp_path: Path):
     run = launch(Launch.Config(command=words, on="local", tpu="v6e:1x1", storage=f"dir:{tmp_path}"))
     assert [one.state for one in run.wait(300)] == ["completed"], run.logs()
     result = json.loads((tmp_path / "runs" / "eval" / "demo" / "result.json").read_text())
-    assert result["samples"] == 2
+    assert result["samples"] == 12, "two answers to two problems of each of three tasks"
 
 
 def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,6 @@
 """Golden texts of what `axl launch` writes, compared by tests/tools/launch/test_golden.py.
 
-    python -m tools.golden.launches
+    python -m tools.golden.launch.manifests
 
 The digest of the code is left out, and so are the experiments' configs, which have golden texts of their own.
 """
@@ -14,7 +14,7 @@ from tools.launch.launch import Kubernetes, Launch, TpuApi
 from tools.launch.plan import LaunchPlan, plan_launch
 from tools.launch.submission import render
 
-DIRECTORY = Path(__file__).parents[2] / "tests" / "tools" / "launch" / "golden"
+DIRECTORY = Path(__file__).parents[3] / "tests" / "tools" / "launch" / "golden"
 DIGEST = "0" * 16
 CASES: dict[str, Launch.Config] = {
     "llama2_7b.gke": Launch.Config(
