@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.protocol import answer_text, completion_text
 from rl.environments.environment import Environment
 from rl.environments.episodes import RERUN, Episodes
 from rl.environments.scoring import score_rollouts
 from rl.evaluation.evaluator import transcript
+from rl.parameter_server.pull.fetch import PullStats
 from rl.roles.messages import Prompt, Rollout, Score
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler
+from rl.rollout.worker import RolloutWorker
 from rl.tasks.mixture import encode_problem
 from rl.verification.failures import ScorerFails
+from tests.rl.controller.scripted import make
 from tests.rl.environments.toys import TOKENIZER, Broken, Echo, Forever, Slow, closed, tasks
 from tests.rl.rollout.small import assert_no_page_is_held, assert_same, drain
 from tests.rl.tiny import tiny_params, tiny_policy
@@ -139,6 +143,49 @@ def test_a_repetition_in_an_environment_that_is_not_pure_is_tagged(engine: Rollo
     found = play.episodes.recorded(drain(engine)[number].rollouts, [first[0], _cut(first[1])], again=True)
     assert [one.tags for one in found] == [(), (RERUN,)]
     assert [dict(one.episode.figures)["rerun"] for one in found if one.episode] == [0.0, 1.0]
+
+
+class Held:
+    """Weights that are on the engine's device already."""
+
+    def __init__(self, engine: RolloutEngine):
+        self._placed = engine.place(tiny_params(POLICY))
+
+    def take(self, version: int, timeout: float) -> tuple[Any, PullStats]:
+        return self._placed, PullStats()
+
+
+def played(engine: RolloutEngine, environment: Environment.Config, *, leaves: bool) -> list[Rollout]:
+    """Return the episodes of a step; if one `leaves`, it is asked to when the first of its episodes waits."""
+    sizes: dict[str, Any] = {"groups": 2, "groups_per_lease": 2, "samples": 2, "max_prompt": 8}
+    controller = make(tasks=tasks(environment), **sizes)
+    controller.begin(0, 0)
+    asked: list[bool] = []
+
+    def waits() -> bool:
+        if engine.stats()["suspended"]:
+            asked.append(True)
+        return bool(asked)
+
+    done = lambda: controller.next_batch(0) is not None  # noqa: E731
+    for number, stop in enumerate([waits, done] if leaves else [done]):
+        engine.invalidate_weights()
+        roles: tuple[Any, ...] = (controller, Held(engine), Judge(), EventLog("", silent=True))
+        episodes = Episodes.of(tasks(environment), TOKENIZER, seed=3)
+        RolloutWorker(f"w{number}", engine, TOKENIZER, 3, *roles, episodes=episodes).run(stop)
+    batch = controller.next_batch(0)
+    assert batch is not None
+    return [rollout for group in batch for rollout in group.rollouts]
+
+
+@pytest.mark.parametrize("pure", [True, False])
+def test_an_episode_whose_worker_must_leave_begins_again(engine: RolloutEngine, pure: bool):
+    """It is handed back, and the next worker's is the same; that it was begun twice is said where it may matter."""
+    environment = Slow.Config(pure=pure)
+    undisturbed, again = played(engine, environment, leaves=False), played(engine, environment, leaves=True)
+    assert_same([dataclasses.replace(one, tags=()) for one in again], undisturbed)
+    assert {one.tags for one in undisturbed} == {()}
+    assert {one.tags for one in again} == {() if pure else (RERUN,)}
 
 
 def _cut(rollout: Rollout) -> Rollout:
