@@ -1,9 +1,10 @@
 """The prompt pool: the problems of each step, some of them drawn before, by how often they were solved then.
 
-Each place in a batch has the task family that the mixture's cycle gives it, so the mixture's weights hold. Within the
-family it takes a new problem, or draws one again that the policy solves about half of the time: from those it learns
-most, as a group whose answers are all right or all wrong has no gradient. What is solved nearly always is retired, what
-is never solved is quarantined, and both come back after a while.
+Each place in a batch has the task family that the mixture's cycle gives it, so the mixture's weights hold, or the one
+that a curriculum says. Within the family it takes a new problem, or draws one again that the policy solves about half
+of the time: from those it learns most, as a group whose answers are all right or all wrong has no gradient. Where few
+new problems are such, as few are drawn again: others teach more than the same ones. What is solved nearly always is
+retired, what is never solved is quarantined, and both come back after a while.
 
 A step is planned once the step before the oldest that may be under way is consumed, from the results of all up to that.
 So the plan depends on results, never on when they came; and its state, a few numbers for each problem, goes into the
@@ -19,10 +20,13 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input.shuffle import derived_seed
+from rl.controller.curriculum import Curriculum, FamilyRecord
 from rl.roles.messages import Group, Problem
 from rl.tasks.mixture import TaskMixture
 
 __all__ = ["Choice", "PromptPool"]
+
+_FAMILY_DISCOUNT = 0.97  # of a family's results, at each further group: those of the last 33 groups or so
 
 
 class Choice(NamedTuple):
@@ -64,6 +68,11 @@ class PromptPool(Configurable):
         """Problems whose results are kept, and as many again of those that rest."""
         explore: float = 0.5
         """Share of new problems, at least."""
+        again_per_dead: float | None = None
+        """Problems drawn again for each new one without a gradient, up to 1 - `explore` of all; None: always as many.
+        By family."""
+        curriculum: Curriculum.Config | None = None
+        """Shares of the families by their pass rates; None: those of the mixture."""
         target: float = 0.5
         """Share of right answers of the problems to draw again; the nearest is taken."""
         width: float = 0.35
@@ -86,6 +95,7 @@ class PromptPool(Configurable):
             for field in ("explore", "target", "retire_at", "discount"):
                 self.require(field, 0 <= getattr(self, field) <= 1, "0 to 1")
             self.require("width", 0 < self.width <= 1, "more than 0, up to 1")
+            self.require_least(0, "again_per_dead")
 
     def __init__(self, cfg: Config, *, tasks: TaskMixture, groups: int, staleness: int):
         """Plan nothing yet: `start` does.
@@ -100,6 +110,12 @@ class PromptPool(Configurable):
         self._step = 0  # steps consumed
         self._turns = [0] * len(tasks.family_names)  # new problems planned, by family
         self._records: dict[int, Record] = {}  # by the problem's id
+        self._families = [FamilyRecord() for _ in tasks.family_names]
+        self._curriculum: Curriculum | None = None
+        self._course: dict[str, Any] = {}  # state of the curriculum
+        if cfg.curriculum is not None:
+            self._curriculum = cfg.curriculum.build(weights=tasks.weights)
+            self._course = self._curriculum.begin()
         self._plans: dict[int, list[Choice]] = {}  # of the steps that are not consumed
 
     def start(self, step: int, state: Mapping[str, Any] | None = None) -> Self:
@@ -110,8 +126,12 @@ class PromptPool(Configurable):
             made._turns = list(state["turns"])
             made._records = {int(problem): Record(*values) for problem, values in state["records"].items()}
             made._plans = {int(of): [Choice(*one) for one in plan] for of, plan in state["plans"].items()}
+            made._families = [FamilyRecord(*values) for values in state.get("families", [])] or made._families
+            made._course = dict(state.get("course") or made._course)
             return made
         made._turns = [0] * len(made._turns)
+        made._families = [FamilyRecord() for _ in made._turns]
+        made._course = {} if made._curriculum is None else made._curriculum.begin()
         for index in range(step * self._groups):
             made._turns[self._tasks.place(index).family] += 1
         for ahead in range(self._staleness + 1):
@@ -126,6 +146,8 @@ class PromptPool(Configurable):
             made._record(step, choice, group)
         made._step = step + 1
         made._forget()
+        if made._curriculum is not None:
+            made._course = made._curriculum.after(made._course, made._families)
         made._plan(step + 1 + self._staleness)
         return made
 
@@ -133,7 +155,9 @@ class PromptPool(Configurable):
         """Return what `start` takes back, as JSON holds it."""
         records = {str(problem): list(dataclasses.astuple(record)) for problem, record in self._records.items()}
         plans = {str(step): [list(choice) for choice in plan] for step, plan in self._plans.items()}
-        return {"step": self._step, "turns": self._turns, "records": records, "plans": plans}
+        families = [list(dataclasses.astuple(record)) for record in self._families]
+        known = {"records": records, "plans": plans, "families": families}
+        return {"step": self._step, "turns": self._turns, **known, "course": self._course}
 
     def planned(self, step: int) -> bool:
         """Return True if the problems of a step are known."""
@@ -156,13 +180,21 @@ class PromptPool(Configurable):
             "pool/retired": float(retired),
             "pool/quarantined": float(len(resting) - retired),
             "pool/again_fraction": sum(choice.draw > 0 for choice in plan) / max(1, len(plan)),
+            **self._shares_of_families(),
         }
+
+    def _shares_of_families(self) -> dict[str, float]:
+        if self._curriculum is None:
+            return {}
+        shares = self._curriculum.shares(self._course, self._families)
+        return {f"pool/share/{name}": share for name, share in zip(self._tasks.family_names, shares, strict=True)}
 
     def _copy(self) -> Self:
         made = type(self)(self.cfg, tasks=self._tasks, groups=self._groups, staleness=self._staleness)
         made._step, made._turns = self._step, list(self._turns)
         made._records = {problem: dataclasses.replace(record) for problem, record in self._records.items()}
         made._plans = dict(self._plans)
+        made._families, made._course = list(self._families), dict(self._course)
         return made
 
     def _record(self, step: int, choice: Choice, group: Group) -> None:
@@ -174,6 +206,9 @@ class PromptPool(Configurable):
         if not rewards:
             return
         solved = sum(reward >= cfg.solved_at for reward in rewards)
+        if not choice.draw:  # those that are drawn again are no fair sample of the family
+            families = self._families
+            families[choice.family] = families[choice.family].after(len(rewards), solved, _FAMILY_DISCOUNT)
         record.solved = cfg.discount * record.solved + solved
         record.answers = cfg.discount * record.answers + len(rewards)
         record.unsolved = 0 if solved else record.unsolved + len(rewards)
@@ -199,9 +234,8 @@ class PromptPool(Configurable):
         rng = np.random.default_rng(derived_seed("pool", self.cfg.seed, step))
         taken = {choice.number for plan in self._plans.values() for choice in plan if choice.draw}
         plan: list[Choice] = []
-        for place in range(self._groups):
-            family = self._tasks.place(step * self._groups + place).family
-            again = rng.random() >= self.cfg.explore
+        for family in self._places(step):
+            again = rng.random() >= 1 - self._again_share(family)
             if again and (found := self._again(family, step, taken, rng)) is not None:
                 taken.add(found)
                 plan.append(Choice(self._records[found].draws, family, found))
@@ -209,6 +243,19 @@ class PromptPool(Configurable):
                 plan.append(Choice(0, family, self._turns[family]))
                 self._turns[family] += 1
         self._plans[step] = plan
+
+    def _places(self, step: int) -> list[int]:
+        """Return the families of a step's places."""
+        if self._curriculum is None:
+            return [self._tasks.place(step * self._groups + place).family for place in range(self._groups)]
+        shares = self._curriculum.shares(self._course, self._families)
+        families, self._course = self._curriculum.order(self._course, shares, self._groups)
+        return families
+
+    def _again_share(self, family: int) -> float:
+        """Return the share of a family's places for problems that were drawn before."""
+        most, each = 1 - self.cfg.explore, self.cfg.again_per_dead
+        return most if each is None else min(most, each * self._families[family].dead_share)
 
     def _again(self, family: int, step: int, taken: set[int], rng: np.random.Generator) -> int | None:
         """Return the problem of a family that is nearest to the target by a rate drawn from its posterior, if any is.

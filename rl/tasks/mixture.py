@@ -103,6 +103,7 @@ class TaskMixture(Configurable):
             family.split(cfg.heldout_every)
         labels = [family.label for family in self._families]
         self.family_names: tuple[str, ...] = tuple(labels)
+        self.weights = tuple(family.weight for family in self._families)
         self._cycle = _smooth_round_robin(_shares([family.weight for family in self._families], labels))
         counts = np.cumsum(np.equal.outer(self._cycle, np.arange(len(labels))), axis=0)
         self._rank = [

@@ -180,7 +180,7 @@ def played(engine: RolloutEngine, environment: Environment.Config, *, leaves: bo
 
 @pytest.mark.parametrize("pure", [True, False])
 def test_an_episode_whose_worker_must_leave_begins_again(engine: RolloutEngine, pure: bool):
-    """It is handed back, and the next worker's is the same; that it was begun twice is said where it may matter."""
+    """The next worker plays the same one, and tags it where its first beginning may have had effects."""
     environment = Slow.Config(pure=pure)
     undisturbed, again = played(engine, environment, leaves=False), played(engine, environment, leaves=True)
     assert_same([dataclasses.replace(one, tags=()) for one in again], undisturbed)
