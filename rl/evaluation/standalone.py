@@ -7,7 +7,7 @@ goes on behind the last one. What is drawn depends on (seed, problem, sample, po
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return pass@k with bootstrap intervals over problems, as an evaluation during RL has them, and more.
 
-    maj@k is the mean of `majority`; with one sample a problem, pass@1 has Wilson's interval too. `failed` counts the
-    verifier's failures by status: they count as wrong.
+    maj@k is the mean of `majority`; with one sample a problem, pass@1 has Wilson's interval too. "terms" of a family
+    are the means of the rewards' terms. `failed` counts the verifier's failures by status: they count as wrong.
     """
     results = [
         ProblemResult(row["problem"], row["family"], sum(map(is_right, row["samples"])), len(row["samples"]))
@@ -154,10 +154,20 @@ def figures(
         part |= {f"maj@{k}": sum(values) / len(values) for k, values in votes[name].items()}
         if part["samples"] == part["problems"]:
             part["pass@1_wilson"] = wilson(round(part["pass@1"] * part["problems"]), part["problems"])
+        if terms := _mean_terms(sample for row in rows if row["family"] == name for sample in row["samples"]):
+            part["terms"] = terms
     families = result["families"].values()
     result |= {f"maj@{k}": sum(part[f"maj@{k}"] for part in families) / len(families) for k in ks}
     statuses = [sample["status"] for row in rows for sample in row["samples"] if sample["status"] != "ok"]
     return {**result, "failed": {status: statuses.count(status) for status in sorted(set(statuses))}}
+
+
+def _mean_terms(samples: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.get("terms", {}).items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(held) / len(held) for name, held in sorted(values.items())}
 
 
 def is_right(sample: Mapping[str, Any]) -> bool:

@@ -26,8 +26,8 @@ _PROBLEMS = 96  # of an endless family
     "named",
     multiple=True,
     metavar="NAME=FILE,...",
-    help="gsm8k=FILE, humaneval=FILE, any other NAME=FILE with fields prompt and answer, a family of reasoning-gym, or "
-    "MINE.py:FUNCTION for a config of tasks.  [default: the run's own]",
+    help="gsm8k=FILE, humaneval=FILE, ehrsql=FILE, any other NAME=FILE with fields prompt and answer, a family of "
+    "reasoning-gym, or MINE.py:FUNCTION for a config of tasks.  [default: the run's own]",
 )
 @click.option("--verifier", metavar="PLACE:FUNCTION", help="Function of the tasks' config that returns a verifier's.")
 @click.option("--problems", type=click.IntRange(1), help=f"Of each task.  [default: all rows, {_PROBLEMS} of a family]")
@@ -204,6 +204,7 @@ def _print(result: dict[str, Any], ks: tuple[int, ...]) -> None:
             low, high = part[f"pass@{k}_ci"]
             figures.append(f"pass@{k} {100 * part[f'pass@{k}']:.2f} % ({100 * low:.2f} to {100 * high:.2f})")
             figures.append(f"maj@{k} {100 * part[f'maj@{k}']:.2f} %")
+        figures += [f"{term} {value:.4g}" for term, value in part.get("terms", {}).items()]
         click.echo(f"{name}: {part['problems']} problems; {', '.join(figures)}")
     if result["failed"]:
         counts = ", ".join(f"{count} {status}" for status, count in result["failed"].items())

@@ -11,6 +11,7 @@ from axlearn_like.input.source import InputError
 from rl.tasks.rows.columns import Columns
 from rl.tasks.rows.sources import RowFiles, RowFunction
 from rl.tasks.rows.task_rows import TaskRows
+from rl.tasks.sql.prompts import Example, instructed, outline
 
 __all__ = ["DATASETS", "ehrsql", "gsm8k", "humaneval", "rows"]
 
@@ -32,33 +33,93 @@ def humaneval(files: str | tuple[str, ...]) -> TaskRows.Config:
     return rows(files, prompt="prompt", answer="canonical_solution", id="task_id").set(label="humaneval")
 
 
-def ehrsql(data: str, labels: str, heldout: tuple[str, str] | None = None) -> TaskRows.Config:
-    """Questions on health records (EHRSQL-2024): `data` has the questions, `labels` their SQL ("null": abstain)."""
-    other = None
-    if heldout is not None:
-        other = RowFunction.Config(function=ehrsql_rows, arguments=dict(zip(("data", "labels"), heldout, strict=True)))
-    columns = Columns.Config(prompt="question", answer="query", id="id")
-    source = RowFunction.Config(function=ehrsql_rows, arguments={"data": data, "labels": labels})
-    return TaskRows.Config(rows=source, heldout=other, columns=columns, label="ehrsql")
+def ehrsql(
+    data: str,
+    labels: str,
+    heldout: tuple[str, str] | None = None,
+    *,
+    schema: str | None = None,
+    examples: tuple[str, str] | None = None,
+    shots: int = 4,
+    steps: bool = False,
+) -> TaskRows.Config:
+    """Questions on health records (EHRSQL-2024): `data` has the questions, `labels` their SQL ("null": abstain).
+
+    Args:
+        data: file of the questions.
+        labels: file of their queries.
+        heldout: both of another part, to evaluate on.
+        schema: file of CREATE TABLE statements: prompts show its names, and `SqlVerifier` makes databases of it; None:
+            the question alone.
+        examples: questions and queries of another part, for few-shot prompts: values in them are masked.
+        shots: examples in a prompt; the first ones, one of which abstains.
+        steps: ask for a chain of thought before the query.
+    """
+    shown = {"schema": schema, "examples": examples, "shots": shots, "steps": steps} if schema is not None else {}
+    part = lambda files: RowFunction.Config(  # noqa: E731
+        function=ehrsql_rows, arguments={**dict(zip(("data", "labels"), files, strict=True)), **shown}
+    )
+    columns = Columns.Config(prompt="question" if schema is None else "prompt", answer="query", id="id")
+    other = None if heldout is None else part(heldout)
+    return TaskRows.Config(rows=part((data, labels)), heldout=other, columns=columns, label="ehrsql")
 
 
-def ehrsql_rows(data: str, labels: str) -> Iterator[dict[str, Any]]:
-    """Yield {"id", "question", "query"} of a part of EHRSQL-2024."""
+def ehrsql_rows(
+    data: str,
+    labels: str,
+    schema: str | None = None,
+    examples: tuple[str, str] | None = None,
+    shots: int = 4,
+    steps: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Yield {"id", "question", "query"} of a part of EHRSQL-2024; given a schema also {"schema", "prompt"}."""
+    statements = None if schema is None else _read(schema).decode()
+    names = "" if statements is None else outline(statements)
+    chosen = () if examples is None else _chosen(ehrsql_rows(*examples), shots)
     queries = _document(labels)
     for row in _document(data)["data"]:
         if row["id"] not in queries:
             raise InputError(f"{labels} has no query for question {row['id']!r} of {data}")
-        yield {"id": row["id"], "question": row["question"], "query": queries[row["id"]]}
+        found = {"id": row["id"], "question": row["question"], "query": queries[row["id"]]}
+        if statements is not None:
+            found |= {"schema": statements, "prompt": instructed(names, row["question"], chosen, steps=steps)}
+        yield found
+
+
+def ehrsql_file(data: str) -> TaskRows.Config:
+    """Return the questions of a file of EHRSQL-2024, whose queries and schema lie beside it under their own names."""
+    folder, _, name = data.rpartition("/")
+    beside = f"{folder}/" if folder else ""
+    return ehrsql(data, f"{beside}{name.replace('.data.', '.label.')}", schema=f"{beside}mimic_iv.sql")
+
+
+def _chosen(rows: Iterator[dict[str, Any]], count: int) -> tuple[Example, ...]:
+    """Return the first examples that can be answered, and last one that cannot, if there is one."""
+    answered: list[Example] = []
+    for row in rows:
+        one = Example(row["question"], row["query"])
+        if one.query != "null":
+            answered.append(one)
+        elif len(answered) >= count - 1:
+            return (*answered[: count - 1], one)[:count]
+    return tuple(answered[:count])
 
 
 # What `NAME=FILE` means where tasks are named on a command line.
-DATASETS: dict[str, Callable[..., TaskRows.Config]] = {"gsm8k": gsm8k, "humaneval": humaneval}
+DATASETS: dict[str, Callable[..., TaskRows.Config]] = {"gsm8k": gsm8k, "humaneval": humaneval, "ehrsql": ehrsql_file}
 
 
 def _document(path: str) -> Any:
+    try:
+        return json.loads(_read(path))
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _read(path: str) -> bytes:
     file = Path(os.path.expandvars(path)).expanduser()
     try:
         data = file.read_bytes()
-        return json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
-    except (OSError, ValueError) as error:
+        return gzip.decompress(data) if file.suffix == ".gz" else data
+    except OSError as error:
         raise InputError(f"{path}: {error}") from None

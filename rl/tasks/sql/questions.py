@@ -1,11 +1,12 @@
 """Questions about small random schemas, without limit: a source of problems for text-to-SQL.
 
 Some cannot be answered, since no table has what they ask for; the right answer is then to abstain. Training and
-held-out problems are apart by their schemas.
+held-out problems are apart by their schemas, of which examples in a prompt are training ones.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, override
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, override
 
 import numpy as np
 
@@ -15,11 +16,25 @@ from rl.tasks.heldout import question_digest
 from rl.tasks.source import ProblemSource
 from rl.tasks.sql.schemas import NUMBERS, Schema, Table, random_schema
 
-__all__ = ["ABSTAIN", "SqlQuestions"]
+__all__ = ["ABSTAIN", "LAST_LINE", "SqlQuestions"]
 
 ABSTAIN = "null"
+LAST_LINE = r"(?m)^(.+)$"
 _VALUES = ("north", "south", "east", "west")
 _ATTEMPTS = 16
+
+
+class Asked(NamedTuple):
+    """A question about a schema, the query, and what a query needs to find out first."""
+
+    schema: Schema
+    question: str
+    query: str
+    steps: str
+
+    def answer(self, steps: bool) -> str:
+        """Return the query, behind the steps."""
+        return f"{self.steps}\n{self.query}" if steps else self.query
 
 
 def _all(table: Table, rng: np.random.Generator) -> tuple[str, str]:
@@ -51,25 +66,32 @@ def _grouped(table: Table, rng: np.random.Generator) -> tuple[str, str]:
     return question, f"SELECT {text.name}, MAX({number.name}) FROM {table.name} GROUP BY {text.name}"
 
 
-_KINDS: tuple[Callable[[Table, np.random.Generator], tuple[str, str]], ...] = (
+Kind = Callable[[Table, np.random.Generator], tuple[str, str]]
+_KINDS: tuple[Kind, ...] = (
     _all,
     _extreme,
     _compared,
     _equal,
     _grouped,
 )
+_WITHOUT_VALUES: tuple[Kind, ...] = (_all, _extreme, _grouped)
 
 
 class SqlQuestions(ProblemSource):
     """Problems with the fields `schema` (CREATE TABLE statements) and `query` of their rows; the answer is the query.
 
-    The prompt has names of tables and columns, and no value of any database.
+    The prompt has names of tables and columns, and no value of any database; nor have the examples in it.
     """
 
     class Config(ProblemSource.Config):
         tables: int = 2
         unanswerable: float = 0.2
         """Share of questions about a column that no table has."""
+        shots: int = 0
+        """Examples before the question, each with a schema of its own."""
+        steps: bool = False
+        """Answers begin with a line that names tables and columns (a chain of thought), the query is the last line:
+        `SqlVerifier.Config(field="query", answer_pattern=LAST_LINE)`."""
 
         @property
         @override
@@ -81,10 +103,16 @@ class SqlQuestions(ProblemSource):
             super().check_fields()
             self.require("tables", 1 <= self.tables <= 4, "1 to 4")
             self.require("unanswerable", 0 <= self.unanswerable < 1, "0 up to 1")
+            self.require_least(0, "shots")
 
     def __init__(self, cfg: Config, *, seed: int):
         super().__init__(cfg)
         self._cfg, self._seed = cfg, seed
+        self._heldout_every = 0
+
+    @override
+    def split(self, heldout_every: int) -> None:
+        self._heldout_every = heldout_every
 
     @override
     def candidates(self, turn: int) -> Iterator[int]:
@@ -96,14 +124,11 @@ class SqlQuestions(ProblemSource):
 
     @override
     def make(self, item: int, problem_id: int) -> Problem:
-        rng = np.random.default_rng(derived_seed("text to sql", self._seed, self.label, item))
-        schema = random_schema(rng, self._cfg.tables)
-        table = schema.tables[rng.integers(len(schema.tables))]
-        question, query = _KINDS[rng.integers(len(_KINDS))](table, rng)
-        if rng.random() < self._cfg.unanswerable:
-            question, query = self._unanswerable(schema, table, rng)
-        row = {"schema": schema.statements, "query": query}
-        return Problem(problem_id, self.label, f"{schema.outline}\n{question}", query, entry=row)
+        asked = self._asked(np.random.default_rng(derived_seed("text to sql", self._seed, self.label, item)), _KINDS)
+        row = {"schema": asked.schema.statements, "query": asked.query}
+        shown = "".join(f"{one}\n\n" for one in self._examples(item, asked.schema.statements))
+        question = f"{shown}{asked.schema.outline}\n{asked.question}"
+        return Problem(problem_id, self.label, question, asked.answer(self._cfg.steps), entry=row)
 
     @override
     def is_heldout(self, problem: Problem, heldout_every: int) -> bool:
@@ -112,17 +137,43 @@ class SqlQuestions(ProblemSource):
     @override
     def score(self, answer: str, entry: dict[str, Any]) -> float:
         """Return 1.0 for the text of the reference; `SqlVerifier` compares results."""
-        return float(answer.strip() == entry["query"])
+        return float(answer.strip().rpartition("\n")[2] == entry["query"])
 
-    def _unanswerable(self, schema: Schema, table: Table, rng: np.random.Generator) -> tuple[str, str]:
-        """Ask for a number that this table has not, as one of the answerable questions would."""
+    def _asked(self, rng: np.random.Generator, kinds: Sequence[Kind]) -> Asked:
+        schema = random_schema(rng, self._cfg.tables)
+        table = schema.tables[rng.integers(len(schema.tables))]
+        question, query = kinds[int(rng.integers(len(kinds)))](table, rng)
+        lacking = ""
+        if rng.random() < self._cfg.unanswerable:
+            question, query, lacking = self._unanswerable(table, rng, values=kinds is _KINDS)
+        named = [f"{column.thing} is {column.name}" for column in table.columns if _names(query, column.name)]
+        steps = [f"{table.thing} is {table.name}", *named, *[f"{lacking} is nowhere"] * bool(lacking)]
+        return Asked(schema, question, query, "; ".join(steps))
+
+    def _examples(self, item: int, schema: str) -> Iterator[str]:
+        """Yield the examples of a prompt: training schemas that are not its own, and questions without a value."""
+        left, attempt = self._cfg.shots, 0
+        while left:
+            seed = derived_seed("text to sql example", self._seed, self.label, item, attempt)
+            one, attempt = self._asked(np.random.default_rng(seed), _WITHOUT_VALUES), attempt + 1
+            digest = question_digest(one.schema.statements)
+            if one.schema.statements != schema and (self._heldout_every == 0 or digest % self._heldout_every):
+                yield f"{one.schema.outline}\n{one.question}\n{one.answer(self._cfg.steps)}"
+                left -= 1
+
+    def _unanswerable(self, table: Table, rng: np.random.Generator, *, values: bool) -> tuple[str, str, str]:
+        """Ask for a number that this table has not, as one of the answerable questions would; and name it."""
         lacking = [thing for thing in NUMBERS if thing not in {column.thing for column in table.columns}]
         thing = lacking[rng.integers(len(lacking))]
-        if rng.random() < 0.5:
+        if rng.random() < 0.5 and values:
             word, number = ("over", "under")[rng.integers(2)], rng.integers(10, 90)
-            return f"How many {table.thing} with {thing} {word} {number}?", ABSTAIN
+            return f"How many {table.thing} with {thing} {word} {number}?", ABSTAIN, thing
         word = ("highest", "lowest", "mean")[rng.integers(3)]
-        return f"The {word} {thing} of {table.thing}?", ABSTAIN
+        return f"The {word} {thing} of {table.thing}?", ABSTAIN, thing
+
+
+def _names(query: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", query) is not None
 
 
 def _pick[T](rng: np.random.Generator, choices: list[T]) -> T:

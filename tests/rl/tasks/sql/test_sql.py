@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from axlearn_like.input.source import InputError
 from rl.tasks.mixture import TaskMixture
+from rl.tasks.rows.datasets import DATASETS, ehrsql, ehrsql_rows
 from rl.tasks.sql.database import QueryTimeout, query, read_only
 from rl.tasks.sql.instances import instance, literals
-from rl.tasks.sql.questions import ABSTAIN, SqlQuestions
+from rl.tasks.sql.prompts import Example, instructed, outline
+from rl.tasks.sql.questions import ABSTAIN, LAST_LINE, SqlQuestions
+from rl.verification.verifiers.published import VERIFIERS
 from rl.verification.verifiers.self_test import Rows
 from rl.verification.verifiers.sql import SqlVerifier
 
@@ -103,6 +108,86 @@ def test_every_reference_runs_and_no_value_of_a_database_is_in_the_prompt(index:
         for (table,) in connection.execute("SELECT name FROM sqlite_master").fetchall():
             cells = {str(cell) for row in connection.execute(f"SELECT * FROM {table}") for cell in row}
             assert not (cells & words) - said
+
+
+def test_examples_and_steps_are_in_the_prompt_and_no_text_of_a_database_is():
+    def of(**fields: Any) -> TaskMixture.Config:
+        return TaskMixture.Config(families=(SqlQuestions.Config(**fields),), heldout_every=4)
+
+    plain, shown = of().build(), of(shots=3, steps=True).build()
+    verifier: Any = SqlVerifier.Config(mixture=of(shots=3, steps=True), field="query", answer_pattern=LAST_LINE).build()
+    heldout = {problem.entry["schema"] for problem in plain.heldout(40)}
+    for index in range(25):
+        one, other = plain.train(index), shown.train(index)
+        assert other.question.endswith(f"\n\n{one.question}") and other.question.count("\n\n") == 3
+        assert other.answer.endswith(f"\n{one.answer}") and " is " in other.answer
+        assert shown.score(other, other.answer) == 1.0
+        assert verifier.score(other.id, other.answer)["right"] == 1.0
+        assert verifier.score(other.id, f"{other.answer}\nSELECT 12345")["right"] == 0.0
+        *examples, _ = other.question.split("\n\n")
+        assert all(len(example.splitlines()) == 5 for example in examples)
+        assert not {"north", "south", "east", "west"} & set(re.findall(r"\w+", " ".join(examples)))
+        assert not re.search(r"\d", " ".join(examples))
+    outlines = {
+        problem.question.split("\n\n")[k].rsplit("\n", 3)[0]
+        for problem in map(shown.train, range(60))
+        for k in range(3)
+    }
+    assert len(outlines) > 100
+    assert outlines.isdisjoint("\n".join(problem.question.splitlines()[:2]) for problem in plain.heldout(40))
+    assert len(heldout) > 20
+
+
+LEAKY = """
+    CREATE TABLE wards (name TEXT PRIMARY KEY DEFAULT 'Secretville', beds INT(77) CHECK (beds <> 4711)); -- Ms Secret
+    CREATE TABLE cases (id INTEGER PRIMARY KEY, ward TEXT REFERENCES wards(name), kind TEXT CHECK (kind IN ('secret')));
+    INSERT INTO wards VALUES ('Hidden Hill', 4712); /* Mr Secret */
+    CREATE VIEW seen AS SELECT 'secret view' AS text;
+"""
+
+
+def test_a_schema_is_shown_by_its_names_alone():
+    names = "wards(name TEXT, beds INT)\ncases(id INTEGER, ward TEXT -> wards.name, kind TEXT)"
+    assert outline(LEAKY) == names
+    examples = [
+        Example("Beds of hidden hill over 4,711.5?", "SELECT beds FROM wards WHERE name = 'Hidden Hill' AND x > 4711.5")
+    ]
+    prompt = instructed(outline(LEAKY), "How many wards?", examples, steps=True)
+    assert not re.search("secret|hidden|47", prompt, re.IGNORECASE)
+    assert prompt.endswith("Question: How many wards?\nAnswer:") and "WHERE name = '...' AND x > ..." in prompt
+    with pytest.raises(InputError, match="the schema does not run: .*syntax error"):
+        outline("CREATE TABLE (")
+
+
+def test_no_value_of_the_references_is_in_the_examples_of_ehrsql(shared_data: Path):
+    folder = f"{shared_data}/ehrsql-2024"
+    test, valid = ((f"{folder}/{part}.data.json.gz", f"{folder}/{part}.label.json.gz") for part in ("test", "valid"))
+    cfg = ehrsql(*test, schema=f"{folder}/mimic_iv.sql", examples=valid, shots=6, steps=True)
+    problem = TaskMixture.Config(families=(cfg,)).build().train(0)
+    assert problem.question.startswith("Write one SQLite query") and "admissions(row_id INT" in problem.question
+    shown = problem.question.rpartition("Question:")[0]
+    assert shown.count("Question:") == 6 and shown.count("Answer: null") == 1
+    texts = {one for row in list(ehrsql_rows(*valid))[:250] for one in literals(row["query"]) if isinstance(one, str)}
+    texts = {
+        one
+        for one in texts
+        if len(one) > 6 and not re.fullmatch(r"[\d%: -]+", one) and one not in outline(problem.entry["schema"])
+    }
+    words = {"start of month", "start of year", "+0 month", "-0 year"}
+    assert len(texts) > 100
+    found = [one for one in texts - words if re.search(rf"(?<!\w){re.escape(one)}(?!\w)", shown, re.IGNORECASE)]
+    assert found == []
+
+
+def test_ehrsql_is_a_name_of_a_file(shared_data: Path):
+    cfg = DATASETS["ehrsql"](f"{shared_data}/ehrsql-2024/test.data.json.gz")
+    mixture = TaskMixture.Config(families=(cfg.set(heldout=cfg.rows.clone()),))
+    every, verifier = mixture.build().for_evaluation(None, 0), VERIFIERS["ehrsql"](mixture).build()
+    abstains = next(problem for problem in every if problem.answer == ABSTAIN)
+    assert len(every) == 1167
+    for problem in [*every[:2], abstains]:
+        right, wrong = verifier.score_samples(problem.id, [problem.answer, "SELECT 12345"], [])
+        assert (right["right"], wrong["right"], wrong["wrong"]) == (1.0, 0.0, 1.0)
 
 
 def test_training_and_heldout_problems_have_no_schema_in_common():
