@@ -50,7 +50,7 @@ from rl.rollout.model_runner.follower import Follower
 from rl.rollout.model_runner.followers import Followers
 from rl.rollout.model_runner.pulls import GroupReceiver
 from rl.rollout.model_runner.runner import ModelRunner
-from rl.rollout.sampling import Sampler, plain
+from rl.rollout.sampling import Sampler, plain, recorded_support
 from rl.rollout.worker import RolloutWorker
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import check_prompts
@@ -168,10 +168,10 @@ class RLExperiment(Configurable):
             self.require("seed", 0 <= self.seed < 2**32, f"0 to {2**32 - 1}")
             self.require(
                 "sampler",
-                plain(self.sampler),
+                plain(self.sampler) or recorded_support(self.sampler) is not None,
                 "the whole distribution (temperature > 0, top_k=None, top_p=1, min_p=0, repetition_penalty=1, "
-                "logit_bias=()): the trainer scores tokens under it, and a truncated support would bias every "
-                "importance ratio",
+                "logit_bias=()), or RecordedSampler.Config(...): the trainer scores tokens under it, and a truncated "
+                "support that is not recorded would bias every importance ratio",
             )
             check_objective(self.objective, self, self.trainer)
             least = self.staleness + 2  # staleness + 1 that workers may ask for, and the one that is being pushed
@@ -222,6 +222,7 @@ class RLExperiment(Configurable):
             cfg,
             model=cfg.policy,
             temperature=cfg.sampler.temperature,
+            support=recorded_support(cfg.sampler),
             max_compilations=cfg.trainer.max_compilations or batch_shapes,
         )
 

@@ -190,11 +190,15 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
     # Gradients of packed rows are summed, and rollouts scored, by programs that read the parameters alone.
     frozen = experiment.trainer_cfg.learner.build().frozen(state["params"])
     optimizer, packed = {"optimizer": bytes_of_device(state["opt_state"])}, cfg.trainer.packing is not None
-    reference = _reference(cfg.trainer.reference, frozen, state["params"])
-    reference |= _critic(experiment.trainer_cfg, state["params"])
+    policy = {"policy and optimizer": trains["parameters and optimizer"]}
+    policy |= (reference := _reference(cfg.trainer.reference, frozen, state["params"]))
+    critic, critic_optimizer = _critic(experiment.trainer_cfg, state["params"])
+    reference |= critic
     trains |= reference
-    beside = {"score": optimizer | reference, "train": (optimizer if packed else {}) | reference, "update": reference}
+    beside = {"critic": policy, "values": policy | critic_optimizer}
+    beside |= {"score": optimizer | reference, "train": (optimizer if packed else {}) | reference, "update": reference}
     updates = ("train", "update", "score") if packed else ("train", "score")
+    updates += () if experiment.trainer_cfg.critic is None else ("critic", "values")
     # Where both roles are one process, the engine sleeps while the trainer updates, not the other way round.
     also = {"parameters and optimizer": trains["parameters and optimizer"], **reference} if fleet.together else {}
     return FleetPlan(
@@ -235,14 +239,14 @@ def _reference(cfg: Reference.Config | None, frozen: Collection[str], params: An
     return {"reference policy": bytes_of_device(held)} if held else {}
 
 
-def _critic(cfg: PolicyTrainer.Config, params: Any) -> dict[str, int]:
-    """Return the bytes of a device for the state of a critic, if there is one."""
+def _critic(cfg: PolicyTrainer.Config, params: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of a device for the state of a critic, and for its optimizer alone, if there is one."""
     if cfg.critic is None:
-        return {}
+        return {}, {}
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     with use_rules(cfg.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = describe_state(cfg.critic.of_policy(cfg.model), cfg.critic.learner.build(), mesh)[1]
-    return {"critic": bytes_of_device(state)}
+    return {"critic": bytes_of_device(state)}, {"critic's optimizer": bytes_of_device(state["opt_state"])}
 
 
 def refuse(plan: FleetPlan) -> None:

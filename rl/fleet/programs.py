@@ -12,6 +12,7 @@ from axlearn_like.operations.flops import causal_pairs, model_flops, shared_prom
 from axlearn_like.training.programs import Tuning, rows_flops, traced
 from mesh import make_mesh, to_named_sharding
 from mesh.cost.program import Program, Programs
+from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh
 from rl.rollout.model_runner.aot import engine_dispatches
 from rl.training.program import make_score_rows
@@ -50,7 +51,8 @@ class Experiment(Protocol):
 def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Programs:
     """Return the programs of an experiment on these devices.
 
-    These are train and score of the trainer, and prefill and decode of an engine that has all devices to itself.
+    These are train and score of the trainer, update and values of its critic, if it has one, and prefill and decode of
+    an engine that has all devices to itself.
     """
     cfg = experiment.cfg.trainer
     mesh = partial(make_mesh, cfg.mesh, devices, slices=cfg.slices)
@@ -62,6 +64,8 @@ def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Progr
             for index, length in enumerate(packing.lengths)
         }
         train = {**train, "update": lambda: _update(experiment, mesh())}
+    if experiment.trainer_cfg.critic is not None:
+        train = {**train, **{name: partial(_critic, experiment, mesh, name) for name in ("critic", "values")}}
     return {
         **train,
         "score": lambda: _score(experiment, mesh()),
@@ -134,6 +138,25 @@ def _score(experiment: Experiment, mesh: Mesh) -> Program:
     score = make_score_rows(program.graphdef, trainer.chunks)
     trace = partial(traced, score, mesh, trainer.axis_rules, program.state["params"], **arrays)
     return Program("score", mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
+
+
+def _critic(experiment: Experiment, make: Callable[[], Mesh], name: str) -> Program:
+    """An update of the critic by a batch, or the values of its rollouts before that."""
+    cfg, trainer, mesh = experiment.cfg, experiment.trainer_cfg, make()
+    with use_mesh(mesh, trainer.axis_rules):
+        critic = trainer.build_critic(ProcessGroup("trainer"))
+        (state,), arrays = critic.describe().values(), critic.describe_rows(cfg.groups * cfg.samples)
+    rows, length = arrays["tokens"].shape
+    workload = Workload(rows * length, 0, partial(causal_pairs, rows, length))
+    update = name == "critic"
+    flops = model_flops(cfg.policy, workload, backward=update)
+    counted = (
+        f"{'forward and backward' if update else 'forward'} pass of {rows} rows of {length} tokens, without a head"
+    )
+    scored = {name: arrays[name] for name in ("tokens", "positions", "segment_ids")}
+    arguments = (critic.step, state, arrays) if update else (critic.score, state["params"], scored)
+    step, *others = arguments
+    return Program(name, mesh, partial(traced, step, mesh, trainer.axis_rules, *others), rows, length, flops, counted)
 
 
 def _engine(experiment: Experiment, step: str, devices: Sequence[Any]) -> Program:

@@ -73,7 +73,7 @@ def matches(contents: Contents, headers: Sequence[GroupHeader]) -> bool:
 
 def _header(rollout: Rollout) -> RolloutHeader:
     mask, versions = rollout.action_mask, rollout.versions
-    recorded = () if rollout.routing is None else (rollout.routing,)
+    recorded = tuple(record for record in (rollout.routing, rollout.support) if record is not None)
     return RolloutHeader(
         sample_id=rollout.sample_id,
         length=len(rollout.tokens),

@@ -97,6 +97,7 @@ class Rollout:
         routing: with mixtures of experts, if that is recorded: [tokens, layers with experts, top_k] in the smallest
             unsigned type, the experts of each token that the policy was fed: prompt and completion without the last.
             Fewer tokens where the completion ends with tokens that were given: nothing follows from those.
+        support: with a `RecordedSampler`: the tokens that each was drawn from (rl/rollout/kv_cache/support_record.py).
         episode: of a problem with an environment.
     """
 
@@ -109,6 +110,7 @@ class Rollout:
     finish_reason: FinishReason
     tags: tuple[str, ...] = ()  # approximations in use when it was sampled
     routing: np.ndarray | None = None
+    support: np.ndarray | None = None
     episode: Episode | None = None
 
 

@@ -2,7 +2,7 @@
 
 from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
 from axlearn_like.layers.wrappers.quantised import StoredWeights
-from rl.rollout.sampling import Sampler
+from rl.rollout.sampling import RecordedSampler, Sampler
 from rl.rollout.speculation.speculator import Speculation
 
 
@@ -42,6 +42,8 @@ class EngineConfig[T](ConfigBase[T]):
         """Refuse sizes that no engine can have."""
         self.require_least(1, "max_prompt", "max_new", "max_num_seqs", "steps_per_dispatch", "prefills_per_iteration")
         self.require_least(1, "max_queue")
+        recorded = isinstance(self.sampler, RecordedSampler.Config)
+        self.require("speculation", not recorded or self.speculation is None, "None with a RecordedSampler")
         self.require("page_size", self.page_size >= 1 and 64 % self.page_size == 0, "a divisor of 64")
         self.require_least(2, "pages")  # page 0 never holds a sequence
         self.require_least(64, "prefill_tokens")

@@ -204,7 +204,8 @@ class EngineCore:
             self._counts["generation_tokens"] += count
             tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
             routing = out["routing"][:count, :, index] if "routing" in out else None
-            sequence.extend(tokens, logprobs, self.version, self._approximations, routing)
+            kept = out["kept"][:count, index] if "kept" in out else None
+            sequence.extend(tokens, logprobs, self.version, self._approximations, routing, kept)
             cut = sequence.cut_at_stop_string()
             self.lifecycle.extended(sequence)
             if drafted is not None:

@@ -75,6 +75,26 @@ class Sampler(Configurable):
                 raise UserError(f"{where}.logit_bias names token {token}; expected 0 to {vocab - 1}")
 
 
+class RecordedSampler(Sampler):
+    """A sampler whose support is recorded with each token, so that a truncated distribution can be trained on.
+
+    After top_k, top_p and min_p at most `most` tokens are left, the likeliest; of equals those of the smaller ids. An
+    engine with this sampler keeps to that for all of its requests.
+    """
+
+    class Config(Sampler.Config):
+        most: int = 32
+
+        @override
+        def check_fields(self) -> None:
+            super().check_fields()
+            self.require_least(1, "most")
+            self.require("temperature", self.temperature > 0, "above 0: greedy draws teach nothing")
+            self.require("top_k", self.top_k is None or self.top_k <= self.most, f"at most most={self.most}, or None")
+            self.require("repetition_penalty", self.repetition_penalty == 1, "1: the trainer does not know it")
+            self.require("logit_bias", not self.logit_bias, "(): the trainer does not know it")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingMetadata:
@@ -91,6 +111,11 @@ def plain(cfg: Sampler.Config) -> bool:
     """Return True if a temperature above 0 is all there is: no truncation, no penalty, no bias."""
     whole = cfg.top_k is None and cfg.top_p == 1 and cfg.min_p == 0
     return whole and cfg.temperature > 0 and cfg.repetition_penalty == 1 and not cfg.logit_bias
+
+
+def recorded_support(cfg: Sampler.Config) -> int | None:
+    """Return how many tokens are recorded of each draw's support; None: it is not recorded."""
+    return cfg.most if isinstance(cfg, RecordedSampler.Config) else None
 
 
 def pack_metadata(configs: Sequence[Sampler.Config], vocab: int) -> SamplingMetadata:
@@ -179,6 +204,23 @@ def _smallest_kept(logits_rv: jax.Array, metadata: SamplingMetadata) -> jax.Arra
     ranked = jnp.any((metadata.top_k < logits_rv.shape[-1]) | (metadata.top_p < 1))
     smallest = jax.lax.cond(ranked, by_rank, lambda: jnp.min(logits_rv, axis=-1, keepdims=True))
     return jnp.maximum(smallest, jnp.max(logits_rv, axis=-1, keepdims=True) + jnp.log(metadata.min_p))
+
+
+def keep_most(logits_rv: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """Return a distribution's logits with at most `most` tokens left, and these tokens, int32 [r, most].
+
+    Where fewer are left, -1 follows. `logits_rv`: the result of `distribution`.
+    """
+    values, tokens = jax.lax.top_k(logits_rv, min(most, logits_rv.shape[-1]))
+    kept = jnp.where(values > NEVER / 2, tokens, -1).astype(jnp.int32)
+    kept = jnp.pad(kept, ((0, 0), (0, most - kept.shape[-1])), constant_values=-1)
+    return among(logits_rv, kept), kept
+
+
+def among(logits: jax.Array, kept: jax.Array) -> jax.Array:
+    """Return the logits [..., v] of the tokens `kept` [..., k], and NEVER for all others; -1 is no token."""
+    tokens = jnp.arange(logits.shape[-1], dtype=kept.dtype)
+    return jnp.where(jnp.any(kept[..., None] == tokens, axis=-2), logits, NEVER)
 
 
 def draw(keys_r: jax.Array, logits_rv: jax.Array) -> tuple[jax.Array, Chosen]:

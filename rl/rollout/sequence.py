@@ -17,6 +17,7 @@ import numpy as np
 from rl.roles.messages import FinishReason, Rollout
 from rl.rollout.agent_loop import AgentLoop, Command, Generate, Join, Wait
 from rl.rollout.kv_cache.routing_record import RoutingRecord
+from rl.rollout.kv_cache.support_record import SupportRecord
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import OnTokens, Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler
@@ -91,6 +92,7 @@ class Sequence:
         self.reason: FinishReason = "stop"
         self.tags: set[str] = set()
         self.routing = RoutingRecord()
+        self.support = SupportRecord()
         self.limit = len(tokens)  # tokens at which the current command ends
         self.waits_for: Wait | Join | None = None  # while suspended
         self._wait_ends = math.inf  # on the monotonic clock
@@ -222,10 +224,11 @@ class Sequence:
         version: int,
         tags: tuple[str, ...],
         routing: np.ndarray | None = None,
+        kept: np.ndarray | None = None,
     ) -> None:
         """Append drawn tokens. All but the last have been fed, so their keys and values are in the pool.
 
-        `routing`: of the tokens that were fed, as many.
+        `routing`: of the tokens that were fed, as many. `kept`: the tokens that each was drawn from.
         """
         if routing is not None:
             self.routing.write(self.cached, routing)
@@ -234,6 +237,7 @@ class Sequence:
         self.logprobs += logprobs
         self.versions += [version] * len(tokens)
         self.actions += [True] * len(tokens)
+        self.support.drawn(kept)
         self.tags.update(tags)
 
     def observe(self, tokens: list[int], version: int) -> int:
@@ -246,6 +250,7 @@ class Sequence:
         self.logprobs += [0.0] * len(tokens)
         self.versions += [version] * len(tokens)
         self.actions += [False] * len(tokens)
+        self.support.given(len(tokens))
         return len(tokens)
 
     def cut_at_stop_string(self) -> bool:
@@ -258,6 +263,7 @@ class Sequence:
             return False
         for records in (self.logprobs, self.versions, self.actions):
             del records[kept:]
+        self.support.cut(kept)
         del self.tokens[len(self.prompt) + kept :]
         self.cached = min(self.cached, len(self.tokens) - 1)
         return True
@@ -267,6 +273,7 @@ class Sequence:
         self.logprobs, self.versions = list(parent.logprobs), list(parent.versions)
         self.actions, self.tags = list(parent.actions), set(parent.tags)
         self.cache_key, self.routing = parent.cache_key, parent.routing.copy()
+        self.support = parent.support.copy()
 
     def continue_from(self, rollout: Rollout) -> bool:
         """Take over the tokens and records of a rollout; returns True if it had ended by itself."""
@@ -274,6 +281,7 @@ class Sequence:
         self.logprobs, self.versions = rollout.logprobs.tolist(), rollout.versions.tolist()
         self.actions, self.tags = rollout.action_mask.tolist(), set(rollout.tags)
         self.routing = RoutingRecord(rollout.routing).copy()
+        self.support = SupportRecord.of(rollout.support)
         if rollout.finish_reason not in ("stop", "length"):
             return False
         self.reason = rollout.finish_reason
@@ -345,4 +353,5 @@ class Sequence:
             finish_reason=self.reason,
             tags=tuple(sorted(self.tags)),
             routing=self.routing.first(len(self.tokens) - 1),
+            support=self.support.array(),
         )

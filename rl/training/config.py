@@ -44,6 +44,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
     samples_per_row: int | None = None  # of a prompt, which is computed again for every row; None: all in one row
     packing: Packing.Config | None = None  # of rollouts into rows by length; None: rows are padded to max_new
     chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
+    support: int | None = None  # tokens that each was drawn from at most: `most` of a RecordedSampler (replay.py)
     replay_routing: bool = False  # experts are those with which the engine drew the tokens (replay.py)
     logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
     log_every: int = 1
@@ -69,7 +70,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         """Return the arrays of an update by `samples` rollouts of `groups` prompts, all with a gradient."""
         sizes: dict[str, Any] = {**self.sizes(), "samples_per_row": self.samples_per_row}
         with use_mesh(mesh, self.axis_rules):
-            sizes["replay"] = self.replay_layout()
+            sizes |= {"replay": self.replay_layout(), "support": self.support}
             return describe_batch(self.build_objective(), mesh, groups=groups, samples=samples, **sizes)
 
     def packed(self, mesh: Mesh, *, samples: int) -> dict[int, Described]:
@@ -79,7 +80,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
             return {}
         with use_mesh(mesh, self.axis_rules):
             describe = partial(describe_packed, self.build_objective(), packing, mesh, samples=samples)
-            describe = partial(describe, replay=self.replay_layout())
+            describe = partial(describe, replay=self.replay_layout(), support=self.support)
             return {length: describe(length) for length in packing.lengths}
 
     def build_objective(self) -> Objective:
@@ -116,8 +117,8 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
     def rows(self, mesh: Mesh, *, groups: int, samples: int) -> Described:
         """Return the arguments of scoring as many rollouts."""
         with use_mesh(mesh, self.axis_rules):
-            replay = self.replay_layout()
-            return describe_rows(mesh, rollouts=groups * samples, **self.sizes(), replay=replay)
+            records: dict[str, Any] = {"replay": self.replay_layout(), "support": self.support}
+            return describe_rows(mesh, rollouts=groups * samples, **self.sizes(), **records)
 
     def replay_layout(self) -> RoutingLayout | None:
         """Return what the record is made of that is replayed; None: none is (ConfigError: there are no experts)."""

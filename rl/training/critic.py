@@ -10,6 +10,7 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, path_of
 from axlearn_like.layers.base import Params, bind
@@ -23,6 +24,7 @@ from axlearn_like.training.step import State, init_state, make_train_step
 from mesh import shard_batch
 from mesh.batches import local_rows, to_local
 from mesh.distributed import ProcessGroup
+from mesh.rules import partition
 from mesh.sharding import shard_like
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
@@ -94,7 +96,8 @@ class Critic(Configurable):
         graphdef, self._described, self._init = describe_state(cfg.of_policy(policy), learner, mesh)
         self._length, self._row_multiple, self._max_new = row_length(max_prompt, max_new), row_multiple, max_new
         self._state: State = {}
-        self._score: Any = jax.jit(lambda params, rows: _values(bind(graphdef, params), rows)[0])
+        # Of (parameters, rows) and (state, rows): values before each token, and an update.
+        self.score: Any = jax.jit(lambda params, rows: _values(bind(graphdef, params), rows)[0])
 
         def loss(params: Params, rows: Mapping[str, jax.Array]) -> tuple[jax.Array, Metrics]:
             values, aux = _values(bind(graphdef, params), rows)
@@ -102,7 +105,7 @@ class Critic(Configurable):
             found, metrics = value_loss(values, *others, clip=cfg.value_clip)
             return with_aux(found, metrics, aux, jnp.sum(rows["weights"]))
 
-        self._step: Any = make_train_step(loss, learner, microbatches, like=self._described)
+        self.step: Any = make_train_step(loss, learner, microbatches, like=self._described)
 
     def start(self, policy: Params) -> None:
         """Begin with version 0 of the policy and a head of zeros, or with a model of its own."""
@@ -122,6 +125,14 @@ class Critic(Configurable):
         """Return the abstract arrays of `saved`."""
         return {_STATE: self._described}
 
+    def describe_rows(self, rollouts: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the arrays of an update by so many rollouts, sharded as `shard_batch` does; scoring takes three."""
+        sharding = NamedSharding(jax.sharding.get_mesh(), partition("batch", None) or jax.P())
+        shape = padded(rollouts, self._row_multiple), self._length
+        kinds = {"tokens": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32}
+        kinds |= dict.fromkeys(("returns", "values", "weights"), jnp.float32)
+        return {name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for name, kind in kinds.items()}
+
     def saved(self) -> dict[str, Any]:
         """Return arrays for a checkpoint, by their keys in it."""
         return {_STATE: self._state}
@@ -136,7 +147,7 @@ class Critic(Configurable):
         Each process scores its own rows, of which it has the contents.
         """
         rows, own = self._rows(headers, contents)
-        scored = to_local(self._score(self._state["params"], shard_batch(rows, rows=self._count(headers))))
+        scored = to_local(self.score(self._state["params"], shard_batch(rows, rows=self._count(headers))))
         found = np.zeros((sum(len(header.rollouts) for header in headers), self._max_new))
         mine = []
         for row, (number, (prompt, rollout)) in enumerate(own):
@@ -174,7 +185,7 @@ class Critic(Configurable):
             arrays["weights"][place] = mask[number, :size] / mask.sum()
         batch = shard_batch({**rows, **arrays}, rows=self._count(headers))
         for _ in range(self._cfg.epochs):
-            self._state, metrics = self._step(self._state, batch)
+            self._state, metrics = self.step(self._state, batch)
         names = ("value_loss", "value_clip_fraction", "grad_norm")
         found = {name if name.startswith("value") else f"critic_{name}": float(metrics[name]) for name in names}
         unexplained, spread = np.var(returns[mask] - values[mask]), np.var(returns[mask])

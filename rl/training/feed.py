@@ -28,7 +28,14 @@ from rl.training.critic import Critic
 from rl.training.logprob_diff import LogprobDiff, only_version
 from rl.training.packing import Microbatch, Packing
 from rl.training.publication import Publication
-from rl.training.replay import replay_packed, replay_padded, routing_bytes
+from rl.training.replay import (
+    replay_packed,
+    replay_padded,
+    routing_bytes,
+    support_bytes,
+    support_packed,
+    support_padded,
+)
 from rl.training.updates import Updates
 
 
@@ -54,6 +61,7 @@ class PolicyFeed:
         reference: Reference | None = None,
         critic: Critic | None = None,
         replay: RoutingLayout | None = None,
+        support: int | None = None,
         flops: Callable[[int, int, int], float | None] = lambda prefix, samples, length: None,
         on_update: Callable[[], None] = lambda: None,
     ):
@@ -67,6 +75,7 @@ class PolicyFeed:
             reference: policy that the objective compares with, if it does.
             critic: of the objective's advantage, if it has one; it is updated before the policy.
             replay: batches carry the recorded routing, of this layout.
+            support: batches carry the recorded tokens that each was drawn from, so many at most.
             flops: model FLOPs of a row.
             on_update: called once the version of an update is on its way.
         """
@@ -75,7 +84,7 @@ class PolicyFeed:
         self._controller, self._publication, self._group, self._events = controller, publication, group, events
         self._objective, self._diff, self._diff_every, self._sizes = objective, diff, diff_every, sizes
         self._packing, self._replay, self._on_update = packing, replay, on_update
-        self._updates, self._reference, self._critic = updates, reference, critic
+        self._updates, self._reference, self._critic, self._support = updates, reference, critic, support
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
@@ -126,6 +135,8 @@ class PolicyFeed:
         self._metrics |= {**self._skipped, **plan.get("figures", {})}
         if self._replay is not None:
             self._metrics["routing_bytes"] = routing_bytes(contents)
+        if self._support is not None:
+            self._metrics["support_bytes"] = support_bytes(contents)
         return self._inputs(filled, params) * (1 if self._updates is None else self._updates.epochs)
 
     def _plan_after(self, step: int) -> Mapping[str, Any] | None:
@@ -167,11 +178,15 @@ class PolicyFeed:
             batch = fill_padded(rows, prepared, contents, *sizes)
             if self._replay is not None:
                 batch["routing"] = replay_padded(rows, contents, self._replay, sizes)
+            if self._support is not None:
+                batch["support"] = support_padded(rows, contents, self._support, samples, self._sizes["max_new"])
         else:
             batch = fill_packed(rows, microbatch.length, prepared, contents, self._packing)
             if self._replay is not None:
                 places = batch["first"], self._packing.prompts, microbatch.length
                 batch["routing"] = replay_packed(rows, contents, self._replay, *places)
+            if self._support is not None:
+                batch["support"] = support_packed(rows, contents, self._support, batch["first"], microbatch.length)
         return batch, shard_batch(batch, rows=len(microbatch.rows))
 
     def _inputs(self, filled: list[list[tuple[Batch, dict[str, jax.Array]]]], params: Params) -> list[Any]:

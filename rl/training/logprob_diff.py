@@ -20,7 +20,7 @@ from rl.roles.messages import Contents
 from rl.training.batching import Batch
 from rl.training.logprobs import fill_rows, row_length
 from rl.training.program import make_score_rows, padded, policy_logprobs
-from rl.training.replay import replay_rows
+from rl.training.replay import replay_rows, support_rows
 
 # Of the difference that rounding explains, the mean and the largest, by what computes or sends the weights. A wrong
 # temperature, mask, version or cache is far above. Measured: float32 1e-7 and 8e-6; bfloat16 1.6e-3 and 6.6e-3;
@@ -51,6 +51,7 @@ class LogprobDiff:
         group: ProcessGroup,
         bounds: Mapping[str, float],
         replay: RoutingLayout | None = None,
+        support: int | None = None,
         reference: nnx.GraphDef[Any] | None = None,
     ):
         """Make the programs that score.
@@ -65,6 +66,7 @@ class LogprobDiff:
             group: processes of the trainer.
             bounds: metrics of `difference_bounds`.
             replay: both by the recorded routing, of this layout.
+            support: both among the recorded tokens, so many at most.
             reference: of the reference policy, where it is another model, whose routers choose for themselves.
         """
 
@@ -79,6 +81,7 @@ class LogprobDiff:
         self._score_reference = make_score_rows(other, chunks) if self._other else self._score_rows
         self._temperature, self._group, self._bounds, self._replay = temperature, group, bounds, replay
         self._length, self._row_multiple = row_length(max_prompt, max_new), row_multiple
+        self._support = support
 
     def metrics(
         self,
@@ -146,6 +149,8 @@ class LogprobDiff:
         rows = fill_rows([(prompt, r.tokens) for prompt, r in own], len(local_rows(total)), self._length)
         if self._replay is not None and not (reference and self._other):
             rows["routing"] = replay_rows(own, self._replay, len(local_rows(total)), self._length)
+        if self._support is not None:
+            rows["support"] = support_rows(own, self._support, len(local_rows(total)), self._length)
         temperature = jnp.full(1, self._temperature, jnp.float32)
         score = self._score_reference if reference else self._score_rows
         found = score(params, **shard_batch(rows, rows=total), temperature=temperature)

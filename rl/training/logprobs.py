@@ -18,6 +18,7 @@ from axlearn_like.training.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain
 from rl.roles.messages import Group
+from rl.rollout.sampling import among
 from rl.training.replay import to_model
 
 _MULTIPLE = 16  # rows have a multiple of so many tokens
@@ -57,6 +58,7 @@ def score_rows(
     temperature: jax.Array,
     *,
     routing: jax.Array | None = None,
+    support: jax.Array | None = None,
     chunks: int = 1,
 ) -> Chosen:
     """Log pi of each target, in parts [rows, length]; pure, to be traced.
@@ -67,16 +69,19 @@ def score_rows(
         targets: int32 [rows, length].
         temperature: an array [1], since XLA divides by an array but multiplies by a constant's reciprocal.
         routing: int16 [rows, length, layers with experts, top_k], experts to be used again (see replay.py).
+        support: int32 [rows, length, most], tokens that each target was drawn from (see replay.py).
         chunks: parts of the length whose logits exist at a time; as many as divide it.
     """
     positions = constrain(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), "batch", None)
     experts = None if routing is None else to_model(model.routing_layout, routing)
     hidden = model.hidden(tokens, RowContext(positions), routing=experts).x
     chunks = math.gcd(chunks, tokens.shape[1])
+
+    def one(x: jax.Array, targets: jax.Array, *kept: jax.Array) -> Chosen:
+        logits = model.logits(x) / temperature
+        return chosen_tokens(no_fuse(among(logits, *kept) if kept else logits), targets)
+
+    kept = () if support is None else (support,)
     if chunks == 1:
-        return chosen_tokens(no_fuse(model.logits(hidden) / temperature), targets)
-
-    def one(x: jax.Array, targets: jax.Array) -> Chosen:
-        return chosen_tokens(no_fuse(model.logits(x) / temperature), targets)
-
-    return jax.tree.map(merge_length, map_chunks(one, chunks, hidden, targets))
+        return one(hidden, targets, *kept)
+    return jax.tree.map(merge_length, map_chunks(one, chunks, hidden, targets, *kept))

@@ -25,10 +25,11 @@ from mesh import UserError
 from mesh.rules import axis_sizes, constrain, partition
 from mesh.sharding import full_spec, shard_like, token_axes
 from rl.objective import Objective
+from rl.rollout.sampling import among
 from rl.training.batching import PREFIX
 from rl.training.logprobs import row_length, score_rows
 from rl.training.packing import Packing
-from rl.training.replay import describe_routing, to_model
+from rl.training.replay import describe_routing, describe_support, to_model
 
 Described = dict[str, jax.ShapeDtypeStruct]
 _PLACES = ("prefix_segments", "segments", "prefix_positions", "positions", "starts")  # fields of PackedGroupContext
@@ -146,19 +147,23 @@ def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: flo
     x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
     answers, targets = x[:, prefix.shape[1] :], batch["targets"].reshape(groups, -1)
 
-    def of_tokens(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_tokens(output: Any, x: jax.Array, targets: jax.Array, *kept: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = output.logits(x) / temperature
+        logits = among(logits, *kept) if kept else logits
         chosen = token_logprobs(logits, targets)
         logp = jax.nn.log_softmax(logits, axis=-1)
         return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
-    def in_parts(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.tree.map(merge_length, map_chunks(partial(of_tokens, output), chunks, x, targets))
+    def in_parts(output: Any, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.tree.map(merge_length, map_chunks(partial(of_tokens, output), chunks, x, *others))
 
+    others = [targets]
+    if "support" in batch:
+        others.append(batch["support"].reshape(*targets.shape, -1))
     if chunks == 1:
-        chosen, entropy = of_tokens(model.output, answers, targets)
+        chosen, entropy = of_tokens(model.output, answers, *others)
     else:
-        chosen, entropy = per_device_head(model.output, in_parts, answers, shard_like(targets, answers))
+        chosen, entropy = per_device_head(model.output, in_parts, answers, *(shard_like(x, answers) for x in others))
     return Scored(chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape), hidden.aux)
 
 
@@ -176,10 +181,11 @@ def batch_shapes(
     max_prompt: int,
     max_new: int,
     replay: RoutingLayout | None = None,
+    support: int | None = None,
 ) -> Described:
     """Return the arrays of `pack_groups` for rows of `samples` each that all have a gradient.
 
-    `replay`: with the record of this layout.
+    `replay`: with the record of this layout. `support`: with a record of so many tokens for each.
     """
     each = (groups, samples, max_new)
     shapes: Described = {
@@ -194,6 +200,8 @@ def batch_shapes(
         shapes[name] = jax.ShapeDtypeStruct(each[:rank], dtype)
     if replay is not None:
         shapes["routing"] = describe_routing(replay, groups, max_prompt - 1 + samples * max_new)
+    if support is not None:
+        shapes["support"] = describe_support(support, *each)
     return shapes
 
 
@@ -205,8 +213,9 @@ def packed_shapes(
     length: int,
     samples: int,
     replay: RoutingLayout | None = None,
+    support: int | None = None,
 ) -> Described:
-    """Return the arrays of `fill_packed`; `samples` are those of a group. `replay`: see `batch_shapes`."""
+    """Return the arrays of `fill_packed`; `samples` are those of a group. `replay`, `support`: see `batch_shapes`."""
 
     def ints(width: int, *names: str) -> Described:
         return {name: jax.ShapeDtypeStruct((rows, width), jnp.int32) for name in names}
@@ -222,6 +231,8 @@ def packed_shapes(
         shapes[name] = jax.ShapeDtypeStruct((rows, length if rank == 3 else packing.completions), dtype)
     if replay is not None:
         shapes["routing"] = describe_routing(replay, rows, packing.prompts + length)
+    if support is not None:
+        shapes["support"] = describe_support(support, rows, length)
     return shapes
 
 
@@ -256,6 +267,7 @@ def describe_batch(
     row_multiple: int = 1,
     samples_per_row: int | None = None,
     replay: RoutingLayout | None = None,
+    support: int | None = None,
 ) -> Described:
     """Return the arrays of an update in which every group has a gradient, sharded as `shard_batch` does."""
     each_row = samples_per_row or samples
@@ -272,11 +284,12 @@ def describe_packed(
     *,
     samples: int,
     replay: RoutingLayout | None = None,
+    support: int | None = None,
 ) -> Described:
     """Return the arrays of a microbatch of rows of this length, sharded as `shard_batch` does; the mesh is set."""
     rows = packing.rows * math.prod(axis_sizes("batch").values())
     sizes: dict[str, Any] = {"rows": rows, "length": length, "samples": samples}
-    return _sharded(packed_shapes(objective, packing, **sizes, replay=replay), mesh)
+    return _sharded(packed_shapes(objective, packing, **sizes, replay=replay, support=support), mesh)
 
 
 def describe_rows(
@@ -287,13 +300,15 @@ def describe_rows(
     max_new: int,
     row_multiple: int = 1,
     replay: RoutingLayout | None = None,
+    support: int | None = None,
 ) -> Described:
     """Return the keyword arguments of `make_score_rows` for so many rollouts."""
     shape = (padded(rollouts, row_multiple), row_length(max_prompt, max_new))
     whole = jax.ShapeDtypeStruct(shape, jnp.int32)
     temperature = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, jax.P(None)))
-    routing = {} if replay is None else {"routing": describe_routing(replay, *shape)}
-    return {**_sharded({"tokens": whole, "targets": whole, **routing}, mesh), "temperature": temperature}
+    records = {} if replay is None else {"routing": describe_routing(replay, *shape)}
+    records |= {} if support is None else {"support": describe_support(support, *shape)}
+    return {**_sharded({"tokens": whole, "targets": whole, **records}, mesh), "temperature": temperature}
 
 
 def padded(count: int, multiple: int) -> int:

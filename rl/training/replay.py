@@ -1,4 +1,6 @@
-"""Routing replay: the update uses the experts that the engine recorded, with the weights that the router gives now.
+"""Replay of what the engine recorded with the tokens: the experts that it used, and the tokens that it drew from.
+
+Routing replay: the update uses the experts that the engine recorded, with the weights that the router gives now.
 
 Engine and trainer otherwise choose experts by scores that differ in their last bits, or by a few updates, and a token
 whose choice flips has another log-probability altogether (R3, arXiv 2510.11370). Gradients flow through the weights of
@@ -6,11 +8,18 @@ the recorded experts; losses and metrics of the balance are of the recorded choi
 
 In a batch the record is int16 [rows, tokens of a row, layers with experts, top_k], in the order in which the policy's
 forward pass gets the tokens; where there is none the router chooses.
+
+Support replay: tokens are scored among those that the engine drew them from, whatever the policy thinks of others now.
+Under top-p, top-k or min-p the sampler's distribution is that of the kept tokens, renormalised. Scored under the whole
+one, every importance ratio would be too small by the mass that was dropped; truncated again by a newer policy, tokens
+would fall out of their own support ("keep sampling mask", DeepSeek-V3.2, arXiv 2512.02556, 3.1). In a batch the record
+is int32 [..., tokens, most], -1 where there are fewer; a token that was not drawn has none, and is no action.
 """
 
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -127,3 +136,65 @@ def _of(rollout: Rollout, layout: RoutingLayout) -> np.ndarray:
     if rollout.routing.shape[1:] != layout.shape:
         raise UserError(f"{name} has a record of routing of shape {rollout.routing.shape}; expected {expected}")
     return rollout.routing
+
+
+def describe_support(most: int, *tokens: int) -> jax.ShapeDtypeStruct:
+    """Return the record of an array of tokens."""
+    return jax.ShapeDtypeStruct((*tokens, most), jnp.int32)
+
+
+def support_padded(rows: Sequence[Row], contents: Contents, most: int, samples: int, length: int) -> np.ndarray:
+    """Return the record of padded rows, [rows, samples, length, most]."""
+    record = _no_support(most, len(rows), samples, length)
+    for r, row in enumerate(rows):
+        for g, rollouts in row:
+            for i, n in enumerate(rollouts):
+                _put_support(record[r, i], 0, contents[g][1][n])
+    return record
+
+
+def support_packed(rows: Sequence[Row], contents: Contents, most: int, first: np.ndarray, length: int) -> np.ndarray:
+    """Return the record of packed rows, [rows, length, most]; `first`: where completions begin."""
+    record = _no_support(most, len(rows), length)
+    for r, row in enumerate(rows):
+        placed = [contents[g][1][n] for g, rollouts in row for n in rollouts]
+        for at, rollout in zip(first[r], placed, strict=False):
+            _put_support(record[r], int(at), rollout)
+    return record
+
+
+def support_rows(sequences: Sequence[tuple[np.ndarray, Rollout]], most: int, rows: int, length: int) -> np.ndarray:
+    """Return the record of prompts with their completions, a row each, [rows, length, most]."""
+    record = _no_support(most, rows, length)
+    for r, (prompt, rollout) in enumerate(sequences):
+        _put_support(record[r], len(prompt) - 1, rollout)
+    return record
+
+
+def support_bytes(contents: Contents) -> int:
+    """Return the bytes of the records that came with these rollouts."""
+    rollouts = (rollout for _, found in contents.values() for rollout in found.values())
+    return sum(0 if rollout.support is None else rollout.support.nbytes for rollout in rollouts)
+
+
+def _no_support(most: int, *tokens: int) -> np.ndarray:
+    return np.full((*tokens, most), -1, np.int32)
+
+
+def _put_support(record: np.ndarray, at: int, rollout: Rollout) -> None:
+    """Write a rollout's record.
+
+    Raises:
+        UserError: it has none, or one of another sampler.
+    """
+    if not len(rollout.tokens):
+        return
+    name, most = f"prompt {rollout.prompt_id}, sample {rollout.sample_id}", record.shape[-1]
+    own = rollout.support
+    if own is None or own.shape[1] > most:
+        found = "no record" if own is None else f"a record of {own.shape[1]}"
+        raise UserError(
+            f"{name} has {found} of the tokens that it was drawn from; expected up to {most} (sampler.most)"
+        )
+    known = np.where(own == np.iinfo(own.dtype).max, -1, own.astype(np.int64))
+    record[at : at + len(own), : own.shape[1]] = known

@@ -105,7 +105,11 @@ class PolicyTrainer(Configurable):
             scoring: dict[str, Any] = {"temperature": cfg.temperature, "chunks": cfg.chunks, "group": group}
             dtype = getattr(cfg.model, "dtype", "float32")
             scoring["bounds"] = difference_bounds(dtype, weights.codec)
-            scoring |= {"replay": replay, "reference": None if reference is None else reference.graphdef}
+            scoring |= {
+                "replay": replay,
+                "support": cfg.support,
+                "reference": None if reference is None else reference.graphdef,
+            }
             self.diff = LogprobDiff(program.graphdef, **scoring, **sizes)
             feed = PolicyFeed(
                 *(controller, self._publication, objective, self.diff, group, self._session.events),
@@ -116,6 +120,7 @@ class PolicyTrainer(Configurable):
                 reference=reference,
                 critic=critic,
                 replay=replay,
+                support=cfg.support,
                 flops=partial(row_flops, cfg.model) if self._session.peak else lambda *sizes: None,
                 on_update=self.offer_evaluated,
             )

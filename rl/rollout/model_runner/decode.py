@@ -15,7 +15,7 @@ from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
-from rl.rollout.sampling import distribution, draw, row_keys
+from rl.rollout.sampling import distribution, draw, keep_most, row_keys
 
 
 def prefill(model: Any, pool: Pool, batch: PrefillBatch, *, pages: int, kernel: bool) -> tuple[Pool, Any]:
@@ -42,6 +42,7 @@ def decode(
     pages: int,
     plain: bool,
     kernel: bool,
+    support: int | None = None,
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` tokens of each row.
 
@@ -54,7 +55,8 @@ def decode(
         The pool, the windows, and `tokens` int32 [steps, r], `chosen` (the parts of their log-probabilities)
         [steps, r], `counts` int32 [r] (tokens drawn), `stopped` bool [r] (by a stop token), `broken` bool [r] (the last
         log-probability is not a number), `steps`; and, if the model records it, `routing` [steps, layers with experts,
-        r, top_k], the experts of the token that was fed at each step.
+        r, top_k], the experts of the token that was fed at each step; with `support`, `kept` int32 [steps, r, support],
+        the tokens that each was drawn from (see `keep_most`).
     """
     size = batch.feed.shape[0]
     keys = row_keys(batch.identity)
@@ -69,6 +71,9 @@ def decode(
         hidden, cache, routing = advance(state["cache"], state["feed"], state["lengths"], alive, step)
         logits = constrain(model.logits(hidden)[:, 0], None, None)
         logits = distribution(logits, batch.sampling, seen_rv=state["seen"], bias_rv=batch.bias, plain=plain)
+        kept = None
+        if support is not None:
+            logits, kept = keep_most(logits, support)
         tokens, chosen = draw(jax.vmap(jax.random.fold_in)(keys, batch.ordinals + step), logits)
         broken = alive & ~jnp.isfinite(chosen.logit + chosen.total)
         stopped = alive & jnp.any(tokens[:, None] == batch.stop, axis=-1)
@@ -88,6 +93,7 @@ def decode(
             "tokens": write(state["tokens"], tokens, step, 0),
             "chosen": jax.tree.map(lambda all_, now: write(all_, now, step, 0), state["chosen"], chosen),
             "routing": None if routing is None else write(state["routing"], routing[:, :, 0], step, 0),
+            "kept": None if kept is None else write(state["kept"], kept, step, 0),
         }
 
     begin = {
@@ -103,6 +109,7 @@ def decode(
         "tokens": jnp.zeros((steps, size), jnp.int32),
         "chosen": Chosen(*[jnp.ones((steps, size), jnp.float32)] * 3),
         "routing": empty_record(model, steps, size),
+        "kept": None if support is None else jnp.full((steps, size, support), -1, jnp.int32),
     }
     with turns(steps):  # where no row stops
         final = jax.lax.while_loop(
@@ -114,7 +121,7 @@ def decode(
         pool = write_back(pool, final["cache"], batch, final["counts"], pages)
         windows = tuple(cache.windows for cache in final["cache"])
     out = {name: final[name] for name in ("tokens", "counts", "stopped", "broken")}
-    out |= {} if final["routing"] is None else {"routing": final["routing"]}
+    out |= {name: final[name] for name in ("routing", "kept") if final[name] is not None}
     return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
 
 

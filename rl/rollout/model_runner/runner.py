@@ -27,7 +27,7 @@ from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
 from rl.rollout.model_runner.verify import decode_drafts
 from rl.rollout.model_runner.weights import WeightLayout
-from rl.rollout.sampling import Sampler, plain
+from rl.rollout.sampling import Sampler, plain, recorded_support
 from rl.rollout.speculation.speculator import Drafts, chunk_of
 
 COPIES = 64  # pages in one copying dispatch
@@ -131,6 +131,7 @@ class ModelRunner:
 
     def _compile(self) -> None:
         graphdef, pages, kernel, steps = self._weights.graphdef, self._pages, self._kernel, self._cfg.steps_per_dispatch
+        support = recorded_support(self._cfg.sampler)
         # All devices have all rows: an axis for experts shards those and nothing else.
         rules = {"batch": ()} if self.mesh.shape["expert"] > 1 else None
 
@@ -154,7 +155,7 @@ class ModelRunner:
                 options: dict[str, Any] = {"steps": steps, "pages": pages, "plain": plain, "kernel": kernel}
                 if batch.draft is not None:
                     return decode_drafts(model, pool, windows, batch, quorum, chunk=chunk, **options)
-                return decode(model, pool, windows, batch, quorum, **options)
+                return decode(model, pool, windows, batch, quorum, **options, support=support)
 
         def run_copy(pool: Any, sources: jax.Array, targets: jax.Array) -> Any:
             self.traces += 1

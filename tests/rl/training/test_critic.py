@@ -7,14 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from axlearn_like.config import ConfigError
+from axlearn_like.layers.base import split
 from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.learner import AdamW, Constant, Learner
+from mesh import make_mesh, to_named_sharding
+from mesh.distributed import ProcessGroup
 from rl.objective import GeneralisedAdvantage, Objective
 from rl.objective.presets import ppo
+from rl.roles.headers import header_of
+from rl.roles.messages import contents_of
 from rl.training.critic import Critic, value_loss
-from tests.rl.tiny import tiny_experiment, tiny_params
+from rl.training.packing import Packing
+from tests.elsewhere import elsewhere
+from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params, tiny_policy
 from tests.rl.training.test_trainer import Roles, config, host
 
 LEARNER = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-2), clip_norm=1.0)
@@ -59,6 +67,71 @@ def test_what_cannot_work_is_refused_before_the_run():
         Critic.Config(learner=LEARNER.clone(), model=small).of_policy(tiny_experiment().policy)
     with pytest.raises(ConfigError, match=r"value_clip: expected a number above 0, or None"):
         Critic.Config(learner=LEARNER.clone(), value_clip=0.0).check()
+
+
+def test_its_programs_are_traced_from_what_an_update_gets():
+    """`axl aot` and `--plan` compile them: as many rows as rollouts, and the critic's state apart from the policy's."""
+    cfg = tiny_experiment(objective=ppo(Critic.Config(learner=LEARNER.clone())))
+    programs = cfg.programs(jax.devices()[:1])
+    assert {"critic", "values"} <= programs.keys() and "critic" not in tiny_experiment().programs(jax.devices()[:1])
+    update, values = programs["critic"](), programs["values"]()
+    assert (update.rows, update.length) == (values.rows, values.length) == (16, 32)
+    assert update.flops == pytest.approx(3 * values.flops) and values.trace().out_info.shape == (16, 32)
+    state, metrics = update.trace().out_info
+    assert "head" in state["params"] and {"value_loss", "grad_norm"} <= metrics.keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"data": 4, "tensor": 2}], ids=str)
+def test_on_eight_devices_values_and_updates_are_those_of_one(shape: dict[str, int]):
+    eight = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    one, many = elsewhere(updated, shape, environ=eight, timeout=300)
+    assert one.keys() == many.keys() and np.any(one["values"])
+    for name, value in many.items():
+        np.testing.assert_allclose(value, one[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def updated(shape: dict[str, int]) -> list[dict[str, Any]]:
+    """Return values, metrics and a few parameters after two updates, on one device and on a mesh."""
+    rng, found = np.random.default_rng(0), []
+    groups = [
+        make_group(make_prompt(g), [rng.integers(0, 256, 1 + i) for i in range(4)], [1, 0, 1, 0]) for g in range(4)
+    ]
+    headers, contents = [header_of(group) for group in groups], contents_of(groups)
+    mask = np.arange(6) < np.array([len(r.tokens) for group in groups for r in group.rollouts])[:, None]
+    returns = np.where(mask, np.tile([1.0, 0.0], 8)[:, None], 0.0)
+    for axes in ({}, shape):
+        mesh = make_mesh(axes, jax.devices()[: 8 if axes else 1])
+        with jax.set_mesh(mesh):
+            policy = tiny_policy()
+            abstract = jax.eval_shape(lambda policy=policy: split(policy.build(rngs=nnx.Rngs(0)))[1])
+            places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
+            sizes = {"max_prompt": 12, "max_new": 6, "row_multiple": 8, "group": ProcessGroup("trainer")}
+            critic = Critic.Config(learner=LEARNER.clone()).build(policy=policy, **sizes)
+            critic.start(jax.device_put(tiny_params(policy), places))
+            metrics: dict[str, float] = {}
+            for _ in range(2):
+                values = critic.values(headers, contents)
+                metrics = critic.update(headers, contents, values, returns, mask)
+            head = np.asarray(jax.tree.leaves(critic.saved()["critic"]["params"]["head"])[0])
+            found.append({**metrics, "values": values.ravel().tolist(), "head": head.ravel().tolist()})
+    return found
+
+
+@pytest.mark.full
+def test_packed_rows_have_the_advantages_of_padded_ones(tmp_path: Path):
+    """The critic scores whole rollouts; where they lie in the policy's rows changes nothing but sums."""
+    runs: list[list[dict[str, Any]]] = []
+    for name, packing in (("padded", None), ("packed", Packing.Config(lengths=(12, 6), rows=2))):
+        cfg = with_critic()
+        cfg.trainer.set(packing=packing)
+        roles = Roles.make(tmp_path / name, cfg, initial=tiny_params(cfg.policy))
+        roles.advance(2)
+        runs.append(roles.rows())
+        roles.trainer.close()
+    for padded, packed in zip(*runs, strict=True):
+        for key in ("value_loss", "advantage_std", "critic_grad_norm", "grad_norm", "reward"):
+            assert packed[key] == pytest.approx(padded[key], rel=1e-3), key
 
 
 @pytest.mark.full

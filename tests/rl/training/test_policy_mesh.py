@@ -74,12 +74,16 @@ def gradients(packed: bool) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_every_preset_has_the_gradient_of_one_device_on_eight():
-    """Rows of 3 of 7 rollouts, uneven groups, with pi_old and a reference; fsdp, and tensor beside data."""
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("experts", [False, True])
+def test_every_preset_has_the_gradient_of_one_device_on_eight(experts: bool, packed: bool):
+    """Uneven groups, some unscored, with pi_old and a reference: 1e-4 of the largest entry of each parameter."""
     eight = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    found: dict[str, dict[str, Any]] = elsewhere(preset_gradients, environ=eight, timeout=500)
+    found: dict[str, dict[str, Any]] = elsewhere(preset_gradients, experts, packed, environ=eight, timeout=500)
+    assert len(found) == (4 if experts or packed else 12)
     for name, meshes in found.items():
         expected = meshes.pop("one")
+        assert any(np.any(values) for values in expected.values())
         for mesh, result in meshes.items():
             for path, value in result.items():
                 scale = max(float(np.abs(expected[path]).max()), 1e-3)
@@ -87,42 +91,103 @@ def test_every_preset_has_the_gradient_of_one_device_on_eight():
                 np.testing.assert_allclose(value, expected[path], rtol=1e-4, atol=1e-4 * scale, err_msg=message)
 
 
-def preset_gradients() -> dict[str, dict[str, Any]]:
-    """Return loss and gradients of every preset, with a KL term, by mesh."""
+def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
+    """Return loss and gradients with a KL term by preset and mesh: of all presets, or of four of unlike terms.
+
+    The trainer's own losses give the slopes of the log-probabilities, and one backward pass of the decoder, compiled
+    once for a mesh, those of the parameters.
+    """
     import jax
     from flax import nnx
 
-    from axlearn_like.layers.base import split
+    from axlearn_like.layers.aux import Aux
+    from axlearn_like.layers.base import bind, split
+    from axlearn_like.layers.decoder import Block
+    from axlearn_like.layers.moe.experts import Experts
+    from axlearn_like.layers.moe.layer import MoE
+    from axlearn_like.layers.moe.router import SoftmaxRouter
     from mesh import make_mesh, shard_batch, to_named_sharding
-    from rl.objective import PRESETS, NoRegulariser, ReferenceKL
-    from rl.training.batching import pack_groups
-    from rl.training.program import make_policy_loss
+    from rl.objective import PRESETS, NoRegulariser, Objective, ReferenceKL
+    from rl.roles.headers import header_of
+    from rl.roles.messages import contents_of
+    from rl.training import program
+    from rl.training.batching import arrange, fill_packed, pack_groups
+    from rl.training.packing import Packing
     from tests.rl.tiny import tiny_params, tiny_policy
     from tests.rl.training.test_batching import MAX_NEW, MAX_PROMPT, ragged
 
-    model, found = tiny_policy(), {}
-    for preset in PRESETS.values():
-        cfg = preset(max_length=MAX_NEW) if preset.__name__ == "dr_grpo" else preset()
+    model, few, decoder_logprobs = tiny_policy(), ("grpo", "dapo", "gspo", "rloo"), program.policy_logprobs
+    meshes: dict[str, Any] = {"one": {}, "fsdp": {"fsdp": 8}, "tensor": {"data": 4, "tensor": 2}}
+    if experts:
+        assert isinstance(model.block, Block.Config)
+        mixture: dict[str, Any] = {"router": SoftmaxRouter.Config(top_k=2), "experts": Experts.Config(hidden=16)}
+        model.block.feed_forward = MoE.Config(num_experts=4, **mixture)
+        meshes = {"one": {}, "expert": {"expert": 2, "fsdp": 4}}
+    objectives: dict[str, Objective] = {}
+    for name, preset in PRESETS.items():
+        if (experts or packed) and name not in few:
+            continue
+        changed: dict[str, Any] = {"dr_grpo": {"max_length": MAX_NEW}, "rejection_sampling": {"at_least": 0.5}}
+        cfg = preset(**changed.get(name, {}))
         if isinstance(cfg.regulariser, NoRegulariser.Config):
             cfg.regulariser = ReferenceKL.Config(coef=0.1)
-        objective = cfg.build()
-        batch, _ = pack_groups(
-            ragged(failed=True), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=8, samples_per_row=3
-        )
+        objectives[name] = cfg.set(zero_variance="keep").build()  # all rollouts are in the rows of all objectives
+
+    def batch_of(objective: Objective) -> dict[str, np.ndarray]:
+        made = ragged(failed=True)
+        sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+        if packed:
+            packing = Packing.Config(lengths=(3 * MAX_NEW,), rows=8).build(**sizes)
+            arranged = arrange([header_of(one) for one in made], objective, **sizes, packing=packing)
+            (one,) = arranged.microbatches
+            batch = fill_packed(one.rows, one.length, arranged.prepared, contents_of(made), packing)
+        else:
+            batch, _ = pack_groups(made, objective, **sizes, row_multiple=8, samples_per_row=3)
         rng = np.random.default_rng(0)
         for other in ("logprobs_old", "logprobs_reference"):
             noise = rng.normal(0, 0.1, batch["logprobs_behaviour"].shape)
             batch[other] = (batch["logprobs_behaviour"] + noise).astype(np.float32)
-        meshes: dict[str, Any] = {}
-        for name, shape in {"one": {}, "fsdp": {"fsdp": 8}, "tensor": {"data": 4, "tensor": 2}}.items():
-            mesh = make_mesh(shape, jax.devices()[: 8 if shape else 1])
-            with jax.set_mesh(mesh):
-                graphdef, abstract = jax.eval_shape(lambda: split(model.build(rngs=nnx.Rngs(0))))
-                places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
-                params = jax.device_put(tiny_params(model), places)
-                loss = make_policy_loss(graphdef, objective, 0.7)
-                value, slopes = jax.jit(jax.value_and_grad(lambda p, b, f=loss: f(p, b)[0]))(params, shard_batch(batch))
-            leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(slopes)}
-            meshes[name] = {path: np.asarray(leaf).ravel().tolist() for path, leaf in {"loss": value, **leaves}.items()}
-        found[preset.__name__] = meshes
+        return batch
+
+    class Table(nnx.Module):
+        """Log-probabilities as parameters."""
+
+        def __init__(self, values: Any) -> None:
+            self.values = nnx.Param(values)
+
+    def read(table: Any, batch: Any, temperature: float, chunks: int = 1) -> program.Scored:
+        return program.Scored(table.values[...], jax.numpy.zeros_like(table.values[...]), Aux())
+
+    found: dict[str, dict[str, Any]] = {name: {} for name in objectives}
+    for name, shape in meshes.items():
+        mesh = make_mesh(shape, jax.devices()[: 8 if shape else 1])
+        with jax.set_mesh(mesh):
+            graphdef, abstract = jax.eval_shape(lambda: split(model.build(rngs=nnx.Rngs(0))))
+            places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
+            params = jax.device_put(tiny_params(model), places)
+            shapes: set[Any] = set()
+
+            @jax.jit
+            def forward(params: Any, batch: Any, graphdef: Any = graphdef) -> Any:
+                return decoder_logprobs(bind(graphdef, params), batch, 0.7).logprobs
+
+            @jax.jit
+            def backward(params: Any, batch: Any, slopes: Any, forward: Any = forward) -> Any:
+                return jax.vjp(lambda p: forward(p, batch), params)[1](slopes)[0]
+
+            for preset, objective in objectives.items():
+                batch = shard_batch(batch_of(objective))
+                shapes.add(batch["targets"].shape)
+                known = {n: x for n, x in batch.items() if x.dtype == np.int32 or n == "action_mask"}
+                table, values = split(Table(forward(params, known)))
+                program.policy_logprobs = read
+                loss = program.make_policy_loss(table, objective, 0.7)
+                if packed:
+                    loss = program.make_packed_loss(table, objective, 0.7, MAX_NEW)
+                compute = jax.jit(jax.value_and_grad(lambda v, b, f=loss: f(v, b)[0]))
+                value, slopes = compute(values, batch)
+                leaves = jax.tree_util.tree_leaves_with_path(backward(params, known, *jax.tree.leaves(slopes)))
+                whole = {"loss": value, **{jax.tree_util.keystr(path): leaf for path, leaf in leaves}}
+                found[preset][name] = {path: np.asarray(leaf).ravel().tolist() for path, leaf in whole.items()}
+            assert len(shapes) <= 3, "few programs, or this takes minutes"
     return found

@@ -1,5 +1,6 @@
 """Runs that replay the routing which the engine recorded, and those that cannot."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.run.metrics import read_rows
 from rl.experiment import RLExperiment
+from rl.rollout.sampling import RecordedSampler
 from rl.training.packing import Packing
 from tests.rl.runtime.ray.experiments import run_here
 from tests.rl.tiny import tiny_experiment
@@ -36,6 +38,22 @@ def test_a_run_counts_the_bytes_of_its_records_and_scores_as_the_engine_did(tmp_
     assert all(row["logprob_diff_max"] < 1e-5 for row in rows)
     drawn = [row for row in read_rows(path / "events.jsonl") if row["event"] == "generate"]
     assert sum(row["routing_bytes"] for row in drawn) == sum(row["routing_bytes"] for row in rows) > 0
+
+
+@pytest.mark.parametrize(
+    "packing", [pytest.param(None, marks=pytest.mark.full), Packing.Config()], ids=["padded", "packed"]
+)
+def test_a_run_with_top_p_scores_among_the_tokens_that_the_engine_drew_from(tmp_path: Path, packing: Any):
+    """The ratio is one though a part of the distribution was cut off, and the bytes of the records are counted."""
+    sampler = RecordedSampler.Config(temperature=0.9, top_p=0.8, most=5)
+    cfg = tiny_experiment(num_steps=2, evaluation=None, sampler=sampler)
+    cfg.trainer.set(packing=packing, chunks=1 if packing is None else 2)
+    path = run_here(tmp_path, cfg)
+    rows = read_rows(path / "metrics.jsonl")
+    assert [row["scoring_diff_max"] for row in rows] == [0.0, 0.0]
+    assert all(row["logprob_diff_max"] < 1e-5 and row["ratio_max"] == 1 for row in rows)
+    assert all(0 < row["entropy"] < math.log(5) for row in rows)
+    assert all(0 < row["support_bytes"] <= 5 * 2 * row["gen_tokens"] for row in rows)
 
 
 def test_the_engine_records_if_the_trainer_replays():

@@ -12,6 +12,7 @@ import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
@@ -20,7 +21,7 @@ from mesh.batches import local_rows
 from mesh.devices import configure_cpu_devices
 from mesh.distributed import ProcessGroup, join, to_host
 from rl.experiment import RLExperiment
-from rl.objective.presets import grpo
+from rl.objective.presets import grpo, ppo
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
 from rl.roles.headers import GroupHeader, digest_of_headers, header_of
@@ -28,6 +29,7 @@ from rl.roles.messages import Contents, Group, contents_of
 from rl.runtime.run import RLRun
 from rl.training.agreement import AgreedBatch, agreed_batch, fetched
 from rl.training.batching import arrange, fill_packed, fill_padded
+from rl.training.critic import Critic
 from rl.training.feed import rollouts_of
 from rl.training.packing import Packing
 from rl.training.trainer import PolicyTrainer
@@ -42,11 +44,15 @@ STEPS = 5
 SAVE_EVERY = 2  # of the tiny experiment
 
 
-def config(processes: int = 2, packed: bool = False, **changes: Any) -> RLExperiment.Config:
+def config(processes: int = 2, layout: str = "padded", **changes: Any) -> RLExperiment.Config:
+    """`layout`: padded or packed rows, or "critic": PPO on packed rows."""
     cfg = tiny_experiment(num_steps=STEPS, evaluation=None, staleness=1).set(**changes)
     cfg.trainer.set(mesh={"data": 2, "fsdp": 2}, processes=processes)
-    if packed:
+    if layout != "padded":
         cfg.trainer.set(packing=Packing.Config(lengths=(12, 6)))
+    if layout == "critic":
+        learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-2), clip_norm=1.0)
+        cfg.objective = ppo(Critic.Config(learner=learner))
     return cfg
 
 
@@ -144,7 +150,7 @@ def as_one_of_two(
     index: int,
     places: list[dict[str, Any]],
     run: str,
-    packed: bool,
+    layout: str,
     leave_after: int | None,
     forget: int | None,
 ) -> dict[str, Any]:
@@ -154,7 +160,7 @@ def as_one_of_two(
     before it has confirmed the publication of a version.
     """
     enable_compilation_cache()  # as the runtime does
-    cfg, second = config(packed=packed), index == 1
+    cfg, second = config(layout=layout), index == 1
     configure_cpu_devices(cfg.trainer.mesh, 2)
     join(address, index, 2, role="trainer")
     controller = Scripted(forget if second else None)
@@ -188,11 +194,11 @@ def warm(folder: Path) -> None:
     checkpointer.close()
 
 
-def alone(places: list[dict[str, Any]], run: str, packed: bool) -> list[list[Any]]:
+def alone(places: list[dict[str, Any]], run: str, layout: str) -> list[list[Any]]:
     """The same run, or the rest of it, in one process with as many devices."""
     enable_compilation_cache()
     jax.config.update("jax_num_cpu_devices", 4)
-    cfg = config(processes=1, packed=packed)
+    cfg = config(processes=1, layout=layout)
     controller = Scripted()
     assert make_trainer(Path(run), cfg, controller, reach(places)).run() == STEPS
     return controller.told
@@ -206,15 +212,15 @@ def deployment() -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", ["padded", "packed", "critic"])
 def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(
-    tmp_path: Path, deployment: Deployment, packed: bool
+    tmp_path: Path, deployment: Deployment, layout: str
 ):
     places = endpoints(deployment)
     warm(tmp_path)
     for name in ("two", "one"):
-        tiny_run(tmp_path / name, config(packed=packed)).close()
-    leader, other = in_two_processes(as_one_of_two, places, str(tmp_path / "two"), packed, 3, 1)
+        tiny_run(tmp_path / name, config(layout=layout)).close()
+    leader, other = in_two_processes(as_one_of_two, places, str(tmp_path / "two"), layout, 3, 1)
     assert [leader["step"], other["step"]] == [3, 3], "who was asked to leave spoke for both"
     assert leader["local"] == 2
     assert other["told"] == [], "only the leader speaks with the controller"
@@ -227,12 +233,13 @@ def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(
     assert sum(row["nbytes"] for row in pushes if row["version"] == 3) == nbytes(), "each byte is pushed once"
     assert {row["role"] for row in rows(tmp_path / "two", "update")} == {"trainer"}
 
-    assert elsewhere(alone, places, str(tmp_path / "two"), packed, timeout=600)[:2] == [
+    assert elsewhere(alone, places, str(tmp_path / "two"), layout, timeout=600)[:2] == [
         ["published", 3],
         ["begin", 3, 2],
     ]
-    elsewhere(alone, places, str(tmp_path / "one"), packed, timeout=600)
+    elsewhere(alone, places, str(tmp_path / "one"), layout, timeout=600)
     ours, theirs = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert all(("value_loss" in row) == (layout == "critic") for row in ours)
     assert [row["step"] for row in ours] == [row["step"] for row in theirs] == list(range(1, STEPS + 1))
     for row, expected in zip(ours, theirs, strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)  # sums over processes have another order
@@ -243,9 +250,9 @@ def test_a_run_is_the_same_to_the_bit_whether_two_processes_were_stopped_or_not(
     places = endpoints(deployment)
     warm(tmp_path)
     for name, leave_after in (("whole", None), ("stopped", 3)):
-        tiny_run(tmp_path / name, config(packed=True)).close()
-        in_two_processes(as_one_of_two, places, str(tmp_path / name), True, leave_after, None)
-    in_two_processes(as_one_of_two, places, str(tmp_path / "stopped"), True, None, None)
+        tiny_run(tmp_path / name, config(layout="packed")).close()
+        in_two_processes(as_one_of_two, places, str(tmp_path / name), "packed", leave_after, None)
+    in_two_processes(as_one_of_two, places, str(tmp_path / "stopped"), "packed", None, None)
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
     assert manifest(tmp_path / "stopped") == manifest(tmp_path / "whole")
 

@@ -1,0 +1,113 @@
+"""Truncated distributions whose support is recorded: what the engine writes down, and scoring by it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_like.config import ConfigError
+from axlearn_like.layers.base import bind, split
+from mesh import UserError, make_mesh
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.kv_cache.support_record import SupportRecord
+from rl.rollout.request import Request
+from rl.rollout.sampling import RecordedSampler, Sampler, keep_most
+from rl.rollout.speculation.speculator import Speculation
+from rl.training.logprobs import fill_rows, row_length, score_rows
+from rl.training.replay import support_rows
+from tests.rl.tiny import make_prompt, make_rollout, tiny_params, tiny_policy
+
+MAX_PROMPT, MAX_NEW, MOST = 12, 8, 6
+SAMPLER = RecordedSampler.Config(temperature=0.8, top_p=0.7, min_p=0.1, most=MOST)
+
+
+@pytest.fixture(scope="module")
+def engine() -> RolloutEngine:
+    cfg = RolloutEngine.Config(model=tiny_policy(), stop_tokens=(1,), max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    engine = cfg.set(max_num_seqs=8, steps_per_dispatch=3, sampler=SAMPLER).build()
+    engine.set_weights(tiny_params(tiny_policy(), scale=6.0), 0)
+    return engine
+
+
+def scored(rows: dict[str, np.ndarray], support: np.ndarray | None, params: Any) -> np.ndarray:
+    policy = tiny_policy()
+    graphdef, _ = split(jax.eval_shape(lambda: policy.build(rngs=nnx.Rngs(0))))
+    with jax.set_mesh(make_mesh()):
+        score = jax.jit(lambda p, t, y, h, s: score_rows(bind(graphdef, p), t, y, h, support=s))
+        kept = None if support is None else jnp.asarray(support)
+        found = score(params, rows["tokens"], rows["targets"], jnp.full(1, SAMPLER.temperature), kept)
+    return found.logprobs()
+
+
+def test_a_plain_scoring_pass_over_the_record_gives_the_engines_log_probabilities_to_the_bit(engine: RolloutEngine):
+    """Rollouts that were aborted and went on are among them; without the record every token would be less likely."""
+    asked = [Request(make_prompt(n, 3 + 2 * n), samples=3, seed=1) for n in range(4)]
+    numbers = {engine.submit(request): request for request in asked}
+    finished = [one for _ in range(2) for one in engine.step()] + engine.abort_all()
+    again = [dataclasses.replace(numbers[one.number], partial=one.rollouts) for one in finished]
+    rollouts = engine.generate(again)
+    prompts = {request.prompt.id: request.prompt.tokens for request in asked}
+    pairs = [(prompts[r.prompt_id], r) for r in rollouts]
+    length = row_length(MAX_PROMPT, MAX_NEW)
+    rows = fill_rows([(prompt, r.tokens) for prompt, r in pairs], len(pairs), length)
+    record, params = support_rows(pairs, MOST, len(pairs), length), tiny_params(tiny_policy(), scale=6.0)
+    exact, whole = scored(rows, record, params), scored(rows, None, params)
+    sizes: list[int] = []
+    for row, (prompt, r) in enumerate(pairs):
+        part = slice(len(prompt) - 1, len(prompt) - 1 + len(r.tokens))
+        np.testing.assert_array_equal(exact[row, part], r.logprobs)
+        assert r.support is not None and r.support.shape[0] == len(r.tokens) and r.support.dtype == np.uint16
+        kept = [set(ids[ids != 65535].tolist()) for ids in r.support]
+        assert all(token in ids for token, ids in zip(r.tokens.tolist(), kept, strict=True))
+        alone = [len(ids) == 1 for ids in kept]
+        assert (whole[row, part] <= r.logprobs + 1e-6).all() and (r.logprobs[alone] == 0).all()
+        sizes += map(len, kept)
+    assert 1 <= min(sizes) < max(sizes) == MOST
+    lost = [whole[row, len(p) - 1] - r.logprobs[0] for row, (p, r) in enumerate(pairs)]
+    assert min(lost) < -0.05, "a mutation: the whole distribution is another one"
+
+
+def test_of_equals_those_of_smaller_ids_stay_and_fewer_are_marked():
+    logits = jnp.asarray([[0.0, 2.0, 2.0, 2.0, -1e30], [1.0, -1e30, -1e30, -1e30, -1e30]])
+    limited, kept = keep_most(logits, 2)
+    assert kept.tolist() == [[1, 2], [0, -1]]
+    assert (np.asarray(limited) > -1e29).tolist() == [[False, True, True, False, False], [True] + [False] * 4]
+    assert keep_most(logits, 7)[1].shape == (2, 7)  # more than there are words
+
+
+def test_a_record_holds_what_was_drawn_given_and_cut():
+    record = SupportRecord()
+    assert record.array() is None
+    record.drawn(np.array([[5, 9, -1], [7, -1, -1]]))
+    record.given(2)
+    fork = record.copy()
+    record.drawn(np.array([[1, 2, 3]]))
+    found = record.array()
+    none = 65535
+    assert found is not None
+    assert found.tolist() == [[5, 9, none], [7, none, none], [none] * 3, [none] * 3, [1, 2, 3]]
+    assert found.dtype == np.uint16 and found.nbytes == 5 * 3 * 2
+    fork.cut(1)
+    cut, again = fork.array(), SupportRecord.of(found).array()
+    assert cut is not None and cut.tolist() == [[5, 9]]
+    assert again is not None and again.tolist() == found.tolist()
+    record.drawn(np.array([[70_000]]))
+    large = record.array()
+    assert large is not None and large.dtype == np.uint32
+
+
+def test_what_cannot_be_replayed_is_refused():
+    for field, value in {"temperature": 0.0, "top_k": 7, "repetition_penalty": 1.1, "logit_bias": ((1, 2.0),)}.items():
+        with pytest.raises(ConfigError, match=field):
+            SAMPLER.clone(**{field: value}).check()
+    cfg = RolloutEngine.Config(model=tiny_policy(), stop_tokens=(), max_prompt=4, max_new=4, sampler=SAMPLER)
+    with pytest.raises(UserError, match="speculation: expected None with a RecordedSampler"):
+        cfg.clone(speculation=Speculation.Config()).check()
+    drawn = make_rollout(make_prompt(0), 0, [1, 2])
+    with pytest.raises(UserError, match="no record of the tokens that it was drawn from; expected up to 6"):
+        support_rows([(make_prompt(0).tokens, drawn)], MOST, 1, 16)
+    assert Sampler.Config(top_p=0.5) != RecordedSampler.Config(top_p=0.5)
