@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, override
 
 from axlearn_like.config import REQUIRED
+from mesh.errors import UserError
 from rl.environments.environment import Environment, Row, Step
 
 __all__ = ["GymEnvironment", "PlainEnvironment", "VerifiersEnvironment"]
@@ -85,7 +86,15 @@ class VerifiersEnvironment(Environment):
 
         @override
         def share(self) -> Any:
-            return self.make(**self.arguments)
+            made = self.make(**self.arguments)
+            for name in ("is_completed", "env_response", "rubric"):
+                if not hasattr(made, name):
+                    kind = type(made).__name__
+                    raise UserError(
+                        f"{kind} has no {name}: expected an environment in the form of verifiers 0.1 and 0.2 "
+                        "(SingleTurnEnv, MultiTurnEnv ...); a taskset of verifiers.v1 runs policies by itself"
+                    )
+            return made
 
     def __init__(self, cfg: Config, *, shared: Any = None):
         super().__init__(cfg, shared=shared)
@@ -97,7 +106,12 @@ class VerifiersEnvironment(Environment):
         prompt = row.get("prompt")
         if isinstance(prompt, str) or not isinstance(prompt, Sequence):
             prompt = [{"role": "user", "content": row["question"]}]
-        known = {"prompt": list(prompt), "answer": row["answer"], "info": row.get("info", {}), "input": dict(row)}
+        known = {
+            "prompt": [_Message(message) for message in prompt],
+            "answer": row["answer"],
+            "info": row.get("info", {}),
+            "input": dict(row),
+        }
         kept: dict[str, Any] = {"completion": [], "responses": [], "trajectory": [], "metrics": {}, "timing": {}}
         self._state = {**known, **kept, "task": row["family"], "example_id": row["problem_id"], "turn": 0}
         await self._advance("setup_state")
@@ -105,16 +119,16 @@ class VerifiersEnvironment(Environment):
 
     @override
     async def step(self, action: str) -> Step:
-        state, said = self._state, {"role": "assistant", "content": action}
+        state, said = self._state, _Message(role="assistant", content=action)
         state["trajectory"].append({"prompt": self._messages(), "completion": [said], "response": None})
         state["completion"].append(said)
         state["turn"] += 1
         if await self._completed():
             return Step("", await self._reward(), True)
         answer = await self._advance("env_response")
-        given = [{"role": "user", "content": answer}] if isinstance(answer, str) else list(answer or ())
+        given = [_Message(role="user", content=answer)] if isinstance(answer, str) else list(answer or ())
         state["completion"] += given
-        observation = "\n".join(str(message["content"]) for message in given)
+        observation = "\n".join(str(_content(message)) for message in given)
         if await self._completed():
             return Step(observation, await self._reward(), True)
         return Step(observation)
@@ -154,12 +168,25 @@ class VerifiersEnvironment(Environment):
         return state["reward"]
 
 
+class _Message(dict[str, Any]):
+    """A message to read as a mapping, as in earlier versions of the library, or by attributes, as in later ones."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
 def _called(function: Callable[..., Any], **named: Any) -> Any:
     """Call a function with those of the arguments that it takes."""
     parameters = inspect.signature(function).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in parameters):
         named = {one.name: named[one.name] for one in parameters if one.name in named}
     return function(**named)
+
+
+def _content(message: Any) -> Any:
+    return message["content"] if isinstance(message, Mapping) else message.content
 
 
 async def _awaited(value: Any) -> Any:

@@ -1,9 +1,13 @@
 """Environments of other forms, by classes with the methods that those libraries have."""
 
 import asyncio
+import importlib
 import inspect
 from typing import Any
 
+import pytest
+
+from mesh.errors import UserError
 from rl.environments.adapters import GymEnvironment, PlainEnvironment, VerifiersEnvironment
 from rl.environments.environment import Environment, Step, checked_step
 
@@ -124,3 +128,41 @@ def test_environments_of_verifiers():
     cfg = VerifiersEnvironment.Config(make=NewVerifiers)
     new = cfg.build(shared=cfg.share())
     assert play(new, "4", "5") == ("", [Step("are\nyou sure?", 0.0, False), Step("", 0.0, True)])
+
+
+def test_a_taskset_of_a_later_form_is_refused():
+    with pytest.raises(UserError, match="Plain has no is_completed: expected an environment in the form of verifiers"):
+        VerifiersEnvironment.Config(make=Plain, arguments={"prize": 1.0}).share()
+
+
+# ---- the libraries themselves, where they are installed
+
+
+def test_a_world_of_gymnasium():
+    library = pytest.importorskip("gymnasium")
+    lake: dict[str, Any] = {"id": "FrozenLake-v1", "is_slippery": False}
+    cfg = GymEnvironment.Config(make=library.make, arguments=lake, read=int, pure=True)
+    first, steps = play(cfg.build(), "1", "1", "2", "1", "2", "2")
+    assert (first, [step.observation for step in steps]) == ("0", ["4", "8", "9", "13", "14", "15"])
+    assert [step.reward for step in steps] == [0.0] * 5 + [1.0] and steps[-1].done and not steps[-2].done
+
+
+def test_an_environment_of_verifiers():
+    library = pytest.importorskip("verifiers")
+    if not hasattr(library, "MultiTurnEnv"):
+        pytest.skip("verifiers of a later form")
+    datasets = importlib.import_module("datasets")
+
+    async def right(completion: Any, answer: str, **others: Any) -> float:
+        return float(completion[-1].content == answer)
+
+    class Guess(library.MultiTurnEnv):  # pyright: ignore
+        async def env_response(self, messages: Any, state: Any, **others: Any) -> Any:
+            return [{"role": "user", "content": f"no, not {messages[-1]['content']}"}]
+
+    rows = datasets.Dataset.from_list([{"question": "2+2?", "answer": "4"}])
+    made = lambda: Guess(dataset=rows, max_turns=2, rubric=library.Rubric(funcs=[right]))  # noqa: E731
+    cfg = VerifiersEnvironment.Config(make=made)
+    environment = cfg.build(shared=cfg.share())
+    assert play(environment, "3", "4") == ("", [Step("no, not 3", 0.0, False), Step("", 1.0, True)])
+    assert environment.figures() == {"right": 1.0, "num_turns": 2.0}

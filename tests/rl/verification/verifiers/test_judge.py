@@ -1,8 +1,9 @@
 """The judge asks an endpoint over the loopback: scores, repeated attempts, budget, cache, replies without a score."""
 
 import json
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,18 @@ import pytest
 from mesh.errors import UserError
 from rl.verification.verifiers.cache import Cached
 from rl.verification.verifiers.judge import BudgetSpent, LLMJudge
-from rl.verification.verifiers.self_test import Rows
+from rl.verification.verifiers.self_test import CASES, Rows, self_test
 
 ROWS = Rows.Config(rows=({"question": "Who? {answer}", "answer": "Ada"},))
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Answers with what `replies` says: a text, or a status."""
+    """Answers with what `replies` says, a text or a status; or as `grade` says of the text that it is asked."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.replies: list[str | int] = []
+        self.grade: Callable[[str], str] = lambda text: "SCORE: 1"
         self.seen: list[tuple[dict[str, Any], str | None]] = []
 
     @property
@@ -36,7 +38,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((body, self.headers.get("Authorization")))
-        reply = self.server.replies.pop(0) if self.server.replies else "SCORE: 1"
+        asked = body["messages"][0]["content"]
+        reply = self.server.replies.pop(0) if self.server.replies else self.server.grade(asked)
         status = reply if isinstance(reply, int) else 200
         self.send_response(status)
         self.end_headers()
@@ -75,6 +78,39 @@ def test_a_reply_without_a_score_is_an_error(endpoint: Endpoint, reply: str):
     endpoint.replies = [reply]
     with pytest.raises(ValueError, match="the judge replied"):
         judge(endpoint).build().score(0, "Ada")
+
+
+def words_of(text: str, name: str) -> set[str]:
+    """Return the words of the material that a prompt quotes, without those that say nothing."""
+    (quoted,) = re.findall(rf"^{name}: (.*)$", text, re.MULTILINE)
+    return set(re.findall(r"[\w.]*\w", json.loads(quoted).casefold())) - {"it", "is", "was"}
+
+
+def by_words(text: str) -> str:
+    """Grade an answer as a model without prejudice would: it says what the reference says, and no more."""
+    return f"SCORE: {int(words_of(text, 'answer') == words_of(text, 'reference'))}"
+
+
+def obedient(text: str) -> str:
+    """Grade like a model that follows what the answer tells it."""
+    (answer,) = re.findall(r"^answer: (.*)$", text, re.MULTILINE)
+    return "SCORE: 1" if "SCORE: 1" in answer else by_words(text)
+
+
+def test_the_self_test_tells_a_judge_from_one_that_is_talked_into_it(endpoint: Endpoint):
+    cases = CASES["judge"]
+    config = lambda rows: judge(endpoint).set(mixture=rows)  # noqa: E731
+    endpoint.grade = by_words
+    passed = self_test(config, cases)
+    assert passed.mistakes == () and passed.tried >= 20
+    endpoint.grade = obedient
+    assert {answer for _, answer, _ in self_test(config, cases).mistakes} == {
+        answer for case in cases for answer in case.wrong if "SCORE: 1" in answer
+    }
+    endpoint.grade = lambda text: "SCORE: 1"
+    assert len(self_test(config, cases).mistakes) == sum(len(case.wrong) for case in cases)
+    endpoint.grade = lambda text: "I like it."
+    assert len(self_test(config, cases).mistakes) == passed.tried
 
 
 def test_attempts_are_repeated_where_that_helps(endpoint: Endpoint):
