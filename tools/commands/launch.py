@@ -61,6 +61,7 @@ class LaunchCommand(click.Command):
 @click.option("--seed", type=int, help="The experiment's argument `seed`.")
 @click.option("--price", type=float, help="Of a chip of the trainer for an hour, for the plan.")
 @click.option("--worker-price", type=float, help="Of a chip of a worker.  [default: the trainer's]")
+@click.option("--compile", "compiled", is_flag=True, help="Compile the trainer's programs here, and send them along.")
 @click.option("--dry-run", type=click.Path(path_type=Path), metavar="DIR", help="Write everything there; ask no cloud.")
 @click.option("--wait", is_flag=True, help="Return when the run has ended, with exit status 1 if it has failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object on the last line.")
@@ -69,6 +70,7 @@ def command(
     sets: tuple[str, ...],
     applied: tuple[str, ...],
     target: str,
+    compiled: bool,
     dry_run: Path | None,
     wait: bool,
     as_json: bool,
@@ -94,6 +96,8 @@ def command(
 
     if words is not None:
         options["command"] = words
+    if compiled:
+        options["compile"] = True
     cfg = launch_config(experiment, sets, applied, on=target, **options)
     plan = plan_launch(cfg)
     for line in plan_lines(plan):

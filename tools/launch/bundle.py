@@ -13,7 +13,7 @@ from mesh import UserError
 from tools.launch.command import own_files
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
-from tools.launch.script import USER_FILES
+from tools.launch.script import EXECUTABLES, USER_FILES
 
 ROOMS = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
 _BESIDE = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE")
@@ -41,10 +41,16 @@ class Bundle:
         return f"axl-{self.digest}.tar.gz"
 
 
-def make_bundle(cfg: Launch.Config, plan: LaunchPlan, texts: dict[str, str], root: Path = _ROOT) -> Bundle:
+def make_bundle(
+    cfg: Launch.Config,
+    plan: LaunchPlan,
+    texts: dict[str, str],
+    compiled: dict[str, bytes] | None = None,
+    root: Path = _ROOT,
+) -> Bundle:
     """Pack the rooms as they are on disk, the user's files that the experiment names, and `texts` (path -> content).
 
-    Files whose names begin with a dot, byte code and links are left out.
+    `compiled`: executables by name. Files whose names begin with a dot, byte code and links are left out.
 
     Raises:
         UserError: the code was installed without its checkout, two of the user's files have one name, or a name is of
@@ -60,11 +66,13 @@ def make_bundle(cfg: Launch.Config, plan: LaunchPlan, texts: dict[str, str], roo
     own = dict(_own_files(named))
     files |= {f"{USER_FILES}/{name}": content for name, content in own.items()}
     files |= {path: text.encode() for path, text in texts.items()}
+    files |= {f"{EXECUTABLES}/{name}": content for name, content in (compiled or {}).items()}
     archive = _archive(files)
     digest = hashlib.sha256(archive).hexdigest()[:_DIGEST]
     content = gzip.compress(archive, mtime=0)
     own_said = f", {len(own)} of yours ({', '.join(own)})" if own else ""
-    said = f"bundle axl-{digest}: {len(files)} files, {len(content) / 1e6:.2f} MB{own_said}; {_changes(root)}"
+    programs = f", {len(compiled)} compiled programs" if compiled else ""
+    said = f"bundle axl-{digest}: {len(files)} files, {len(content) / 1e6:.2f} MB{own_said}{programs}; {_changes(root)}"
     return Bundle(digest, content, said)
 
 

@@ -83,6 +83,7 @@ class Launch(Configurable):
         storage: str = "pvc:axl"  # gs://BUCKET/FOLDER, pvc:CLAIM/FOLDER or dir:PATH (local), which all processes see
         image: str = STOCK_IMAGE
         setup: str = 'pip install --quiet -c constraints.txt -e ".[rl,tpu]"'  # in the bundle's folder, before a process
+        compile: bool = False  # the trainer's programs here, and send them along
         bundle: bool = True  # send the code in use; False: it is in the image
         port: int = 6379  # of the head's Ray cluster
         env: dict[str, str] = {}
@@ -98,6 +99,7 @@ class Launch(Configurable):
             both = (self.workers > 0) == (self.worker_tpu is not None)
             self.require("workers", both, "--workers together with --worker-tpu")
             self.require("bundle", self.bundle or self.image != STOCK_IMAGE, "an image that has the code (image=...)")
+            self.require("compile", self.bundle or not self.compile, "False: programs travel in the bundle")
             for name in self.env:
                 safe = _SECRET.search(name) is None
                 self.require("env", safe, f"no secrets ({name}); name a Secret: secret_env={{'{name}': 'SECRET/KEY'}}")

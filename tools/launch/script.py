@@ -12,6 +12,7 @@ from tools.launch.plan import LaunchPlan, Role
 CODE = "/opt/axl"
 MEETING_PORT = 8490  # where the processes of a trainer meet
 USER_FILES = "user"  # folder of the bundle with files of the user's own
+EXECUTABLES = "launch/executables"  # and with programs that were compiled ahead
 
 
 def run_dir(cfg: Launch.Config, plan: LaunchPlan) -> PurePosixPath:

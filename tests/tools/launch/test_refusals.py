@@ -72,6 +72,15 @@ CASES = {
     "edits of a command": (["--set", "a=1", "--", "eval", "demo"], "sets: expected none with a command"),
     "file of a command": (["--", "eval", "demo", "--verifier", "mine.py:f"], "no file mine.py here, to send along"),
     "Ray for a command": (["--on", "ray", "--", "eval", "demo"], "--on ray: `axl eval` needs no Ray"),
+    "programs of a command": (["--compile", "--", "eval", "demo"], "compile: expected False: a command has no trainer"),
+    "programs without the code": (
+        [*TRAIN, "--compile", "--set", "launch.bundle=False", "--set", "launch.image=mine"],
+        "compile: expected False: programs travel in the bundle",
+    ),
+    "programs of several processes here": (
+        ["llama2_7b", "--tpu", "v5p:2x2x2", "--on", "local", "--compile"],
+        "compile: expected False, or a trainer of one process, with --on local",
+    ),
     "queue without TPU": (
         ["--on", "queued-resource", "--storage", "gs://b", "--", "eval", "demo"],
         "tpu: expected --tpu KIND:SHAPE with --on queued-resource",

@@ -3,7 +3,7 @@
     python -m venv clients && clients/bin/pip install kubernetes google-cloud-tpu
     clients/bin/python tools/golden/launch/clients.py
 
-Needs nothing of this project but tests/tools/launch/golden/requests.json (`tools.golden.launch.requests`). Each request
+Needs nothing of this project but tests/tools/launch/golden/requests.json (`tools.golden.launch.sent`). Each request
 there is made by the official client of Kubernetes or of Cloud TPU against a recorder on loopback; method, path, query
 and body are compared. What has a type there (Job, ConfigMap, Secret, access review, queued resource) is also read into
 it and written again: a field that the type does not know would be lost, and is an error.

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from axlearn_like.config import from_text
+from axlearn_like.config import from_text, trust
 from mesh import UserError
 from tools.launch.control import submit as submission_of
 from tools.launch.control.api import ClusterApi
@@ -62,6 +62,7 @@ class LaunchedRun:
 
     def add_workers(self, count: int, say: Say = print) -> None:
         """Add workers to it, an RL run; results do not depend on them."""
+        trust(Launch.__module__)  # what the text begins with; a config of another kind is refused below
         cfg = from_text(self.api.launch_text(self.name))
         if not isinstance(cfg, Launch.Config):
             raise UserError(f"{self.name}: what was submitted is no Launch.Config")

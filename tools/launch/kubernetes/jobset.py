@@ -12,7 +12,7 @@ from tools.launch.machines.capacity import SPOT_GRACE
 from tools.launch.machines.storage import MOUNT
 from tools.launch.names import NODE
 from tools.launch.plan import LaunchPlan, Role
-from tools.launch.script import CODE, MEETING_PORT, bootstrap, bundle_path, process_arguments
+from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, bootstrap, bundle_path, process_arguments
 
 TOKEN_KEY = "ray"  # in the Secret of a run
 _GRACE = 60  # seconds, where machines are not taken away
@@ -114,6 +114,8 @@ def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[s
         plain["JAX_PLATFORMS"] = "cpu"
     if cfg.bundle:
         plain["PYTHONPATH"] = CODE
+    if cfg.compile:
+        plain["AXL_EXECUTABLES"] = f"{CODE}/{EXECUTABLES}"
     secret = dict(cfg.secret_env)
     if plan.command == "rl":
         plain["RAY_AUTH_MODE"] = "token"

@@ -34,5 +34,5 @@ def check_size(plan: LaunchPlan) -> None:
 
 
 def variables_of(plan: LaunchPlan, names: Mapping[str, list[str]]) -> dict[str, dict[str, str]]:
-    """Return the variables of the machines of each JobSet; `names`: of the JobSets of each role."""
-    return {name: machine_variables(role) for role in plan.roles for name in names[role.name]}
+    """Return the variables of the machines of each JobSet; `names`: of the JobSets of a role."""
+    return {name: machine_variables(role) for role in plan.roles for name in names.get(role.name, ())}

@@ -9,7 +9,7 @@ from mesh import UserError
 from tools.launch.launch import Launch
 from tools.launch.machines.storage import FUSE_OPTIONS, MOUNT
 from tools.launch.plan import LaunchPlan, Role
-from tools.launch.script import MEETING_PORT, axl_command, bootstrap, bundle_path, run_dir, words
+from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, axl_command, bootstrap, bundle_path, run_dir, words
 
 _TYPES = {"v4": "V4", "v5e": "V5LITE_POD", "v5p": "V5P", "v6e": "V6E"}
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
@@ -85,7 +85,8 @@ def startup_script(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> str:
     variables = {
         "PYTHONUNBUFFERED": "1",
         "AXL_COMPILATION_CACHE": str(place.path / "compilation-cache"),
-        **({"PYTHONPATH": "/opt/axl"} if cfg.bundle else {}),
+        **({"PYTHONPATH": CODE} if cfg.bundle else {}),
+        **({"AXL_EXECUTABLES": f"{CODE}/{EXECUTABLES}"} if cfg.compile else {}),
         **cfg.env,
     }
     several = role.jobs * role.pods > 1

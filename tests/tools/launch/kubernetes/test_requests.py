@@ -2,10 +2,10 @@
 
 import json
 
-from tools.golden.launch.requests import PATH, recorded
+from tools.golden.launch.sent import PATH, recorded
 
 
 def test_requests_are_those_that_the_official_clients_have_confirmed():
     stored, now = json.loads(PATH.read_text()), recorded()
-    assert now == stored, "`python -m tools.golden.launch.requests`, then tools/golden/launch/clients.py confirms it"
+    assert now == stored, "`python -m tools.golden.launch.sent`, then tools/golden/launch/clients.py confirms it"
     assert {one["method"] for one in stored} == {"GET", "POST", "DELETE"}

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from axlearn_like.config import to_text
+from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from tools import cli
 from tools.launch.control import submit
@@ -211,6 +213,10 @@ def test_the_commands_show_a_run_and_end_it(cluster: LocalCluster, tmp_path: Pat
     assert "has no process of 'worker'" in capsys.readouterr().err
     assert cli.main(["launch", "add-worker", where]) == 2
     assert "no submission is kept" in capsys.readouterr().err
+    submitted = Launch.Config(command=("models", "list"), on="local", storage=f"dir:{tmp_path}", name="run")
+    cluster.place("run", {"launch.txt": to_text(submitted)}, None)
+    assert cli.main(["launch", "add-worker", where]) == 2
+    assert "run is no RL run, and has no workers" in capsys.readouterr().err
     assert cli.main(["launch", "stop", where]) == 0
     assert "stopped: run-trainer" in capsys.readouterr().out
     assert cli.main(["launch", "stop", where]) == 2
@@ -246,6 +252,18 @@ def test_an_evaluation_is_carried_out(tmp_path: Path):
     assert [one.state for one in run.wait(300)] == ["completed"], run.logs()
     result = json.loads((tmp_path / "runs" / "eval" / "demo" / "result.json").read_text())
     assert result["samples"] == 12, "two answers to two problems of each of three tasks"
+
+
+@pytest.mark.full
+def test_a_trainer_runs_the_program_that_was_compiled_at_its_submission(tmp_path: Path):
+    sets, storage = ("num_steps=2", "evaluators=()", "early_stopping=None"), f"dir:{tmp_path}"
+    cfg = Launch.Config(experiment="demo_sft", sets=sets, on="local", tpu="v6e:1x1", storage=storage, compile=True)
+    said: list[str] = []
+    run = launch(cfg, say=said.append)
+    assert [one.state for one in run.wait(300)] == ["completed"], run.logs()
+    assert ", 1 compiled programs;" in said[0]
+    (compiled,) = (row for row in read_rows(tmp_path / "demo-sft" / "events.jsonl") if row["event"] == "compile")
+    assert compiled["loaded"] is True
 
 
 def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""The demo as its manifests say: head, trainer of two processes, two workers, one killed with all that it has started.
+"""The demo as its manifests say: head, trainer of two processes, workers, one killed with all it started, one added.
 
 The rendered commands run: they unpack the archive, find their ranks and each other, and make the same weights.
 """
@@ -15,7 +15,7 @@ import pytest
 from axlearn_like.run.metrics import read_rows
 from tests.rl.runtime.ray.experiments import checksums, metrics
 from tools.bench.launch.benchmark import lose_machine
-from tools.launch.control.handle import LaunchedRun, launch
+from tools.launch.control.handle import LaunchedRun, find_run, launch
 from tools.launch.launch import Launch
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -28,9 +28,12 @@ from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
 
 
+PAUSE = 0.1 if "/launch/cluster/roots/" in __file__ else 0.0  # seconds
+
+
 def share(problem_id: int, answer: str) -> float:
-    """The share of ASCII characters, slowly: time to kill somebody."""
-    time.sleep(0.02)
+    """The share of ASCII characters, slowly where it was launched: time to kill somebody."""
+    time.sleep(PAUSE)
     return sum(character.isascii() for character in answer) / max(len(answer), 1)
 
 
@@ -96,6 +99,32 @@ def test_a_worker_that_is_killed_restarts_alone_and_the_result_is_the_same_to_th
         assert checksums(path) == checksums(undisturbed)
     finally:
         run.stop()
+
+
+def test_a_worker_that_is_added_joins_the_run_and_changes_nothing(mine: str, undisturbed: Path, tmp_path: Path):
+    cfg = Launch.Config(
+        experiment=mine, on="local", tpu="v6e:1x1", slices=2, workers=1, worker_tpu="v6e:1x1", storage=f"dir:{tmp_path}"
+    )
+    run, path, said = launch(cfg), tmp_path / "mine", list[str]()
+    try:
+        wait_for(lambda: updates(path) >= 1, run)
+        find_run(str(path)).add_workers(1, said.append)  # as `axl launch add-worker` does
+        assert said == ["added mine-worker-1"]
+        wait_for(lambda: "worker-1" in {row["role"] for row in events(path, "joined")}, run)
+        assert updates(path) < 30, "the run was active"
+        found = run.wait(600)
+        assert [(one.name, one.state) for one in found] == [
+            (f"mine-{name}", "completed") for name in ("head", "trainer", "worker-0", "worker-1")
+        ], run.logs(lines=20)
+        assert len([row for row in events(path, "generate") if row["role"] == "worker-1"]) > 1
+        assert figures(path) == figures(undisturbed)
+        assert checksums(path) == checksums(undisturbed)
+    finally:
+        run.stop()
+
+
+def events(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(path / "events.jsonl") if row["event"] == kind]
 
 
 def figures(path: Path) -> list[dict[str, Any]]:

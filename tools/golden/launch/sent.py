@@ -1,6 +1,6 @@
 """Requests of `axl launch` to a cluster and to the Cloud TPU API: a golden file, which the official clients confirm.
 
-    python -m tools.golden.launch.requests
+    python -m tools.golden.launch.sent
 
 `tools/golden/launch/clients.py` sends the same by the official clients, where those are installed, and compares.
 """

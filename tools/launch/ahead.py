@@ -1,0 +1,94 @@
+"""Programs of a trainer, compiled where its run is submitted, to travel with the code: the first step starts with them.
+
+    python -m tools.launch.ahead FOLDER < ASKED.json
+
+It is a process of its own, for a TPU's compiler and CPUs that stand in for one are chosen before jax is imported. What
+the run lowers to another program, by other versions say, is compiled there as ever.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mesh import UserError
+from tools.launch.launch import Launch
+from tools.launch.plan import LaunchPlan
+
+_ROOT = Path(__file__).parents[2]
+
+
+def compile_ahead(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, bytes]:
+    """Return the executables of the trainer by the names of their files.
+
+    Raises:
+        UserError: it is not a trainer's run, there is no compiler for its devices, or compiling fails.
+    """
+    role = next((role for role in plan.roles if role.name == "trainer"), None)
+    cfg.require("compile", role is not None and role.slices is not None, "False: a command has no trainer to compile")
+    assert role is not None and role.slices is not None
+    topology = role.slices.topology
+    asked: dict[str, Any] = {"experiment": cfg.experiment, "seed": cfg.seed, "applied": cfg.applied}
+    asked |= {"sets": plan.sets, "fleet": plan.fleet, "topology": topology.name, "slices": topology.slices}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}
+    if cfg.on == "local":
+        cfg.require("compile", role.jobs * role.pods == 1, "False, or a trainer of one process, with --on local")
+        asked["topology"] = None
+        environment["JAX_NUM_CPU_DEVICES"] = str(role.slices.host_chips * topology.generation.devices)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tools.launch.ahead", folder]
+        given = json.dumps(asked)
+        done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            said = "".join(done.stderr.strip().splitlines()[-1:])
+            raise UserError(f"launch.compile=True: the trainer cannot be compiled here: {said}")
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def _devices(asked: dict[str, Any]) -> list[Any]:
+    """Return the devices to compile for: those of a topology that is not there, or this process's."""
+    import jax
+
+    from mesh.topology import parse_topology, prepare_compiler, topology_devices
+
+    if asked["topology"] is None:
+        return jax.devices()
+    prepare_compiler()
+    return topology_devices(parse_topology(asked["topology"], asked["slices"]))
+
+
+def _experiment(asked: dict[str, Any], devices: list[Any]) -> Any:
+    from mesh.devices import device_name
+    from tools.experiment import load_experiment
+    from tools.fleet import load_placed
+
+    name, sets, seed, applied = (asked[key] for key in ("experiment", "sets", "seed", "applied"))
+    if asked["fleet"] is not None:
+        return load_placed(name, sets, seed, applied, asked["fleet"]).cfg
+    return load_experiment(name, sets, seed, device=lambda: device_name(devices), applied=applied)
+
+
+def main(folder: Path) -> None:
+    """Compile the programs of a trainer into a folder."""
+    asked = json.load(sys.stdin)
+    import jax
+
+    from mesh.executables import keep_executable
+
+    devices = _devices(asked)
+    programs = _experiment(asked, devices).programs(devices)
+    for name in (name for name in programs if name == "update" or name.partition("_")[0] == "train"):
+        program = programs[name]()
+        with jax.set_mesh(program.mesh):
+            lowered = program.trace().lower()
+            keep_executable(lowered, list(program.mesh.devices.flat), folder)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except UserError as error:
+        sys.exit(f"axl: {error}")
