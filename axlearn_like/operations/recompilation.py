@@ -139,8 +139,10 @@ def _shown(sharding: Any, other: Any) -> str:
 def _devices(state: Any) -> list[Any]:
     """Return the devices of a state, in the order of their mesh; empty where it has none."""
     shardings = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    mesh = next((one.mesh for one in shardings if isinstance(one, NamedSharding)), None)
-    return list(mesh.devices.flat) if mesh is not None else list(next(iter(shardings)).device_set) if shardings else []
+    meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+    if meshes:
+        return list(meshes[0].devices.flat)  # pyright: ignore[reportOptionalMemberAccess]
+    return list(shardings[0].device_set) if shardings else []
 
 
 def _memory(program: Any) -> dict[str, int]:
