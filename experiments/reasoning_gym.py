@@ -9,7 +9,7 @@ from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.config import replace
 from axlearn_like.input import FirstFit, SupervisedInput
 from axlearn_like.layers.moe.layer import MoE
-from axlearn_like.learner import AdamW, Learner, WarmupCosine, WarmupLinear
+from axlearn_like.learner import AdamW, Constant, Learner, WarmupCosine, WarmupLinear
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.training.alignment.distillation import DistillationLoss
 from axlearn_like.training.alignment.teacher import Teacher
@@ -22,11 +22,12 @@ from models.tiny import tiny
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.objective import TruncatedImportance
-from rl.objective.presets import distillation, grpo, rejection_sampling
+from rl.objective.presets import distillation, grpo, ppo, rejection_sampling
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.supervised import SupervisedSource
+from rl.training.critic import Critic
 from rl.training.trainer import PolicyTrainer
 from rl.training.updates import Updates
 from rl.verification.scorers import ReasoningGymScorer
@@ -201,3 +202,12 @@ def demo_expert_iteration(*, seed: int = 0, steps: int = 12) -> RLExperiment.Con
     return cfg.set(
         objective=rejection_sampling(), num_steps=steps, groups=64, samples=8, groups_per_lease=16, staleness=0
     )
+
+
+@experiment
+def demo_ppo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
+    """The demo by PPO: a critic of the policy's shape says what each token was worth."""
+    cfg = demo(seed=seed, steps=steps)
+    learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3), clip_norm=1.0)
+    importance = TruncatedImportance.Config(cap=2.0)  # rollouts are one update old
+    return cfg.set(objective=ppo(Critic.Config(learner=learner), lam=1.0).set(importance=importance))

@@ -212,7 +212,8 @@ def keep_most(logits_rv: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
     Where fewer are left, -1 follows. `logits_rv`: the result of `distribution`.
     """
     values, tokens = jax.lax.top_k(logits_rv, min(most, logits_rv.shape[-1]))
-    kept = jnp.where(values > NEVER / 2, tokens, -1).astype(jnp.int32)
+    left = (values > NEVER / 2) | jnp.isnan(values)  # a broken model's tokens must not be scored as certain
+    kept = jnp.where(left, tokens, -1).astype(jnp.int32)
     kept = jnp.pad(kept, ((0, 0), (0, most - kept.shape[-1])), constant_values=-1)
     return among(logits_rv, kept), kept
 

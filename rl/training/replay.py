@@ -191,8 +191,8 @@ def _put_support(record: np.ndarray, at: int, rollout: Rollout) -> None:
         return
     name, most = f"prompt {rollout.prompt_id}, sample {rollout.sample_id}", record.shape[-1]
     own = rollout.support
-    if own is None or own.shape[1] > most:
-        found = "no record" if own is None else f"a record of {own.shape[1]}"
+    if own is None or own.shape[1] > most or len(own) != len(rollout.tokens):
+        found = "no record" if own is None else f"a record of {own.shape[1]}, for {len(own)} of {len(rollout.tokens)},"
         raise UserError(
             f"{name} has {found} of the tokens that it was drawn from; expected up to {most} (sampler.most)"
         )

@@ -48,6 +48,7 @@ FOR_ANY_DEVICE |= {
     "demo_distillation",
     "demo_distilled_sft",
     "demo_expert_iteration",
+    "demo_ppo",
     "grpo_bench",
     "reward_model",
     "small_llama",

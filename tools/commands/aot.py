@@ -12,7 +12,10 @@ from experiments.registry import check_name
 from mesh.errors import UserError
 from tools.experiment import edit_options
 
-STEP_HELP = "What to compile: train, eval, score, prefill or decode; of packed rows also train_LENGTH and update."
+STEP_HELP = (
+    "What to compile: train, eval, score, prefill or decode; of packed rows also train_LENGTH and update; "
+    "of PPO critic and values."
+)
 
 
 @click.command("aot")

@@ -15,7 +15,7 @@ from mesh import UserError, make_mesh
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.kv_cache.support_record import SupportRecord
 from rl.rollout.request import Request
-from rl.rollout.sampling import RecordedSampler, Sampler, keep_most
+from rl.rollout.sampling import RecordedSampler, Sampler, draw, keep_most
 from rl.rollout.speculation.speculator import Speculation
 from rl.training.logprobs import fill_rows, row_length, score_rows
 from rl.training.replay import support_rows
@@ -77,6 +77,8 @@ def test_of_equals_those_of_smaller_ids_stay_and_fewer_are_marked():
     assert kept.tolist() == [[1, 2], [0, -1]]
     assert (np.asarray(limited) > -1e29).tolist() == [[False, True, True, False, False], [True] + [False] * 4]
     assert keep_most(logits, 7)[1].shape == (2, 7)  # more than there are words
+    broken = jnp.full((1, 5), jnp.nan)
+    assert np.isnan(draw(jax.random.split(jax.random.key(0), 1), keep_most(broken, 2)[0])[1].logprobs()).all()
 
 
 def test_a_record_holds_what_was_drawn_given_and_cut():
@@ -110,4 +112,7 @@ def test_what_cannot_be_replayed_is_refused():
     drawn = make_rollout(make_prompt(0), 0, [1, 2])
     with pytest.raises(UserError, match="no record of the tokens that it was drawn from; expected up to 6"):
         support_rows([(make_prompt(0).tokens, drawn)], MOST, 1, 16)
+    half = dataclasses.replace(drawn, support=np.zeros((1, 2), np.uint16))
+    with pytest.raises(UserError, match="a record of 2, for 1 of 2, of the tokens"):
+        support_rows([(make_prompt(0).tokens, half)], MOST, 1, 16)
     assert Sampler.Config(top_p=0.5) != RecordedSampler.Config(top_p=0.5)

@@ -1,7 +1,7 @@
 """The runs of the learning benchmark: one change each from GRPO on the demo's tasks, all from one supervised start.
 
-The start has seen right answers in half of its examples; the others show habits that the verifier rejects. So there is
-something that every objective can learn within some dozen updates, before it has to get better at the tasks themselves.
+The start has seen right answers in a quarter of its last examples; the others show habits that the verifier rejects. So
+there is something that every objective can learn within some dozen updates, before it has to get better at the tasks.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +37,9 @@ _MINIBATCHES = 2  # of the runs by objective: the second one's ratio is not 1, s
 
 
 def with_habits(problem: Problem) -> Sequence[str]:
-    """Return the answer, right in half of the problems; in the others it ends in a mark, or is one."""
-    return ((problem.answer, problem.answer, f"{problem.answer}!", "?")[question_digest(problem.question) // 4 % 4],)
+    """Return the answer of a problem, right in a quarter of all; in the others it ends in a mark, or is one."""
+    answer = problem.answer
+    return ((answer, f"{answer}!", f"{answer}?", "?")[question_digest(problem.question) // 4 % 4],)
 
 
 def teacher(steps: int | None = None) -> Trainer.Config:
@@ -46,7 +47,7 @@ def teacher(steps: int | None = None) -> Trainer.Config:
     return demo_sft(seed=0) if steps is None else demo_sft(seed=0, steps=max(steps, 51)).set(num_steps=steps)
 
 
-def supervised_start(folder: Path, steps: int = 80) -> Trainer.Config:
+def supervised_start(folder: Path, steps: int = 120) -> Trainer.Config:
     """The same policy after some examples with habits: every run begins with its parameters."""
     tokenizer = PhraseTokenizer.Config(phrases=PHRASES)
     source = Demonstrations.Config(mixture=task_mixture(0), actions=with_habits, tokenizer=tokenizer, num_examples=1)
