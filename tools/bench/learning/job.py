@@ -92,13 +92,12 @@ def learning_job(name: str, *, seed: int, steps: int, folder: Path) -> RLExperim
     return cfg.set(learner=Learner.Config(optimizer=AdamW.Config(b2=0.98), schedule=schedule, clip_norm=0.5))
 
 
-def _objective(objective: Callable[[], Objective.Config], *, oversample: float = 1.0) -> Change:
-    """An algorithm as published, by mini-batches on fresh rollouts."""
+def _objective(objective: Callable[[], Objective.Config]) -> Change:
+    """An algorithm by mini-batches on fresh rollouts."""
 
     def change(cfg: RLExperiment.Config) -> None:
         cfg.objective = objective()
         cfg.trainer.updates = Updates.Config(minibatches=_MINIBATCHES)
-        cfg.controller.oversample = oversample
 
     return change
 
@@ -150,7 +149,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 RUNS: dict[str, Change] = {
     "ppo": _objective(_critic),
     "grpo": _objective(grpo),
-    "dapo": _objective(dapo, oversample=2.0),
+    "dapo": _objective(dapo),
     "gspo": _objective(gspo),
     "cispo": _objective(cispo),
     "rloo": _objective(rloo),
