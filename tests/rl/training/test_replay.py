@@ -40,9 +40,8 @@ def test_a_run_counts_the_bytes_of_its_records_and_scores_as_the_engine_did(tmp_
     assert sum(row["routing_bytes"] for row in drawn) == sum(row["routing_bytes"] for row in rows) > 0
 
 
-@pytest.mark.parametrize(
-    "packing", [pytest.param(None, marks=pytest.mark.full), Packing.Config()], ids=["padded", "packed"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("packing", [None, Packing.Config()], ids=["padded", "packed"])
 def test_a_run_with_top_p_scores_among_the_tokens_that_the_engine_drew_from(tmp_path: Path, packing: Any):
     """The ratio is one though a part of the distribution was cut off, and the bytes of the records are counted."""
     sampler = RecordedSampler.Config(temperature=0.9, top_p=0.8, most=5)
