@@ -36,6 +36,8 @@ _FINITE_SIZE = 5_000
 _RESERVED = ("seed", "size")
 # Measured with reasoning-gym 0.1.25: the entry's own answer is missing, or does not score 1.
 _NO_ANSWERS = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
+# Measured with reasoning-gym 0.1.25: its scorer gives 1 to any answer with a letter; here it must be the text.
+_BY_TEXT = ("game_of_life_halting",)
 _ATTEMPTS = 16  # items reserved for one training problem; the first that can be used is taken
 _SPARE = 240  # further ones, anywhere, for the rare problem of which none can be
 _SPARE_ITEMS = 2**20  # items among which these are
@@ -114,6 +116,8 @@ class TaskFamily(ProblemSource):
 
         An answer that its scorer would run as code is scored as one that it cannot read (`rl.tasks.safe_answers`).
         """
+        if self.name in _BY_TEXT:
+            return float(answer.strip() == str(entry["answer"]))
         return self._dataset.score_answer(readable(self.name, answer, entry), entry)
 
 

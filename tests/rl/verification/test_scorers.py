@@ -1,6 +1,13 @@
 """The verifier's scores are reasoning-gym's own, and a function's own."""
 
+import contextlib
+import importlib
+import re
+
+import pytest
+
 from axlearn_like.config import from_text, to_text
+from rl.tasks import family
 from rl.tasks.mixture import TaskFamily, TaskMixture
 from rl.tasks.reasoning_gym import import_reasoning_gym
 from rl.verification.scorers import FunctionScorer, ReasoningGymScorer
@@ -51,3 +58,35 @@ def test_a_function_is_a_scorer_by_its_name():
     assert "misbehaving" in to_text(config)
     scorer = from_text(to_text(config)).build()
     assert scorer.score(0, "ab12") == 0.5
+
+
+def test_a_scorer_that_takes_any_answer_is_not_asked():
+    life = TaskMixture.Config(families=(TaskFamily.Config(name="game_of_life_halting"),))
+    scorer, problem = ReasoningGymScorer.Config(mixture=life).build(), life.build().problem(0)
+    assert [scorer.score(0, text) for text in (problem.answer, "no answer", "")] == [1.0, 0.0, 0.0]
+
+
+def wrong(answer: str) -> list[str]:
+    """Return wrong answers made from a right one: nothing, words, another first digit, half of a text."""
+    digit = re.search(r"[1-9]", answer)
+    other = [f"{answer[: digit.start()]}{int(digit[0]) % 9 + 1}{answer[digit.end() :]}"] if digit else []
+    half = [] if re.fullmatch(r"[-+.\d]+", answer) else [answer[: len(answer) // 2]]  # of a number it may be a rounding
+    return ["", "no answer", *other, *half]
+
+
+@pytest.mark.full
+def test_all_families_tell_wrong_answers_made_from_right_ones():
+    factory = importlib.import_module("reasoning_gym.factory")
+    names = sorted({*factory.DATASETS} - {*family._NOT_REPRODUCIBLE, *family._NEEDS_DATASETS, *family._NO_ANSWERS})
+    passed: dict[str, str] = {}
+    for name in names:
+        mixture = TaskMixture.Config(families=(TaskFamily.Config(name=name),))
+        scorer, tasks = ReasoningGymScorer.Config(mixture=mixture, pass_mark=1.0).build(), mixture.build()
+        for number in range(2):
+            answer = tasks.problem(number).answer
+            assert scorer.score(number, answer) == 1.0, name
+            for one in wrong(answer):
+                with contextlib.suppress(Exception):  # what raises is no reward
+                    if scorer.score(number, one) == 1.0:
+                        passed[name] = one
+    assert len(names) > 85 and passed == {}
