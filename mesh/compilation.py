@@ -2,11 +2,16 @@
 
 # jax's own types are partial.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
 
+import functools
 import os
+import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax._src import compilation_cache, compiler  # no public name decides which process writes
 
 from mesh.cache_directory import cache_directory
 from mesh.errors import UserError
@@ -39,3 +44,23 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
+
+
+@functools.cache
+def cache_programs_of_every_process() -> None:
+    """Keep what this process compiles on CPUs, whichever of several it is; JAX keeps what the first one compiles.
+
+    That is enough where the others find it. On CPUs they do not: keys contain a fingerprint of the topology, which
+    differs by process (jax 0.12), so all but the first would compile their programs again at every start.
+    """
+    write_of_the_first = compiler._cache_write
+
+    def write(key: str, seconds: float, name: str, backend: Any, executable: Any) -> None:
+        if backend.platform != "cpu":
+            return write_of_the_first(key, seconds, name, backend, executable)
+        try:
+            compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+        except Exception as error:  # as JAX does: the program itself is there
+            warnings.warn(f"{name} was compiled but not kept: {type(error).__name__}: {error}", stacklevel=2)
+
+    compiler._cache_write = write

@@ -26,6 +26,7 @@ import numpy as np
 from jax._src import distributed  # the service has no public name; orbax uses this one, too
 from jax.experimental import multihost_utils
 
+from mesh.compilation import cache_programs_of_every_process
 from mesh.errors import UserError
 
 _GO = b"go"
@@ -73,6 +74,7 @@ def join(
         UserError: a process did not come, or the address cannot be reached; the message names it.
     """
     rendezvous(address, index, count, role, timeout)
+    cache_programs_of_every_process()
     # It would take SIGTERM for itself.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
