@@ -84,6 +84,13 @@ def speculation(cfg: ConfigBase[Any]) -> None:
     replace(cfg, RolloutEngine.Config, lambda engine: engine.set(speculation=Speculation.Config()))
 
 
+def cascade(cfg: ConfigBase[Any]) -> None:
+    """Engines read the keys that the samples of a prompt share once for up to 16 of them; no bit changes on a CPU."""
+    samples = getattr(cfg, "samples", 8)
+    tile = next((size for size in (16, 8, 4, 2) if samples % size == 0), 8)
+    replace(cfg, RolloutEngine.Config, lambda engine: engine.set(cascade=tile))
+
+
 def prompt_pool(cfg: ConfigBase[Any]) -> None:
     """Problems that are solved about half of the time are drawn again; what is always or never solved rests."""
     replace(cfg, Controller.Config, lambda controller: controller.set(pool=PromptPool.Config()))

@@ -44,13 +44,19 @@ def key_exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     row at a time, and what is left in another order: of 384 keys the last 128 were added otherwise than of 512.
     """
     weights = _exponentials(x)
-    if x.shape[-1] <= _AT_ONCE or x.shape[-1] % _AT_ONCE == 0:
-        return weights, row_sum(weights)
+    return weights, key_sum(weights)
+
+
+def key_sum(weights: jax.Array) -> jax.Array:
+    """Return the sum of `key_exponentials`, of weights that are not fused with it."""
+    width = weights.shape[-1]
+    if width <= _AT_ONCE or width % _AT_ONCE == 0:
+        return row_sum(weights)
 
     def padded(weights: jax.Array) -> jax.Array:
-        return row_sum(no_fuse(jnp.pad(weights, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _AT_ONCE)])))
+        return row_sum(no_fuse(jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -width % _AT_ONCE)])))
 
-    return weights, jax.lax.platform_dependent(weights, cpu=padded, default=row_sum)
+    return jax.lax.platform_dependent(weights, cpu=padded, default=row_sum)
 
 
 def _exponentials(x: jax.Array) -> jax.Array:

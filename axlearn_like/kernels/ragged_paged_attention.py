@@ -97,7 +97,7 @@ def paged_attention_tpu(
     check_rules(rules, sinks)
     rows, chunk = k_rckh.shape[:2]
     page_size, width = pool.shape[1], page_table_rw.shape[1]
-    _check_table(rows, width, page_size)
+    check_table(rows, width, page_size)
     blocks = {
         "num_kv_pages_per_block": min(width, pages_per_block or max(1, TOKENS_PER_BLOCK // page_size)),
         "num_queries_per_block": min(rows * chunk, queries_per_block or (ROW_BLOCK if chunk == 1 else CHUNK_BLOCK)),
@@ -134,16 +134,15 @@ def _on_one_device(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     rows, chunk, kv_heads, per_kv, head_dim = q_rckqh.shape
-    new = jnp.stack([k_rckh, v_rckh], axis=3).reshape(rows, chunk, 2 * kv_heads, head_dim)
-    pool = _write(pool, _widen(new).astype(pool.dtype), page_table_rw, starts_r, counts_r, interpret)
+    pool = write_pages(pool, k_rckh, v_rckh, page_table_rw, starts_r, counts_r, interpret)
     # The kernel wants rows end to end and no empty one. So all tokens count, dead ones too: being last in their rows,
     # no live token sees them. An idle row attends to the start of its table.
     before = jnp.where(counts_r > 0, starts_r, 0)
     block = blocks["num_queries_per_block"] or 1
     work = attention_cost(q_rckqh.shape, pool, page_table_rw.shape[1], block, rules.window)
-    with _simulated(interpret), costs(*work):
+    with simulated(interpret), costs(*work):
         mixed = ragged_paged_attention(
-            _widen(q_rckqh).reshape(rows * chunk, kv_heads * per_kv, -1),
+            widen(q_rckqh).reshape(rows * chunk, kv_heads * per_kv, -1),
             pool,
             (before + chunk).astype(jnp.int32),
             page_table_rw,
@@ -180,22 +179,26 @@ def attention_cost(
     )
 
 
-def _write(
+def write_pages(
     pool: jax.Array,
-    new_rcjh: jax.Array,
+    k_rckh: jax.Array,
+    v_rckh: jax.Array,
     page_table_rw: jax.Array,
     starts_r: jax.Array,
     counts_r: jax.Array,
     interpret: bool,
 ) -> jax.Array:
-    """Return the pool with the live new tokens (keys and values interleaved) in their pages."""
-    chunk, page_size = new_rcjh.shape[1], pool.shape[1]
+    """Return the pool with the live new tokens (keys and values interleaved) in their pages; on one device."""
+    rows, chunk, kv_heads, head_dim = k_rckh.shape
+    new_rcjh = jnp.stack([k_rckh, v_rckh], axis=3).reshape(rows, chunk, 2 * kv_heads, head_dim)
+    new_rcjh = widen(new_rcjh).astype(pool.dtype)
+    page_size = pool.shape[1]
     touched = (chunk + page_size - 2) // page_size + 1
     index = starts_r[:, None] // page_size + jnp.arange(touched)
     # Past the end of the table there is no live token, and the page is not used.
     pages = jnp.take_along_axis(page_table_rw, jnp.minimum(index, page_table_rw.shape[1] - 1), axis=1)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    with _simulated(interpret), costs(flops=0, bytes=2 * new_rcjh.size * new_rcjh.dtype.itemsize):
+    with simulated(interpret), costs(flops=0, bytes=2 * new_rcjh.size * new_rcjh.dtype.itemsize):
         return pl.pallas_call(
             _write_kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -248,7 +251,7 @@ def _write_kernel(
 
 
 @contextlib.contextmanager
-def _simulated(interpret: bool) -> Iterator[None]:
+def simulated(interpret: bool) -> Iterator[None]:
     """Run Pallas kernels by the interpreter in this block; the attention kernel has no switch of its own for it."""
     if not interpret:
         yield
@@ -261,7 +264,7 @@ def _simulated(interpret: bool) -> Iterator[None]:
         yield
 
 
-def _widen(x: jax.Array) -> jax.Array:
+def widen(x: jax.Array) -> jax.Array:
     """Return x padded with zeros to the width of a head in the pool."""
     missing = _padded(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
@@ -298,7 +301,8 @@ def _check_heads(kv_heads: int, dtype: jnp.dtype) -> None:
         )
 
 
-def _check_table(rows: int, width: int, page_size: int) -> None:
+def check_table(rows: int, width: int, page_size: int) -> None:
+    """Refuse a page table that does not fit into scalar memory (UserError)."""
     size = rows * (width + -width % LANES) * 4
     if size > TABLE_BYTES:
         pages = TABLE_BYTES // (rows * LANES * 4) * LANES

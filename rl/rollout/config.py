@@ -25,6 +25,7 @@ class EngineConfig[T](ConfigBase[T]):
     mesh: dict[str, int] = {}  # {}: one device; {"tensor": n}: n devices; {"tensor": n, "expert": m}: n * m, for MoE
     mesh_rules: MeshRules = ()  # edits by the devices of a worker (axlearn_like/config/mesh_rules.py)
     sampler: Sampler.Config = Sampler.Config()
+    cascade: int | None = None  # rows that read the keys they share once: best the samples of a group; None: not shared
     speculation: Speculation.Config | None = None  # drafted tokens, verified by their own draws; None: no drafts
     weights: StoredWeights.Config | None = None  # held as fewer bits; None: in the type of the model's activations
 
@@ -44,6 +45,7 @@ class EngineConfig[T](ConfigBase[T]):
         self.require_least(1, "max_queue")
         recorded = isinstance(self.sampler, RecordedSampler.Config)
         self.require("speculation", not recorded or self.speculation is None, "None with a RecordedSampler")
+        self.require_least(2, "cascade")
         self.require("page_size", self.page_size >= 1 and 64 % self.page_size == 0, "a divisor of 64")
         self.require_least(2, "pages")  # page 0 never holds a sequence
         self.require_least(64, "prefill_tokens")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Any
 
 import jax
@@ -17,10 +18,13 @@ from rl.rollout.model_runner.adapter_slots import AdapterSlots, LoadedAdapter
 from rl.rollout.model_runner.executor import Executor
 from rl.rollout.model_runner.followers import Followers
 from rl.rollout.model_runner.runner import ModelRunner
+from rl.rollout.model_runner.tiles import KeysRead, make_tiles
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import RequestOutput
 from rl.rollout.scheduler import Scheduler
 from rl.rollout.sequence import Sequence
+
+Rows = Items[Sequence | None]  # of a dispatch; None: an idle row between others
 
 
 class EngineCore:
@@ -48,6 +52,9 @@ class EngineCore:
         self._next_weights: tuple[PlacedWeights, int] | None = None  # for when all running requests have ended
         self._approximations: tuple[str, ...] = ()  # of the weights in place
         self._counts = dict.fromkeys(("prefill_tokens", "generation_tokens", "dispatches"), 0)
+        self._step_keys: KeysRead | None = None  # of the dispatch under way
+        counted = () if cfg.cascade is None else ("cascade_keys_read", "cascade_keys_alone")
+        self._keys = dict.fromkeys(counted, 0)
         self._seconds = dict.fromkeys(("host", "device"), 0.0)
 
     # ---- weights
@@ -134,8 +141,8 @@ class EngineCore:
             time.sleep(0.002)
         return finished
 
-    def _dispatch(self) -> tuple[list[Sequence], dict[str, Any] | None]:
-        """Prefill, then start drawing; returns the sequences that draw, and their tokens to come."""
+    def _dispatch(self) -> tuple[Rows, dict[str, Any] | None]:
+        """Prefill, then start drawing; returns the sequence of each row that draws, and their tokens to come."""
         if self._next_weights is not None and not self._started():
             self.install(*self._next_weights, recompute=False)
         scheduler, prefills = self.scheduler, 0
@@ -147,7 +154,19 @@ class EngineCore:
             return [], None
         rows.sort(key=self.executor.buckets.reach, reverse=True)
         self._counts["dispatches"] += 1
-        return rows, self.executor.decode(rows, waiting=scheduler.waiting > 0, **self._drafts(rows))
+        how = self._drafts(rows) or self._tiles(rows)
+        placed: Rows = how["tiles"].rows if "tiles" in how else rows
+        return placed, self.executor.decode(placed, waiting=scheduler.waiting > 0, **how)
+
+    def _tiles(self, rows: list[Sequence]) -> dict[str, Any]:
+        """Return the rows arranged by what they have in common; nothing: the engine shares no keys."""
+        buckets, size = self.executor.buckets, self._cfg.cascade
+        if size is None:
+            return {}
+        ends = self.runner.block_ends
+        tiles = make_tiles(rows, buckets.rows(len(rows)), size, ends, self._cfg.page_size)
+        self._step_keys = tiles.keys(ends, self._cfg.steps_per_dispatch)
+        return {"tiles": tiles}
 
     def _drafts(self, rows: list[Sequence]) -> dict[str, Any]:
         """Return drafts for a dispatch, and the tokens that each row has pages for; nothing: it has no drafts."""
@@ -190,15 +209,19 @@ class EngineCore:
         found = np.asarray(jax.device_get(routing))  # it ends the overlap of this dispatch with the host
         return {one: found[:, row, :count].swapaxes(0, 1) for row, (one, count) in enumerate(work)}
 
-    def _record(self, rows: list[Sequence], out: dict[str, Any]) -> None:
+    def _record(self, rows: Rows, out: dict[str, Any]) -> None:
         """Give the sequences the tokens that the dispatch has drawn."""
         spoilt, all_logprobs = False, out["chosen"].logprobs()
+        if self._step_keys is not None:
+            for name, keys in zip(self._keys, self._step_keys, strict=True):
+                self._keys[name] += keys * int(out["steps"])
+            self._step_keys = None
         drafted = out.get("drafted")
         if self._speculation is not None and drafted is not None:
-            self._speculation.measured(rows, out)
+            self._speculation.measured([one for one in rows if one is not None], out)
         for index, sequence in enumerate(rows):
-            if sequence.ended:
-                continue  # aborted while the device drew, or with another sample of its request
+            if sequence is None or sequence.ended:
+                continue  # idle; or aborted while the device drew, or with another sample of its request
             broken = bool(out["broken"][index])
             count = int(out["counts"][index]) - broken
             self._counts["generation_tokens"] += count
@@ -256,6 +279,7 @@ class EngineCore:
             "pages_used": pool.used,
             "adapters": len(self.adapters.loaded),
             "prefix_cache_pages": scheduler.kv_cache.prefix_pages,
+            **self._keys,
             **({} if self._speculation is None else self._speculation.stats()),
             **{f"{use}_seconds": seconds for use, seconds in self._seconds.items()},
         }

@@ -17,27 +17,20 @@ k, q, h as in attention/grouped_query.py.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform, stores_scores
-from axlearn_like.kernels.attention.interface import MASKED
-from axlearn_like.kernels.attention.xla import batched_dot, capped
-from axlearn_like.kernels.deterministic import key_exponentials, no_fuse
+from axlearn_like.layers.contexts.blocks import KEY_BLOCK, attend_blocks, key_blocks
 from axlearn_like.layers.contexts.latents import Expand, has_latents, page_size_of, read_expanded, write_latents
 from axlearn_like.layers.contexts.packed import require_complete_rows
-from axlearn_like.layers.linear import UNSPLIT_SUM
-from mesh.errors import UserError
 from mesh.rules import constrain, partition
 
 Pool = Any  # dict of arrays k, v (see `make_pool`) or latent (latents.py), or the TPU kernel's array
 Window = dict[str, jax.Array]  # k [r, k, h, s], v [r, k, s, h]
 
-KEY_BLOCK = 64  # windows are multiples of this many keys, so that XLA's CPU reductions run over whole vectors
 NULL_PAGE = 0  # the page that padding is written to; no sequence owns it
 
 
@@ -193,96 +186,8 @@ def read_window(pool: Pool, table: jax.Array, lengths: jax.Array) -> Window:
     }
 
 
-def key_blocks(size: int, head_dim: int) -> list[slice]:
-    """Return the blocks of a window of `size` keys: up to key 64, 128, 256, 384, 512, 768, 1024, 1536, ...
-
-    They begin at fixed positions, whatever the window, so that sums over keys are taken in one order; small ones come
-    first, so that short rows read little; none is so wide that XLA's CPU matmul splits a sum over it (see
-    `linear._matmul`).
-    """
-    widest = max(1, UNSPLIT_SUM // max(head_dim, KEY_BLOCK) // KEY_BLOCK) * KEY_BLOCK
-    ends = [0, KEY_BLOCK]
-    while ends[-1] < size:
-        power = 1 << (ends[-1].bit_length() - 1)
-        ends.append(ends[-1] + min(widest, max(KEY_BLOCK, power // 2 if power > 2 * KEY_BLOCK else power)))
-    return [slice(start, min(end, size)) for start, end in itertools.pairwise(ends)]
-
-
 def attend_window(q_rckqh: jax.Array, window: Window, positions: jax.Array, attention: AttentionParams) -> jax.Array:
     """Return attention of each row's queries over its window, keys up to their own position; [r, c, k, q, h]."""
     blocks = key_blocks(window["v"].shape[2], q_rckqh.shape[-1])
     keys, values = [window["k"][..., block] for block in blocks], [window["v"][:, :, block] for block in blocks]
     return attend_blocks(q_rckqh, keys, values, positions, attention)
-
-
-def attend_blocks(
-    q_rckqh: jax.Array,
-    keys: Sequence[jax.Array],
-    values: Sequence[jax.Array],
-    positions: jax.Array,
-    attention: AttentionParams,
-) -> jax.Array:
-    """Return attention of each row's queries over blocks of keys, up to the query's own position; [r, c, k, q, h].
-
-    The softmax is divided at the end, as in all blockwise kernels.
-
-    Args:
-        q_rckqh: queries.
-        keys: by block (see `key_blocks`), [r, k, h, s], or split further: [r, k, s / 64, h, 64].
-        values: by block, [r, k, s, h].
-        positions: int32 [r, c], of the queries.
-        attention: rules and sinks; its kernel is not used here.
-
-    Raises:
-        UserError: attention is not causal: a query would see keys that do not exist yet.
-    """
-    rules = attention.rules
-    if not rules.causal:
-        raise UserError("Attention.causal=False is not supported with a cache; expected causal attention")
-    rows, length, heads, per_head, width = q_rckqh.shape
-    sharding = ("batch", "heads", None, None)
-    q = constrain(q_rckqh, "batch", None, "heads", None, None).transpose(0, 2, 1, 3, 4) * rules.scale_of(width)
-    q = jnp.reshape(q, (rows, heads, length * per_head, width), out_sharding=partition(*sharding))
-    scores = [_scores(q, constrain(k, *sharding, *[None] * (k.ndim - 4))) for k in keys]
-    scores = jnp.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0]
-    last = jnp.repeat(constrain(positions, "batch", None), per_head, axis=1)
-    places = jnp.arange(scores.shape[-1])
-    visible = places <= last[..., None]
-    if rules.window is not None:
-        visible &= places > last[..., None] - rules.window
-    scores = jnp.where(visible[:, None], capped(scores, rules), MASKED)
-    weights, total = key_exponentials(scores)
-    if attention.sinks is not None:  # one more key, whose value is zero
-        sinks = attention.sinks.astype(jnp.float32)[:, None] + jnp.zeros((length, 1))
-        sinks = jnp.reshape(sinks, (heads, -1), out_sharding=partition("heads", None))
-        total += jnp.exp(sinks[:, :, None] - no_fuse(jnp.max(scores, axis=-1, keepdims=True)))
-    weights = weights.astype(values[0].dtype)
-    parts = [weights[..., block] for block in key_blocks(scores.shape[-1], width)]
-    mixed = sum(_weighted_sum(part, constrain(v, *sharding)) for part, v in zip(parts, values, strict=True)) / total
-    split = partition("batch", "heads", None, None, None)
-    shape = (rows, heads, length, per_head, values[0].shape[-1])
-    mixed = jnp.reshape(mixed.astype(q_rckqh.dtype), shape, out_sharding=split)
-    return mixed.transpose(0, 2, 1, 3, 4)
-
-
-def _scores(q_rknh: jax.Array, keys: jax.Array) -> jax.Array:
-    """float32 [r, k, n, s]."""
-    if keys.ndim == 4:
-        return batched_dot(q_rknh, keys)
-    rows, heads, count, _ = q_rknh.shape
-    blocks = keys.shape[2]
-    q = jnp.broadcast_to(q_rknh[:, :, None], (rows, heads, blocks, *q_rknh.shape[2:]))
-    scores = batched_dot(constrain(q, "batch", "heads", None, None, None), keys).transpose(0, 1, 3, 2, 4)
-    return jnp.reshape(scores, (rows, heads, count, -1), out_sharding=partition("batch", "heads", None, None))
-
-
-def _weighted_sum(weights_rkns: jax.Array, v_rksh: jax.Array) -> jax.Array:
-    """Return weights x values over s, float32 [r, k, n, h].
-
-    XLA's CPU matmul sums a result whose columns are not a multiple of 64 in another order if there are many rows, so it
-    is widened: prefill and decoding stay equal to the bit.
-    """
-    width = v_rksh.shape[-1]
-    if width % 64 and (weights_rkns.shape[2] > 48 or width % 32):
-        v_rksh = jnp.pad(v_rksh, [(0, 0)] * 3 + [(0, -width % 64)])
-    return batched_dot(weights_rkns, v_rksh)[..., :width]

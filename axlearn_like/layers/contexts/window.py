@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams
+from axlearn_like.layers.contexts.blocks import KEY_BLOCK, attend_blocks, key_blocks
 from axlearn_like.layers.contexts.latents import Expand, page_size_of, read_expanded
-from axlearn_like.layers.contexts.paged import KEY_BLOCK, Pool, attend_blocks, key_blocks, read_window
+from axlearn_like.layers.contexts.paged import Pool, read_window
 from mesh.rules import constrain, partition
 
 
@@ -87,18 +88,32 @@ def fill(
         needed: int32 [groups], see `cells_needed`.
         expand: makes keys and values of the layer's latents, if the pool holds those.
     """
-    page_size, filled, first = page_size_of(pool), [], 0
+    filled, first = [], 0
     for group, cells in enumerate(windows):
         rows = slice(first, first := first + cells[0].v.shape[0])
-        blocks, new = key_blocks(sum(cell.v.shape[2] for cell in cells), cells[0].v.shape[-1]), []
-        for index, (block, cell) in enumerate(zip(blocks, cells, strict=True)):
-            pages = table[rows, block.start // page_size : block.stop // page_size]
-            read = partial(_read_cell, pool, pages, lengths[rows] - block.start, expand)
-            # A loop of one round or none updates the cell in place; a condition would copy it.
-            rounds = (needed[group] > index).astype(jnp.int32)
-            new.append(jax.lax.fori_loop(0, rounds, lambda round_, _, read=read: read(round_), cell))
-        filled.append(tuple(new))
+        read = [needed[group] > index for index in range(len(cells))]
+        filled.append(fill_cells(cells, pool, table[rows], lengths[rows], read, expand))
     return tuple(filled)
+
+
+def fill_cells(
+    cells: Sequence[Cell],
+    pool: Pool,
+    table: jax.Array,
+    lengths: jax.Array,
+    wanted: Sequence[jax.Array],
+    expand: Expand | None = None,
+) -> tuple[Cell, ...]:
+    """Return the cells of some rows with their pages copied into those that are wanted, in place; see `fill`."""
+    page_size, new = page_size_of(pool), []
+    blocks = key_blocks(sum(cell.v.shape[2] for cell in cells), cells[0].v.shape[-1])
+    for block, cell, one in zip(blocks, cells, wanted, strict=True):
+        pages = table[:, block.start // page_size : block.stop // page_size]
+        read = partial(_read_cell, pool, pages, lengths - block.start, expand)
+        # A loop of one round or none updates the cell in place; a condition would copy it.
+        rounds = one.astype(jnp.int32)
+        new.append(jax.lax.fori_loop(0, rounds, lambda round_, _, read=read: read(round_), cell))
+    return tuple(new)
 
 
 def _read_cell(pool: Pool, pages: jax.Array, lengths: jax.Array, expand: Expand | None, zero: jax.Array) -> Cell:
@@ -176,7 +191,7 @@ class WindowContext:
         mixed, windows, first = [], [], 0
         for group, cells in enumerate(groups):
             rows = slice(first, first := first + cells[0].v.shape[0])
-            cells = _put(cells, k[rows], v[rows], self._written[rows])
+            cells = put(cells, k[rows], v[rows], self._written[rows])
             variants = [partial(_attend_cells, count, attention) for count in range(1, len(cells) + 1)]
             mixed.append(jax.lax.switch(self.needed[group] - 1, variants, q_rckqh[rows], cells, self.positions[rows]))
             windows.append(cells)
@@ -236,13 +251,17 @@ def _attend_cells(
     return attend_blocks(q_rckqh, [cell.blocks for cell in cells], [cell.v for cell in cells], positions, attention)
 
 
-def _put(cells: Sequence[Cell], k: jax.Array, v: jax.Array, positions: jax.Array) -> tuple[Cell, ...]:
-    """Return the cells with new tokens in the cells of their positions; in place.
+def put(
+    cells: Sequence[Cell], k: jax.Array, v: jax.Array, positions: jax.Array, rows: jax.Array | None = None
+) -> tuple[Cell, ...]:
+    """Return the cells with new tokens in the cells of their positions, and in these rows, if given; in place.
 
     One of each row, k and v [r, k, h] at positions [r], or some of each, [r, c, k, h] at [r, c].
     """
-    rows, new = jnp.arange(positions.shape[0]), []
-    rows = rows if positions.ndim == 1 else rows[:, None]
+    new: list[Cell] = []
+    if rows is None:
+        rows = jnp.arange(positions.shape[0])
+        rows = rows if positions.ndim == 1 else rows[:, None]
     for cell, block in zip(cells, key_blocks(sum(cell.v.shape[2] for cell in cells), v.shape[-1]), strict=True):
         at = positions - block.start
         at = jnp.where(at < 0, block.stop, at)  # out of range, so nothing is written

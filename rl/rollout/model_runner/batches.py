@@ -1,6 +1,7 @@
 """Batches of a dispatch: sequences packed into arrays, one sequence a row."""
 
 import dataclasses
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.contexts.paged import NULL_PAGE
+from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.sampling import Sampler, SamplingMetadata, pack_bias, pack_metadata
 from rl.rollout.sequence import Sequence
 from rl.rollout.speculation.speculator import Drafts
@@ -43,6 +45,8 @@ class DecodeBatch:
         depth: [r], drafted tokens that a step verifies; None likewise.
         bias: float32 [r, vocab] or None. seen: bool [r, vocab] or None.
         adapters: [r], slots, or None where the engine has no bank.
+        shared: [tiles], blocks of keys that the rows of a tile have in common; None: each row reads its own (tiles.py).
+        sources: [tiles], the row whose pages hold them; None likewise.
     """
 
     feed: Any
@@ -58,6 +62,8 @@ class DecodeBatch:
     bias: Any = None
     seen: Any = None
     adapters: Any = None
+    shared: Any = None
+    sources: Any = None
 
 
 def pack_prefill(
@@ -69,7 +75,7 @@ def pack_prefill(
         starts=np.zeros(rows, np.int32),
         counts=np.zeros(rows, np.int32),
         page_table=np.full((rows, pages), NULL_PAGE, np.int32),
-        adapters=_slots([sequence for sequence, _ in chosen], rows) if adapters else None,
+        adapters=_slots(enumerate(sequence for sequence, _ in chosen), rows) if adapters else None,
     )
     for row, (sequence, count) in enumerate(chosen):
         batch.tokens[row, :count] = sequence.tokens[sequence.cached : sequence.cached + count]
@@ -80,7 +86,7 @@ def pack_prefill(
 
 
 def pack_decode(
-    sequences: Items[Sequence],
+    sequences: Items[Sequence | None],
     samplers: Items[Sampler.Config],
     *,
     pages: int,
@@ -88,13 +94,15 @@ def pack_decode(
     adapters: bool = False,
     drafts: Drafts | None = None,
     room: Items[int] | None = None,
+    tiles: Tiles | None = None,
 ) -> DecodeBatch:
-    """Pack the sequences, one for each of the first samplers; the other rows are idle.
+    """Pack the sequences, one for each of the first samplers; the other rows, and those of None, are idle.
 
-    `drafts`: of all rows; `room`: tokens that each sequence may draw then, at most.
+    `drafts`: of all rows; `room`: tokens that each sequence may draw then, at most; `tiles`: in which they stand.
     """
     size = len(samplers)
-    stops = max((len(sequence.group.stop.tokens) for sequence in sequences), default=0)
+    present = [(row, sequence) for row, sequence in enumerate(sequences) if sequence is not None]
+    stops = max((len(sequence.group.stop.tokens) for _, sequence in present), default=0)
     columns = np.zeros((4, size), np.int32)
     batch = DecodeBatch(
         feed=columns[0],
@@ -108,10 +116,12 @@ def pack_decode(
         draft=None if drafts is None else drafts.tokens,
         depth=None if drafts is None else drafts.depths,
         bias=pack_bias(samplers, vocab),
-        seen=_seen(sequences, samplers, vocab),
-        adapters=_slots(sequences, size) if adapters else None,
+        seen=_seen(present, samplers, vocab),
+        adapters=_slots(present, size) if adapters else None,
+        shared=None if tiles is None else tiles.shared,
+        sources=None if tiles is None else tiles.sources,
     )
-    for row, sequence in enumerate(sequences):
+    for row, sequence in present:
         request = sequence.group.request
         number = request.prompt.id
         columns[:, row] = sequence.tokens[-1], sequence.cached, sequence.drawn, sequence.remaining
@@ -123,18 +133,19 @@ def pack_decode(
     return batch
 
 
-def _slots(sequences: Items[Sequence], size: int) -> np.ndarray:
+def _slots(present: Iterable[tuple[int, Sequence]], size: int) -> np.ndarray:
     """Return the slot of each row's adapter; 0, the base, for idle rows."""
     slots = np.zeros(size, np.int32)
-    slots[: len(sequences)] = [sequence.group.slot for sequence in sequences]
+    for row, sequence in present:
+        slots[row] = sequence.group.slot
     return slots
 
 
-def _seen(sequences: Items[Sequence], samplers: Items[Sampler.Config], vocab: int) -> np.ndarray | None:
+def _seen(present: Items[tuple[int, Sequence]], samplers: Items[Sampler.Config], vocab: int) -> np.ndarray | None:
     """Return bool [rows, vocab], tokens so far; None if no row has a repetition penalty."""
     if all(sampler.repetition_penalty == 1 for sampler in samplers):
         return None
     seen = np.zeros((len(samplers), vocab), bool)
-    for row, sequence in enumerate(sequences):
+    for row, sequence in present:
         seen[row, sequence.tokens] = True
     return seen

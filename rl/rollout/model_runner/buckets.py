@@ -6,7 +6,7 @@ Each combination is one compiled program, so a size is rounded up to the next of
 import itertools
 from collections.abc import Sequence as Items
 
-from axlearn_like.layers.contexts.paged import KEY_BLOCK
+from axlearn_like.layers.contexts.blocks import KEY_BLOCK
 from rl.rollout.sequence import Sequence
 
 _LEAST_ROWS = 8

@@ -28,7 +28,7 @@ class Call:
 _ARRAY = 0  # stands for any array
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "prefill": (PrefillBatch(*[_ARRAY] * 5),),
-    "decode": (DecodeBatch(*[_ARRAY] * 7, SamplingMetadata(*[_ARRAY] * 5), *[_ARRAY] * 5),),  # pyright: ignore
+    "decode": (DecodeBatch(*[_ARRAY] * 7, SamplingMetadata(*[_ARRAY] * 5), *[_ARRAY] * 7),),  # pyright: ignore
     "copy": (_ARRAY, _ARRAY),
     "zero": (_ARRAY,),
 }

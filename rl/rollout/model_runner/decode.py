@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axlearn_like.layers.contexts.blocks import KEY_BLOCK
+from axlearn_like.layers.contexts.cascade import CascadeContext, CascadePagedContext, fill_tiles
 from axlearn_like.layers.contexts.latents import has_latents, write_latents
 from axlearn_like.layers.contexts.paged import PagedContext, Pool, token_places, write_tokens
 from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
@@ -63,8 +65,11 @@ def decode(
     if kernel:
         cache, advance = pool, _paged_step(model, batch, pages)
     else:
-        needed = cells_needed(windows[0], batch.lengths + jnp.minimum(batch.remaining, steps))
-        cache, advance = filled(model, windows, pool, batch, needed, steps, pages), _window_step(model, needed)
+        own: Any = windows[0]
+        own = own if batch.shared is None else [tile.own for tile in own]
+        needed = cells_needed(own, batch.lengths + jnp.minimum(batch.remaining, steps))
+        cache = filled(model, windows, pool, batch, needed, steps, pages)
+        advance = _window_step(model, needed, batch.shared)
 
     def body(state: dict[str, Any]) -> dict[str, Any]:
         step, alive = state["step"], state["alive"]
@@ -161,19 +166,28 @@ def _paged_step(model: Any, batch: DecodeBatch, pages: int) -> Advance:
         pool: Pool, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, Pool, Any]:
         del step
-        context = PagedContext(batch.page_table, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=True)
+        places: Any = batch.page_table, lengths, alive.astype(jnp.int32)
+        if batch.shared is None:
+            context = PagedContext(*places, chunk=1, pages=pages, kernel=True)
+        else:
+            keys, tile = batch.shared * KEY_BLOCK, -(-len(lengths) // len(batch.shared))
+            context = CascadePagedContext(
+                *places, chunk=1, pages=pages, kernel=True, shared=keys, sources=batch.sources, tile=tile
+            )
         hidden = model.hidden(feed[:, None], context, pool)
         return hidden.x, hidden.cache, record_of(model, hidden)
 
     return advance
 
 
-def _window_step(model: Any, needed: jax.Array) -> Advance:
+def _window_step(model: Any, needed: jax.Array, shared: jax.Array | None = None) -> Advance:
     def advance(
         caches: Any, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, Any, Any]:
         # A row that has ended writes behind its last token in its own window, which nothing reads.
-        hidden = model.hidden(feed[:, None], WindowContext(lengths, needed, step, alive[:, None]), caches)
+        common = lengths, needed, step, alive[:, None]
+        context = WindowContext(*common) if shared is None else CascadeContext(*common, shared)
+        hidden = model.hidden(feed[:, None], context, caches)
         return hidden.x, hidden.cache, record_of(model, hidden)
 
     return advance
@@ -192,10 +206,15 @@ def filled(
         _, heads, _, head_dim = pool["v"].shape
         empty = constrain(jnp.zeros((steps, size, heads, head_dim), pool["v"].dtype), None, None, "heads", None)
         fresh, expands = (empty, empty), [None] * len(windows)
-    return tuple(
-        Cache(fill(window, pool, batch.page_table + layer * pages, batch.lengths, needed, expand), *fresh)
-        for layer, (window, expand) in enumerate(zip(windows, expands, strict=True))
-    )
+
+    def of_layer(layer: int, window: Any, expand: Any) -> Any:
+        places = pool, batch.page_table + layer * pages, batch.lengths, needed
+        if batch.shared is not None:
+            return fill_tiles(window, *places, batch.shared, batch.sources)
+        return fill(window, *places, expand)
+
+    layers = enumerate(zip(windows, expands, strict=True))
+    return tuple(Cache(of_layer(layer, window, expand), *fresh) for layer, (window, expand) in layers)
 
 
 def write_back(pool: Pool, caches: Items[Cache], batch: DecodeBatch, counts: jax.Array, pages: int) -> Pool:

@@ -13,6 +13,7 @@ from rl.rollout.model_runner.buckets import bucket, halvings
 from rl.rollout.model_runner.calls import Call
 from rl.rollout.model_runner.followers import Followers
 from rl.rollout.model_runner.runner import COPIES, ModelRunner
+from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.sequence import Sequence
@@ -86,11 +87,12 @@ class Executor:
 
     def decode(
         self,
-        sequences: Items[Sequence],
+        sequences: Items[Sequence | None],
         *,
         waiting: bool,
         drafts: Drafts | None = None,
         room: Items[int] | None = None,
+        tiles: Tiles | None = None,
     ) -> dict[str, jax.Array]:
         """Start drawing; returns the arrays of `decode.decode`, or those of `verify.decode_drafts`.
 
@@ -99,15 +101,16 @@ class Executor:
             waiting: other sequences could use a row that becomes free.
             drafts: of the rows; None: a dispatch without.
             room: tokens that each sequence has pages for, with drafts.
+            tiles: in which the sequences are arranged, with None for idle rows; None: in none.
         """
-        count, with_drafts = len(sequences), drafts is not None
+        count, with_drafts = sum(one is not None for one in sequences), drafts is not None
         size = self.buckets.rows(count, with_drafts=with_drafts)
         quorum = self.buckets.quorum(count, waiting=waiting, with_drafts=with_drafts)
-        samplers = [sequence.group.sampler for sequence in sequences]
+        samplers = [Sampler.Config() if one is None else one.group.sampler for one in sequences]
         samplers += [Sampler.Config()] * (size - len(sequences))
         sizes = {"pages": self.runner.pages_of_a_row, "vocab": self.runner.vocab}
         adapters = self.runner.bank is not None
-        batch = pack_decode(sequences, samplers, **sizes, adapters=adapters, drafts=drafts, room=room)
+        batch = pack_decode(sequences, samplers, **sizes, adapters=adapters, drafts=drafts, room=room, tiles=tiles)
         chunk = {} if drafts is None else {"chunk": drafts.chunk}
         return self._run("decode", batch, quorum=quorum, plain=all(map(plain, samplers)), **chunk)
 

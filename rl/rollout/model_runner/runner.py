@@ -14,6 +14,8 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.base import Params, bind
+from axlearn_like.layers.contexts.blocks import KEY_BLOCK, key_blocks
+from axlearn_like.layers.contexts.cascade import Tile, make_tile, tile_rows
 from axlearn_like.layers.contexts.latents import make_latent_pool
 from axlearn_like.layers.contexts.paged import make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
@@ -25,6 +27,7 @@ from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
 from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
+from rl.rollout.model_runner.tiles import make_tiles
 from rl.rollout.model_runner.verify import decode_drafts
 from rl.rollout.model_runner.weights import WeightLayout
 from rl.rollout.sampling import Sampler, plain, recorded_support
@@ -84,7 +87,8 @@ class ModelRunner:
         self._kernel = platform == "tpu"
         self.params: Params | None = None
         self.traces = 0  # programs compiled
-        self._windows: dict[tuple[int, int], list[Any]] = {}  # by (index of the group, its rows); see `_windows_of`
+        # By (index of the group or tile, its rows, whether it is a tile); see `_windows_of`.
+        self._windows: dict[tuple[int, int, bool], list[Any]] = {}
         with jax.set_mesh(self.mesh):
             self._weights = WeightLayout(cfg.model, self.mesh, stacked=self._kernel, stored=cfg.weights)
             model = self._weights.model
@@ -102,7 +106,9 @@ class ModelRunner:
                     f'LatentAttention.decode="absorbed": {what} caches the keys of all heads; expected "expanded"'
                 )
             if cfg.speculation is not None and platform == "cpu":
-                _check_exact(model)
+                _check_exact(model, "speculation", "drafts")
+            if cfg.cascade is not None:
+                self._check_cascade(model, platform)
             limit = model.embedding.max_length
             if limit is not None and cfg.longest > limit:
                 raise UserError(
@@ -259,12 +265,13 @@ class ModelRunner:
         """
         size = len(batch.feed)
         with jax.set_mesh(self.mesh):
-            windows = self._windows_of(size)
+            tiled = batch.shared is not None
+            windows = self._windows_of(size, tiled=tiled)
             self.pool, windows, out = self._run_decode(
                 self._computed_with(self.params), self.pool, windows, batch, np.int32(quorum), plain=plain, chunk=chunk
             )
         for layer, groups in enumerate(windows):
-            for key, cells in zip(enumerate(self.buckets.groups(size)), groups, strict=True):
+            for key, cells in zip(self._window_keys(size, tiled=tiled), groups, strict=True):
                 self._windows[key][layer] = cells
         return out
 
@@ -273,19 +280,48 @@ class ModelRunner:
         """Entries of a row of the page table, so that the longest sequence fits."""
         return self.buckets.widest // self.page_size
 
-    def _windows_of(self, rows: int) -> list[list[Any]]:
+    @property
+    def block_ends(self) -> list[int]:
+        """The end of each block of keys of the longest sequences."""
+        if self._kernel:
+            return list(range(KEY_BLOCK, self.buckets.widest + 1, KEY_BLOCK))
+        return [block.stop for block in key_blocks(self.buckets.widest, self._window_shape[1])]
+
+    def _windows_of(self, rows: int, *, tiled: bool = False) -> list[list[Any]]:
         """Return windows to decode in, by layer and group of rows. Kept: allocation takes a tenth of a dispatch."""
         if self._kernel:
             return []
-        keys = list(enumerate(self.buckets.groups(rows)))
-        for index, size in keys:
-            if (index, size) not in self._windows:
-                self._windows[index, size] = [self._make_window(size) for _ in range(self._layers)]
+        keys = self._window_keys(rows, tiled=tiled)
+        for key in keys:
+            if key not in self._windows:
+                self._windows[key] = [self._make_window(*key[1:]) for _ in range(self._layers)]
         return [[self._windows[key][layer] for key in keys] for layer in range(self._layers)]
 
-    def _make_window(self, rows: int) -> tuple[Cell, ...]:
+    def _window_keys(self, rows: int, *, tiled: bool) -> list[tuple[int, int, bool]]:
+        sizes = tile_rows(rows, min(rows, self._cfg.cascade or rows)) if tiled else self.buckets.groups(rows)
+        return [(index, size, tiled) for index, size in enumerate(sizes)]
+
+    def _make_window(self, rows: int, tiled: bool) -> Tile | tuple[Cell, ...]:
         heads, width = self._window_shape
-        return make_window(rows, self.buckets.widest, kv_heads=heads, head_dim=width, dtype=self._dtype)
+        make = make_tile if tiled else make_window
+        return make(rows, self.buckets.widest, kv_heads=heads, head_dim=width, dtype=self._dtype)
+
+    def _empty_batch(self, samplers: Items[Sampler.Config]) -> DecodeBatch:
+        """Return a batch without sequences, of as many rows."""
+        cfg, tiles = self._cfg, None
+        if cfg.cascade is not None:
+            tiles = make_tiles([], len(samplers), cfg.cascade, self.block_ends, self.page_size)
+        sizes: dict[str, Any] = {"pages": self.pages_of_a_row, "vocab": self.vocab}
+        return pack_decode([], samplers, **sizes, adapters=self.bank is not None, tiles=tiles)
+
+    def _check_cascade(self, model: Any, platform: str) -> None:
+        """Refuse shared keys where they cannot be read once, or would change a bit."""
+        if self._kernel and any(block.attention.rules.window for block, _ in model.kinds()):
+            self._cfg.require("cascade", False, "None on TPUs for a policy with a sliding window")
+        if self._latent_width is not None:
+            self._cfg.require("cascade", False, "None for a policy with latent attention")
+        if platform == "cpu":
+            _check_exact(model, "cascade", "shared keys")
 
     # ---- ahead of time
 
@@ -299,10 +335,9 @@ class ModelRunner:
         width = self.buckets.width(chunk) // self.page_size
         with_bank, described = self.bank is not None, self._computed_with(self._weights.described)
         prompt = pack_prefill([], self.buckets.prefill_rows(1, chunk), chunk, width, adapters=with_bank)
-        sizes = {"pages": self.pages_of_a_row, "vocab": self.vocab}
-        batch = pack_decode([], [Sampler.Config()] * rows, **sizes, adapters=with_bank)
+        batch = self._empty_batch([Sampler.Config()] * rows)
         with jax.set_mesh(self.mesh):
-            windows = self._windows_of(rows)
+            windows = self._windows_of(rows, tiled=batch.shared is not None)
         drafts = [partial(self._compile_drafts, one) for one in self._draft_rows()]
 
         def compile_prefill() -> None:
@@ -344,8 +379,8 @@ class ModelRunner:
             return self._run_prefill.trace(self.params, self.pool, pack_prefill([], rows, chunk, self.pages_of_a_row))
 
         def trace_decode(sampler: Sampler.Config) -> Any:
-            batch = pack_decode([], [sampler] * rows, pages=self.pages_of_a_row, vocab=self.vocab)
-            windows = self._windows_of(rows)
+            batch = self._empty_batch([sampler] * rows)
+            windows = self._windows_of(rows, tiled=batch.shared is not None)
             return self._run_decode.trace(self.params, self.pool, windows, batch, np.int32(1), plain=plain(sampler))
 
         pages = np.zeros(COPIES, np.int32)
@@ -360,8 +395,8 @@ class ModelRunner:
         ]
 
 
-def _check_exact(model: Any) -> None:
-    """Refuse drafts on a CPU for layers whose sums of a few tokens differ there from those of one, in the last bit.
+def _check_exact(model: Any, field: str, what_it_does: str) -> None:
+    """Refuse a field on a CPU for layers whose sums of a few tokens differ there from those of one, in the last bit.
 
     Raises:
         UserError: the policy has latent attention, or caps scores or logits.
@@ -371,6 +406,6 @@ def _check_exact(model: Any) -> None:
     if capped or model.latent_width is not None:
         what = "capped scores or logits" if capped else "latent attention"
         raise UserError(
-            f"RolloutEngine.speculation: on a CPU drafts may change the last bit of a log-probability of a policy "
+            f"RolloutEngine.{field}: on a CPU {what_it_does} may change the last bit of a log-probability of a policy "
             f"with {what}; expected None"
         )

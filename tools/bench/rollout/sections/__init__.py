@@ -10,5 +10,6 @@ SECTIONS = {
     "concurrency_sweep": "throughput and latency for 1 to 128 requests at a time",
     "fill": "throughput with the cache a tenth and nine tenths full",
     "speculation": "drafts from sibling samples: CPU seconds on a long tail, and equal tokens",
+    "cascade": "samples of a long prompt: CPU seconds and keys read with shared keys, and equal tokens",
     "host": "host time of a dispatch",
 }

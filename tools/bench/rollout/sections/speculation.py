@@ -70,13 +70,13 @@ def _group(bed: Bed, lengths: list[int]) -> Request:
 
 def _both(plain: RolloutEngine, drafting: RolloutEngine, asked: list[Request]) -> dict[str, Any]:
     """Return the figures of one round of the same requests on both engines."""
-    expected, spent = _timed(plain, asked)
+    expected, spent = timed(plain, asked)
     before = drafting.stats()
-    found, less = _timed(drafting, asked)
+    found, less = timed(drafting, asked)
     counts = {name: value - before[name] for name, value in drafting.stats().items() if name in before}
     tokens = sum(len(one.tokens) for one in expected)
     return {
-        "identical": _same(found, expected),
+        "identical": same_rollouts(found, expected),
         "cpu_ratio": less.cpu / spent.cpu,
         "wall_ratio": less.wall / spent.wall,
         "plain_cpu_us_per_token": 1e6 * spent.cpu / tokens,
@@ -89,12 +89,14 @@ def _both(plain: RolloutEngine, drafting: RolloutEngine, asked: list[Request]) -
     }
 
 
-def _timed(engine: RolloutEngine, asked: list[Request]) -> tuple[list[Rollout], Clock]:
+def timed(engine: RolloutEngine, asked: list[Request]) -> tuple[list[Rollout], Clock]:
+    """Return the rollouts of requests, and the time that they took."""
     began = now()
     return engine.generate(asked), now().since(began)
 
 
-def _same(found: list[Rollout], expected: list[Rollout]) -> bool:
+def same_rollouts(found: list[Rollout], expected: list[Rollout]) -> bool:
+    """Return True if tokens, log-probabilities and finish reasons are equal to the bit."""
     return all(
         a.finish_reason == b.finish_reason
         and np.array_equal(a.tokens, b.tokens)

@@ -1,0 +1,139 @@
+"""Attention over blocks of keys, in one order of sums for all contexts with a cache, and for scoring.
+
+Keys ascend by position, from the first token of the sequence, in blocks that begin at fixed positions (`key_blocks`).
+Scores of all blocks meet in one softmax, which is divided at the end, as in all blockwise kernels; the weighted sums of
+the blocks are added in their order. Padding at the end adds exact zeros. So a token's output does not depend on chunk,
+window or batch, on CPUs in float32.
+
+Shape letters: r rows, c tokens of each, n = c * q queries of a key/value head, s keys; k, q, h as in
+attention/grouped_query.py.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.kernels.attention.dispatch import AttentionParams
+from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
+from axlearn_like.kernels.attention.xla import batched_dot, capped
+from axlearn_like.kernels.deterministic import key_exponentials, no_fuse
+from axlearn_like.layers.linear import UNSPLIT_SUM
+from mesh.errors import UserError
+from mesh.rules import constrain, partition
+
+KEY_BLOCK = 64  # windows are multiples of this many keys, so that XLA's CPU reductions run over whole vectors
+
+
+def key_blocks(size: int, head_dim: int) -> list[slice]:
+    """Return the blocks of a window of `size` keys: up to key 64, 128, 256, 384, 512, 768, 1024, 1536, ...
+
+    They begin at fixed positions, whatever the window, so that sums over keys are taken in one order; small ones come
+    first, so that short rows read little; none is so wide that XLA's CPU matmul splits a sum over it (see
+    `linear._matmul`).
+    """
+    widest = max(1, UNSPLIT_SUM // max(head_dim, KEY_BLOCK) // KEY_BLOCK) * KEY_BLOCK
+    ends = [0, KEY_BLOCK]
+    while ends[-1] < size:
+        power = 1 << (ends[-1].bit_length() - 1)
+        ends.append(ends[-1] + min(widest, max(KEY_BLOCK, power // 2 if power > 2 * KEY_BLOCK else power)))
+    return [slice(start, min(end, size)) for start, end in itertools.pairwise(ends)]
+
+
+def attend_blocks(
+    q_rckqh: jax.Array,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    positions: jax.Array,
+    attention: AttentionParams,
+) -> jax.Array:
+    """Return attention of each row's queries over blocks of keys, up to the query's own position; [r, c, k, q, h].
+
+    Args:
+        q_rckqh: queries.
+        keys: by block (see `key_blocks`), [r, k, h, s], or split further: [r, k, s / 64, h, 64].
+        values: by block, [r, k, s, h].
+        positions: int32 [r, c], of the queries.
+        attention: rules and sinks; its kernel is not used here.
+
+    Raises:
+        UserError: attention is not causal: a query would see keys that do not exist yet.
+    """
+    rules = attention.rules
+    if not rules.causal:
+        raise UserError("Attention.causal=False is not supported with a cache; expected causal attention")
+    length, per_head, width = q_rckqh.shape[1], q_rckqh.shape[3], q_rckqh.shape[4]
+    sharding = ("batch", "heads", None, None)
+    q = flat_queries(q_rckqh, rules)
+    scores = [block_scores(q, constrain(k, *sharding, *[None] * (k.ndim - 4))) for k in keys]
+    scores = jnp.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0]
+    scores = mask_scores(scores, 0, positions, per_head, rules)
+    weights, total = key_exponentials(scores)
+    if attention.sinks is not None:
+        total = total_with_sinks(total, no_fuse(jnp.max(scores, axis=-1, keepdims=True)), attention.sinks, length)
+    weights = weights.astype(values[0].dtype)
+    parts = [weights[..., block] for block in key_blocks(scores.shape[-1], width)]
+    mixed = sum(weighted_sum(part, constrain(v, *sharding)) for part, v in zip(parts, values, strict=True)) / total
+    return split_queries(mixed, q_rckqh, values[0].shape[-1])
+
+
+def flat_queries(q_rckqh: jax.Array, rules: ScoreRules) -> jax.Array:
+    """Return scaled queries as rows of a product, [r, k, c * q, h]."""
+    rows, length, heads, per_head, width = q_rckqh.shape
+    q = constrain(q_rckqh, "batch", None, "heads", None, None).transpose(0, 2, 1, 3, 4) * rules.scale_of(width)
+    shape = (rows, heads, length * per_head, width)
+    return jnp.reshape(q, shape, out_sharding=partition("batch", "heads", None, None))
+
+
+def split_queries(mixed_rknh: jax.Array, q_rckqh: jax.Array, width: int) -> jax.Array:
+    """Return the mixed values of `flat_queries` as those of the queries, [r, c, k, q, h], in their type."""
+    rows, length, heads, per_head, _ = q_rckqh.shape
+    split = partition("batch", "heads", None, None, None)
+    shape = (rows, heads, length, per_head, width)
+    return jnp.reshape(mixed_rknh.astype(q_rckqh.dtype), shape, out_sharding=split).transpose(0, 2, 1, 3, 4)
+
+
+def mask_scores(
+    scores_rkns: jax.Array, start: int, positions: jax.Array, per_head: int, rules: ScoreRules
+) -> jax.Array:
+    """Return capped scores of keys from position `start`, masked where a query at `positions` [r, c] sees them not."""
+    last = jnp.repeat(constrain(positions, "batch", None), per_head, axis=1)
+    places = jnp.arange(scores_rkns.shape[-1])
+    places = places + start if start else places
+    visible = places <= last[..., None]
+    if rules.window is not None:
+        visible &= places > last[..., None] - rules.window
+    return jnp.where(visible[:, None], capped(scores_rkns, rules), MASKED)
+
+
+def total_with_sinks(total: jax.Array, peak: jax.Array, sinks: jax.Array | None, length: int) -> jax.Array:
+    """Return the sum of exponentials with that of the sinks: one more key of each head, whose value is zero."""
+    if sinks is None:
+        return total
+    sinks = sinks.astype(jnp.float32)[:, None] + jnp.zeros((length, 1))
+    sinks = jnp.reshape(sinks, (len(sinks), -1), out_sharding=partition("heads", None))
+    return total + jnp.exp(sinks[:, :, None] - peak)
+
+
+def block_scores(q_rknh: jax.Array, keys: jax.Array) -> jax.Array:
+    """Return queries x keys, float32 [r, k, n, s]; keys [r, k, h, s], or split further: [r, k, s / 64, h, 64]."""
+    if keys.ndim == 4:
+        return batched_dot(q_rknh, keys)
+    rows, heads, count, _ = q_rknh.shape
+    blocks = keys.shape[2]
+    q = jnp.broadcast_to(q_rknh[:, :, None], (rows, heads, blocks, *q_rknh.shape[2:]))
+    scores = batched_dot(constrain(q, "batch", "heads", None, None, None), keys).transpose(0, 1, 3, 2, 4)
+    return jnp.reshape(scores, (rows, heads, count, -1), out_sharding=partition("batch", "heads", None, None))
+
+
+def weighted_sum(weights_rkns: jax.Array, v_rksh: jax.Array) -> jax.Array:
+    """Return weights x values over s, float32 [r, k, n, h].
+
+    XLA's CPU matmul sums a result whose columns are not a multiple of 64 in another order if there are many rows, so it
+    is widened: prefill and decoding stay equal to the bit.
+    """
+    width = v_rksh.shape[-1]
+    if width % 64 and (weights_rkns.shape[2] > 48 or width % 32):
+        v_rksh = jnp.pad(v_rksh, [(0, 0)] * 3 + [(0, -width % 64)])
+    return batched_dot(weights_rkns, v_rksh)[..., :width]
