@@ -35,7 +35,7 @@ def tiny_weights(seed: int = 0) -> Any:
 
 
 def plainly(engine: RolloutEngine, run: Callable[[], list[Rollout]]) -> list[Rollout]:
-    """What the engine draws when each row reads its own keys; nothing is cached before and after."""
+    """Return what the engine draws when each row reads its own keys; nothing is cached before and after."""
     core = engine._core
     core.scheduler.kv_cache.forget()
     with pytest.MonkeyPatch.context() as patch:
