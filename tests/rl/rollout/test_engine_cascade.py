@@ -88,7 +88,8 @@ def test_weights_that_change_in_flight_are_shared_by_page_alone(engine: RolloutE
 @pytest.mark.parametrize("heads", [(3, 1, 32), (4, 4, 16)])
 def test_long_prompts_draw_the_same_bits(heads: tuple[int, int, int]):
     """Blocks of several sizes, of which tiles share some, all, or none."""
-    policy, (queries, keys, width) = tiny_policy(num_layers=2), heads
+    policy: Any = tiny_policy(num_layers=2)
+    queries, keys, width = heads
     policy.block.attention.set(num_heads=queries, num_kv_heads=keys, head_dim=width)
     policy.set(dim=96)
     sizes = {"model": policy, "max_prompt": 700, "max_new": 60, "max_num_seqs": 16, "prefill_tokens": 512}
