@@ -4,8 +4,8 @@ The samples of a group have their prompt's keys and values in common, down to th
 that lie within them are copied once for a tile, and all queries of the tile are rows of one product with them; what is
 behind them each row has for itself (`WindowContext`). No sum is cut anywhere else for this: the blocks begin at the
 fixed positions of all contexts, scores of shared and own keys meet before the softmax, and the weighted sums of blocks
-are added in their order. So results are those of decoding without sharing, to the bit in float32 on CPUs, whichever rows
-share them.
+are added in their order. So results are those of decoding without sharing, to the bit in float32 on CPUs, whichever
+rows share them.
 
 Shape letters: as in window.py; t tiles.
 """
