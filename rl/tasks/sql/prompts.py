@@ -33,6 +33,7 @@ def outline(statements: str) -> str:
         InputError: the statements do not run.
     """
     connection = sqlite3.connect(":memory:")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # statements of a dataset open and write no file
     try:
         connection.executescript(statements)
         rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")

@@ -157,6 +157,10 @@ def test_a_schema_is_shown_by_its_names_alone():
     assert prompt.endswith("Question: How many wards?\nAnswer:") and "WHERE name = '...' AND x > ..." in prompt
     with pytest.raises(InputError, match="the schema does not run: .*syntax error"):
         outline("CREATE TABLE (")
+    for text in ("ATTACH DATABASE 'mark.db' AS x; CREATE TABLE x.t (a)", "VACUUM INTO 'mark.db'"):
+        with pytest.raises(InputError, match="too many attached databases"):
+            outline(text)
+    assert not Path("mark.db").exists()
 
 
 def test_no_value_of_the_references_is_in_the_examples_of_ehrsql(shared_data: Path):
