@@ -34,7 +34,8 @@ _MOUNT_ATTR = {"rdonly": 1, "nosuid": 2, "nodev": 4}
 _SYS_MOUNT_SETATTR = 442
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_SECCOMP_MODE_FILTER = 2
 
 # Of the machine's files a box sees these alone, and Python's own, read-only.
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
@@ -176,6 +177,9 @@ class CallFilter:
         clone = library.seccomp_syscall_resolve_name(b"clone")
         for flag in _NEW_NAMESPACES:
             self._refuse(clone, errno.EPERM, _Comparison(0, _MASKED_EQUAL, flag, flag))
+        code = self._export()
+        self._instructions = ctypes.create_string_buffer(code, len(code))
+        self._program = _Program(len(code) // 8, ctypes.addressof(self._instructions))
 
     @property
     def available(self) -> bool:
@@ -184,8 +188,18 @@ class CallFilter:
 
     def load(self) -> None:
         """Filter the calls of this process and its children from now on, if the library is there."""
-        if self._library is not None and (code := self._library.seccomp_load(self._context)) != 0:
-            raise IsolationError(-code, "seccomp_load failed")
+        if self._library is not None:
+            result = _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(self._program), 0, 0)
+            _call("the filter of system calls", result)
+
+    def _export(self) -> bytes:
+        """Return the filter as instructions, made once: the library would make them again in each box."""
+        self._library.seccomp_export_bpf.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        with os.fdopen(os.memfd_create("filter"), "rb") as file:
+            if (code := self._library.seccomp_export_bpf(self._context, file.fileno())) != 0:
+                raise IsolationError(-code, "seccomp_export_bpf failed")
+            file.seek(0)
+            return file.read()
 
     def _refuse(self, number: int, error: int, comparison: "_Comparison | None" = None) -> None:
         action, count = ctypes.c_uint32(_ERRNO | error), 0 if comparison is None else 1
@@ -193,6 +207,10 @@ class CallFilter:
         code = self._library.seccomp_rule_add_array(self._context, action, number, count, array)
         if code != 0:
             raise IsolationError(-code, "seccomp_rule_add failed")
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
 
 
 class _Comparison(ctypes.Structure):
