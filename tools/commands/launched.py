@@ -31,23 +31,23 @@ def _found(run: str, namespace: str, where: str | None) -> LaunchedRun:
 @_run
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
 def status(run: str, namespace: str, where: str | None, as_json: bool) -> None:
-    """Say what RUN does: its state in one line, then each of its roles.
+    """Say what RUN does: its state and progress in one line, then each of its roles.
 
     Where nothing runs, the line says why: quota, queue, capacity, image, or the crash of the process that failed
     first, with its last words. RUN is the directory of a run on this machine, or the name of one on a cluster.
     """
     import dataclasses
 
-    from tools.launch.control.status import verdict
+    from tools.launch.control.status import progress_of, verdict
 
     found = _found(run, namespace, where)
-    roles = found.status()
-    click.echo(f"{found.name}: {verdict(roles)}", err=as_json)
+    roles, progress = found.status(), progress_of(found.api, found.name)
+    click.echo(f"{found.name}: {verdict(roles)}{'; ' if progress else ''}{progress}", err=as_json)
     for one in roles:
         click.echo(f"  {one.line()}", err=as_json)
     if as_json:
         rows = [dataclasses.asdict(one) for one in roles]
-        click.echo(json.dumps({"run": found.name, "verdict": verdict(roles), "roles": rows}))
+        click.echo(json.dumps({"run": found.name, "verdict": verdict(roles), "progress": progress, "roles": rows}))
 
 
 @click.command("logs")

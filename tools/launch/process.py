@@ -103,6 +103,15 @@ def check_machine(arguments: argparse.Namespace, environment: Mapping[str, str])
     return own
 
 
+def machine_lines(environment: Mapping[str, str]) -> list[str]:
+    """Return what is otherwise on this machine than expected, but no reason to end; where CPUs stand in, nothing."""
+    if environment.get("JAX_PLATFORMS") == "cpu":
+        return []
+    from tools.launch.checks import clock_lines, version_lines
+
+    return [*version_lines(Path("constraints.txt")), *clock_lines(environment)]
+
+
 def release_lock(run_dir: Path, host: str) -> None:
     """Remove the lock of the run directory if an earlier container of this process left it, on another machine.
 
@@ -368,6 +377,8 @@ def main(arguments: Sequence[str]) -> int:
     given, stop = parse(arguments), Stop()
     try:
         index = check_machine(given, os.environ)
+        for line in machine_lines(os.environ):
+            print(f"axl: {line}", flush=True)
         log = given.run_dir / "launch" / "logs" / f"{given.name}-{index}.log"
         if given.mode == "head" or given.mode == "train" and index == 0:
             release_lock(given.run_dir, socket.gethostname())

@@ -75,7 +75,7 @@ def axl_command(cfg: Launch.Config, plan: LaunchPlan) -> list[str]:
         found += ["--set", edit]
     if plan.fleet is not None:
         found += ["--runtime", "ray", "--fleet", plan.fleet]
-    return found if plan.command == "rl" else [*found, "--quiet"]
+    return found
 
 
 def bundled(name: str) -> str:

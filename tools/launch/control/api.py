@@ -26,8 +26,8 @@ class ClusterApi(Protocol):
         """Create a JobSet."""
         ...
 
-    def delete(self, name: str) -> None:
-        """Delete a JobSet; its Pods get SIGTERM, and their grace."""
+    def delete(self, *names: str) -> None:
+        """Delete JobSets at once, and return when they are gone; their Pods get SIGTERM, and their grace."""
         ...
 
     def clean(self, run: str) -> Sequence[str]:

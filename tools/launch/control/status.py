@@ -11,6 +11,8 @@ from typing import Any
 from tools.launch.control.api import ROLE, ClusterApi, Object, exit_status, finished_at, terminal
 
 _LINES = 3  # of the output of a process that crashed
+_SEARCHED = 30  # lines of one that runs
+_PROGRESS = re.compile(r"^(\w+: step \d+ of \d+.*)$", re.MULTILINE)
 _JOBSET = "jobset.sigs.k8s.io/jobset-name"
 _ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError")
@@ -63,6 +65,17 @@ def verdict(statuses: Sequence[JobSetStatus]) -> str:
     if waiting is not None:
         return f"{states.count('running')} of {len(states)} run; {waiting.line()}"
     return f"{states.count('running')} of {len(states)} run"
+
+
+def progress_of(api: ClusterApi, run: str) -> str:
+    """Return the last line of progress that the head, the trainer or the command has printed; empty: none yet."""
+    for role in ("head", "trainer", "command"):
+        for pod in api.pods(run):
+            if pod["metadata"].get("labels", {}).get(ROLE) != role or pod["status"].get("phase") != "Running":
+                continue
+            if found := _PROGRESS.findall(api.log(pod["metadata"]["name"], _SEARCHED)):
+                return found[-1]
+    return ""
 
 
 def _status(api: ClusterApi, jobset: Object, pods: Iterable[Object], events: Iterable[Object]) -> JobSetStatus:

@@ -51,8 +51,7 @@ def submit(
             api.create(one)
             made.append(one["metadata"]["name"])
     except BaseException:
-        for name in made:
-            api.delete(name)
+        api.delete(*made)
         if not api.jobsets(plan.name):
             api.clean(plan.name)
         raise
@@ -95,8 +94,9 @@ def stop(api: ClusterApi, run: str, say: Say) -> None:
         UserError: there is nothing of that name.
     """
     names = [one["metadata"]["name"] for one in api.jobsets(run)]
-    for name in sorted(names, key=_head_first):
-        api.delete(name)
+    heads = [name for name in names if name.endswith("-head")]
+    api.delete(*heads)  # it saves, and then roles have nobody to work for
+    api.delete(*(name for name in names if name not in heads))
     cleaned = api.clean(run)
     if not names and not cleaned:
         raise UserError(f"there is nothing of a run {run!r}")
@@ -132,14 +132,8 @@ def _remove_ended(api: ClusterApi, run: str) -> None:
             f"{run} is active: {', '.join(map(_name, active))}; `axl launch status` shows it, `axl launch stop` ends "
             "it, and --name gives another run a name"
         )
-    for one in there:
-        api.delete(_name(one))
+    api.delete(*map(_name, there))
 
 
 def _name(one: Object) -> str:
     return one["metadata"]["name"]
-
-
-def _head_first(name: str) -> tuple[bool, str]:
-    """Return the order in which a run is stopped: the head saves, and then roles have nobody to work for."""
-    return not name.endswith("-head"), name

@@ -113,21 +113,27 @@ class KubernetesCluster:
                 raise UserError(f"{kind} {name} exists; `axl launch stop` removes it") from None
             raise
 
-    def delete(self, name: str) -> None:
-        """Delete a JobSet, or a RayJob, with its Pods, and return when it is gone, so that its name is free."""
-        path = f"{self._rayjobs if name in self._names_of_rayjobs else self._jobsets}/{name}"
-        if not self._client.delete(path, {"propagationPolicy": "Foreground"}):
-            return
+    def delete(self, *names: str) -> None:
+        """Delete JobSets, or a RayJob, with their Pods, and return when all are gone, so that their names are free."""
+        kinds = {name: self._rayjobs if name in self._names_of_rayjobs else self._jobsets for name in names}
+        paths = [f"{kind}/{name}" for name, kind in kinds.items()]
+        there = [path for path in paths if self._client.delete(path, {"propagationPolicy": "Foreground"})]
         deadline = time.monotonic() + _CARRIED
-        while time.monotonic() < deadline:
-            try:
-                self._client.get(path)
-            except Refused as error:
-                if error.status == 404:
-                    return
-                raise
-            self._sleep(_POLL)
-        raise UserError(f"{name} is still being deleted; look at `kubectl describe {path.split('/')[-2]} {name}`")
+        for path in there:
+            while self._is_there(path):
+                if time.monotonic() > deadline:
+                    kind, name = path.split("/")[-2:]
+                    raise UserError(f"{name} is still being deleted; look at `kubectl describe {kind} {name}`")
+                self._sleep(_POLL)
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._client.get(path)
+        except Refused as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
 
     def clean(self, run: str) -> Sequence[str]:
         """Delete the Secret, ConfigMaps and Job of a run."""

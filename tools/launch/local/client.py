@@ -8,6 +8,7 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,17 @@ class LocalCluster:
         os.replace(temporary, wanted)
         self._until(lambda: spec.name in self._names(), f"JobSet {spec.name} has not been created")
 
-    def delete(self, name: str) -> None:
-        """Delete a JobSet, and return when its processes have ended."""
-        (self.folder / WANTED / f"{name}.json").unlink(missing_ok=True)
-        if self.alive:
-            self._until(lambda: not self.alive or name not in self._names(), f"JobSet {name} has not ended", 90.0)
-        if not self.alive:
-            self._forget(name)
+    def delete(self, *names: str) -> None:
+        """Delete JobSets, and return when their processes have ended."""
+        for name in names:
+            (self.folder / WANTED / f"{name}.json").unlink(missing_ok=True)
+        for name in names:
+            self._until(partial(self._is_gone, name), f"JobSet {name} has not ended", 90.0, start=False)
+            if not self.alive:
+                self._forget(name)
+
+    def _is_gone(self, name: str) -> bool:
+        return not self.alive or name not in self._names()
 
     def _forget(self, name: str) -> None:
         """Remove a JobSet from what a cluster that has ended has said: the next one takes a moment to say more."""
@@ -169,10 +174,11 @@ class LocalCluster:
             lock.close()
         return lock is None
 
-    def _until(self, done: Any, failure: str, seconds: float = _STARTS) -> None:
+    def _until(self, done: Any, failure: str, seconds: float = _STARTS, *, start: bool = True) -> None:
         deadline = time.monotonic() + seconds
         while not done():
-            self._start()
+            if start:
+                self._start()
             if time.monotonic() > deadline:
                 log = self.folder / LOG
                 said = log.read_text().splitlines()[-1:] if log.exists() else []

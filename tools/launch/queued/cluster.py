@@ -61,9 +61,10 @@ class QueuedResources:
         """Refuse JobSets."""
         raise UserError(f"queued resources have no workers to add ({jobset['metadata']['name']})")
 
-    def delete(self, name: str) -> None:
-        """Delete the resource with its machines."""
-        self.keeper(name).delete()
+    def delete(self, *names: str) -> None:
+        """Delete resources with their machines."""
+        for name in names:
+            self.keeper(name).delete()
 
     def clean(self, run: str) -> Sequence[str]:
         """Return nothing: there is nothing beside the resource."""

@@ -58,7 +58,7 @@ def manifest(
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}]},
-        "template": {"metadata": {"labels": {"axl/run": "run"}}, "spec": pod},
+        "template": {"metadata": {"labels": {"axl/run": "run", "axl/role": name.removeprefix("run-")}}, "spec": pod},
     }
     rule = {"name": "usersMistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
@@ -200,15 +200,22 @@ def test_what_a_killed_cluster_leaves_is_ended_by_the_next_and_by_stop(cluster: 
 
 
 def test_the_commands_show_a_run_and_end_it(cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    cluster.create(manifest("run-trainer", "echo step 1; echo step 2; exec sleep 60", storage=tmp_path))
-    until(lambda: "step 2" in "".join(cluster.log(pod["metadata"]["name"], 1) for pod in cluster.pods("run")))
+    cluster.create(
+        manifest(
+            "run-trainer",
+            "echo 'train: step 1 of 9'; echo 'train: step 2 of 9, 7 s left'; echo bye; exec sleep 60",
+            storage=tmp_path,
+        )
+    )
+    until(lambda: "bye" in "".join(cluster.log(pod["metadata"]["name"], 1) for pod in cluster.pods("run")))
     where = str(cluster.run_dir)
     assert cli.main(["launch", "status", where, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["run"], found["verdict"], found["roles"][0]["state"]) == ("run", "1 of 1 run", "running")
+    assert found["progress"] == "train: step 2 of 9, 7 s left"
     assert cli.main(["launch", "logs", where, "--role", "trainer", "--lines", "1"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("==> run-trainer-node-0-0-") and shown.endswith("<==\nstep 2\n")
+    assert shown.startswith("==> run-trainer-node-0-0-") and shown.endswith("<==\nbye\n")
     assert cli.main(["launch", "logs", where, "--role", "worker"]) == 2
     assert "has no process of 'worker'" in capsys.readouterr().err
     assert cli.main(["launch", "add-worker", where]) == 2
