@@ -12,7 +12,6 @@ from axlearn_like.operations.flops import causal_pairs, model_flops, shared_prom
 from axlearn_like.training.programs import Tuning, rows_flops, traced
 from mesh import make_mesh, to_named_sharding
 from mesh.cost.program import Program, Programs
-from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh
 from rl.rollout.model_runner.aot import engine_dispatches
 from rl.training.program import make_score_rows
@@ -144,7 +143,7 @@ def _critic(experiment: Experiment, make: Callable[[], Mesh], name: str) -> Prog
     """An update of the critic by a batch, or the values of its rollouts before that."""
     cfg, trainer, mesh = experiment.cfg, experiment.trainer_cfg, make()
     with use_mesh(mesh, trainer.axis_rules):
-        critic = trainer.build_critic(ProcessGroup("trainer"))
+        critic = trainer.build_critic()
         (state,), arrays = critic.describe().values(), critic.describe_rows(cfg.groups * cfg.samples)
     rows, length = arrays["tokens"].shape
     workload = Workload(rows * length, 0, partial(causal_pairs, rows, length))

@@ -18,7 +18,6 @@ from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.program import Program, check_length
 from axlearn_like.training.session import TrainingConfig
 from mesh import make_mesh
-from mesh.distributed import ProcessGroup
 from mesh.mesh import PlaceholderDevice
 from mesh.rules import mesh_axes, use_mesh, use_rules
 from rl.controller.evaluations import METRICS
@@ -98,12 +97,12 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         advantage.require("critic", fits, "a Critic.Config (rl.training.critic)")
         return advantage.critic if isinstance(advantage.critic, Critic.Config) else None
 
-    def build_critic(self, group: ProcessGroup) -> Critic | None:
+    def build_critic(self) -> Critic | None:
         """Return the critic, if there is one; the mesh is set."""
         if self.critic is None:
             return None
         sizes = {**self.sizes(), "microbatches": self.microbatches}
-        return self.critic.build(policy=self.model, group=group, **sizes)
+        return self.critic.build(policy=self.model, **sizes)
 
     def build_packing(self) -> Packing | None:
         """Return the packing of rollouts into rows, if there is one (UserError: it does not fit)."""

@@ -22,8 +22,7 @@ from axlearn_like.training.losses import Metrics, with_aux
 from axlearn_like.training.program import describe_state
 from axlearn_like.training.step import State, init_state, make_train_step
 from mesh import shard_batch
-from mesh.batches import local_rows, to_local
-from mesh.distributed import ProcessGroup
+from mesh.batches import local_rows
 from mesh.rules import partition
 from mesh.sharding import shard_like
 from rl.roles.headers import GroupHeader
@@ -74,7 +73,6 @@ class Critic(Configurable):
         cfg: Config,
         *,
         policy: ConfigBase[Any],
-        group: ProcessGroup,
         max_prompt: int,
         max_new: int,
         row_multiple: int,
@@ -85,19 +83,21 @@ class Critic(Configurable):
         Args:
             cfg: of the critic.
             policy: config of its model.
-            group: processes of the trainer.
             max_prompt: tokens.
             max_new: tokens.
             row_multiple: of the rows of a batch.
             microbatches: whose gradients are accumulated.
         """
-        self._cfg, self._group, learner = cfg, group, cfg.learner.build()
+        self._cfg, learner = cfg, cfg.learner.build()
         self._learner, mesh = learner, jax.sharding.get_mesh()
         graphdef, self._described, self._init = describe_state(cfg.of_policy(policy), learner, mesh)
         self._length, self._row_multiple, self._max_new = row_length(max_prompt, max_new), row_multiple, max_new
         self._state: State = {}
         # Of (parameters, rows) and (state, rows): values before each token, and an update.
-        self.score: Any = jax.jit(lambda params, rows: _values(bind(graphdef, params), rows)[0])
+        everywhere = NamedSharding(mesh, jax.P())
+        self.score: Any = jax.jit(
+            lambda params, rows: _values(bind(graphdef, params), rows)[0], out_shardings=everywhere
+        )
 
         def loss(params: Params, rows: Mapping[str, jax.Array]) -> tuple[jax.Array, Metrics]:
             values, aux = _values(bind(graphdef, params), rows)
@@ -144,18 +144,14 @@ class Critic(Configurable):
     def values(self, headers: Sequence[GroupHeader], contents: Contents) -> np.ndarray:
         """Return V before each token of every rollout, float64 [rollouts, max_new], zero behind them.
 
-        Each process scores its own rows, of which it has the contents.
+        Each process fills its own rows, of which it has the contents; the values of all come to every process.
         """
-        rows, own = self._rows(headers, contents)
-        scored = to_local(self.score(self._state["params"], shard_batch(rows, rows=self._count(headers))))
-        found = np.zeros((sum(len(header.rollouts) for header in headers), self._max_new))
-        mine = []
-        for row, (number, (prompt, rollout)) in enumerate(own):
-            at, size = len(prompt) - 1, len(rollout.tokens)
-            mine.append((number, np.asarray(scored[row, at : at + size], np.float64)))
-        for part in self._group.gather(mine):
-            for number, values in part:
-                found[number, : len(values)] = values
+        rows, _ = self._rows(headers, contents)
+        scored = np.asarray(self.score(self._state["params"], shard_batch(rows, rows=self._count(headers))))
+        rollouts = [(header.prompt_length - 1, r.length) for header in headers for r in header.rollouts]
+        found = np.zeros((len(rollouts), self._max_new))
+        for number, (at, size) in enumerate(rollouts):
+            found[number, :size] = scored[number, at : at + size]
         return found
 
     def update(

@@ -116,7 +116,7 @@ class LogprobDiff:
         """
         found = self._scoring_differences(headers, contents, reference, reference=True)
         own = [-float(np.sum(difference, dtype=np.float64)) for difference in found]
-        rows = [row for row in local_rows(self._count(headers)) if row < sum(len(h.rollouts) for h in headers)]
+        rows = [int(row) for row in local_rows(self._count(headers)) if row < sum(len(h.rollouts) for h in headers)]
         divergence = np.zeros(sum(len(header.rollouts) for header in headers))
         for part in self._group.gather(list(zip(rows, own, strict=True))):
             for row, value in part:

@@ -82,7 +82,7 @@ class PolicyTrainer(Configurable):
             frozen = learner.frozen(program.state["params"])
             reference = None if cfg.reference is None else cfg.reference.build(frozen=frozen)
             held = {} if reference is None else reference.describe(program.state["params"])
-            critic = cfg.build_critic(group)
+            critic = cfg.build_critic()
             held |= {} if critic is None else critic.describe()
             memory = {} if reference is None else reference.memory(program.state["params"])
             memory |= {} if critic is None else critic.describe()

@@ -14,7 +14,6 @@ from axlearn_like.layers.base import split
 from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.learner import AdamW, Constant, Learner
 from mesh import make_mesh, to_named_sharding
-from mesh.distributed import ProcessGroup
 from rl.objective import GeneralisedAdvantage, Objective
 from rl.objective.presets import ppo
 from rl.roles.headers import header_of
@@ -106,7 +105,7 @@ def updated(shape: dict[str, int]) -> list[dict[str, Any]]:
             policy = tiny_policy()
             abstract = jax.eval_shape(lambda policy=policy: split(policy.build(rngs=nnx.Rngs(0)))[1])
             places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
-            sizes = {"max_prompt": 12, "max_new": 6, "row_multiple": 8, "group": ProcessGroup("trainer")}
+            sizes = {"max_prompt": 12, "max_new": 6, "row_multiple": 8}
             critic = Critic.Config(learner=LEARNER.clone()).build(policy=policy, **sizes)
             critic.start(jax.device_put(tiny_params(policy), places))
             metrics: dict[str, float] = {}
