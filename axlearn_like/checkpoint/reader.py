@@ -13,7 +13,8 @@ import numpy as np
 import xxhash
 
 from axlearn_like.checkpoint.manifest import CheckpointError, abstract_from, check_structure, make_manifest
-from axlearn_like.layers.parameter_names import merged, only, without
+from axlearn_like.checkpoint.plain_arrays import read_plain
+from axlearn_like.layers.parameter_names import merged, only, path_name, without
 
 # One checkpoint holds these items; parameters apart, so that another run can load them alone.
 PARAMS, REST, MANIFEST, EXTRAS = "params", "rest", "manifest", "extras"
@@ -37,7 +38,8 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
     try:
         if abstract_params is None:
             abstract_params = abstract_from(params_of(read_manifest(folder)))
-        return read_items(folder, {PARAMS: abstract_params})[PARAMS]
+        found = _plain_params(folder, abstract_params)
+        return read_items(folder, {PARAMS: abstract_params})[PARAMS] if found is None else found
     except Damaged as error:
         raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
@@ -159,12 +161,34 @@ def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     if digest(items[EXTRAS]) != manifest[EXTRAS]["json"]["digest"]:
         raise Damaged(f"the content of {path / EXTRAS} does not match its digest")
     for item in abstract:
-        for name, entry in make_manifest(items[item]).items():
-            if entry["checksum"] != manifest[item][name]["checksum"]:
-                raise Damaged(f"the content of {name!r} does not match its checksum")
+        _compare(items[item], manifest[item])
     if FROZEN in items:
         items[PARAMS] = merged(items[PARAMS], items.pop(FROZEN))
     return items
+
+
+def _plain_params(path: Path, abstract: Any) -> Any:
+    """Return the parameters of a checkpoint of plain chunks, verified; None: they are stored in Orbax's usual way."""
+    manifest = read_manifest(path)
+    if FROZEN in manifest or (path / PARAMS / "manifest.ocdbt").exists():
+        return None
+    check_structure(f"checkpoint {path}", abstract, manifest[PARAMS])
+    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
+    try:
+        found = read_plain(path / PARAMS, {path_name(keys): leaf for keys, leaf in leaves})
+    except Exception as error:
+        raise _failure(path, error) from None
+    if found is None:
+        return None
+    params = jax.tree.unflatten(tree, list(found.values()))
+    _compare(params, manifest[PARAMS])
+    return params
+
+
+def _compare(items: Any, manifest: Mapping[str, Any]) -> None:
+    for name, entry in make_manifest(items).items():
+        if entry["checksum"] != manifest[name]["checksum"]:
+            raise Damaged(f"the content of {name!r} does not match its checksum")
 
 
 def manifest_of(path: Path, item: str) -> Any:

@@ -117,8 +117,16 @@ class ServedModel(Configurable):
         return self.engine_cfg.clone(**changes).build(decode=decode, adapters=adapters)
 
 
-def load_params(experiment: RLExperiment | ServedModel, weights: Weights | None, mesh: jax.sharding.Mesh) -> Params:
+def load_params(
+    experiment: RLExperiment | ServedModel, weights: Weights | None, mesh: jax.sharding.Mesh, like: Params | None = None
+) -> Params:
     """Return parameters sharded over `mesh`; without weights, those that the experiment starts from, or random ones.
+
+    Args:
+        experiment: whose policy it is.
+        weights: of a run; None: there are none.
+        mesh: of the devices.
+        like: of an engine: arrays that it takes with the least copying, where they need not be those of a trainer.
 
     Raises:
         CheckpointError: damaged, or of another policy.
@@ -133,10 +141,10 @@ def load_params(experiment: RLExperiment | ServedModel, weights: Weights | None,
         start = cfg.start_from or pretrained_source(cfg.policy)
         if weights is None and start is None:
             return jax.jit(create)(key)
-        described = to_named_sharding(jax.eval_shape(create, key), mesh)
         if weights is not None:
-            return restore_params(weights.path, described)
+            return restore_params(weights.path, to_named_sharding(jax.eval_shape(create, key), mesh))
         assert start is not None
+        described = to_named_sharding(jax.eval_shape(create, key), mesh) if like is None else like
         return start.build().params(described)
 
 
@@ -152,7 +160,7 @@ def make_engine(
     threads = ThreadPoolExecutor(_COMPILING, "compile")
     try:
         compiling = [threads.submit(compile_one) for compile_one in engine.compilations()]
-        params = load_params(experiment, weights, make_mesh(engine.cfg.mesh))
+        params = load_params(experiment, weights, make_mesh(engine.cfg.mesh), engine.weights_like)
         engine.set_weights(params, 0 if weights is None else weights.version)
         for one in compiling:
             one.result()

@@ -128,4 +128,7 @@ def _copy(out: np.ndarray, source: Source, piece: Piece, where: list[slice]) -> 
     for row in range(rows.start, rows.stop, _ROWS):
         end = min(row + _ROWS, rows.stop)
         block = read_piece(source, piece, row, end)
+        if block.dtype == out.dtype:  # numpy copies plain numbers faster than bfloat16
+            bits = f"uint{8 * out.dtype.itemsize}"
+            block, out = block.view(bits), out.view(bits)
         out[row - rows.start : end - rows.start] = block[(slice(None), *others)]

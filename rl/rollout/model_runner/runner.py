@@ -27,6 +27,7 @@ from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
 from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
+from rl.rollout.model_runner.late_program import LateProgram
 from rl.rollout.model_runner.tiles import make_tiles
 from rl.rollout.model_runner.verify import decode_drafts
 from rl.rollout.model_runner.weights import WeightLayout
@@ -87,6 +88,7 @@ class ModelRunner:
         self._kernel = platform == "tpu"
         self.params: Params | None = None
         self.traces = 0  # programs compiled
+        self._later: LateProgram | None = None  # of plain samplers, see `compilations`
         # By (index of the group or tile, its rows, whether it is a tile); see `_windows_of`.
         self._windows: dict[tuple[int, int, bool], list[Any]] = {}
         with jax.set_mesh(self.mesh):
@@ -267,6 +269,8 @@ class ModelRunner:
         with jax.set_mesh(self.mesh):
             tiled = batch.shared is not None
             windows = self._windows_of(size, tiled=tiled)
+            if plain and self._later is not None and batch.draft is None and size == self._later.rows:
+                plain = self._later.ready()
             self.pool, windows, out = self._run_decode(
                 self._computed_with(self.params), self.pool, windows, batch, np.int32(quorum), plain=plain, chunk=chunk
             )
@@ -329,26 +333,30 @@ class ModelRunner:
         """Return functions that each compile a program of a short request by itself, before there are weights.
 
         They may run in threads at the same time, until the runner is used, which then finds the programs compiled.
-        Decoding is compiled as samplers with a temperature alone need it, and for all others (greedy ones, top-p).
+        Decoding is compiled for samplers of every kind. A program for those with a temperature alone, which is faster
+        and has the same results to the bit, is compiled in a thread when the first of them comes. (Not to be called in
+        an engine of several processes, which run the same programs.)
         """
         chunk, rows = self.buckets.chunks[0], self.buckets.rows(1)
         width = self.buckets.width(chunk) // self.page_size
-        with_bank, described = self.bank is not None, self._computed_with(self._weights.described)
+        with_bank, weights = self.bank is not None, self._computed_with(self._weights.described)
         prompt = pack_prefill([], self.buckets.prefill_rows(1, chunk), chunk, width, adapters=with_bank)
         batch = self._empty_batch([Sampler.Config()] * rows)
         with jax.set_mesh(self.mesh):
-            windows = self._windows_of(rows, tiled=batch.shared is not None)
+            pool, windows = _described((self.pool, self._windows_of(rows, tiled=batch.shared is not None)))
         drafts = [partial(self._compile_drafts, one) for one in self._draft_rows()]
 
         def compile_prefill() -> None:
             with jax.set_mesh(self.mesh):
-                self._run_prefill.lower(described, self.pool, prompt).compile()
+                self._run_prefill.lower(weights, pool, prompt).compile()
 
         def compile_decode(plain: bool) -> None:
             with jax.set_mesh(self.mesh):
-                self._run_decode.lower(described, self.pool, windows, batch, np.int32(1), plain=plain).compile()
+                # All static arguments as `decode` passes them: a default that is left out makes another program.
+                self._run_decode.lower(weights, pool, windows, batch, np.int32(1), plain=plain, chunk=1).compile()
 
-        return [partial(compile_decode, True), compile_prefill, partial(compile_decode, False), *drafts]
+        self._later = LateProgram(rows, partial(compile_decode, True))
+        return [partial(compile_decode, False), compile_prefill, *drafts]
 
     def _draft_rows(self) -> list[int]:
         """Return the rows of all dispatches with drafts, the fewest last."""
@@ -393,6 +401,11 @@ class ModelRunner:
             Dispatch("copy", partial(self._run_copy.trace, self.pool, pages, pages), len(pages)),
             Dispatch("zero", partial(self._run_zero.trace, self.pool, pages), len(pages)),
         ]
+
+
+def _described(arrays: Any) -> Any:
+    """Return arrays as they are described to the compiler: what they hold may be given to others meanwhile."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
 
 
 def _check_exact(model: Any, field: str, what_it_does: str) -> None:

@@ -1,0 +1,149 @@
+"""Parameters whose chunks are files of plain numbers (`chunks`), read without Orbax: mapped, and copied once.
+
+Such files are those of an import. Their axes may lie in another order than the parameter's; they are transposed in
+tiles that fit the processor's cache.
+"""
+
+import itertools
+import json
+import math
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_THREADS = 2  # parameters in memory at a time, beside those on the devices
+_TILE = 64  # bytes: a line of the cache
+_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}]
+_KEYS = {"name": "default", "configuration": {"separator": "."}}
+
+
+class PlainArray(NamedTuple):
+    """One parameter on disk.
+
+    Attributes:
+        folder: of its chunks.
+        shape: of the parameter.
+        dtype: of its numbers.
+        chunk: the shape of a chunk, in the axes of the parameter.
+        order: axes in the order in which a chunk stores them.
+    """
+
+    folder: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunk: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def open(cls, folder: Path) -> "PlainArray | None":
+        """Return the array of a directory, None if it is stored in another way."""
+        described = json.loads((folder / "zarr.json").read_text())
+        shape, codecs = tuple(described["shape"]), described["codecs"]
+        order = tuple(range(len(shape)))
+        if codecs and codecs[0]["name"] == "transpose":
+            order, codecs = tuple(codecs[0]["configuration"]["order"]), codecs[1:]
+        if codecs != _CODECS or described["chunk_key_encoding"] != _KEYS:
+            return None
+        chunk = tuple(described["chunk_grid"]["configuration"]["chunk_shape"])
+        return cls(folder, shape, jnp.dtype(described["data_type"]), chunk, order)
+
+    def read(self, where: Sequence[slice], buffer: "Buffer | None" = None) -> np.ndarray:
+        """Return a part of the array. OSError, ValueError: a chunk is missing, or cut off.
+
+        Args:
+            where: a slice for each axis, of those that are left out all.
+            buffer: of the thread.
+        """
+        buffer = Buffer() if buffer is None else buffer
+        parts = [*where, *[slice(None)] * (len(self.shape) - len(where))]
+        spans = [part.indices(size)[:2] for part, size in zip(parts, self.shape, strict=True)]
+        bits = np.dtype(f"uint{8 * self.dtype.itemsize}")  # numpy copies them faster than bfloat16
+        out = _aligned([stop - start for start, stop in spans], bits)
+        grid = [range(start // n, -(-stop // n)) for (start, stop), n in zip(spans, self.chunk, strict=True)]
+        back = np.argsort(self.order)
+        for place in itertools.product(*grid):
+            here, there = [], []
+            for (start, stop), index, size in zip(spans, place, self.chunk, strict=True):
+                first = index * size
+                here.append(slice(max(start - first, 0), min(stop - first, size)))
+                there.append(slice(max(first - start, 0), min(first + size, stop) - start))
+            part = out[tuple(there)]
+            file = self.folder / ".".join(["c", *map(str, place)])
+            content = buffer.content(file, mapped=2 * part.size < math.prod(self.chunk))
+            stored = content.view(bits).reshape([self.chunk[axis] for axis in self.order])
+            _copy(part, stored.transpose(back)[tuple(here)], self.order)
+        return out.view(self.dtype)
+
+
+class Buffer:
+    """Memory for the content of a file, used again for the next: new memory costs more than the reading."""
+
+    def __init__(self) -> None:
+        self._memory: np.ndarray = np.empty(0, np.uint8)
+
+    def content(self, path: Path, *, mapped: bool) -> np.ndarray:
+        """Return the bytes of a file, until the next call; `mapped`: only what is looked at is read."""
+        if mapped:
+            return np.memmap(path, np.uint8, "r")
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > len(self._memory):
+                self._memory = np.empty(size, np.uint8)
+            held, done = memoryview(self._memory[:size]), 0
+            while done < size and (count := file.readinto(held[done:])):
+                done += count
+        return self._memory[:done]
+
+
+def read_plain(folder: Path, abstract: dict[str, Any]) -> dict[str, Any] | None:
+    """Return parameters by name, in the shardings of `abstract`, or as numpy arrays where that holds such.
+
+    None: they are not all stored as plain chunks.
+    """
+    found = {name: PlainArray.open(folder / name.replace("/", ".")) for name in abstract}
+    arrays = {name: array for name, array in found.items() if array is not None}
+    if len(arrays) < len(found):
+        return None
+
+    of_thread = threading.local()
+
+    def read(name: str) -> Any:
+        array, like = arrays[name], abstract[name]
+        buffer = of_thread.__dict__.setdefault("buffer", Buffer())
+        if isinstance(like, np.ndarray):
+            return array.read((), buffer)
+        if like.sharding is None:
+            return jax.device_put(array.read((), buffer))
+        return jax.make_array_from_callback(array.shape, like.sharding, lambda where: array.read(where or (), buffer))
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="read") as threads:
+        return dict(zip(arrays, threads.map(read, arrays), strict=True))
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+    """Return memory that a CPU device takes without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _TILE, np.uint8)
+    start = -memory.ctypes.data % _TILE
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _copy(out: np.ndarray, stored: np.ndarray, order: Sequence[int]) -> None:
+    """Copy between arrays of the same shape, of which `stored` has its axes in another order in memory."""
+    stack = next((axis for axis, place in enumerate(order) if axis != place), None)
+    if stack is None:
+        out[...] = stored
+        return
+    axis, step = order[-1] - stack, max(1, _TILE // stored.itemsize)
+    for index in np.ndindex(*out.shape[:stack]):
+        to, entry = out[index], stored[index]
+        for start in range(0, to.shape[axis], step):
+            tile = (*[slice(None)] * axis, slice(start, start + step))
+            to[tile] = entry[tile]
