@@ -18,7 +18,8 @@ from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.reader import check_params, restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import fan_in_init
-from axlearn_like.layers.parameter_names import matrix_axes, path_name
+from axlearn_like.layers.parameter_names import kind_of, matrix_axes, path_name
+from axlearn_like.layers.wrappers.lora import factor_names, norms
 
 Tree = Mapping[str, Any]
 
@@ -115,7 +116,8 @@ class UnstackLayers(Configurable):
 class WrapPlain(Configurable):
     """A plain model was saved, wrapped layers (LoRA, int8) are wanted: parameters go into the inner layers.
 
-    Factors of LoRA are initialised as `LoRA` does (`a` random, `b` zero), so the first loss is that of the checkpoint.
+    Factors of LoRA are initialised as `LoRA` does (`a` random, `b` zero, magnitudes the norms), so the first loss is
+    that of the checkpoint.
     """
 
     class Config(ConfigBase["WrapPlain"]):
@@ -138,7 +140,17 @@ class WrapPlain(Configurable):
         if "inner" in wanted:
             made = {"inner": self._wrapped(plain, wanted["inner"], path)}
             factors = {name: part for name, part in wanted.items() if name != "inner"}
-            new = jax.tree_util.tree_map_with_path(lambda below, leaf: self._factor((*path, *below), leaf), factors)
+            inner = {path_name(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(made["inner"])}
+            matrices = [name for name, leaf in inner.items() if kind_of(name, leaf.ndim) == "matrix"]
+            magnitudes = {factor_names(name, inner[name].ndim).magnitude: name for name in matrices}
+
+            def new_factor(below: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+                place = path_name(below).partition("/")[2]  # behind `lora/`
+                if place not in magnitudes:
+                    return self._factor((*path, *below), leaf)
+                return norms(magnitudes[place], inner[magnitudes[place]])
+
+            new = jax.tree_util.tree_map_with_path(new_factor, factors)
             return {**made, **new}
         keys = {name: (*path, jax.tree_util.DictKey(name)) for name in wanted}
         return {name: self._wrapped(plain[name], part, keys[name]) for name, part in wanted.items()}

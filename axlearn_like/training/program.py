@@ -24,8 +24,6 @@ from mesh import to_named_sharding
 from mesh.batches import batch_partition
 from mesh.rules import mesh_axes
 
-_DROPOUT = 0  # seed: with step, microbatch, layer and matrix it makes the keys
-
 
 class Program(NamedTuple):
     """A train step and what it takes."""
@@ -45,8 +43,9 @@ def train_program(
     *,
     microbatches: int = 1,
     compiler_options: Mapping[str, str] | None = None,
+    seed: int = 0,
 ) -> Program:
-    """Return the supervised train step on a mesh.
+    """Return the supervised train step on a mesh; `seed`: with step, microbatch, layer and matrix that of dropout.
 
     Raises:
         UserError: the batch does not divide over the mesh, or its rows are longer than the model's positions.
@@ -56,7 +55,7 @@ def train_program(
     with jax.set_mesh(mesh):
         graphdef, state, init = describe_state(model, learner, mesh)
         loss_fn = make_supervised_loss(graphdef, loss)
-        dropout = None if drops_out(model) is None else _DROPOUT
+        dropout = None if drops_out(model) is None else seed
         options: dict[str, Any] = {"compiler_options": compiler_options, "dropout": dropout}
         step = make_train_step(loss_fn, learner, microbatches, like=state, **options)
         return Program(step, state, graphdef, init)

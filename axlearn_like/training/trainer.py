@@ -59,7 +59,7 @@ class Trainer(Configurable):
         input: SupervisedInput.Config = REQUIRED
         loss: LossConfig = SupervisedLoss.Config()
         mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
-        seed: int = 0  # of the initial parameters
+        seed: int = 0  # of the initial parameters, and of dropout
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
 
         @property
@@ -93,6 +93,7 @@ class Trainer(Configurable):
             settings: dict[str, Any] = {
                 "microbatches": self.microbatches,
                 "compiler_options": self.compiler_options,
+                "seed": self.seed,
             }
             with use_rules(self.axis_rules):
                 return train_program(self.model, self.input, loss, learner, mesh, **settings)

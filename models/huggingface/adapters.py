@@ -1,11 +1,12 @@
 """Low-rank adapters from and to PEFT's form: `adapter_config.json`, and a tensor for each factor of each layer.
 
 There, y = W x + scale * B A x with lora_A [rank, in] and lora_B [out, rank]; here, with matrices [in, out], the factors
-are `q_a_dl` and `q_b_lkqh`, stacked over layers (`axlearn_like.layers.wrappers.lora`).
+are `q_a_dl` and `q_b_lkqh`, stacked over layers (`axlearn_like.layers.wrappers.lora`). DoRA's magnitudes are
+`lora_magnitude_vector` there and `q_scale_kqh` here.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,8 @@ from axlearn_like.layers.wrappers.base import plain_config
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
 from mesh.errors import did_you_mean
 from models.huggingface.architectures import architecture_for
-from models.huggingface.convert import by_name
-from models.huggingface.rows import ConversionError, Row
+from models.huggingface.convert import abstract_params, by_name
+from models.huggingface.rows import ConversionError, Row, Section, Tensor, tensors_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -27,7 +28,6 @@ _PREFIX = "base_model.model."
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
@@ -68,17 +68,17 @@ class _Matrix:
         """The last word of the module there: "q_proj"."""
         return self.row.name.removesuffix(".weight").rpartition(".")[2]
 
-    def factors(self) -> tuple[str, str]:
-        """Return the paths of both factors here."""
-        ndim = len(self.name.rpartition("_")[2])
-        names = factor_names(self.name, ndim)
-        folder = f"{self.stack}{self.child}.lora"
-        return f"{folder}.{names.a}", f"{folder}.{names.b}"
-
-    def tensors(self, layer: int) -> tuple[str, str]:
-        """Return the names of both factors of a layer there."""
-        module = _PREFIX + self.row.name.format(self.layers[layer]).removesuffix(".weight")
-        return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+    def rows(self) -> dict[str, Row]:
+        """Return path of a factor here, below the stack -> its tensor there: A, B, and the magnitudes of DoRA."""
+        letters = self.name.rpartition("_")[2]
+        names = factor_names(self.name, len(letters))
+        module, folder = _PREFIX + self.row.name.removesuffix(".weight"), f"{self.child}.lora"
+        inputs, outputs = names.a.rpartition("_")[2].removesuffix("l"), names.b.rpartition("_")[2].removeprefix("l")
+        return {
+            f"{folder}.{names.a}": Row(f"{module}.lora_A.weight", f"l,{inputs}"),
+            f"{folder}.{names.b}": Row(f"{module}.lora_B.weight", f"{outputs},l"),
+            f"{folder}.{names.magnitude}": Row(f"{module}.lora_magnitude_vector", outputs),
+        }
 
 
 def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> Adapter:
@@ -92,21 +92,17 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> Adapter:
     Raises:
         ConversionError: there are no LoRA layers, their ranks differ, or a factor has no counterpart there.
     """
-    loras = _loras(cfg)
+    first = _loras(cfg)[0]
     arrays = {name: array for name, array in by_name(params).items() if ".lora." in name}
-    modules, tensors = set[str](), dict[str, np.ndarray]()
-    for matrix in _matrices(plain_config(cfg)):
-        if matrix.factors()[0] not in arrays:
-            continue
-        a, b = (np.asarray(arrays.pop(name), np.float32) for name in matrix.factors())
-        modules.add(matrix.module)
-        for layer in range(len(matrix.layers)):
-            name_a, name_b = matrix.tensors(layer)
-            tensors[name_a] = np.ascontiguousarray(a[layer].reshape(-1, a.shape[-1]).T)
-            tensors[name_b] = np.ascontiguousarray(b[layer].reshape(b.shape[1], -1).T)
-    if arrays:
-        raise ConversionError(f"factor {min(arrays)} has no counterpart in PEFT: it adapts linear layers alone")
-    first = loras[0]
+    matrices = list(_matrices(plain_config(cfg)))
+    known = {matrix.stack + path: matrix for matrix in matrices for path in matrix.rows()}
+    if unknown := sorted(arrays.keys() - known.keys()):
+        raise ConversionError(f"factor {unknown[0]} has no counterpart in PEFT: it adapts linear layers alone")
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in _tensors(arrays, matrices).items():
+        tensors[name] = np.empty(tensor.shape, np.float32)
+        for piece in tensor.pieces:
+            piece.view(tensors[name])[...] = np.asarray(arrays[piece.parameter][piece.index], np.float32)
     config = {
         **{name: values[0] for name, values in _ONLY.items()},
         "base_model_name_or_path": base,
@@ -114,8 +110,9 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> Adapter:
         "lora_alpha": first.alpha,
         "lora_dropout": first.dropout,
         "r": first.rank,
-        "target_modules": sorted(modules),
+        "target_modules": sorted({known[name].module for name in arrays}),
         "task_type": "CAUSAL_LM",
+        "use_dora": first.magnitudes,
         "use_rslora": first.rank_stabilised,
     }
     return Adapter(tensors, dict(sorted(config.items())))
@@ -127,34 +124,60 @@ def from_peft(adapter: Adapter, cfg: Decoder.Config) -> tuple[Decoder.Config, Pa
     Raises:
         ConversionError: the adapter has what is not computed here, or tensors of another model.
     """
-    tensors, config = adapter
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+    adapted, expected = adapter_tensors(shapes, adapter.config, cfg)
+    described = by_name(abstract_params(adapted))
+    params: Params = {}
+    arrays: dict[str, np.ndarray] = {}
+    for name, tensor in expected.items():
+        for piece in tensor.pieces:
+            if piece.parameter not in arrays:
+                arrays[piece.parameter] = np.empty(described[piece.parameter].shape, np.float32)
+                _put(params, piece.parameter, arrays[piece.parameter])
+            arrays[piece.parameter][piece.index] = piece.view(np.asarray(adapter.tensors[name]))
+    return adapted, params
+
+
+def adapter_tensors(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], cfg: Decoder.Config
+) -> tuple[Decoder.Config, dict[str, Tensor]]:
+    """Return a plain decoder's config with LoRA layers, and an adapter's tensors: name -> shape, and factors here.
+
+    Args:
+        shapes: of the tensors that are there.
+        config: of PEFT.
+        cfg: the decoder.
+
+    Raises:
+        ConversionError: the adapter has what is not computed here, or tensors of another model.
+    """
     for name, values in _ONLY.items():
         if name in config and config[name] not in values:
             raise ConversionError(f"{CONFIG}: {name} is {config[name]!r}; expected {values[0]!r}")
-    matrices = [matrix for matrix in _matrices(cfg) if matrix.tensors(0)[0] in tensors]
-    wanted = [name for one in matrices for layer in range(len(one.layers)) for name in one.tensors(layer)]
-    unknown, missing = sorted(tensors.keys() - set(wanted)), sorted(set(wanted) - tensors.keys())
+    every = list(_matrices(cfg))
+    matrices = [one for one in every if next(iter(one.rows().values())).name.format(one.layers[0]) in shapes]
+    lora = {"rank": config["r"], "alpha": float(config["lora_alpha"]), "magnitudes": bool(config.get("use_dora"))}
+    adapted = _adapted(cfg, matrices, **lora, rank_stabilised=bool(config.get("use_rslora")))
+    factors = {name: leaf for name, leaf in by_name(abstract_params(adapted)).items() if ".lora." in name}
+    expected = _tensors(factors, matrices)
+    unknown, missing = sorted(shapes.keys() - expected.keys()), sorted(expected.keys() - shapes.keys())
     if unknown or missing:
-        known = [name for one in _matrices(cfg) for name in one.tensors(0)]
+        known = [row.name.format(one.layers[0]) for one in every for row in one.rows().values()]
         hint = did_you_mean(unknown[0], known) if unknown else ""
         raise ConversionError(f"{TENSORS}: unknown: {unknown[:4]}, missing: {missing[:4]}{hint}")
-    lora = {"rank": config["r"], "alpha": float(config["lora_alpha"])}
-    adapted = _adapted(cfg, matrices, **lora, rank_stabilised=bool(config.get("use_rslora")))
-    shapes = _shapes(adapted)
-    params: Params = {}
-    for matrix in matrices:
-        for side, path in enumerate(matrix.factors()):
-            shape = shapes[path]
-            parts = [
-                np.asarray(tensors[matrix.tensors(layer)[side]], np.float32) for layer in range(len(matrix.layers))
-            ]
-            theirs = (shape[-1], int(np.prod(shape[1:-1]))) if side == 0 else (int(np.prod(shape[2:])), shape[1])
-            for layer, part in enumerate(parts):
-                if part.shape != theirs:
-                    name = matrix.tensors(layer)[side]
-                    raise ConversionError(f"{TENSORS}: {name} is {part.shape}; expected {theirs}")
-            _put(params, path, np.stack([part.T.reshape(shape[1:]) for part in parts]))
-    return adapted, params
+    for name, tensor in expected.items():
+        if shapes[name] != tensor.shape:
+            raise ConversionError(f"{TENSORS}: {name} is {shapes[name]}; expected {tensor.shape}")
+    return adapted, expected
+
+
+def _tensors(factors: Mapping[str, Any], matrices: Iterable[_Matrix]) -> dict[str, Tensor]:
+    """Return the tensors there of factors by their paths here."""
+    tree: Params = {}
+    for name, leaf in factors.items():
+        _put(tree, name, leaf)
+    sections = [Section(one.stack, one.rows(), one.layers) for one in matrices]
+    return tensors_of(tree, sections, "PEFT")
 
 
 def _matrices(cfg: Decoder.Config) -> Iterator[_Matrix]:
@@ -172,9 +195,10 @@ def _loras(cfg: Decoder.Config) -> list[LoRA.Config]:
     found = [node for _, node in walk_configs(cfg) if isinstance(node, LoRA.Config)]
     if not found:
         raise ConversionError("this model has no LoRA layers: it has no adapter")
-    kinds = {(one.rank, one.alpha, one.rank_stabilised) for one in found}
+    kinds = {(one.rank, one.alpha, one.rank_stabilised, one.magnitudes) for one in found}
     if len(kinds) > 1:
-        raise ConversionError(f"LoRA layers differ in (rank, alpha, rank_stabilised): {sorted(kinds)}; expected one")
+        fields = "(rank, alpha, rank_stabilised, magnitudes)"
+        raise ConversionError(f"LoRA layers differ in {fields}: {sorted(kinds)}; expected one")
     return found
 
 
@@ -188,12 +212,6 @@ def _adapted(cfg: Decoder.Config, matrices: list[_Matrix], **lora: Any) -> Decod
         match = tuple(matrix.name for matrix in matrices if matrix.child == child)
         changed.set(**{child: LoRA.Config(inner=getattr(changed, child), match=match, **lora)})
     return cfg.clone(block=changed)
-
-
-def _shapes(cfg: Decoder.Config) -> dict[str, tuple[int, ...]]:
-    from models.huggingface.convert import abstract_params
-
-    return {name: tuple(leaf.shape) for name, leaf in by_name(abstract_params(cfg)).items()}
 
 
 def _put(params: Params, path: str, array: np.ndarray) -> None:

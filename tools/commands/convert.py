@@ -40,19 +40,27 @@ def command() -> None:
     type=click.Choice(["float32", "bfloat16"]),
     help="Of all parameters. Default: bfloat16 where the tensors are, else float32, so that nothing is lost.",
 )
+@click.option(
+    "--adapter",
+    type=click.Path(path_type=Path),
+    help="A directory of PEFT: its factors become LoRA layers around those of SOURCE.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-def _import(source: Path, target: Path, dtype: str | None, as_json: bool) -> None:
+def _import(source: Path, target: Path, dtype: str | None, adapter: Path | None, as_json: bool) -> None:
     """Import SOURCE, a directory in Hugging Face's form or a safetensors file in one, as the directory TARGET.
 
     The model is the one that config.json describes. Everything is checked before anything is written; tensors are
     copied without holding them, and the same command goes on after a kill. TARGET can be served, exported, and named
-    wherever a run starts from another.
+    wherever a run starts from another; with --adapter it is exported by --merge or --adapter.
     """
     from models.huggingface.checkpoints.directory import HuggingFaceDirectory
     from models.huggingface.checkpoints.importing import import_checkpoint
+    from models.huggingface.checkpoints.with_adapter import with_adapter
 
     began = time.monotonic()
     found = HuggingFaceDirectory.open(source)
+    if adapter is not None:
+        found = with_adapter(found, adapter)
     for note in found.notes:
         click.echo(f"axl: warning: {note}", err=True)
     with bytes_progress("import") as progress:

@@ -2,7 +2,7 @@
 
 Not run by the tests and not by the project's environment; any Python >= 3.10 with torch, transformers >= 5 and peft:
 
-    golden/bin/python tools/golden/peft_adapter.py make tests/models/golden        # peft_llama.npz
+    golden/bin/python tools/golden/peft_adapter.py make tests/models/golden        # peft_llama.npz, peft_dora.npz
     golden/bin/python tools/golden/peft_adapter.py check tests/models/golden DIR   # of `axl convert export --adapter`
 
 The base is that of tests/models/golden/llama_untied.npz. The file holds `config` (adapter_config.json), the tensors as
@@ -44,23 +44,26 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
 
 
-def make(folder: Path) -> None:
-    """Write an adapter with random factors, and its logits."""
+def make(folder: Path, name: str, **kind: bool) -> None:
+    """Write an adapter with random factors, and its logits, alone and merged."""
     base, tokens = base_model(folder)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, use_rslora=True, task_type="CAUSAL_LM")
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM", **kind)
     model = get_peft_model(base, config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_" in name:
-                weight.copy_((0.2 * torch.randn(weight.shape, generator=generator)).bfloat16().float())
+        for path, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator) if "lora_" in path else weight
+            if "lora_magnitude" in path:
+                weight.copy_((weight * (1 + 0.3 * noise)).bfloat16().float())
+            elif "lora_" in path:
+                weight.copy_((0.2 * noise).bfloat16().float())
     with tempfile.TemporaryDirectory() as saved:
         model.save_pretrained(saved)
         tensors = load_file(Path(saved) / "adapter_model.safetensors")
         written = json.loads((Path(saved) / "adapter_config.json").read_text())
     arrays: dict[str, Any] = {f"weights/{key}": tensor for key, tensor in tensors.items()}
     arrays |= {"tokens": tokens, "logits": logits(model, tokens)}
-    np.savez_compressed(folder / "peft_llama.npz", config=np.array(json.dumps(written)), **arrays)
+    np.savez_compressed(folder / f"{name}.npz", config=np.array(json.dumps(written)), **arrays)
 
 
 def check(folder: Path, exported: Path) -> None:
@@ -86,7 +89,8 @@ def main() -> None:
     parser.add_argument("exported", type=Path, nargs="?")
     arguments = parser.parse_args()
     if arguments.command == "make":
-        make(arguments.folder)
+        make(arguments.folder, "peft_llama", use_rslora=True)
+        make(arguments.folder, "peft_dora", use_dora=True)
     else:
         check(arguments.folder, arguments.exported)
 

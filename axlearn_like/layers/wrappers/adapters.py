@@ -72,6 +72,11 @@ def adapter_of(model: ConfigBase[Any], params: Params) -> Adapter:
     for path, place, layer in walk_wrappers(built):
         if not isinstance(layer, LoRA):
             raise UserError(f"{path}{type(layer).__name__}: an adapter is of LoRA layers alone")
+        if layer.magnitudes:
+            raise UserError(
+                f"{path}magnitudes (DoRA) scale what the base adds, too, and cannot be adapted row by row; expected "
+                "LoRA, or a model with the adapter merged"
+            )
         for name in layer.names:
             if path + name not in known:
                 raise UserError(f"{path}{name} cannot be adapted row by row; expected {_shown(known)}")

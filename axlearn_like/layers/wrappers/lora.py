@@ -27,6 +27,10 @@ class LoRA(Wrapper):
     The sum is computed, one layer at a time, and then multiplied with: any layer can be wrapped, and merging changes
     nothing but rounding. It saves the optimizer's state, not work: the gradient of the sum is computed too.
 
+    With `magnitudes` (DoRA, Liu et al. 2024, arXiv 2402.09353) each output of the sum has a norm of its own, trained
+    too: W' = m (W + alpha / rank * a b) / |W + alpha / rank * a b|, with norms over the inputs, through which no
+    gradient flows, and `lora/q_scale_kqh`, the norms of W at first.
+
     With `dropout`, steps of training compute x W + scale (dropout(x) a) b instead, each matrix with a mask of its own.
     The keys follow from step, microbatch, layer and matrix, so a run that is resumed draws the same.
 
@@ -39,12 +43,16 @@ class LoRA(Wrapper):
         rank: int = 8
         alpha: float = 16.0
         dropout: float = 0.0  # of the input of A in training, by matrix; the product is then computed apart
+        magnitudes: bool = False  # DoRA
         rank_stabilised: bool = False  # alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)
 
         @override
         def check_fields(self) -> None:
             self.require_least(1, "rank")
             self.require("dropout", 0 <= self.dropout < 1, "a share, 0 or more and below 1")
+            self.require(
+                "dropout", not (self.dropout and self.magnitudes), "0 with magnitudes, whose norms are of a sum"
+            )
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
@@ -54,10 +62,11 @@ class LoRA(Wrapper):
             if other:
                 said = f"expected 0 with {other[0]}, which rows do not go through one by one; see `skip`"
                 raise UserError(f"{path_of(cfg)}.dropout: {said}")
+        self.magnitudes = cfg.magnitudes
         self.scale = cfg.alpha / (math.sqrt(cfg.rank) if cfg.rank_stabilised else cfg.rank)
         params, factors = split(self.inner)[1], {}
         for name in self.names:
-            for path, factor in _factors(name, parameter(params, name), cfg.rank, rngs):
+            for path, factor in _factors(name, parameter(params, name), cfg, rngs):
                 *folders, last = path.split("/")
                 folder = factors
                 for key in folders:
@@ -79,6 +88,8 @@ class LoRA(Wrapper):
                 out_sharding=None if jax.sharding.get_abstract_mesh().empty else jax.typeof(weight).sharding.spec,
             )
             new[name] = weight + (self.scale * update).astype(weight.dtype)
+            if self.magnitudes:
+                new[name] = with_magnitude(name, new[name], parameter(factors, names.magnitude))
         return replaced(params, new)
 
     @override
@@ -106,25 +117,44 @@ class LoRA(Wrapper):
 
 
 class FactorNames(NamedTuple):
-    """Paths of a matrix's two factors, and the einsum of their product, for stacks of layers too."""
+    """Paths of a matrix's factors and magnitudes, and the einsum of the product, for stacks of layers too."""
 
     a: str
     b: str
     product: str
+    magnitude: str
 
 
 def factor_names(name: str, ndim: int) -> FactorNames:
-    """Return the names of the factors: `q_dkqh` -> `q_a_dl`, `q_b_lkqh`, `...dl,...lkqh->...dkqh`."""
+    """Return the names of the factors: `q_dkqh` -> `q_a_dl`, `q_b_lkqh`, `...dl,...lkqh->...dkqh`, `q_scale_kqh`."""
     suffix = shape_suffix(name, ndim)
     axes = matrix_axes(name, len(suffix))
     assert axes is not None, "only matrices have factors"
     stack, inputs, outputs = ("".join(suffix[axis] for axis in part) for part in axes)
     stem, a, b = name.removesuffix(f"_{suffix}"), f"{stack}{inputs}l", f"{stack}l{outputs}"
-    return FactorNames(f"{stem}_a_{a}", f"{stem}_b_{b}", f"...{a},...{b}->...{suffix}")
+    product, magnitude = f"...{a},...{b}->...{suffix}", f"{stem}_scale_{stack}{outputs}"
+    return FactorNames(f"{stem}_a_{a}", f"{stem}_b_{b}", product, magnitude)
 
 
-def _factors(name: str, weight: jax.Array, rank: int, rngs: nnx.Rngs) -> Iterator[tuple[str, nnx.Param[jax.Array]]]:
-    """Yield both factors of one layer's matrix, by their paths."""
+def norms(name: str, weight: jax.Array) -> jax.Array:
+    """Return the norm of each output of a matrix, or of each of a stack of them, without the axes of inputs."""
+    axes = matrix_axes(name, weight.ndim)
+    assert axes is not None, "only matrices have norms"
+    return jnp.sqrt(jnp.sum(weight * weight, axis=axes.inputs))
+
+
+def with_magnitude(name: str, weight: jax.Array, magnitude: jax.Array) -> jax.Array:
+    """Return a matrix whose outputs have these norms."""
+    axes = matrix_axes(name, weight.ndim)
+    assert axes is not None, "only matrices have magnitudes"
+    share = magnitude / jax.lax.stop_gradient(norms(name, weight)).astype(magnitude.dtype)
+    return weight * jnp.expand_dims(share, axes.inputs).astype(weight.dtype)
+
+
+def _factors(
+    name: str, weight: jax.Array, cfg: LoRA.Config, rngs: nnx.Rngs
+) -> Iterator[tuple[str, nnx.Param[jax.Array]]]:
+    """Yield the factors of one layer's matrix, and its magnitudes if it has them, by their paths."""
     names, axes = factor_names(name, weight.ndim), matrix_axes(name, weight.ndim)
     assert axes is not None
     meshless = jax.sharding.get_abstract_mesh().empty
@@ -132,10 +162,12 @@ def _factors(name: str, weight: jax.Array, rank: int, rngs: nnx.Rngs) -> Iterato
 
     def born(init: Initializer, *dimensions: int | None) -> nnx.Param[jax.Array]:
         """Return a factor with the axes of the matrix at these dimensions; None: the rank."""
-        shape = tuple(rank if dimension is None else weight.shape[dimension] for dimension in dimensions)
+        shape = tuple(cfg.rank if dimension is None else weight.shape[dimension] for dimension in dimensions)
         spec = PartitionSpec(*(None if dimension is None else sharding[dimension] for dimension in dimensions))
         return nnx.Param(init(rngs.params(), shape, weight.dtype, out_sharding=None if meshless else spec))
 
     fan_in = math.prod(weight.shape[axis] for axis in axes.inputs)
     yield names.a, born(fan_in_init(fan_in), *axes.stack, *axes.inputs, None)
     yield names.b, born(jax.nn.initializers.zeros, *axes.stack, None, *axes.outputs)
+    if cfg.magnitudes:
+        yield names.magnitude, nnx.Param(norms(name, weight))

@@ -11,7 +11,7 @@ from axlearn_like.layers.wrappers import adapters
 from axlearn_like.layers.wrappers.base import plain_config
 from models.huggingface.adapters import CONFIG, TENSORS, Adapter, from_peft
 from models.huggingface.checkpoints.exporting_adapter import saved_factors
-from models.huggingface.checkpoints.safetensors import read_header
+from models.huggingface.checkpoints.safetensors import Stored, read_header
 from models.huggingface.rows import ConversionError
 
 _PICKLED = "adapter_model.bin"
@@ -19,7 +19,13 @@ _NEEDED = {"r": int, "lora_alpha": int | float}
 
 
 def read_peft(folder: Path) -> Adapter:
-    """Return the adapter of a directory in PEFT's form.
+    """Return the adapter of a directory in PEFT's form. Raises as `read_peft_headers`."""
+    headers, config = read_peft_headers(folder)
+    return Adapter({name: stored.map() for name, stored in headers.items()}, config)
+
+
+def read_peft_headers(folder: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """Return the tensors' places and the config of a directory in PEFT's form.
 
     Raises:
         ConversionError: a file is missing, damaged, or of another kind; it names the file.
@@ -39,8 +45,7 @@ def read_peft(folder: Path) -> Adapter:
     if not (folder / TENSORS).is_file():
         pickled = f"; {_PICKLED} runs code when it is read: save the adapter with safe_serialization=True"
         raise ConversionError(f"{folder}: there is no {TENSORS}{pickled if (folder / _PICKLED).is_file() else ''}")
-    found = {name: stored.map() for name, stored in read_header(folder / TENSORS).items()}
-    return Adapter(found, config)
+    return read_header(folder / TENSORS), config
 
 
 def peft_adapter(folder: Path, model: ConfigBase[Any]) -> adapters.Adapter:

@@ -34,6 +34,7 @@ class MergedParams:
         built = jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0)))
         places: dict[str, str] = {}  # of the plain model: there
         self._factors: dict[str, tuple[str, Any, Any, Any]] = {}
+        self._magnitudes: dict[str, Any] = {}
         for path, place, layer in walk_wrappers(built):
             if not isinstance(layer, LoRA):
                 raise ConversionError(f"{path}{type(layer).__name__}: only LoRA layers are merged")
@@ -43,6 +44,8 @@ class MergedParams:
                 names = factor_names(name, suffix)
                 a, b = (_whole(saved, f"{place}lora/{one}") for one in (names.a, names.b))
                 self._factors[path + name] = names.product, a, b, np.float32(scale * layer.scale)
+                if layer.magnitudes and scale:
+                    self._magnitudes[path + name] = _whole(saved, f"{place}lora/{names.magnitude}")
         inner = {f"{place}inner/": path for path, place in places.items()}
         self._names: dict[str, str] = {}
         for name in saved.manifest:
@@ -63,7 +66,18 @@ class MergedParams:
             return base
         product, a, b, scale = self._factors[name]
         update = scale * np.einsum(product, a[index].astype(np.float32), b[index].astype(np.float32))
-        return np.ascontiguousarray(base + update.astype(base.dtype).transpose(order))
+        total = base + update.astype(base.dtype).transpose(order)
+        if name in self._magnitudes:
+            total = _scaled(total.transpose(np.argsort(order)), self._magnitudes[name][index], a[index].ndim - 1)
+            total = total.transpose(order)
+        return np.ascontiguousarray(total)
+
+
+def _scaled(weight: np.ndarray, magnitude: np.ndarray, inputs: int) -> np.ndarray:
+    """Return a matrix whose outputs have these norms; its first axes are those of its inputs."""
+    wide = weight.astype(np.float32)
+    share = magnitude.astype(np.float32) / np.sqrt(np.sum(wide * wide, axis=tuple(range(inputs))))
+    return weight * share.astype(weight.dtype)
 
 
 def _whole(saved: SavedParams, name: str) -> np.ndarray:

@@ -19,10 +19,15 @@ from models.huggingface.rows import ConversionError
 from tests.models.huggingface.test_convert import GOLDEN, load
 
 
-@pytest.fixture(scope="module")
-def golden() -> tuple[Adapter, dict[str, np.ndarray]]:
+@pytest.fixture(scope="module", params=["peft_llama", "peft_dora"])
+def golden(request: pytest.FixtureRequest) -> tuple[Adapter, dict[str, np.ndarray]]:
     """Return the adapter by PEFT, and tokens and logits."""
-    with np.load(GOLDEN / "peft_llama.npz") as file:
+    return load_adapter(request.param)
+
+
+def load_adapter(name: str) -> tuple[Adapter, dict[str, np.ndarray]]:
+    """Return an adapter by PEFT, and tokens and logits."""
+    with np.load(GOLDEN / f"{name}.npz") as file:
         arrays = {key: file[key] for key in file.files}
     config = json.loads(str(arrays.pop("config")))
     tensors = {key.removeprefix("weights/"): arrays.pop(key) for key in list(arrays) if "/" in key}
@@ -58,15 +63,17 @@ def test_the_round_trip_is_exact(golden):
     assert back.tensors.keys() == adapter.tensors.keys()
     for name, tensor in adapter.tensors.items():
         np.testing.assert_array_equal(back.tensors[name], tensor)
-    for name in ("r", "lora_alpha", "use_rslora", "peft_type", "task_type", "bias"):
+    for name in ("r", "lora_alpha", "use_rslora", "use_dora", "peft_type", "task_type", "bias"):
         assert back.config[name] == adapter.config[name]
     assert set(back.config["target_modules"]) == set(adapter.config["target_modules"])
 
 
-def test_what_is_not_computed_here_is_refused_by_name(golden):
-    (tensors, config), _ = golden
+def test_what_is_not_computed_here_is_refused_by_name():
+    (tensors, config), _ = load_adapter("peft_llama")
     cfg = load("llama_untied")[0]
-    with pytest.raises(ConversionError, match="adapter_config.json: use_dora is True; expected False"):
+    with pytest.raises(ConversionError, match="adapter_config.json: bias is 'all'; expected 'none'"):
+        from_peft(Adapter(tensors, {**config, "bias": "all"}), cfg)
+    with pytest.raises(ConversionError, match="missing: .*lora_magnitude_vector"):
         from_peft(Adapter(tensors, {**config, "use_dora": True}), cfg)
     name = next(iter(tensors))
     with pytest.raises(ConversionError, match="missing: .*lora_"):

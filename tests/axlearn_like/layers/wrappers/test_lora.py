@@ -246,7 +246,7 @@ def flat_shapes(tree: Any) -> Flat:
 
 
 def test_names_of_factors():
-    assert factor_names("q_up_rkqh", 4) == ("q_up_a_rl", "q_up_b_lkqh", "...rl,...lkqh->...rkqh")
+    assert factor_names("q_up_rkqh", 4) == ("q_up_a_rl", "q_up_b_lkqh", "...rl,...lkqh->...rkqh", "q_up_scale_kqh")
     assert factor_names("experts/down_efd", 4).a == "experts/down_a_efl"
 
 
@@ -321,3 +321,34 @@ def test_some_matrices_can_be_chosen():
     graphdef, params = initialise(cfg)
     assert sorted(params["lora"]) == ["q_a_dl", "q_b_lkqh", "v_a_dl", "v_b_lkh"]
     assert isinstance(bind(graphdef, params), LoRA)
+
+
+def test_magnitudes_are_the_norms_of_outputs_and_no_gradient_flows_through_the_norms():
+    """DoRA by numpy; at first it is the inner layer."""
+    cfg = LoRA.Config(
+        inner=FeedForward.Config(dim=6, hidden=4, activation="relu"), match="up_*", rank=RANK, magnitudes=True
+    )
+    graphdef, params = initialise(cfg)
+    weight, lora = np.asarray(params["inner"]["up_df"], np.float64), params["lora"]
+    a, b, m = (np.asarray(lora[name], np.float64) for name in ("up_a_dl", "up_b_lf", "up_scale_f"))
+    total = weight + 16.0 / RANK * a @ b
+    share = m / np.linalg.norm(total, axis=0)
+    against = np.random.default_rng(1).normal(size=weight.shape)
+
+    def loss(lora: Any) -> jax.Array:
+        return jnp.sum(against * plain_params(graphdef, {**params, "lora": lora})["up_df"])
+
+    value, grads = jax.value_and_grad(loss)(lora)
+    assert float(value) == pytest.approx(np.sum(against * total * share), rel=1e-5)
+    np.testing.assert_allclose(grads["up_b_lf"], 16.0 / RANK * a.T @ (against * share), rtol=1e-4, atol=1e-5)
+    expected = np.sum(against * total, axis=0) / np.linalg.norm(total, axis=0)
+    np.testing.assert_allclose(grads["up_scale_f"], expected, rtol=1e-4, atol=1e-5)
+
+    plain = plain_params(graphdef, params)
+    wrapped = WrapPlain.Config().build().convert(plain, jax.eval_shape(lambda: params))
+    np.testing.assert_allclose(wrapped["lora"]["up_scale_f"], np.linalg.norm(plain["up_df"], axis=0), rtol=1e-6)
+    np.testing.assert_allclose(plain_params(graphdef, wrapped)["up_df"], plain["up_df"], rtol=1e-6)
+    built = cfg.build(rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(plain_params(*split(built))["up_df"], built.inner.up_df[...], rtol=1e-6)
+    with pytest.raises(UserError, match="dropout: .*0 with magnitudes"):
+        cfg.set(dropout=0.1).check_fields()
