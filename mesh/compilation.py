@@ -1,4 +1,4 @@
-"""XLA's persistent compilation cache: the second start of any command skips compilation."""
+"""Compilation that is not waited for: XLA's persistent cache, and programs compiled beside others that are in use."""
 
 # jax's own types are partial.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -7,6 +7,8 @@
 import functools
 import os
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +66,22 @@ def cache_programs_of_every_process() -> None:
             warnings.warn(f"{name} was compiled but not kept: {type(error).__name__}: {error}", stacklevel=2)
 
     compiler._cache_write = write
+
+
+class LateProgram:
+    """A program for so many rows that is compiled in a thread as soon as it would be used; another serves till then."""
+
+    def __init__(self, rows: int, compile_it: Callable[[], None]):
+        self.rows, self._compile = rows, compile_it
+        self._compiled: Future[None] | None = None
+
+    def ready(self) -> bool:
+        """Return True if it is compiled; its compilation has begun. Raises what the compiler raises."""
+        if self._compiled is None:
+            thread = ThreadPoolExecutor(1, "compile")
+            self._compiled = thread.submit(self._compile)
+            thread.shutdown(wait=False)
+        if self._compiled.done():
+            self._compiled.result()
+            return True
+        return False

@@ -53,6 +53,10 @@ class Source(Protocol):
         """The bytes of what is read."""
         ...
 
+    def map(self) -> np.ndarray:
+        """Return the whole tensor."""
+        ...
+
     def rows(self, first: int, last: int) -> np.ndarray:
         """Return rows of the first axis."""
         ...
@@ -109,6 +113,10 @@ class Packed:
     def stored(self, first: int, last: int) -> tuple[Stored, ...]:
         """Return the parts of files that `rows` reads."""
         return self.values.part(first, last), self.scales.part(first, last)
+
+    def map(self) -> np.ndarray:
+        """Return the whole tensor as bfloat16."""
+        return self.rows(0, self.shape[0])
 
     def rows(self, first: int, last: int) -> np.ndarray:
         """Return rows of the first axis as bfloat16."""

@@ -21,13 +21,13 @@ from axlearn_like.layers.contexts.paged import make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
 from axlearn_like.layers.wrappers.adapters import adapted
 from mesh import UserError, make_mesh, to_named_sharding
+from mesh.compilation import LateProgram
 from mesh.rules import use_rules
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
 from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
-from rl.rollout.model_runner.late_program import LateProgram
 from rl.rollout.model_runner.tiles import make_tiles
 from rl.rollout.model_runner.verify import decode_drafts
 from rl.rollout.model_runner.weights import WeightLayout
@@ -404,7 +404,7 @@ class ModelRunner:
 
 
 def _described(arrays: Any) -> Any:
-    """Return arrays as they are described to the compiler: what they hold may be given to others meanwhile."""
+    """Return arrays as they are described to the compiler: their memory may go to others while it compiles."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
 
 

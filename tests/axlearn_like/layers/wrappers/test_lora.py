@@ -345,7 +345,7 @@ def test_magnitudes_are_the_norms_of_outputs_and_no_gradient_flows_through_the_n
     np.testing.assert_allclose(grads["up_scale_f"], expected, rtol=1e-4, atol=1e-5)
 
     plain = plain_params(graphdef, params)
-    wrapped = WrapPlain.Config().build().convert(plain, jax.eval_shape(lambda: params))
+    wrapped: Any = WrapPlain.Config().build().convert(plain, jax.eval_shape(lambda: params))
     np.testing.assert_allclose(wrapped["lora"]["up_scale_f"], np.linalg.norm(plain["up_df"], axis=0), rtol=1e-6)
     np.testing.assert_allclose(plain_params(graphdef, wrapped)["up_df"], plain["up_df"], rtol=1e-6)
     built = cfg.build(rngs=nnx.Rngs(0))
