@@ -10,6 +10,8 @@ from axlearn_like.config import ConfigBase, Configurable
 
 __all__ = ["Call", "CallForm", "JsonCalls", "TextCalls"]
 
+OPENING, CLOSING = "<tool_call>", "</tool_call>"  # of Hermes and Qwen
+
 
 class Call(NamedTuple):
     """A call as an action spells it.
@@ -130,15 +132,13 @@ class JsonCalls(CallForm):
         def shows_schemas(self) -> bool:
             return True
 
-    _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
-
     def __init__(self, cfg: Config):
         del cfg
 
     @override
     def calls(self, action: str) -> list[Call]:
-        pieces = action.split(self._OPENING)[1:]
-        return [self._read(piece.partition(self._CLOSING)) for piece in pieces]
+        pieces = action.split(OPENING)[1:]
+        return [self._read(piece.partition(CLOSING)) for piece in pieces]
 
     @override
     def results(self, results: Sequence[str]) -> str:
@@ -147,12 +147,12 @@ class JsonCalls(CallForm):
     @override
     def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         body = json.dumps({"name": tool, "arguments": dict(arguments)}, ensure_ascii=False)
-        return f"{self._OPENING}\n{body}\n{self._CLOSING}"
+        return f"{OPENING}\n{body}\n{CLOSING}"
 
     def _read(self, parts: tuple[str, str, str]) -> Call:
         body, closing, _ = parts
         if not closing:
-            return Call(error=f"{self._CLOSING} is missing")
+            return Call(error=f"{CLOSING} is missing")
         try:
             call = json.loads(body)
         except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from rl.roles.messages import Rollout
 from rl.serving.errors import ApiError
 from rl.serving.request import Generation
-from rl.serving.text import TextStream
+from rl.serving.text import CallStream, TextStream, ToolCall
 
 Json = dict[str, Any]
 
@@ -92,35 +92,59 @@ class _Choice:
 
     def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer):
         self.index, self.count = index, 0
+        self._sent = 0  # calls in chunks so far
         self._generation, self._tokenizer = generation, tokenizer
         self._text = TextStream(partial(completion_text, tokenizer), generation.stops)
+        style = generation.call_style
+        self._calls = None if style is None else CallStream(style, generation.tools)
 
     def whole(self, rollout: Rollout) -> Json:
         """Return the choice of a response that is no stream."""
         said, logprobs = self._push(rollout.tokens, rollout.logprobs)
         said += self._text.finish()
-        body: Json = {"message": {"role": "assistant", "content": said}} if self._generation.chat else {"text": said}
-        body = {"index": self.index, **body, "logprobs": logprobs, "finish_reason": _reason(rollout)}
+        body: Json = {"text": said}
+        if self._generation.chat:
+            body = {"message": {"role": "assistant", "content": None, **self._body(said, final=True)}}
+        body = {"index": self.index, **body, "logprobs": logprobs, "finish_reason": self._reason(rollout)}
         return self._with_ids(body, rollout.tokens)
 
     def more(self, tokens: np.ndarray, logprobs: np.ndarray) -> Json | None:
         """Return the choice of a chunk; None if there is nothing to send yet."""
         said, written = self._push(tokens, logprobs)
-        if not said and (written is None and not self._generation.token_ids or not len(tokens)):
+        body = self._body(said)
+        if not body and (written is None and not self._generation.token_ids or not len(tokens)):
             return None
-        return self._with_ids(self._piece(said, written, None), tokens)
+        return self._with_ids(self._piece(body, written, None), tokens)
 
     def end(self, rollout: Rollout) -> list[Json]:
         """Return the choices with the text that was held back, and with the finish reason."""
-        rest, reason = self._text.finish(), _reason(rollout)
+        rest = self._body(self._text.finish(), final=True)
+        reason = self._reason(rollout)
         if not self._generation.chat:
             return [self._piece(rest, None, reason)]
         last: Json = {"index": self.index, "delta": {}, "finish_reason": reason}
         return [*([self._piece(rest, None, None)] if rest else []), last]
 
-    def _piece(self, said: str, logprobs: Json | None, reason: str | None) -> Json:
-        body: Json = {"delta": {"content": said}} if self._generation.chat else {"text": said}
-        return {"index": self.index, **body, "logprobs": logprobs, "finish_reason": reason}
+    def _piece(self, body: Json, logprobs: Json | None, reason: str | None) -> Json:
+        said: Json = {"text": body.get("content", "")}
+        if self._generation.chat:
+            calls = [{"index": self._sent + i, **call} for i, call in enumerate(body.get("tool_calls", ()))]
+            self._sent += len(calls)
+            said = {"delta": {**body, "tool_calls": calls} if calls else body or {"content": ""}}
+        return {"index": self.index, **said, "logprobs": logprobs, "finish_reason": reason}
+
+    def _body(self, said: str, *, final: bool = False) -> Json:
+        """Return new text as the fields of a message: `content` and `tool_calls`, as far as there are any."""
+        if self._calls is None:
+            return {"content": said} if said or final and not self._generation.stream else {}
+        parts = [*self._calls.push(said), *(self._calls.finish() if final else [])]
+        content = "".join(part for part in parts if isinstance(part, str))
+        calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
+        return {**({"content": content} if content else {}), **({"tool_calls": calls} if calls else {})}
+
+    def _reason(self, rollout: Rollout) -> str | None:
+        reason = rollout.finish_reason if rollout.finish_reason in ("stop", "length") else None
+        return "tool_calls" if reason == "stop" and self._calls is not None and self._calls.count else reason
 
     def _push(self, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[str, Json | None]:
         """Return new text and, if requested, the new tokens' log-probabilities in the form of the endpoint."""
@@ -158,8 +182,8 @@ def problem(rollouts: Sequence[Rollout]) -> ApiError | None:
     return None
 
 
-def _reason(rollout: Rollout) -> str | None:
-    return rollout.finish_reason if rollout.finish_reason in ("stop", "length") else None
+def _call(call: ToolCall) -> Json:
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call._asdict()}
 
 
 def _entry(word: str, part: bytes, logprob: float) -> Json:

@@ -8,6 +8,8 @@ from axlearn_like.tokenizers.chat import encode_chat
 from axlearn_like.tokenizers.jinja_template import JinjaTemplate
 from axlearn_like.tokenizers.protocol import Template, Tokenizer, begin
 from mesh import UserError, did_you_mean
+from rl.environments.calls import OPENING
+from rl.serving.text import CallStyle
 
 CONTENT = "{content}"
 
@@ -46,6 +48,14 @@ class ChatTemplate(Configurable):
     def in_jinja(self) -> bool:
         """True with a template in Jinja, which may read more than role and content."""
         return self.template is not None
+
+    @property
+    def call_style(self) -> CallStyle | None:
+        """The form in which a policy that knows this template writes calls of tools; None: the template has none."""
+        source = self.template.source if isinstance(self.template, JinjaTemplate) else ""
+        if OPENING in source:
+            return "tagged"
+        return "bare" if "<|python_tag|>" in source or "Environment: ipython" in source else None
 
     def check(self, message: Mapping[str, Any]) -> None:
         """Refuse a message that no form is for (UserError); a Jinja template refuses when it renders."""

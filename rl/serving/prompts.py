@@ -41,8 +41,8 @@ def read_prompts(fields: Fields, context: ServingContext) -> list[np.ndarray]:
     ]
 
 
-def read_chat(fields: Fields, context: ServingContext) -> np.ndarray:
-    """Read a conversation as the tokens of the template."""
+def read_chat(fields: Fields, context: ServingContext) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Read a conversation as the tokens of the template, and the names of the tools that the policy may call."""
     messages = fields.take("messages")
     if messages is None:
         raise fields.missing("messages", "an array of messages")
@@ -64,7 +64,10 @@ def read_chat(fields: Fields, context: ServingContext) -> np.ndarray:
         ids = context.template.encode(said, **options)
     except UserError as error:
         raise bad_field("messages", str(error)) from None
-    return _fitting(np.asarray(ids, np.int32), "messages", context)
+    functions = [tool.get("function") for tool in options["tools"] or ()]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    tokens = _fitting(np.asarray(ids, np.int32), "messages", context)
+    return tokens, tuple(name for name in names if isinstance(name, str))
 
 
 def _message(item: Any, where: str, context: ServingContext) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rl.serving.context import ServingContext
 from rl.serving.errors import bad_field
 from rl.serving.fields import Fields, is_integer, is_number, shown, text
 from rl.serving.prompts import prompt_id, read_chat, read_prompts
-from rl.serving.text import REPLACEMENT
+from rl.serving.text import REPLACEMENT, CallStyle
 
 MAX_STOPS = 16  # strings, and token ids, of one request
 MAX_STOP_LENGTH = 1024  # characters
@@ -31,7 +31,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _NEUTRAL_COMPLETION = {"echo": (False,), "suffix": ("",), "best_of": (1,)}
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -59,6 +58,8 @@ class Generation:
     token_ids: bool
     stops: tuple[str, ...]
     model: str
+    tools: tuple[str, ...] = ()  # names of functions whose calls are told apart from text
+    call_style: CallStyle | None = None
 
     @property
     def samples(self) -> int:
@@ -79,7 +80,13 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> Generation:
     """
     fields = Fields(body)
     model, adapter = _model(fields, context)
-    prompts = [read_chat(fields, context)] if chat else read_prompts(fields, context)
+    tools: tuple[str, ...] = ()
+    if chat:
+        tokens, tools = read_chat(fields, context)
+        prompts = [tokens]
+        tools = tools if _may_call(fields) else ()
+    else:
+        prompts = read_prompts(fields, context)
     samples = fields.take_int("n", 1, context.max_samples) or 1
     if samples * len(prompts) > context.max_samples:
         raise bad_field(
@@ -119,7 +126,19 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> Generation:
         token_ids=token_ids,
         stops=stop.strings,
         model=model,
+        tools=tools,
+        call_style=context.template.call_style if tools else None,
     )
+
+
+def _may_call(fields: Fields) -> bool:
+    """Return True if calls of tools are to be told apart, which is the default."""
+    choice = fields.take("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise bad_field(
+            "tool_choice", f"got {shown(choice)}; expected 'auto' or 'none': no answer is forced into a call"
+        )
+    return choice != "none"
 
 
 def _model(fields: Fields, context: ServingContext) -> tuple[str, str | None]:

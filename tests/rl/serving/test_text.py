@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.tokenizers.protocol import completion_text
-from rl.serving.text import TextStream
+from rl.serving.text import CallStream, CallStyle, TextStream, ToolCall
 from tests.axlearn_like.tokenizers.golden_files import tokenizer
 from tests.rl.serving.running import TOKENIZER
 
@@ -95,3 +95,42 @@ def test_the_beginning_of_a_stop_string_waits_until_it_is_none() -> None:
 def test_after_a_stop_string_there_is_nothing() -> None:
     stream = TextStream(TOKENIZER.decode, ["b"])
     assert [stream.push(b"abc"), stream.push(b"d"), stream.finish()] == ["a", "", ""]
+
+
+ADD, FIND = ToolCall("add", '{"a": 1, "b": [2]}'), ToolCall("find", '{"where": "caf\u00e9 </tool"}')
+TAGGED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
+OTHER = '<tool_call>{"name": "find", "arguments": {"where": "caf\u00e9 </tool"}}</tool_call>'
+BARE = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
+UNKNOWN = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+ANSWERS: dict[str, tuple[CallStyle, str, list[str | ToolCall]]] = {
+    "text": ("tagged", "a < b <tool", ["a < b <tool"]),
+    "calls behind text": ("tagged", f"Well: {TAGGED}\n{OTHER}\n", ["Well: ", ADD, FIND]),
+    "text between": ("tagged", f"{TAGGED}and{OTHER}", [ADD, "and", FIND]),
+    "another function": ("tagged", UNKNOWN, [UNKNOWN]),
+    "not JSON": ("tagged", "<tool_call>{</tool_call>.", ["<tool_call>{</tool_call>."]),
+    "cut off": ("tagged", TAGGED[:-3], [TAGGED[:-3]]),
+    "bare": ("bare", f"\n{BARE}", [ADD]),
+    "two bare": ("bare", f"{BARE}; {BARE}", [ADD, ADD]),
+    "bare text": ("bare", "No {call}", ["No {call}"]),
+    "bare JSON of another kind": ("bare", '{"name": "add", "parameters": 3}', ['{"name": "add", "parameters": 3}']),
+    "bare and cut off": ("bare", BARE[:-1], [BARE[:-1]]),
+    "nothing": ("bare", "", []),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_calls_are_told_apart_however_the_text_is_cut(case: str) -> None:
+    style, text, expected = ANSWERS[case]
+    for size in (1, 2, 7, 1000):
+        stream, found = CallStream(style, ["add", "find"]), list[str | ToolCall]()
+        for at in range(0, len(text), size):
+            found += stream.push(text[at : at + size])
+        found += stream.finish()
+        joined: list[str | ToolCall] = []
+        for part in found:
+            last = joined[-1] if joined else None
+            if isinstance(part, str) and not isinstance(part, ToolCall) and type(last) is str:
+                joined[-1] = last + part
+            else:
+                joined.append(part)
+        assert joined == expected and stream.count == sum(isinstance(part, ToolCall) for part in expected)
