@@ -49,6 +49,7 @@ _RAY = {
     "RAY_health_check_failure_threshold": "4",
 }
 _RAY_END = 10.0  # seconds
+_WITHOUT_RAY = 30.0  # for a command whose Ray has died
 _HAND_BACK = 12.0  # seconds that roles have, of the 15 that a spot machine gives
 _CHIPS = re.compile(r"accel\d+|\d+")  # in /dev and /dev/vfio
 
@@ -163,6 +164,11 @@ class Child:
         if self._process.poll() is None:
             self._process.terminate()
 
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        if self._process.poll() is None:
+            self._process.kill()
+
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end, killing after `timeout`; record the status beside the log and return it."""
         try:
@@ -227,12 +233,15 @@ def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     start += ["--include-dashboard=false", "--no-monitor", "--labels=axl-role=head", *_QUIET]
     ray = Child(start, log.with_suffix(".ray.log"), {**_RAY, **environment})
     environment = {**environment, "RAY_ADDRESS": f"{host}:{arguments.port}", "AXL_RAY_NODES": str(arguments.nodes)}
-    started = threading.Thread(target=_end_without, args=(ray, stop), daemon=True)
+    lost = threading.Event()
+    beside = threading.Thread(target=_end_without, args=(ray, stop, lost), daemon=True)
     try:
-        status = run_command(arguments.command, log, environment, stop, beside=started)
+        status = run_command(arguments.command, log, environment, stop, beside=beside)
         if status == USER_ERROR and not stop.requested:  # the experiment's, or that of a Ray which has died
             _wait_until(lambda: ray.poll() is not None, _SEEN)
-        if ray.poll() is not None and not stop.requested and status:
+            beside.join(_PIPE)
+        # Without Ray the command stops as if it was asked to, with status 0, which would be the end of the run.
+        if (lost.is_set() or (status and ray.poll() is not None)) and not stop.requested:
             raise Wrong(f"ray start ended with status {ray.poll()}; its last words are above and in {ray.log}")
         if status in (0, USER_ERROR):  # a restart would change nothing
             ended.write_text(json.dumps({"status": status, "time": time.time()}) + "\n")
@@ -248,11 +257,15 @@ def _wait_until(done: Callable[[], bool], seconds: float) -> None:
         time.sleep(_POLL)
 
 
-def _end_without(ray: Child, stop: Stop) -> None:
-    """End the command, which waits for Ray, if Ray ends before it."""
-    while stop.child is not None and stop.child.poll() is None:
+def _end_without(ray: Child, stop: Stop, lost: threading.Event) -> None:
+    """End the command if Ray, for which it waits or which it needs, ends before it."""
+    command = stop.child
+    while command is not None and command.poll() is None:
         if ray.poll() is not None:
-            return stop.child.terminate()
+            lost.set()
+            command.terminate()
+            _wait_until(lambda: command.poll() is not None, _WITHOUT_RAY)
+            return command.kill()
         time.sleep(_POLL)
 
 

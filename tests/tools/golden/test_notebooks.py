@@ -24,7 +24,7 @@ def test_the_notebook_is_that_of_the_percent_file(name: str):
 def test_it_shows_what_its_cells_have_shown_and_no_error(name: str):
     whole = stored(name)
     outputs = [output for cell in whole["cells"] for output in cell.get("outputs", ())]
-    assert {output["output_type"] for output in outputs} == {"stream", "execute_result"}
+    assert outputs and {output["output_type"] for output in outputs} <= {"stream", "execute_result"}
     assert len({cell["id"] for cell in whole["cells"]}) == len(whole["cells"])
     assert len(json.dumps(whole)) < 300_000
     assert notebook(whole["cells"]) == (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")

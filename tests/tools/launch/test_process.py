@@ -148,6 +148,25 @@ def test_a_head_whose_ray_does_not_start_ends_and_so_does_its_command(tmp_path: 
     assert not process.ended_path(tmp_path).exists()
 
 
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_head_that_has_lost_ray_restarts_whatever_its_command_returns(status: int, tmp_path: Path):
+    """A driver whose Ray has died ends as if it was stopped, or blames the cluster: neither is the end of the run."""
+    ray = tmp_path / "ray"
+    ray.write_text(f"#!/bin/bash\nuntil [ -e {tmp_path / 'go'} ]; do sleep 0.02; done; exit 1\n")
+    ray.chmod(0o755)
+    code = f"""
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({status}))
+pathlib.Path({str(tmp_path / "go")!r}).touch()
+time.sleep(60)
+"""
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "POD_IP": "127.0.0.1"}
+    head = start(tmp_path, "head", "--port", "1", "--", sys.executable, "-c", code, **path)
+    output, _ = head.communicate(timeout=60)
+    assert head.returncode == 70 and "ray start ended with status 1" in output, output
+    assert not process.ended_path(tmp_path).exists()
+
+
 @pytest.mark.full
 def test_a_head_and_a_node_are_one_cluster_until_the_command_has_ended(tmp_path: Path):
     """Real Ray with a token: the command sees both nodes, the node ends with the run, and nothing is left."""
