@@ -39,8 +39,8 @@ def gpt_oss_model():
         hidden=32,
         num_layers=2,
         heads=(4, 2, 16),
-        num_experts=3,
-        top_k=2,
+        num_experts=2,
+        top_k=1,
         rope=Rope.Config(theta=1e4, max_length=64),
         window=8,
     )
@@ -124,7 +124,7 @@ def test_an_import_has_the_numbers_and_an_export_writes_bfloat16(tmp_path, kind)
     cfg, held, plain = packed(tmp_path / "hf", kind)
     source = HuggingFaceDirectory.open(tmp_path / "hf")
     assert set(source.expected) == set(source.tensors) == set(plain) and len(held) > len(plain)
-    import_checkpoint(source, tmp_path / "run", chunk_bytes=3000)
+    import_checkpoint(source, tmp_path / "run", chunk_bytes=9000)
     wanted = by_name(from_huggingface(plain, cfg))
     ours = by_name(restore_params(tmp_path / "run"))
     read = by_name(hf_weights(tmp_path / "hf").build().params(abstract_params(cfg)))  # without an import
@@ -151,12 +151,12 @@ BAD = {
     "mxfp4, scales of another shape": (
         "mxfp4",
         lambda x: x.update({f"{EXPERTS}_scales": x[f"{EXPERTS}_scales"][:, :1]}),
-        rf"{EXPERTS}_scales: expected U8 \[3, 64, 1\], one for each block .*got U8 \[3, 1, 1\]",
+        rf"{EXPERTS}_scales: expected U8 \[2, 64, 1\], one for each block .*got U8 \[2, 1, 1\]",
     ),
     "mxfp4, blocks of another size": (
         "mxfp4",
         lambda x: x.update({f"{EXPERTS}_blocks": x[f"{EXPERTS}_blocks"][..., :8]}),
-        rf"{EXPERTS}_blocks: expected U8 \[matrices, out, blocks, 16\], got U8 \[3, 64, 1, 8\]",
+        rf"{EXPERTS}_blocks: expected U8 \[matrices, out, blocks, 16\], got U8 \[2, 64, 1, 8\]",
     ),
     "mxfp4, a scale that is not a number": (
         "mxfp4",
@@ -165,12 +165,12 @@ BAD = {
     ),
     "mxfp4, one layer as it is": (
         "mxfp4",
-        lambda x: x.update({EXPERTS: np.zeros((3, 32, 64), jnp.bfloat16)}),
+        lambda x: x.update({EXPERTS: np.zeros((2, 32, 64), jnp.bfloat16)}),
         f"{EXPERTS} is there as it is, and as {EXPERTS}_blocks",
     ),
     "mxfp4, scales alone": (
         "mxfp4",
-        lambda x: (x.pop(f"{EXPERTS}_blocks"), x.update({EXPERTS: np.zeros((3, 32, 64), jnp.bfloat16)})),
+        lambda x: (x.pop(f"{EXPERTS}_blocks"), x.update({EXPERTS: np.zeros((2, 32, 64), jnp.bfloat16)})),
         f"unknown: {EXPERTS}_scales",
     ),
     "fp8, no scales": ("fp8", lambda x: x.pop(f"{MATRIX}_scale_inv"), f"{MATRIX}_scale_inv: expected F32 .*no such"),
@@ -187,7 +187,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+EVERY_RUN = ("mxfp4, a scale that is not a number", "fp8, no scales", "fp8, scales of another shape")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in EVERY_RUN else [pytest.mark.full]) for case in BAD]
+)
 def test_what_does_not_fit_is_refused_by_name(tmp_path, case):
     kind, spoil, message = BAD[case]
     _, held, _ = packed(tmp_path / "hf", kind)

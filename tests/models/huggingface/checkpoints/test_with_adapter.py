@@ -31,24 +31,25 @@ from tests.models.huggingface.test_adapters import load_adapter
 from tests.models.huggingface.test_convert import load
 
 
-@pytest.fixture(params=["peft_llama", "peft_dora"])
-def made(request, tmp_path):
-    """A base and an adapter as directories, the import of both, and tokens and logits by PEFT."""
+def made(folder, name):
+    """Write a base and an adapter as directories; returns the adapter's tensors, and tokens and logits by PEFT."""
     cfg, weights, _ = load("llama_untied")
-    (tensors, config), arrays = load_adapter(request.param)
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config_json(cfg)))
-    write(tmp_path / "base", dict(weights))
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
-    source = with_adapter(HuggingFaceDirectory.open(tmp_path / "base"), tmp_path / "adapter")
-    import_checkpoint(source, tmp_path / "run", chunk_bytes=5000)
-    return tmp_path, tensors, arrays
+    (tensors, config), arrays = load_adapter(name)
+    (folder / "base").mkdir()
+    (folder / "base" / "config.json").write_text(json.dumps(config_json(cfg)))
+    write(folder / "base", dict(weights))
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
+    return tensors, arrays
 
 
-def test_a_merged_export_has_the_logits_of_peft_and_the_adapter_comes_back_to_the_bit(made):
-    folder, tensors, arrays = made
+@pytest.mark.parametrize("name", ["peft_dora", pytest.param("peft_llama", marks=pytest.mark.full)])
+def test_a_merged_export_has_the_logits_of_peft_and_the_adapter_comes_back_to_the_bit(tmp_path, name):
+    folder = tmp_path
+    tensors, arrays = made(folder, name)
+    source = with_adapter(HuggingFaceDirectory.open(folder / "base"), folder / "adapter")
+    import_checkpoint(source, folder / "run", chunk_bytes=9000)
     decoder = from_text((folder / "run" / "config.txt").read_text())
     saved = SavedParams(folder / "run")
     plain = plain_config(decoder)
@@ -70,10 +71,10 @@ def test_a_merged_export_has_the_logits_of_peft_and_the_adapter_comes_back_to_th
             adapter_of(decoder, restore_params(folder / "run"))  # pyright: ignore
 
 
-def test_another_base_is_refused_by_tensor(made):
-    folder = made[0]
+def test_another_base_is_refused_by_tensor(tmp_path):
+    folder = tmp_path
+    tensors, _ = made(folder, "peft_llama")
     path = folder / "adapter" / "adapter_model.safetensors"
-    tensors = load_file(path)
     name = next(name for name in tensors if "layers.1" in name and "lora_A" in name)
     save_file({**tensors, name: tensors[name][:, :-1].copy()}, path)
     base = HuggingFaceDirectory.open(folder / "base")
