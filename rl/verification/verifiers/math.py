@@ -14,7 +14,7 @@ from typing import Any, override
 
 from mesh.errors import UserError
 from rl.roles.messages import Problem
-from rl.verification.verifiers.exact_math import same_value
+from rl.verification.verifiers.exact.comparison import same_value
 from rl.verification.verifiers.rows import RowScorer
 
 __all__ = ["MathVerifier", "plain_number"]

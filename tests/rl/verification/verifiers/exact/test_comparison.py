@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl.verification.verifiers.exact_math import same_value
+from rl.verification.verifiers.exact.comparison import same_value
 from rl.verification.verifiers.math import MathVerifier
 from rl.verification.verifiers.self_test import CASES, Rows
 

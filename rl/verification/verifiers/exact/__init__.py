@@ -1,0 +1,1 @@
+"""Mathematics that is compared exactly, without sympy."""
