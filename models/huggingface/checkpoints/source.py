@@ -127,8 +127,9 @@ def _copy(out: np.ndarray, source: Source, piece: Piece, where: list[slice]) -> 
     rows, *others = where
     for row in range(rows.start, rows.stop, _ROWS):
         end = min(row + _ROWS, rows.stop)
-        block = read_piece(source, piece, row, end)
-        if block.dtype == out.dtype:  # numpy copies plain numbers faster than bfloat16
-            bits = f"uint{8 * out.dtype.itemsize}"
-            block, out = block.view(bits), out.view(bits)
-        out[row - rows.start : end - rows.start] = block[(slice(None), *others)]
+        block = read_piece(source, piece, row, end)[(slice(None), *others)]
+        to = out[row - rows.start : end - rows.start]
+        if block.dtype == to.dtype:  # numpy copies plain numbers faster than bfloat16
+            bits = f"uint{8 * to.dtype.itemsize}"
+            block, to = block.view(bits), to.view(bits)
+        to[...] = block

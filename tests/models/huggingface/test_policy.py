@@ -4,6 +4,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -63,6 +64,15 @@ def test_a_policy_is_the_decoder_and_its_parameters(made, form):
     experiment.check_start()
     assert experiment.first_params is not None
     assert_equal(load_params(experiment, None, make_mesh()), wanted)
+
+
+@pytest.mark.parametrize("form", ["hf", "run"])
+def test_an_engine_reads_them_in_its_own_type(made, form):
+    """Numbers that are stored in it are copied, however many rows there are."""
+    root, wanted = made
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_params(byte_model()))
+    found = hf_weights(root / form).build().params(like)
+    assert_equal(found, jax.tree.map(lambda array: array.astype(jnp.bfloat16), wanted))
 
 
 @pytest.mark.parametrize("form", ["hf", "run"])
