@@ -23,6 +23,7 @@ class Embedding(Layer):
         init_std: float = 0.02
 
     max_length: int | None = None  # of sequences; None: no limit
+    logit_soft_cap: float | None = None
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         init = jax.nn.initializers.truncated_normal(stddev=cfg.init_std)
@@ -37,6 +38,11 @@ class Embedding(Layer):
         """Return 0: a lookup multiplies nothing. As a tied head the table counts in `Decoder.flops`."""
         del work
         return 0.0
+
+    @property
+    def columns_dv(self) -> jax.Array:
+        """The head's matrix, if the table is the head."""
+        return self.weight_vd[...].T
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Return float32 logits [batch, length, vocab] by the transposed table."""
@@ -99,12 +105,19 @@ class PositionedEmbedding(Embedding):
 class Head(Layer):
     """An untied output head."""
 
+    logit_soft_cap: float | None = None
+
     class Config(ConfigBase["Head"]):
         dim: int = REQUIRED
         vocab_size: int = REQUIRED
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.weight_dv = param(rngs, (cfg.dim, cfg.vocab_size), ("embed", "vocab"), fan_in_init(cfg.dim))
+
+    @property
+    def columns_dv(self) -> jax.Array:
+        """The head's matrix."""
+        return self.weight_dv[...]
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Return float32 logits [batch, length, vocab]."""

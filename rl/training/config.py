@@ -44,6 +44,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
     packing: Packing.Config | None = None  # of rollouts into rows by length; None: rows are padded to max_new
     chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
     support: int | None = None  # tokens that each was drawn from at most: `most` of a RecordedSampler (replay.py)
+    head_tile: int | None = None  # words whose logits exist at a time, a multiple of 128; None: all words of a chunk
     replay_routing: bool = False  # experts are those with which the engine drew the tokens (replay.py)
     logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
     log_every: int = 1
@@ -59,6 +60,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
             "temperature": self.temperature,
             "microbatches": self.microbatches,
             "chunks": self.chunks,
+            "head_tile": self.head_tile,
             "max_new": None if self.packing is None else self.max_new,
             "compiler_options": self.compiler_options,
         }
@@ -161,6 +163,10 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
             expected = f"a divisor of evaluate_every={self.evaluate_every}, so that what is evaluated is saved"
             self.checkpoint.require("save_every", saved, expected)
         self.require_least(1, "processes", "row_multiple", "chunks", "samples_per_row")
+        if self.head_tile is not None:
+            self.require("head_tile", self.head_tile > 0 and self.head_tile % 128 == 0, "a multiple of 128, or None")
+            self.require("head_tile", self.support is None, "None with a RecordedSampler")
+            self.require("head_tile", self.mesh.get("tensor", 1) == 1, "None on a mesh with a tensor axis")
         devices = math.prod(self.mesh.values())
         if self.processes > 1:
             expected = (

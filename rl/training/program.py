@@ -12,6 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.config import ConfigBase
+from axlearn_like.kernels.attention.dispatch import platform
+from axlearn_like.kernels.policy_head.statistics import policy_statistics
+from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.contexts.packed import GroupContext, PackedGroupContext
@@ -44,6 +47,7 @@ def policy_program(
     temperature: float,
     microbatches: int = 1,
     chunks: int = 1,
+    head_tile: int | None = None,
     max_new: int | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> Program:
@@ -57,22 +61,27 @@ def policy_program(
         graphdef, state, init = describe_state(model, learner, mesh, "policy")
         options: dict[str, Any] = {"like": state, "compiler_options": compiler_options}
         if max_new is None:
-            loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks)
+            loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks, head_tile)
             return Program(make_train_step(loss_fn, learner, microbatches, **options), state, graphdef, init)
-        loss_fn = make_packed_loss(graphdef, objective, temperature, max_new, chunks)
+        loss_fn = make_packed_loss(graphdef, objective, temperature, max_new, chunks, head_tile)
         return Program(AccumulatedStep(loss_fn, learner, **options), state, graphdef, init)
 
 
 def make_policy_loss(
-    graphdef: nnx.GraphDef[Any], objective: Objective, temperature: float, microbatches: int = 1, chunks: int = 1
+    graphdef: nnx.GraphDef[Any],
+    objective: Objective,
+    temperature: float,
+    microbatches: int = 1,
+    chunks: int = 1,
+    head_tile: int | None = None,
 ) -> LossFn:
     """Return `loss_fn(params, batch)` on the arrays of `pack_groups`: the objective's, and the layers' own losses.
 
-    Each microbatch contributes 1/microbatches of the layers' own losses. `chunks`: see `policy_logprobs`.
+    Each microbatch contributes 1/microbatches of the layers' own losses. `chunks`, `head_tile`: see `policy_logprobs`.
     """
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        scored = policy_logprobs(bind(graphdef, params), batch, temperature, chunks)
+        scored = policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile)
         loss, metrics = objective.loss(scored.logprobs, batch, scored.entropy)
         return with_aux(loss, metrics, scored.aux, 1 / microbatches)
 
@@ -80,7 +89,12 @@ def make_policy_loss(
 
 
 def make_packed_loss(
-    graphdef: nnx.GraphDef[Any], objective: Objective, temperature: float, max_new: int, chunks: int = 1
+    graphdef: nnx.GraphDef[Any],
+    objective: Objective,
+    temperature: float,
+    max_new: int,
+    chunks: int = 1,
+    head_tile: int | None = None,
 ) -> LossFn:
     """Return `loss_fn(params, batch)` on the arrays of `fill_packed`; the objective gets a row for each completion.
 
@@ -90,7 +104,7 @@ def make_packed_loss(
     of_tokens |= {"action_mask", "logprobs_behaviour"}
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        scored = policy_logprobs(bind(graphdef, params), batch, temperature, chunks)
+        scored = policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile)
         rows = {name: batch[name] for name in of_tokens} | {"": scored.logprobs, "entropy": scored.entropy}
         rows = unpack_rows(rows, batch["first"], batch["lengths"], max_new)
         loss, metrics = objective.loss(rows[""], {**batch, **rows}, rows["entropy"])
@@ -132,8 +146,17 @@ class Scored(NamedTuple):
     aux: Aux
 
 
-def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: float, chunks: int = 1) -> Scored:
-    """Return the objective's input from a model, at the behaviour temperature; logits of one chunk exist at a time."""
+def policy_logprobs(
+    model: Any,
+    batch: Mapping[str, jax.Array],
+    temperature: float,
+    chunks: int = 1,
+    head_tile: int | None = None,
+) -> Scored:
+    """Return the objective's input from a model, at the behaviour temperature.
+
+    Logits of one chunk of tokens exist at a time; or, with `head_tile`, of so many words (kernels/policy_head).
+    """
     groups, prefix = batch["inputs"].shape[0], batch["prefix"]
     if batch["inputs"].ndim == 2:
         context = PackedGroupContext(*(batch[name] for name in _PLACES))
@@ -154,13 +177,21 @@ def policy_logprobs(model: Any, batch: Mapping[str, jax.Array], temperature: flo
         logp = jax.nn.log_softmax(logits, axis=-1)
         return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
+    def in_tiles(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rules = HeadRules(temperature, output.logit_soft_cap, head_tile or 0)
+        flat, weight = x.reshape(-1, x.shape[-1]), output.columns_dv.astype(x.dtype)
+        found = policy_statistics(flat, weight, targets.reshape(-1), rules, kernel=platform() == "tpu")
+        return found.logprob.reshape(targets.shape), found.entropy.reshape(targets.shape)
+
     def in_parts(output: Any, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.tree.map(merge_length, map_chunks(partial(of_tokens, output), chunks, x, *others))
 
     others = [targets]
     if "support" in batch:
         others.append(batch["support"].reshape(*targets.shape, -1))
-    if chunks == 1:
+    if head_tile is not None:
+        chosen, entropy = per_device_head(model.output, in_tiles, answers, shard_like(targets, answers))
+    elif chunks == 1:
         chosen, entropy = of_tokens(model.output, answers, *others)
     else:
         chosen, entropy = per_device_head(model.output, in_parts, answers, *(shard_like(x, answers) for x in others))

@@ -64,6 +64,19 @@ def verify(quick: bool, as_json: bool) -> None:
         raise UserError("an attack got through, or a verifier failed its self-test")
 
 
+@command.command(name="kernels")
+@click.option("--topologies", default="", help="Comma-separated; default: v5e:2x2, v5p:2x2x1, v6e:2x2.")
+@_quick
+@_json
+def kernels(topologies: str, quick: bool, as_json: bool) -> None:
+    """Errors of the kernels against float64, simulated; temporary memory and copies by the TPU compiler."""
+    from tools.bench.kernels import benchmark as bench
+
+    with _progress() as say:
+        result = bench.run([] if quick else _names(topologies) or bench.TOPOLOGIES, say)
+    _report(result, as_json, failed=bool(result["errors"]))
+
+
 @command.command(name="episodes")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
 @_quick

@@ -103,6 +103,6 @@ def halvings(most: int, least: int) -> list[int]:
 
 
 def _widths(widest: int) -> list[int]:
-    """Return 1, 1.5, 2, 3, 4, 6, 8, 12, ... blocks of keys."""
-    sizes = {KEY_BLOCK << i for i in range(24)} | {3 * KEY_BLOCK // 2 << i for i in range(23)}
+    """Return 1, 2, 3, 4, 6, 8, 12, ... blocks of keys: half a block has another order of sums on CPUs."""
+    sizes = {KEY_BLOCK << i for i in range(24)} | {3 * KEY_BLOCK << i for i in range(22)}
     return sorted(size for size in sizes if size < widest) + [widest]

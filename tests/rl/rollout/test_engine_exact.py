@@ -8,17 +8,23 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl.roles.messages import Prompt, Rollout
+from axlearn_like.layers.base import split
+from rl.roles.messages import Group, Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
+from rl.training.logprobs import pack_rows
+from rl.training.program import make_score_rows
 from tests.rl.rollout.small import (
     MAX_NEW,
     MAX_PROMPT,
+    TEMPERATURE,
     assert_no_page_is_held,
     assert_same,
     drain,
@@ -28,7 +34,7 @@ from tests.rl.rollout.small import (
     request,
     scores,
 )
-from tests.rl.tiny import make_prompt
+from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 
 REQUESTS = mixed(16)
 # Of three sequences of full length that may run, eleven pages hold one, and a bit.
@@ -173,3 +179,38 @@ def test_many_samples_on_few_slots_all_come_to_an_end(prepare: Callable[[Rollout
     assert [r.sample_id for r in engine.generate([q, request(6, samples=1)])] == [*range(40), 0]
     assert_no_page_is_held(engine)
     assert max(len(r.tokens) for r in engine.generate([q])) <= MAX_NEW
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("prefill_tokens", [64, 512])
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_prompts_of_all_lengths_are_scored_to_the_bit(kv_heads: int, max_num_seqs: int, prefill_tokens: int):
+    """The demo's shape, prompts that end in, at and behind a block of keys, prefilled a row at a time and together."""
+    policy: Any = tiny_policy(num_layers=2)
+    policy.block.attention.set(num_heads=3, num_kv_heads=kv_heads, head_dim=32)
+    policy.block.feed_forward.set(hidden=256)
+    policy.set(dim=96)
+    weights = tiny_params(policy)
+    sizes: dict[str, Any] = {
+        "max_prompt": 200,
+        "page_size": 16,
+        "max_num_seqs": max_num_seqs,
+        "prefill_tokens": prefill_tokens,
+    }
+    engine = make_engine(weights, model=policy, **sizes)
+    lengths = (34, 64, 65, 66, 90, 96, 97, 128, 129, 200)
+    asked = [
+        Request(make_prompt(number, length), seed=3, stop=StopConditions(max_new=20))
+        for number, length in enumerate(lengths)
+    ]
+    rollouts = engine.generate(asked)
+    graphdef, _ = split(jax.eval_shape(lambda: policy.build(rngs=nnx.Rngs(0))))
+    rows = pack_rows(
+        [Group(q.prompt, (r,), ()) for q, r in zip(asked, rollouts, strict=True)], max_prompt=200, max_new=24
+    )
+    parts = make_score_rows(graphdef)(
+        weights, tokens=rows["tokens"], targets=rows["targets"], temperature=np.array([TEMPERATURE], np.float32)
+    )
+    for rollout, scored, first in zip(rollouts, parts.logprobs(), rows["first"], strict=True):
+        assert scored[first : first + len(rollout.tokens)].tobytes() == rollout.logprobs.tobytes(), first + 1

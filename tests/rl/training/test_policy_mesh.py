@@ -57,13 +57,14 @@ def gradients(packed: bool) -> dict[str, dict[str, Any]]:
             graphdef, abstract = jax.eval_shape(lambda: split(model.build(rngs=nnx.Rngs(0))))
             places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
             params = jax.device_put(tiny_params(model), places)
-            chunks = 3 if shape else 1
-            loss = make_policy_loss(graphdef, objective, trainer.temperature, chunks=chunks)
+            # Packed rows of whole devices have their head in tiles of words.
+            how: Any = {"head_tile": 128} if packed and name == "fsdp" else {"chunks": 3 if shape else 1}
+            loss = make_policy_loss(graphdef, objective, trainer.temperature, **how)
             if packed:
-                loss = make_packed_loss(graphdef, objective, trainer.temperature, MAX_NEW, chunks)
+                loss = make_packed_loss(graphdef, objective, trainer.temperature, MAX_NEW, **how)
 
-            def both(params: Any, batch: Any, graphdef: Any = graphdef, loss: Any = loss, chunks: int = chunks) -> Any:
-                scored = policy_logprobs(bind(graphdef, params), batch, trainer.temperature, chunks)
+            def both(params: Any, batch: Any, graphdef: Any = graphdef, loss: Any = loss, how: Any = how) -> Any:
+                scored = policy_logprobs(bind(graphdef, params), batch, trainer.temperature, **how)
                 return jax.value_and_grad(lambda p: loss(p, batch)[0])(params), scored.logprobs, scored.entropy
 
             (value, slopes), logprobs, entropy = jax.jit(both)(params, shard_batch(batch))
@@ -155,7 +156,7 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
         def __init__(self, values: Any) -> None:
             self.values = nnx.Param(values)
 
-    def read(table: Any, batch: Any, temperature: float, chunks: int = 1) -> program.Scored:
+    def read(table: Any, batch: Any, temperature: float, *_: Any) -> program.Scored:
         return program.Scored(table.values[...], jax.numpy.zeros_like(table.values[...]), Aux())
 
     found: dict[str, dict[str, Any]] = {name: {} for name in objectives}

@@ -1,14 +1,16 @@
 """The program compiled ahead of time for a policy trainer is the one it runs: same arrays, same results."""
 
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from axlearn_like.config import set_path
-from axlearn_like.layers.base import split
+from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.training.step import init_state
 from mesh import UserError, make_mesh
@@ -17,7 +19,7 @@ from rl.objective.presets import dapo, grpo, rloo
 from rl.roles.messages import Group
 from rl.training.batching import pack_groups
 from rl.training.logprobs import pack_rows
-from rl.training.program import batch_shapes, make_policy_loss, make_score_rows
+from rl.training.program import batch_shapes, make_policy_loss, make_score_rows, policy_logprobs
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params
 
 GROUPS, SAMPLES, MAX_PROMPT, MAX_NEW = 4, 4, 12, 6
@@ -114,6 +116,30 @@ def test_neither_rows_nor_chunks_change_an_update():
         np.testing.assert_allclose(found[name], metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
     scale = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale), grads, expected)
+
+
+def test_neither_does_a_head_in_tiles_of_words():
+    trainer = tiny_experiment().build().trainer_cfg
+    assert isinstance(trainer.model, Decoder.Config)
+    graphdef, params = split(trainer.model.build(rngs=nnx.Rngs(0)))[0], tiny_params(trainer.model)
+    objective = trainer.objective.build()
+    packed = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    batch: Any = packed[0]
+
+    def scored(params: Any, head_tile: int | None) -> Any:
+        found = policy_logprobs(bind(graphdef, params), batch, 0.9, head_tile=head_tile)
+        return jnp.sum(jnp.sin(found.logprobs) + jnp.cos(found.entropy)), found[:2]
+
+    tiles, whole = (
+        jax.jit(jax.value_and_grad(partial(scored, head_tile=tile), has_aux=True))(params) for tile in (128, None)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), tiles, whole)
+
+
+@pytest.mark.parametrize("wrong", [{"head_tile": 100}, {"head_tile": 128, "mesh": {"tensor": 2}}])
+def test_heads_that_cannot_be_in_tiles_are_refused(wrong: dict[str, Any]):
+    with pytest.raises(UserError, match="head_tile"):
+        tiny_experiment().build().trainer_cfg.clone(**wrong).check_fields()
 
 
 def test_scoring_in_chunks_gives_the_same_parts():

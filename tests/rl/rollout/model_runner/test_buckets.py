@@ -49,6 +49,11 @@ def test_rows_of_narrow_windows_are_one_group():
     assert shapes(longest=129).groups(64) == [8, 8, 16, 32]
 
 
+def test_windows_are_whole_blocks_of_keys():
+    """One of 96 keys, a block and a half, was summed otherwise than scoring, with 64 or more queries in a product."""
+    assert all(shapes(longest=2000).width(tokens) % 64 == 0 for tokens in range(1, 2001))
+
+
 def test_where_each_row_reads_its_own_keys_there_is_one_width():
     assert shapes(ragged=True).width(1) == shapes(ragged=True).width(600) == 640
 
@@ -56,7 +61,7 @@ def test_where_each_row_reads_its_own_keys_there_is_one_width():
 def test_sizes_are_rounded_up_to_the_next_of_a_short_list():
     found = shapes(max_num_seqs=50)
     assert [found.rows(count) for count in (1, 8, 13, 14, 25, 26, 50)] == [13, 13, 13, 25, 25, 50, 50]
-    assert [found.width(tokens) for tokens in (1, 64, 65, 97, 200, 513)] == [64, 64, 96, 128, 256, 640]
+    assert [found.width(tokens) for tokens in (1, 64, 65, 129, 200, 513)] == [64, 64, 128, 192, 256, 640]
     assert [found.prefill(tokens) for tokens in (32, 33, 500, 9999)] == [(16, 32), (4, 128), (1, 512), (1, 512)]
     assert [found.prefill_rows(count, 32) for count in (1, 3, 16)] == [1, 4, 16]
 

@@ -1,0 +1,1 @@
+"""Log-probability, entropy and KL of a policy's head, without logits in memory."""

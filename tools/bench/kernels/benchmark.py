@@ -1,0 +1,46 @@
+"""`axl bench kernels`: each kernel's error against float64, and what the TPU compiler plans for it beside plain XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mesh.topology import compiler_version
+from tools.bench.harness.circumstances import circumstances, machine
+from tools.bench.harness.interleave import Say
+from tools.bench.harness.processes import MeasurementFailed, our_command, run_command
+from tools.bench.kernels.values import errors
+
+TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+
+
+def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
+    """Return everything that `--json` prints.
+
+    `worst_error` is relative, over all kernels. `head_temp_ratio`: the temporary bytes of the head's kernels, forward
+    and backward, over those of whole logits, on the topology where it is worst.
+    """
+    where = machine()
+    say("values: simulated on this CPU, against float64")
+    found = errors()
+    plans, failed = {}, {}
+    for topology in topologies if compiler_version() is not None else ():
+        say(f"{topology}: ahead of time")
+        try:
+            plans[topology] = run_command(our_command("tools.bench.kernels.compiled", topology))
+        except MeasurementFailed as error:
+            failed[topology] = str(error)
+    if not plans and topologies and not failed:
+        failed["aot"] = "the TPU compiler (libtpu) is not installed"
+    ratios = [plan["head_kernel"]["temp_bytes"] / plan["head_whole"]["temp_bytes"] for plan in plans.values()]
+    return {
+        "bench": "kernels",
+        "worst_error": max(found.values()),
+        "head_temp_ratio": max(ratios, default=None),
+        "values": found,
+        "plans": plans,
+        "libtpu": compiler_version(),
+        "errors": failed,
+        "machine": where,
+        **circumstances(),
+    }

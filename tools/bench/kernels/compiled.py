@@ -1,0 +1,97 @@
+"""What the TPU compiler plans for the kernels, beside plain XLA: a process for each topology.
+
+    python -m tools.bench.kernels.compiled v5p:2x2x1
+
+prints JSON: for each kernel, bytes of temporary memory, the bytes of plain XLA for the same, and the copies of whole
+operands in the scheduled program. Nothing runs.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.cascade_attention import cascade_attention_tpu
+from axlearn_like.kernels.policy_head.statistics import policy_statistics
+from axlearn_like.kernels.policy_head.sums import HeadRules
+from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
+from mesh import make_mesh
+from mesh.topology import parse_topology, topology_devices
+
+TOKENS, WIDTH, WORDS = 8192, 2048, 151_936  # of the head: Qwen3's vocabulary
+ROWS, KEYS, PAGE, HEADS, PER_HEAD, HEAD_DIM = 64, 8192, 16, 8, 4, 128  # of decoding: heads of Qwen3-8B, tiles of 16
+
+
+def plan(topology: str) -> dict[str, Any]:
+    """Return the figures by kernel, of one device."""
+    mesh = make_mesh({}, topology_devices(parse_topology(topology))[:1])
+    with jax.set_mesh(mesh):
+        return _plan(jax.NamedSharding(mesh, jax.P()))
+
+
+def _plan(sharding: jax.sharding.Sharding) -> dict[str, Any]:
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def compiled(run: Callable[..., Any], *arrays: Any, donate: tuple[int, ...] = ()) -> dict[str, int]:
+        done = jax.jit(run, donate_argnums=donate).lower(*arrays).compile()
+        memory, text = done.memory_analysis(), done.as_text() or ""
+        assert memory is not None
+        copies = sum(" copy(" in line or "copy-start(" in line for line in text.splitlines())
+        return {"temp_bytes": memory.temp_size_in_bytes, "copies": copies}
+
+    head = array(TOKENS, WIDTH), array(WIDTH, WORDS), array(TOKENS, dtype=jnp.int32)
+    pool = array(*jax.eval_shape(lambda: make_pool(1, ROWS * KEYS // PAGE // 2, PAGE, HEADS, HEAD_DIM)).shape)
+    kv, q = array(ROWS, 1, HEADS, HEAD_DIM), array(ROWS, 1, HEADS, PER_HEAD, HEAD_DIM)
+    numbers = [(ROWS, KEYS // PAGE), (ROWS,), (ROWS,), (ROWS // 16,), (ROWS // 16,)]
+    decoding = q, kv, kv, pool, *(array(*shape, dtype=jnp.int32) for shape in numbers)
+    found: dict[str, Any] = {}
+    for name, loss in (("kernel", _tiled(True)), ("scan", _tiled(False)), ("whole", _whole)):
+        found[f"head_{name}"] = compiled(jax.value_and_grad(loss, argnums=(0, 1)), *head)
+    found["paged_attention"] = compiled(_paged, *decoding[:7], donate=(3,))
+    found["cascade_attention"] = compiled(_cascade, *decoding, donate=(3,))
+    found["paged_attention_by_xla"] = compiled(_gathered, *decoding[:7], donate=(3,))
+    return found
+
+
+def _tiled(kernel: bool) -> Callable[..., jax.Array]:
+    def loss(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+        found = policy_statistics(x, weight, targets, HeadRules(tile=512), kernel=kernel)
+        return jnp.sum(found.logprob) + jnp.sum(found.entropy)
+
+    return loss
+
+
+def _whole(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+    logprobs = jax.nn.log_softmax(jnp.dot(x, weight, preferred_element_type=jnp.float32), axis=-1)
+    chosen = jnp.where(jnp.arange(WORDS) == targets[:, None], logprobs, 0.0)
+    return jnp.sum(chosen) - jnp.sum(jnp.exp(logprobs) * logprobs)
+
+
+def _paged(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any) -> Any:
+    return paged_attention_tpu(q, k, v, pool, page_table_rw=table, starts_r=starts, counts_r=counts)
+
+
+def _cascade(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any, shared: Any, sources: Any) -> Any:
+    numbers = {"page_table_rw": table, "starts_r": starts, "counts_r": counts, "shared_t": shared, "sources_t": sources}
+    return cascade_attention_tpu(q, k, v, pool, **numbers, tile=16, rules=ScoreRules())
+
+
+def _gathered(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any) -> Any:
+    """Write by scatter, gather all pages, attend."""
+    rows = jnp.arange(ROWS)
+    new = jnp.stack([k[:, 0], v[:, 0]], axis=2).reshape(ROWS, 2 * HEADS, HEAD_DIM)
+    pool = pool.at[table[rows, starts // PAGE], starts % PAGE].set(new)
+    keys = pool[table].reshape(ROWS, KEYS, HEADS, 2, HEAD_DIM)
+    scores = jnp.einsum("rkqh,rskh->rkqs", q[:, 0], keys[:, :, :, 0], preferred_element_type=jnp.float32)
+    scores = jnp.where((jnp.arange(KEYS) < (starts + counts)[:, None])[:, None, None], scores, -1e30)
+    weights = jax.nn.softmax(scores * HEAD_DIM**-0.5, axis=-1).astype(q.dtype)
+    return jnp.einsum("rkqs,rskh->rkqh", weights, keys[:, :, :, 1]), pool
+
+
+if __name__ == "__main__":
+    print(json.dumps(plan(sys.argv[1])))

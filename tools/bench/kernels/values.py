@@ -1,0 +1,121 @@
+"""Values of the kernels for TPUs, simulated on this CPU, against float64: at shapes that have broken other kernels.
+
+Each case returns what a kernel gives and what is right; its error is the largest difference, relative to the largest
+right value.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.cascade_attention import cascade_attention_tpu
+from axlearn_like.kernels.policy_head.statistics import policy_statistics
+from axlearn_like.kernels.policy_head.sums import HeadRules
+from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
+
+PLAIN = ScoreRules()
+Pairs = list[tuple[Any, Any]]  # (found, right)
+
+
+def errors() -> dict[str, float]:
+    """Return the error of each case, by name."""
+    return {name: max(_error(found, right) for found, right in case()) for name, case in CASES.items()}
+
+
+def _error(found: Any, right: Any) -> float:
+    found, right = np.asarray(found, np.float64), np.asarray(right, np.float64)
+    return float(np.max(np.abs(found - right)) / max(1e-30, np.max(np.abs(right))))
+
+
+def _paged(
+    *, lengths: list[int], heads: int, width: int, rules: ScoreRules = PLAIN, page: int = 8, shared: int = 0
+) -> Pairs:
+    """One token of each row on pages, or on pages of which the first are shared; the last key is the token's own."""
+    rng, rows, per_head = np.random.default_rng(0), len(lengths), 2
+    pages = -(-max(lengths) // page)
+    k, v = (rng.standard_normal((rows, pages * page, heads, width), np.float32) for _ in range(2))
+    for x in (k, v):
+        x[:, :shared] = x[0, :shared]
+    q = rng.standard_normal((rows, 1, heads, per_head, width), np.float32)
+    pool = np.array(make_pool(1, 1 + rows * pages, page, heads, width, jnp.float32))
+    table = rng.permutation(np.arange(1, 1 + rows * pages)).reshape(rows, pages).astype(np.int32)
+    for row, length in enumerate(lengths):
+        for position in range(length - 1):
+            slot = pool[table[row, position // page], position % page]
+            slot[0::2, :width], slot[1::2, :width] = k[row, position], v[row, position]
+    starts = np.maximum(np.array(lengths, np.int32) - 1, 0)
+    counts = np.minimum(np.array(lengths, np.int32), 1)
+    new = [np.take_along_axis(x, starts[:, None, None, None], axis=1) for x in (k, v)]
+    numbers: dict[str, Any] = {"page_table_rw": table, "starts_r": starts, "counts_r": counts, "rules": rules}
+    if shared:
+        numbers |= {"shared_t": np.array([shared], np.int32), "sources_t": np.zeros(1, np.int32), "tile": rows}
+    run = cascade_attention_tpu if shared else paged_attention_tpu
+    k_new, v_new = (jnp.asarray(x) for x in new)
+    found = run(jnp.asarray(q), k_new, v_new, jnp.asarray(pool), **numbers, interpret=True)[0]
+    pairs = []
+    for row, length in enumerate(lengths):
+        seen = slice(max(0, length - (rules.window or length)), length)
+        keys, values = (x[row, seen].astype(np.float64) for x in (k, v))
+        scores = np.einsum("kqh,skh->kqs", q[row, 0].astype(np.float64), keys) * rules.scale_of(width)
+        weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
+        right = np.einsum("kqs,skh->kqh", weights / weights.sum(-1, keepdims=True), values) if length else 0 * q[row, 0]
+        pairs.append((found[row, 0], right if length else np.zeros_like(right)))
+    return pairs
+
+
+def _head(*, words: int, kernel: bool, width: int = 16, tokens: int = 10, soft_cap: float | None = None) -> Pairs:
+    """Log-probabilities and entropies, and the gradients of a random mixture of them."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((tokens, width)), 0.3 * rng.standard_normal((width, words))
+    targets, mixed = rng.integers(0, words, tokens).astype(np.int32), rng.standard_normal((2, tokens))
+    rules = HeadRules(temperature=0.8, soft_cap=soft_cap, tile=2048 if words > 9999 else 128, tokens=8)
+
+    def ours(x: Any, weight: Any) -> Any:
+        found = policy_statistics(x, weight, jnp.asarray(targets), rules, kernel=kernel, interpret=kernel)
+        return jnp.sum(mixed[0] * found.logprob) + jnp.sum(mixed[1] * found.entropy), found[:3:2]
+
+    def plain(x: Any, weight: Any) -> Any:
+        logprobs = jax.nn.log_softmax(rules.logits(x @ weight), axis=-1)
+        chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+        entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+        return jnp.sum(mixed[0] * chosen) + jnp.sum(mixed[1] * entropy), (chosen, entropy)
+
+    def results(fn: Callable[..., Any], dtype: Any) -> Any:
+        (_, found), gradients = jax.value_and_grad(fn, argnums=(0, 1), has_aux=True)(
+            jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+        )
+        return jax.tree.map(np.asarray, (*found, *gradients))
+
+    found = results(ours, jnp.float32)
+    with jax.enable_x64(True):
+        right = results(plain, jnp.float64)
+    return list(zip(found, right, strict=True))
+
+
+CASES: Mapping[str, Callable[[], Pairs]] = MappingProxyType(
+    {
+        "paged attention: one kv head, an idle row, a row of one token": lambda: _paged(
+            lengths=[17, 0, 1], heads=1, width=128
+        ),
+        "paged attention: heads of 64, a full table": lambda: _paged(lengths=[24, 24], heads=2, width=64),
+        "paged attention: heads of 80": lambda: _paged(lengths=[9, 20], heads=2, width=80),
+        "paged attention: a window shorter than a page": lambda: _paged(
+            lengths=[9, 20], heads=2, width=128, rules=ScoreRules(window=3)
+        ),
+        "cascade attention: one kv head, an idle row": lambda: _paged(
+            lengths=[17, 0, 20], heads=1, width=128, shared=16
+        ),
+        "cascade attention: heads of 64, all but one key shared": lambda: _paged(
+            lengths=[17, 17], heads=2, width=64, shared=16
+        ),
+        "cascade attention: heads of 80": lambda: _paged(lengths=[19, 24], heads=2, width=80, shared=8),
+        "policy head: tiles and blocks not full, soft cap": lambda: _head(words=300, kernel=True, soft_cap=5.0),
+        "policy head: 151,936 words": lambda: _head(words=151_936, kernel=True, tokens=8, width=8),
+        "policy head by XLA: 151,936 words": lambda: _head(words=151_936, kernel=False, tokens=8, width=8),
+    }
+)
