@@ -1,4 +1,4 @@
-"""What the TPU compiler plans for the kernels, beside plain XLA: a process for each topology.
+"""Plans of the TPU compiler for the kernels, beside plain XLA: a process for each topology.
 
     python -m tools.aot.kernels.compiled v5p:2x2x1
 
