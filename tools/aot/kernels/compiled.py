@@ -1,4 +1,4 @@
-"""Plans of the TPU compiler for the kernels, beside plain XLA: a process for each topology.
+"""Compilation of the kernels for a TPU that need not be there, beside plain XLA: a process for each topology.
 
     python -m tools.aot.kernels.compiled v5p:2x2x1
 
