@@ -16,7 +16,7 @@ from mesh.errors import UserError
 
 MIN_POINTS = 16  # of a curve
 _INTERVAL = (2.5, 97.5)  # percentiles
-_STEEPEST, _FLATTEST = 8.0, 0.2  # B
+_STEEPEST, _FLATTEST = 8.0, 0.5  # B; flatter ones come near no asymptote that data could show
 _BEYOND = 30.0  # C_mid is at most so many times the last C
 
 
@@ -99,7 +99,9 @@ def fit_curves(curves: Sequence[Curve], *, ceiling: float = 1.0, draws: int = 20
     parts = [_checked(curve, ceiling) for curve in curves]
     if not parts:
         raise UserError("there is no curve; expected a run or more")
-    best = _best(np.concatenate([c for c, _ in parts]), np.concatenate([r for _, r in parts]), ceiling)
+    compute, rewards = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    _check_rise(compute, rewards)
+    best = _best(compute, rewards, ceiling)
     rng = np.random.default_rng(seed)
     drawn = [_resampled(parts, best, ceiling, rng) for _ in range(draws)]
     last = max(float(c.max()) for c, _ in parts)
@@ -116,7 +118,7 @@ def fit_curves(curves: Sequence[Curve], *, ceiling: float = 1.0, draws: int = 20
 
 
 def _checked(curve: Curve, ceiling: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return float64 arrays, refusing curves of which no rise can be told."""
+    """Return float64 arrays, refusing what is no curve of rewards."""
     compute, rewards = np.asarray(curve.compute, np.float64), np.asarray(curve.rewards, np.float64)
     if compute.shape != rewards.shape or compute.ndim != 1:
         raise UserError(f"a curve of {compute.shape} compute and {rewards.shape} rewards; expected as many of both")
@@ -126,16 +128,19 @@ def _checked(curve: Curve, ceiling: float) -> tuple[np.ndarray, np.ndarray]:
         raise UserError("a curve has values that are not finite, or compute below 0")
     if (top := float(rewards.max())) > ceiling:
         raise UserError(f"a reward of {top:g} is above the ceiling of {ceiling:g}; give the largest that there can be")
-    order = np.argsort(compute, kind="stable")
-    third = len(order) // 3
-    first, last = rewards[order[:third]], rewards[order[-third:]]
-    rise, error = last.mean() - first.mean(), np.sqrt((last.var(ddof=1) + first.var(ddof=1)) / third)
-    if rise <= 3 * error:
+    return compute, rewards
+
+
+def _check_rise(compute: np.ndarray, rewards: np.ndarray) -> None:
+    """Refuse points whose rewards do not rise with the logarithm of the compute's rank by three standard errors."""
+    ranks = np.log1p(np.argsort(np.argsort(compute, kind="stable"), kind="stable"))
+    spread = rewards.std() * ranks.std()
+    found = 0.0 if spread == 0 else float(np.mean((rewards - rewards.mean()) * (ranks - ranks.mean())) / spread)
+    if found * np.sqrt(len(ranks) - 2) <= 3 * np.sqrt(max(1 - found**2, 0.0)):
         raise UserError(
-            f"the curve does not rise: its last third is {rise:+.3f} from its first, with a standard error of "
-            f"{error:.3f}; a sigmoid has no asymptote then"
+            f"the curves do not rise: rewards and the logarithm of compute have a correlation of {found:.2f}, of "
+            f"{len(ranks)} points; a sigmoid has no asymptote then"
         )
-    return compute[order], rewards[order]
 
 
 def _curve(parameters: np.ndarray, compute: np.ndarray) -> np.ndarray:

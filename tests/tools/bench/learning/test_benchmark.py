@@ -91,7 +91,7 @@ def test_a_curve_is_fitted_on_the_command_line(folder: Path):
     )
     assert by_tokens["midpoint"] == pytest.approx(10 * figures["midpoint"], rel=0.01)
     flat = CliRunner().invoke(fit_scaling, [str(run_path(folder, "stale8", 0))])
-    assert isinstance(flat.exception, UserError) and "does not rise" in str(flat.exception)
+    assert isinstance(flat.exception, UserError) and "do not rise" in str(flat.exception)
     wrong = CliRunner().invoke(fit_scaling, [runs[0], "--metric", "rewards"])
     assert "no update has a metric 'rewards'; did you mean 'reward'" in str(wrong.exception)
     none = CliRunner().invoke(fit_scaling, [str(folder)])
