@@ -179,13 +179,14 @@ def _resampled(
 ) -> Sigmoid:
     """Return the fit of a bootstrap sample: runs, and blocks of their residuals."""
     compute, rewards = list[np.ndarray](), list[np.ndarray]()
+    lowest = min(float(r.min()) for _, r in parts)
     for chosen in rng.integers(len(parts), size=len(parts)):
         c, r = parts[chosen]
         left, size = r - best(c), max(2, round(len(c) ** (1 / 3)))
         begins = rng.integers(len(c) - size + 1, size=-(-len(c) // size))
         blocks = np.concatenate([left[begin : begin + size] for begin in begins])[: len(c)]
         compute.append(c)
-        rewards.append(np.minimum(best(c) + blocks, ceiling))
+        rewards.append(np.clip(best(c) + blocks, lowest, ceiling))
     return _best(np.concatenate(compute), np.concatenate(rewards), ceiling, near=best)
 
 
