@@ -12,7 +12,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention.dispatch import platform
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.layers.aux import Aux
@@ -180,7 +179,8 @@ def policy_logprobs(
     def in_tiles(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         rules = HeadRules(temperature, output.logit_soft_cap, head_tile or 0)
         flat, weight = x.reshape(-1, x.shape[-1]), output.columns_dv.astype(x.dtype)
-        found = policy_statistics(flat, weight, targets.reshape(-1), rules, kernel=platform() == "tpu")
+        # By XLA on TPUs too: a kernel would need a shard_map over all axes of the mesh, here it is over those of tokens.
+        found = policy_statistics(flat, weight, targets.reshape(-1), rules)
         return found.logprob.reshape(targets.shape), found.entropy.reshape(targets.shape)
 
     def in_parts(output: Any, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
