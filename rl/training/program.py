@@ -179,7 +179,7 @@ def policy_logprobs(
     def in_tiles(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         rules = HeadRules(temperature, output.logit_soft_cap, head_tile or 0)
         flat, weight = x.reshape(-1, x.shape[-1]), output.columns_dv.astype(x.dtype)
-        # By XLA on TPUs too: a kernel would need a shard_map over all axes of the mesh, here it is over those of tokens.
+        # By XLA on TPUs too: a kernel would need a shard_map over all axes of the mesh, not only over those of tokens.
         found = policy_statistics(flat, weight, targets.reshape(-1), rules)
         return found.logprob.reshape(targets.shape), found.entropy.reshape(targets.shape)
 
