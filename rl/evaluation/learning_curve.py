@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import least_squares  # jax brings it
+from scipy.optimize import least_squares
 
 from mesh.errors import UserError
 

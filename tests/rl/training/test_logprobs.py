@@ -63,10 +63,10 @@ def test_with_experts_they_are_equal_to_the_bit_too():
 
 
 def test_in_bfloat16_they_are_close():
-    """The published bound: 5e-3 on average, 0.1 on any token (measured here 2e-3 and 0.007)."""
+    """The published bound: 5e-3 on average, 0.1 on any token (0 where both programs round alike, as here)."""
     policy = tiny_policy(VOCAB, num_layers=2).set(dtype="bfloat16")
     found = np.abs(differences(policy, tiny_params(policy, scale=1.0), 1.0, 1))
-    assert found.any() and found.mean() < 5e-3 and found.max() < 0.1
+    assert len(found) > 100 and found.mean() < 5e-3 and found.max() < 0.1
 
 
 @pytest.mark.parametrize("products", [False, pytest.param(True, marks=pytest.mark.full)])  # slow to compile on CPUs
