@@ -15,7 +15,9 @@ to stop ends with status 143, also where its command saved and ended with 0: the
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -171,11 +173,13 @@ class Child:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end, killing after `timeout`; record the status beside the log and return it."""
-        try:
-            status = self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        # In turns: a signal that comes just before a wait begins is handled when that wait ends.
+        while self._process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_POLL)
+        self.kill()
+        status = self._process.wait()
         self._copier.join(_PIPE)  # a grandchild may keep the pipe open
         status = status if status >= 0 else 128 - status
         record = {"status": status, "began": round(self._began, 3), "ended": round(time.time(), 3)}
