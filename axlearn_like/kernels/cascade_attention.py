@@ -21,9 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
-from axlearn_like.kernels.ragged_paged_attention import check_table, simulated, widen, write_pages
+from axlearn_like.kernels.ragged_paged_attention import check_table, on_own_heads, simulated, widen, write_pages
 from mesh.cost.expected import costs
-from mesh.rules import constrain, partition
 
 LANES = 128
 KEYS_PER_BLOCK = 512  # fetched at once
@@ -65,19 +64,7 @@ def cascade_attention_tpu(
     """
     check_table(page_table_rw.shape[0], page_table_rw.shape[1], pool.shape[1])
     body = functools.partial(_on_one_device, tile=tile, rules=rules, interpret=interpret)
-    args = (q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r, shared_t, sources_t)
-    if jax.sharding.get_abstract_mesh().empty:
-        return body(*args)
-    heads, queries = (None, None, "heads", None), (None, None, "heads", None, None)
-    axes = (queries, heads, heads, heads, (None, None), (None,), (None,), (None,), (None,))
-    args = tuple(constrain(x, *names) for x, names in zip(args, axes, strict=True))
-    mixed, pool = jax.shard_map(
-        body,
-        in_specs=tuple(partition(*names) for names in axes),
-        out_specs=(partition(*queries), partition(*heads)),
-        check_vma=False,
-    )(*args)
-    return constrain(mixed, "batch", None, "heads", None, None), pool
+    return on_own_heads(body, q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r, shared_t, sources_t)
 
 
 def _on_one_device(

@@ -12,7 +12,7 @@ widest page table, p pages touched by a row's new tokens.
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
@@ -104,11 +104,26 @@ def paged_attention_tpu(
         "vmem_limit_bytes": vmem_limit_bytes,
     }
     body = functools.partial(_on_one_device, rules=rules, blocks=blocks, interpret=interpret)
-    heads, queries = (None, None, "heads", None), (None, None, "heads", None, None)  # the pool is sharded as keys are
-    axes = (queries, heads, heads, heads, (None, None), (None,), (None,))
-    args = (q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r)
+    return on_own_heads(body, q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r)
+
+
+def on_own_heads(
+    body: Callable[..., tuple[jax.Array, jax.Array]],
+    q_rckqh: jax.Array,
+    k_rckh: jax.Array,
+    v_rckh: jax.Array,
+    pool: jax.Array,
+    *numbers: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return a body's mixed values and pool, computed under a mesh by every device for its own heads and all rows.
+
+    `numbers`: integers that all devices have.
+    """
+    args = (q_rckqh, k_rckh, v_rckh, pool, *numbers)
     if jax.sharding.get_abstract_mesh().empty:
         return body(*args)
+    heads, queries = (None, None, "heads", None), (None, None, "heads", None, None)  # the pool is sharded as keys are
+    axes = (queries, heads, heads, heads, *((None,) * x.ndim for x in numbers))
     # Rows are gathered on every device: pages are not sharded over the axes that shard a batch.
     args = tuple(constrain(x, *names) for x, names in zip(args, axes, strict=True))
     mixed, pool = jax.shard_map(

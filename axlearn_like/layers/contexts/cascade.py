@@ -13,7 +13,7 @@ Shape letters: as in window.py; t tiles.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -142,21 +142,21 @@ class CascadePagedContext(PagedContext):
     sources: Any = None
     tile: int = dataclasses.field(default=1, metadata={"static": True})
 
-    def attend(
+    @override
+    def _by_kernel(
         self,
         q_rckqh: jax.Array,
         k_rckh: jax.Array,
         v_rckh: jax.Array,
-        cache: tuple[Pool, jax.Array],
+        pool: Any,
+        table: jax.Array,
         attention: AttentionParams,
-    ) -> tuple[jax.Array, tuple[Pool, jax.Array]]:
-        """Return attention over the pool with the tokens written to it, and (pool, layer index)."""
+    ) -> tuple[jax.Array, Any]:
         from axlearn_like.kernels.cascade_attention import cascade_attention_tpu  # Pallas, for TPUs alone
 
-        pool, layer = cache
-        mixed, pool = cascade_attention_tpu(
+        return cascade_attention_tpu(
             *(q_rckqh, k_rckh, v_rckh, pool),
-            page_table_rw=self.page_table + layer * self.pages,
+            page_table_rw=table,
             starts_r=self.starts,
             counts_r=self.counts,
             shared_t=self.shared,
@@ -164,7 +164,6 @@ class CascadePagedContext(PagedContext):
             tile=self.tile,
             rules=attention.rules,
         )
-        return mixed, (pool, layer)
 
 
 def _put_shared(

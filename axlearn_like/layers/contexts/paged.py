@@ -88,20 +88,32 @@ class PagedContext:
         pool, layer = cache
         table = self.page_table + layer * self.pages
         if self.kernel:
-            from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu  # Pallas, for TPUs alone
-
-            mixed, pool = paged_attention_tpu(
-                *(q_rckqh, k_rckh, v_rckh, pool),
-                page_table_rw=table,
-                starts_r=self.starts,
-                counts_r=self.counts,
-                rules=attention.rules,
-                sinks=attention.sinks is not None,
-            )
+            mixed, pool = self._by_kernel(q_rckqh, k_rckh, v_rckh, pool, table, attention)
             return mixed, (pool, layer)
         pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, self.live)
         window = read_window(pool, table, self.starts + self.counts)
         return attend_window(q_rckqh, window, self.positions, attention), (pool, layer)
+
+    def _by_kernel(
+        self,
+        q_rckqh: jax.Array,
+        k_rckh: jax.Array,
+        v_rckh: jax.Array,
+        pool: Any,
+        table: jax.Array,
+        attention: AttentionParams,
+    ) -> tuple[jax.Array, Any]:
+        """Return attention by the kernel for TPUs, and the pool; `table` is the layer's."""
+        from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu  # Pallas, for TPUs alone
+
+        return paged_attention_tpu(
+            *(q_rckqh, k_rckh, v_rckh, pool),
+            page_table_rw=table,
+            starts_r=self.starts,
+            counts_r=self.counts,
+            rules=attention.rules,
+            sinks=attention.sinks is not None,
+        )
 
     def holds_latents(self, cache: tuple[Pool, jax.Array]) -> bool:
         """Return True if the pages hold latents."""
