@@ -69,6 +69,24 @@ time.sleep(60)
     assert (running.returncode, output) == (expected, "saved\n")
 
 
+def test_a_signal_that_does_not_interrupt_the_wait_is_passed_on_all_the_same(tmp_path: Path):
+    """As one that comes just before the wait begins: here another thread gets it."""
+    code = """
+import os, pathlib, signal, sys, threading, time
+from tools.launch.process import Stop, run_command
+
+def strike():
+    time.sleep(0.5)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+threading.Thread(target=strike).start()
+command = [sys.executable, "-c", "import time; time.sleep(60)"]
+sys.exit(run_command(command, pathlib.Path(sys.argv[1]), os.environ, Stop()))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "log")], timeout=30)
+    assert done.returncode == 128 + signal.SIGTERM
+
+
 def test_a_machine_with_other_chips_is_worth_a_restart_and_no_user_error(tmp_path: Path):
     done = start(tmp_path, "train", "--chips", "4", "--", "true", JAX_PLATFORMS="")
     output, _ = done.communicate(timeout=60)
