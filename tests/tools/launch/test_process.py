@@ -69,7 +69,7 @@ time.sleep(60)
     assert (running.returncode, output) == (expected, "saved\n")
 
 
-def test_a_signal_that_does_not_interrupt_the_wait_is_passed_on_all_the_same(tmp_path: Path):
+    """Send it to another thread, which is what a signal just before the wait begins comes to."""
     """As one that comes just before the wait begins: here another thread gets it."""
     code = """
 import os, pathlib, signal, sys, threading, time
