@@ -68,7 +68,6 @@ time.sleep(60)
     output, _ = running.communicate(timeout=60)
     assert (running.returncode, output) == (expected, "saved\n")
 
-
     """Send it to another thread, which is what a signal just before the wait begins comes to."""
     """As one that comes just before the wait begins: here another thread gets it."""
     code = """
