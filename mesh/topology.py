@@ -1,8 +1,9 @@
-"""TPU generations and topologies, of devices that need not be there: peak figures of chips, and names of slices.
+"""TPU topologies, of devices that need not be there: slices of a generation, their names, their compiler.
 
 A *device* is what jax shows as one: a chip on v4 (its two cores as one), v5e, v5p and v6e, one of the two chiplets on
 tpu7x. A topology is written as libtpu writes it, generation and chips (`v5p:8x8x16`), or by the name under which it is
-sold (`v5p-2048`), whose number counts TensorCores on v4, v5p and tpu7x, and chips on v5e and v6e.
+sold (`v5p-2048`), whose number counts TensorCores on v4, v5p and tpu7x, and chips on v5e and v6e. A generation that the
+table lacks is described by its user: `v9x[memory=64;host=4;devices=2]:2x2x4` (`mesh.generations`).
 """
 
 # jax's own types are partial.
@@ -21,61 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean, install_hint
+from mesh.generations import GENERATIONS, Generation, describe_generation, find_generation
 
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """Peak figures of one kind of TPU, by its makers.
-
-    Peak FLOP/s, HBM and DCN: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x). Links: the same pages state the sum
-    of all links of a chip in both directions; what one link carries in one direction in practice is a tenth less, as
-    in "How to Scale Your Model" (jax-ml.github.io/scaling-book, part 2), and those are the figures here.
-
-    Attributes:
-        name: as in topologies.
-        chips: of the largest slice, by dimension.
-        cores: TensorCores of a chip.
-        counted: what the number in a name like v5p-256 counts, per chip.
-        devices: that jax shows per chip.
-        flops: bfloat16 FLOP/s of a chip.
-        hbm: bytes of a chip, as sold; what a program may use is less, and is asked of the compiler.
-        hbm_bandwidth: bytes/s of a chip.
-        link: bytes/s of one ICI link in one direction; a chip has two for each dimension.
-        dcn: bytes/s of a chip, to other slices.
-        clock: Hz, as follows from the peak and the size of the matrix units.
-        wrap: a dimension closes to a ring when its length is a multiple of this.
-    """
-
-    name: str
-    chips: tuple[int, ...]
-    cores: int
-    counted: int
-    devices: int
-    flops: float
-    hbm: float
-    hbm_bandwidth: float
-    link: float
-    dcn: float
-    clock: float
-    wrap: int
-
-    def per_device(self, chip_figure: float) -> float:
-        """Return the share of one device in a figure of a chip."""
-        return chip_figure / self.devices
-
-
-_GIB = float(1 << 30)
-GENERATIONS = {
-    one.name: one
-    for one in (
-        Generation("v4", (12, 16, 16), 2, 2, 1, 275e12, 32 * _GIB, 1228e9, 45e9, 6.25e9, 1.05e9, 4),
-        Generation("v5e", (16, 16), 1, 1, 1, 197e12, 16 * _GIB, 819e9, 45e9, 3.125e9, 1.5e9, 16),
-        Generation("v5p", (16, 20, 28), 2, 2, 1, 459e12, 95 * _GIB, 2765e9, 90e9, 6.25e9, 1.75e9, 4),
-        Generation("v6e", (16, 16), 1, 1, 1, 918e12, 32 * _GIB, 1638e9, 90e9, 12.5e9, 1.75e9, 16),
-        Generation("tpu7x", (16, 24, 24), 2, 2, 2, 2307e12, 192 * _GIB, 7380e9, 90e9, 12.5e9, 2.2e9, 4),
-    )
-}
-_ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x"}
+_TEXT = re.compile(r"([a-z0-9]+?)(?:\[([^\]]*)\])?(?:(?::|=)(\d+(?:x\d+)*)|-(\d+))")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +45,12 @@ class Topology:
         return f"{self.generation.name}:{'x'.join(map(str, self.shape))}"
 
     @property
+    def text(self) -> str:
+        """The name with what the user has said of its generation: `parse_topology` reads it."""
+        said = f"[{self.generation.described}]" if self.generation.described else ""
+        return f"{self.generation.name}{said}{self.name.removeprefix(self.generation.name)}"
+
+    @property
     def devices(self) -> int:
         """The number of devices in all slices."""
         return math.prod(self.shape) * self.generation.devices * self.slices
@@ -104,8 +59,7 @@ class Topology:
     def hosts(self) -> int:
         """The number of virtual machines: one for up to eight chips of v5e and v6e, else one for every four chips."""
         chips = math.prod(self.shape)
-        one = len(self.generation.chips) == 2 and chips <= 8
-        return self.slices * (1 if one else -(-chips // 4))
+        return self.slices * (1 if chips <= self.generation.largest_host else -(-chips // self.generation.host))
 
     @property
     def sold_as(self) -> str:
@@ -124,21 +78,39 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     """
     if slices < 1:
         raise UserError(f"--slices {slices}: expected 1 or more")
-    found = re.fullmatch(r"([a-z0-9]+?)(?:(?::|=)(\d+(?:x\d+)*)|-(\d+))", text.strip().lower())
+    found = _TEXT.fullmatch(text.strip().lower())
     if found is None:
         raise UserError(f"no TPU topology {text!r}; expected generation and chips, as in v5p:2x2x1, v6e:2x4 or v5p-32")
-    name = _ALIASES.get(found[1], found[1])
-    if name not in GENERATIONS:
-        raise UserError(f"no TPU generation {found[1]!r} in {text!r}{did_you_mean(found[1], GENERATIONS)}")
-    generation = GENERATIONS[name]
-    if found[3]:
-        return Topology(generation, _shape_of(generation, int(found[3]), text), slices)
-    shape = tuple(map(int, found[2].split("x")))
-    if shape not in _shapes(generation):
+    generation = _generation(found[1], found[2], text)
+    if found[4]:
+        return Topology(generation, _shape_of(generation, int(found[4]), text), slices)
+    shape = tuple(map(int, found[3].split("x")))
+    if generation.described:
+        _check_described(generation, shape, text)
+    elif shape not in _shapes(generation):
         near = sorted(_shapes(generation), key=lambda other: _distance(shape, other))[:4]
-        listed = ", ".join(f"{name}:{'x'.join(map(str, one))}" for one in near)
+        listed = ", ".join(f"{generation.name}:{'x'.join(map(str, one))}" for one in near)
         raise UserError(f"no TPU topology {text!r}; the nearest: {listed}")
     return Topology(generation, shape, slices)
+
+
+def _generation(name: str, said: str | None, text: str) -> Generation:
+    """Return a generation of the table, or the one that is described."""
+    if said is not None:
+        pairs = [part.partition("=") for part in said.split(";") if part.strip()]
+        return describe_generation(name, {fact.strip(): value.strip() for fact, _, value in pairs})
+    generation = find_generation(name)
+    if generation is None:
+        other = "another is described: v9x[memory=64;host=4]:2x2x4, GiB of a chip and chips of a machine"
+        raise UserError(f"no TPU generation {name!r} in {text!r}{did_you_mean(name, GENERATIONS)}; {other}")
+    return generation
+
+
+def _check_described(generation: Generation, shape: tuple[int, ...], text: str) -> None:
+    """Refuse a slice that is neither a part of a machine nor several complete ones."""
+    chips, host = math.prod(shape), generation.host
+    if not chips or (chips > host and chips % host):
+        raise UserError(f"no TPU topology {text!r}: {chips} chips are no machines of {host} (host={host})")
 
 
 def topology_devices(topology: Topology) -> list[Any]:
@@ -242,6 +214,8 @@ def _fits(shape: tuple[int, ...], largest: tuple[int, ...]) -> bool:
 
 
 def _shape_of(generation: Generation, number: int, text: str) -> tuple[int, ...]:
+    if generation.described:
+        raise UserError(f"no TPU topology {text!r}: the shape of a described generation is given, as in 2x2x4")
     by_number: dict[int, tuple[int, ...]] = {}
     for shape in sorted(_shapes(generation), key=lambda one: (max(one) / min(one), one)):
         by_number.setdefault(math.prod(shape) * generation.counted, shape)
@@ -258,10 +232,3 @@ def _distance(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[float, fl
     chips = abs(math.log(math.prod(shape) / math.prod(other))) if math.prod(shape) else math.inf
     pairs: Iterator[tuple[int, int]] = itertools.zip_longest(sorted(shape), sorted(other), fillvalue=1)
     return chips, sum(abs(a - b) for a, b in pairs)
-
-
-def generation_of(device: Any) -> Generation | None:
-    """Return the generation of a jax device, by its kind; None for what is no TPU (or no longer sold)."""
-    kind = str(device.device_kind).lower().removeprefix("tpu").strip()
-    names = {"v4": "v4", "v5": "v5p", "v5p": "v5p", "v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v6e": "v6e"}
-    return GENERATIONS.get("tpu7x" if kind in ("7x", "v7x") else names.get(kind, ""))

@@ -36,7 +36,7 @@ def row_flops(model: ConfigBase, prefix: int, samples: int, length: int) -> floa
 
 def peak_flops(devices: Sequence[Any]) -> float | None:
     """Return the bfloat16 FLOP/s of one device; None where it is not known, as for CPUs."""
-    from mesh.topology import generation_of
+    from mesh.generations import generation_of
 
     if (generation := generation_of(devices[0])) is not None:
         return generation.per_device(generation.flops)

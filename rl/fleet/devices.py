@@ -8,8 +8,9 @@ from typing import Any
 from mesh import UserError
 from mesh.devices import device_name, find_devices
 from mesh.errors import did_you_mean
+from mesh.generations import GENERATIONS
 from mesh.mesh import PlaceholderDevice
-from mesh.topology import GENERATIONS, Topology, parse_topology, topology_devices
+from mesh.topology import Topology, parse_topology, topology_devices
 
 HERE = "here"  # the devices of this machine
 ANY_GPU = "gpu"  # of a model that is not in the table
@@ -77,8 +78,7 @@ class RoleDevices:
     @property
     def host_chips(self) -> int:
         """The number of chips of the largest machine with such devices."""
-        flat = self.topology is None or len(self.topology.generation.chips) == 2
-        return _GPUS_PER_HOST if flat else 4
+        return _GPUS_PER_HOST if self.topology is None else self.topology.generation.largest_host
 
 
 def parse_count(text: str, field: str) -> tuple[int, str]:
@@ -118,7 +118,7 @@ def parse_devices(text: str, field: str, slices: int = 1) -> RoleDevices:
         near = did_you_mean(kind, _GPUS) if re.fullmatch(r"[a-z]+\d+0+", kind) else ""
         raise UserError(f"{field}={text!r}: {error}{near}") from None
     generation = topology.generation
-    kind = "TPU7x" if generation.name == "tpu7x" else f"TPU {generation.name}"
+    kind = generation.shown or f"TPU {generation.name}"
     described = tuple(PlaceholderDevice("tpu", kind) for _ in range(topology.devices))
     memory = int(generation.per_device(generation.hbm))
     chips = topology.devices // generation.devices

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mesh import UserError
-from mesh.topology import Topology, generation_of
+from mesh.generations import generation_of
+from mesh.topology import Topology
 from rl.fleet.devices import HERE, RoleDevices, gpu_text, parse_count, parse_devices
 from rl.fleet.fleet import Placeable, parse_worker
 
@@ -154,7 +155,7 @@ def suggested_fleet(here: Sequence[Any]) -> str:
     count = len(here) // (1 if generation is None else generation.devices)
     if generation is None or count == 1:
         return "--runtime inprocess, where one process has them all"
-    flat = len(generation.chips) == 2
+    flat = generation.largest_host == 8
     shapes = {1: "1x1", 4: "2x2"} if flat else {1: "1x1x1", 4: "2x2x1"}
     trainer = 4 if count == 8 else 1  # there are slices of one, four and eight chips
     name = generation.name

@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 
 from mesh import UserError
-from mesh.topology import GENERATIONS, find_compiler, generation_of, parse_topology, prepare_compiler
+from mesh.generations import GENERATIONS, generation_of
+from mesh.topology import find_compiler, parse_topology, prepare_compiler
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ import click
 from axlearn_like.config import ConfigBase, ConfigError, with_mesh_rules
 from experiments.registry import entries, get
 from mesh.errors import UserError, did_you_mean
-from mesh.topology import GENERATIONS, Topology, parse_topology, prepare_compiler
+from mesh.generations import GENERATIONS
+from mesh.topology import Topology, parse_topology, prepare_compiler
 from rl.fleet.devices import parse_devices
 from tools.golden.compiles import DIRECTORY, versions
 

@@ -32,7 +32,7 @@ def compile_ahead(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, bytes]:
     assert role is not None and role.slices is not None
     topology = role.slices.topology
     asked: dict[str, Any] = {"experiment": cfg.experiment, "seed": cfg.seed, "applied": cfg.applied}
-    asked |= {"sets": plan.sets, "fleet": plan.fleet, "topology": topology.name, "slices": topology.slices}
+    asked |= {"sets": plan.sets, "fleet": plan.fleet, "topology": topology.text, "slices": topology.slices}
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}
     if cfg.on == "local":
         cfg.require("compile", role.jobs * role.pods == 1, "False, or a trainer of one process, with --on local")

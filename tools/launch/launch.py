@@ -4,8 +4,7 @@ import re
 from typing import Literal
 
 from axlearn_like.config import ConfigBase, Configurable
-from mesh.topology import parse_topology
-from tools.launch.machines.accelerators import Slices
+from tools.launch.machines.accelerators import Slices, described, find_slices
 from tools.launch.machines.capacity import Capacity, parse_capacity
 from tools.launch.machines.storage import Storage, parse_storage
 from tools.launch.names import check_label, run_name
@@ -90,6 +89,9 @@ class Launch(Configurable):
         secret_env: dict[str, str] = {}  # variable -> "SECRET/KEY" of a Secret in the cluster
         kubernetes: Kubernetes.Config = Kubernetes.Config()
         tpu_api: TpuApi.Config = TpuApi.Config()
+        # Kinds of TPU that are not in the table: {"v9x": {"memory": 64, "label": "tpu-v9x", "machine": "ct9x-4t"}}, and
+        # host, devices, shown, placement where they are not 4, 1, "TPU v9x", False
+        kinds: dict[str, dict[str, str | int | float | bool]] = {}
 
         def check_fields(self) -> None:
             """Refuse devices, capacity, names and secrets that cannot be; nothing is looked up in a cloud."""
@@ -113,6 +115,9 @@ class Launch(Configurable):
             fits = (place.kind == "dir:") == (self.on == "local")
             self.require("storage", fits, "dir:PATH with --on local" if self.on == "local" else "gs:// or pvc:")
             self.require("port", 0 < self.port < 1 << 16, "1 to 65535")
+            with self.errors_in("kinds"):
+                for name, facts in self.kinds.items():
+                    described(name, facts)
             with self.errors_in("tpu"):
                 self.own_slices()
             with self.errors_in("worker_tpu"):
@@ -151,7 +156,7 @@ class Launch(Configurable):
 
         def own_slices(self) -> Slices | None:
             """Return the slices of the trainer, or of a command; None: a machine without accelerators."""
-            return None if self.tpu is None else _slices(self.tpu, "--tpu", self.slices)
+            return None if self.tpu is None else find_slices(self.tpu, "--tpu", self.slices, self.kinds)
 
         def trainer_slices(self) -> Slices:
             """Return the slices of the trainer."""
@@ -161,7 +166,7 @@ class Launch(Configurable):
 
         def worker_slices(self) -> Slices | None:
             """Return the slice of each worker; None: there are no workers."""
-            return None if self.worker_tpu is None else _slices(self.worker_tpu, "--worker-tpu", 1)
+            return None if self.worker_tpu is None else find_slices(self.worker_tpu, "--worker-tpu", 1, self.kinds)
 
         def terms(self, role: str) -> Capacity:
             """Return the capacity that a role asks for; the head is never on machines that can be taken away."""
@@ -177,9 +182,3 @@ class Launch(Configurable):
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
-
-
-def _slices(text: str, field: str, count: int) -> Slices:
-    found = Slices(parse_topology(text, count))
-    found.check(field)
-    return found

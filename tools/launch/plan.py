@@ -204,7 +204,7 @@ def _plan_rl(cfg: Launch.Config, name: str) -> LaunchPlan:
     worker = cfg.worker_slices()
     cfg.require("workers", worker is not None, "--workers N --worker-tpu KIND:SHAPE for an RL experiment")
     assert worker is not None
-    fleet = f"trainer={_counted(cfg.slices, cfg.trainer_slices())},workers={cfg.workers} x {worker.topology.name}"
+    fleet = f"trainer={_counted(cfg.slices, cfg.trainer_slices())},workers={cfg.workers} x {worker.topology.text}"
     placed = load_placed(name, cfg.sets, cfg.seed, cfg.applied, fleet)
     more = _edits(cfg, placed.cfg)
     if more:
@@ -244,11 +244,11 @@ def _head_memory(planned: FleetPlan, experiment: Any) -> int:
 
 
 def _counted(slices: int, found: Slices) -> str:
-    return found.topology.name if slices == 1 else f"{slices} x {found.topology.name}"
+    return found.topology.text if slices == 1 else f"{slices} x {found.topology.text}"
 
 
 def _devices(slices: Slices, field: str) -> RoleDevices:
-    return parse_devices(slices.topology.name, field, slices.topology.slices)
+    return parse_devices(slices.topology.text, field, slices.topology.slices)
 
 
 def _check_policy(cfg: Launch.Config, role: Role) -> None:

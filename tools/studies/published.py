@@ -20,7 +20,8 @@ from typing import Any, Literal, NamedTuple
 import click
 
 from axlearn_like.training.trainer import Trainer
-from mesh.topology import GENERATIONS, parse_topology, prepare_compiler
+from mesh.generations import GENERATIONS
+from mesh.topology import parse_topology, prepare_compiler
 
 Names = Mapping[str, Literal["save", "offload"]]
 _KEPT = ("topology", "slices", "devices", "mesh", "fits", "hbm", "rows", "length", "flops_analytic", "flops_executed",

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from mesh.topology import GENERATIONS, parse_topology
+from mesh.generations import GENERATIONS
+from mesh.topology import parse_topology
 
 LARGEST_FSDP = 64  # see experiments/pretraining.py
 LARGEST_SLICE = 1024

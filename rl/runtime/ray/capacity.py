@@ -9,11 +9,13 @@ import ray
 from ray.util.tpu import get_num_tpu_slices
 
 from mesh import UserError
+from mesh.generations import GENERATIONS
 from mesh.topology import Topology
 from rl.fleet.requests import RoleRequest
 from rl.runtime.cluster_file import NODES_VARIABLE
 
-POD_TYPE = "ray.io/tpu-pod-type"  # labels that Ray gives to nodes, from what Google's machines say of themselves
+# Labels that Ray gives to nodes, from what Google's machines say of themselves.
+POD_TYPE, SLICE, SHAPE = "ray.io/tpu-pod-type", "ray.io/tpu-slice-name", "ray.io/tpu-topology"
 WORKER_ID = "ray.io/tpu-worker-id"
 _SINGLE_HOST = (1, 4, 8)  # chips of slices with one host
 
@@ -60,17 +62,57 @@ def accelerator_resource(request: RoleRequest) -> str | None:
 
 def ray_generation(topology: Topology) -> str:
     """Return the name of a TPU generation in Ray."""
-    return {"v5e": "v5litepod", "tpu7x": "v7x"}.get(topology.generation.name, topology.generation.name)
+    return _ray_name(topology.generation.name)
+
+
+def _ray_name(generation: str) -> str:
+    return {"v5e": "v5litepod", "tpu7x": "v7x"}.get(generation, generation)
 
 
 def pod_types(request: RoleRequest) -> list[str]:
     """Return the slices of one host in which a process of this request finds room, as Ray names them."""
     assert request.topology is not None
     chips, generation = int(request.each), request.topology.generation
-    largest = 8 if len(generation.chips) == 2 else 4
-    parts = [count for count in _SINGLE_HOST if chips <= count <= largest]
+    parts = [count for count in _SINGLE_HOST if chips <= count <= generation.largest_host]
     sizes = parts if request.slices == 1 else [chips]  # one of several slices is no part of a host
     return [f"{ray_generation(request.topology)}-{count * generation.counted}" for count in sizes]
+
+
+def machine_selector(request: RoleRequest) -> dict[str, str]:
+    """Return the labels of machines with a single slice for a process.
+
+    How machines of a described generation name it is not known: they are those that name none of the table.
+    """
+    assert request.topology is not None
+    own = role_selector(request.role)
+    if not request.topology.generation.described:
+        return {**own, POD_TYPE: f"in({','.join(pod_types(request))})"}
+    others = sorted({found for node in ray.nodes() if _is_known(found := node["Labels"].get(POD_TYPE, ""))})
+    return {**own, POD_TYPE: f"!in({','.join(others)})"} if others else own
+
+
+def described_slices(request: RoleRequest, nodes: Sequence[Node]) -> list[str]:
+    """Return the slices of a described generation, of which Ray knows nothing, whose hosts are all there."""
+    assert request.topology is not None
+    hosts: dict[str, set[str]] = {}
+    for node in nodes:
+        labels = node["Labels"]
+        shaped = labels.get(SHAPE) == request.topology.name.partition(":")[2]
+        if node["Alive"] and shaped and SLICE in labels and _is_usable(node, request):
+            hosts.setdefault(labels[SLICE], set()).add(labels.get(WORKER_ID, ""))
+    wanted = {str(index) for index in range(request.hosts_per_slice)}
+    return sorted(name for name, there in hosts.items() if there >= wanted)
+
+
+def _is_usable(node: Node, request: RoleRequest) -> bool:
+    """Return True for a machine of a described generation, with room for a process, that is no other role's own."""
+    labels = node["Labels"]
+    own = labels.get(ROLE, request.role) == request.role and not _is_known(labels.get(POD_TYPE, ""))
+    return own and node["Resources"].get("TPU", 0.0) >= request.each
+
+
+def _is_known(pod_type: str) -> bool:
+    return pod_type.rpartition("-")[0] in {_ray_name(name) for name in GENERATIONS}
 
 
 def check_capacity(requests: Iterable[RoleRequest], nodes: Sequence[Node]) -> None:
@@ -107,7 +149,11 @@ def _check_slices(unit: str, group: Sequence[RoleRequest]) -> None:
     topology = group[0].topology
     assert topology is not None
     shape, version = topology.name.partition(":")[2], ray_generation(topology)
-    there = get_num_tpu_slices(shape, f"TPU-{version.upper()}")
+    there = (
+        get_num_tpu_slices(shape, f"TPU-{version.upper()}")
+        if not topology.generation.described
+        else len(described_slices(group[0], ray.nodes()))
+    )
     needed = sum(request.instances * request.slices for request in group)
     if there < needed:
         raise UserError(f"the fleet needs {needed} {unit}: {_roles(group, slices=True)}; {_has(there)}")
@@ -131,7 +177,10 @@ def _check_hosts(unit: str, group: Sequence[RoleRequest], alive: Sequence[Node])
 def _devices_of(node: Node, group: Sequence[RoleRequest]) -> float:
     """Return the GPUs or chips of a node that some of these requests can use."""
     resources, labels = node["Resources"], node["Labels"]
-    if group[0].topology is not None:
+    topology = group[0].topology
+    if topology is not None and topology.generation.described:
+        return resources.get("TPU", 0.0) if any(_is_usable(node, request) for request in group) else 0.0
+    if topology is not None:
         usable = {name for request in group for name in pod_types(request)}
         return resources.get("TPU", 0.0) if labels.get(POD_TYPE) in usable else 0.0
     model = accelerator_resource(group[0])

@@ -21,12 +21,13 @@ from mesh import UserError
 from rl.fleet.requests import RoleRequest
 from rl.roles.timeouts import Timeouts, Waits
 from rl.runtime.ray.capacity import (
-    POD_TYPE,
+    SLICE,
     WORKER_ID,
     accelerator_resource,
     accelerators,
     check_capacity,
-    pod_types,
+    described_slices,
+    machine_selector,
     ray_generation,
     role_selector,
 )
@@ -34,6 +35,7 @@ from rl.runtime.ray.fault_injection import Say
 
 _LITTLE = 0.001  # of the resource that names the model of a host's GPUs, as Ray's own `accelerator_type` asks for it
 _HEAD_WAIT = 5.0  # seconds of one attempt to find a slice, between two looks at `stop`
+_POLL = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Reservation:
         self._slots: dict[str, Slot] = {}
         self._groups: list[Any] = []  # of hosts
         self._slices: list[SlicePlacementGroup] = []
+        self._taken: set[str] = set()  # slices of described generations
 
     @classmethod
     def make(
@@ -121,11 +124,10 @@ class Reservation:
         return groups
 
     def _reserve_hosts(self, request: RoleRequest) -> Any:
-        bundle, selector = {"TPU" if request.topology is not None else "GPU": request.each}, role_selector(request.role)
+        bundle = {"TPU" if request.topology is not None else "GPU": request.each}
+        selector = role_selector(request.role) if request.topology is None else machine_selector(request)
         if (model := accelerator_resource(request)) is not None:
             bundle[model] = _LITTLE
-        if request.topology is not None:
-            selector[POD_TYPE] = f"in({','.join(pod_types(request))})"
         hosts = request.processes
         bundles, selectors = [dict(bundle) for _ in range(hosts)], [selector] * hosts
         group = placement_group(bundles, "STRICT_SPREAD", bundle_label_selector=selectors)
@@ -135,6 +137,8 @@ class Reservation:
     def _reserve_slices(self, request: RoleRequest, wait: "Wait") -> Any:
         """Reserve complete slices; bundle i is host i of its slice, and the hosts of the first slice come first."""
         assert request.topology is not None
+        if request.topology.generation.described:
+            return self._reserve_described(request, wait)
         own = role_selector(request.role)
         order = [{**own, WORKER_ID: str(i % request.hosts_per_slice)} for i in range(request.processes)]
         found: list[SlicePlacementGroup] = []
@@ -162,6 +166,25 @@ class Reservation:
             raise UserError(f"Ray cannot reserve {request.topology} for the {request.role}: {error}") from error
         self._slices += found
         return found[0].placement_group
+
+    def _reserve_described(self, request: RoleRequest, wait: "Wait") -> Any:
+        """Reserve slices of a described generation by the labels of their machines; bundle i is host i."""
+        free: list[str] = []
+
+        def attempt() -> bool:
+            free[:] = [name for name in described_slices(request, ray.nodes()) if name not in self._taken]
+            if len(free) < request.slices:
+                time.sleep(_POLL)
+            return len(free) >= request.slices
+
+        wait.until(attempt, request.role)
+        chosen, hosts = free[: request.slices], request.hosts_per_slice
+        self._taken.update(chosen)
+        own = role_selector(request.role)
+        order = [{**own, SLICE: chosen[i // hosts], WORKER_ID: str(i % hosts)} for i in range(request.processes)]
+        bundles = [{"TPU": request.each} for _ in order]
+        self._groups.append(placement_group(bundles, "STRICT_SPREAD", bundle_label_selector=order))
+        return self._groups[-1]
 
 
 def _turn(request: RoleRequest) -> tuple[int, bool, float]:

@@ -27,6 +27,8 @@ from rl.fleet.devices import HERE, parse_count, parse_devices
         ("h100:4", 2, "gpu-nvidia-h100-80gb-hbm3-8", 8, 2),  # four of each of two hosts
         ("h100:0.5", 1, "gpu-nvidia-h100-80gb-hbm3-1", 1, 1),
         ("gpu:4", 1, "gpu-4", 4, 1),
+        ("v9x[memory=64]:2x2x2", 2, "tpu-v9x-16", 16, 4),
+        ("v9x[memory=64;devices=2;shown=tpu9x]:2x2x1", 1, "tpu9x-8", 4, 1),
     ],
 )
 def test_kind_chips_and_hosts(text: str, slices: int, name: str, chips: int, hosts: int):

@@ -6,9 +6,13 @@ AI-Hypercomputer/xpk (src/xpk/core/system_characteristics.py) and apple/axlearn 
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from mesh import UserError
-from mesh.topology import Topology
+from mesh.errors import did_you_mean
+from mesh.generations import Generation, describe_generation
+from mesh.topology import Topology, parse_topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +21,8 @@ class Accelerator:
 
     Attributes:
         label: value of the node label `cloud.google.com/gke-tpu-accelerator`.
-        machine: name of a machine type without its number of chips.
-        machines: numbers of chips of the machine types.
+        machine: name of a machine type, with {chips} in the place of its number of chips.
+        machines: numbers of chips of the machine types; empty: not known.
         api: name in the Cloud TPU API; None: the generation is not sold there.
         runtime: version of the virtual machines' software in the Cloud TPU API.
         placement: slices with several hosts need a workload policy, whose name is a node label.
@@ -26,19 +30,23 @@ class Accelerator:
 
     label: str
     machine: str
-    machines: tuple[int, ...]
+    machines: tuple[int, ...] = ()
     api: str | None = None
     runtime: str = ""
     placement: bool = False
 
 
 ACCELERATORS = {
-    "v4": Accelerator("tpu-v4-podslice", "ct4p-hightpu", (4,), "v4", "tpu-ubuntu2204-base"),
-    "v5e": Accelerator("tpu-v5-lite-podslice", "ct5lp-hightpu", (1, 4, 8), "v5litepod", "v2-alpha-tpuv5-lite"),
-    "v5p": Accelerator("tpu-v5p-slice", "ct5p-hightpu", (1, 4), "v5p", "v2-alpha-tpuv5"),
-    "v6e": Accelerator("tpu-v6e-slice", "ct6e-standard", (1, 4, 8), "v6e", "v2-alpha-tpuv6e"),
-    "tpu7x": Accelerator("tpu7x", "tpu7x-standard", (1, 4), placement=True),
+    "v4": Accelerator("tpu-v4-podslice", "ct4p-hightpu-{chips}t", (4,), "v4", "tpu-ubuntu2204-base"),
+    "v5e": Accelerator("tpu-v5-lite-podslice", "ct5lp-hightpu-{chips}t", (1, 4, 8), "v5litepod", "v2-alpha-tpuv5-lite"),
+    "v5p": Accelerator("tpu-v5p-slice", "ct5p-hightpu-{chips}t", (1, 4), "v5p", "v2-alpha-tpuv5"),
+    "v6e": Accelerator("tpu-v6e-slice", "ct6e-standard-{chips}t", (1, 4, 8), "v6e", "v2-alpha-tpuv6e"),
+    "tpu7x": Accelerator("tpu7x", "tpu7x-standard-{chips}t", (1, 4), placement=True),
 }
+Kinds = Mapping[
+    str, Mapping[str, str | int | float | bool]
+]  # generations that the table lacks, as a user describes them
+_PLATFORM = {"label": str, "machine": str, "placement": bool}  # facts of a kind that are the platform's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +54,7 @@ class Slices:
     """Equal slices that one program uses, and the machines that they are made of."""
 
     topology: Topology
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """The platform's names of the generation."""
-        return ACCELERATORS[self.topology.generation.name]
+    accelerator: Accelerator
 
     @property
     def shape(self) -> str:
@@ -75,7 +79,7 @@ class Slices:
     @property
     def machine_type(self) -> str:
         """The machine type, which the topology alone does not say."""
-        return f"{self.accelerator.machine}-{self.host_chips}t"
+        return self._machine(self.host_chips)
 
     @property
     def api_type(self) -> str:
@@ -85,8 +89,59 @@ class Slices:
     def check(self, field: str) -> None:
         """Refuse a slice for which there is no machine type (UserError)."""
         known = self.accelerator.machines
-        if self.host_chips not in known:
-            sold = ", ".join(f"{self.accelerator.machine}-{count}t" for count in known)
+        if known and self.host_chips not in known:
+            sold = ", ".join(map(self._machine, known))
             raise UserError(
                 f"{field}={self.topology.name}: no machine type has {self.host_chips} chips; there are {sold}"
             )
+
+    def _machine(self, chips: int) -> str:
+        return self.accelerator.machine.replace("{chips}", str(chips))
+
+
+def find_slices(text: str, field: str, count: int, kinds: Kinds) -> Slices:
+    """Return the slices that a text names, of a generation of the table or of `kinds`.
+
+    Raises:
+        UserError: there is no such generation, slice or machine.
+    """
+    name, _, shape = text.strip().lower().partition(":")
+    if name in kinds:
+        generation, accelerator = described(name, kinds[name])
+        found = Slices(parse_topology(f"{name}[{generation.described}]:{shape}", count), accelerator)
+    else:
+        topology = parse_topology(text, count)
+        if topology.generation.described:
+            raise UserError(
+                f"{field}={text}: expected {topology.name}, and launch.kinds describes {name.partition('[')[0]}"
+            )
+        found = Slices(topology, ACCELERATORS[topology.generation.name])
+    found.check(field)
+    return found
+
+
+def described(name: str, facts: Mapping[str, Any]) -> tuple[Generation, Accelerator]:
+    """Return generation and platform's names of a kind that only its user knows of.
+
+    Raises:
+        UserError: a fact is missing, unknown or of another type.
+    """
+    own = {fact: value for fact, value in facts.items() if fact in _PLATFORM}
+    others = {fact: value for fact, value in facts.items() if fact not in _PLATFORM}
+    known = ("memory", "host", "devices", "shown", *_PLATFORM)
+    for fact in others:
+        if fact not in known:
+            raise UserError(f"{name}: no fact {fact!r}{did_you_mean(fact, known)}")
+    generation = describe_generation(name, others)
+    for fact, kind in _PLATFORM.items():
+        if fact != "placement" and fact not in own:
+            raise UserError(f"{name}: expected {fact!r}, {_MEANING[fact]}")
+        if fact in own and not isinstance(own[fact], kind):
+            raise UserError(f"{name}: expected {fact} to be a {kind.__name__}, got {own[fact]!r}")
+    return generation, Accelerator(own["label"], own["machine"], placement=bool(own.get("placement")))
+
+
+_MEANING = {
+    "label": "the value of the node label cloud.google.com/gke-tpu-accelerator",
+    "machine": "the machine type, such as ct9x-standard-4t, or ct9x-standard-{chips}t for those of several sizes",
+}

@@ -32,7 +32,8 @@ def only_role(cfg: Launch.Config, plan: LaunchPlan) -> Role:
     assert role.slices is not None
     kind = role.slices.topology.generation.name
     if kind not in _TYPES:
-        raise UserError(f"--tpu {cfg.tpu}: the Cloud TPU API does not sell {kind}; there are {', '.join(_TYPES)}")
+        there = ", ".join(_TYPES)
+        raise UserError(f"--tpu {cfg.tpu}: the Cloud TPU API does not sell {kind}; there are {there}, or --on gke")
     cfg.require("storage", cfg.place().bucket, "gs://BUCKET/FOLDER with --on queued-resource")
     cfg.require("secret_env", not cfg.secret_env, "none with --on queued-resource: no Secrets are there")
     cfg.tpu_api.require("project", bool(cfg.tpu_api.project), "the name of a project, with --on queued-resource")
