@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
-CHECKOUT_ONLY = ("tools/studies/", "tools/golden/", "tools/bench/peers/")  # for development, not in the wheel
+CHECKOUT_ONLY = ("tools/studies/", "tools/golden/", "tools/bench/harness/peers/")  # for development, not in the wheel
 EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "dev"}
 
 

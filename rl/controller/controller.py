@@ -5,14 +5,10 @@ state of the controller is little more than a step number, and after any failure
 with the same sampling keys and the same version.
 """
 
-import dataclasses
-import secrets
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
-
-import numpy as np
 
 from axlearn_like.config import Configurable
 from axlearn_like.run.events import EventLog
@@ -20,8 +16,9 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
 from rl.controller.config import ControllerConfig
 from rl.controller.evaluations import EvaluationSchedule
+from rl.controller.leasing import Leasing
 from rl.controller.ledger import Ledger, WorkItem
-from rl.controller.plan import EVALUATION, Key, Plan
+from rl.controller.plan import Plan
 from rl.roles.headers import GroupHeader, header_of
 from rl.roles.messages import Contents, Group, Lease, Prompt, Rollout, contents_of
 from rl.roles.timeouts import Waits
@@ -68,11 +65,7 @@ class Controller(Configurable):
         tokenizer = cast(Tokenizer, cfg.tokenizer.build())
         self._plan = Plan(cfg, tokenizer, skipped, None if evaluations is None else evaluations.prepare)
         self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
-        self._version = self._first_version = -1
-        self._last_step = cfg.num_steps  # updates after which the run ends
-        self._incarnation = 0
-        self._resumed = first_lease > 0
-        self._again = range(0)  # steps of which a former incarnation may have granted leases
+        self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, restarted=first_lease > 0)
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # of the last step that was asked for
         self._events, self._clock, self._evaluations = events, clock, evaluations
@@ -105,11 +98,12 @@ class Controller(Configurable):
         while not self._stopped:
             with self._changed:
                 self._expire()
-                if isinstance(found := self._next_lease(worker), Lease):
+                workers = len(self._workers | {worker})
+                if isinstance(found := self._leasing.next_lease(worker, workers, self._clock()), Lease):
                     self._waits.end(worker)
                     return found
                 if found is None:
-                    self._wait(worker, worker, self._next_work)
+                    self._wait(worker, worker, self._leasing.next_work)
                     if (left := end - self._clock()) <= 0:
                         return None
                     self._changed.wait(min(left, 1.0))
@@ -185,15 +179,8 @@ class Controller(Configurable):
         """
         with self._changed:
             self._plan.begin(step, pool)
-            if self._resumed or self._begun:
-                self._again = range(step, step + self.cfg.staleness + 1)
-            self._ledger.skip_to(step)
+            self._leasing.begin(step, first_version, held)
             self._headers = None
-            self._version, self._first_version = step, first_version
-            self._last_step = self.cfg.num_steps
-            self._incarnation = secrets.randbits(62)
-            if self._evaluations is not None:
-                self._evaluations.begin(step, self._incarnation, held)
             self._waits.clear()
             self._look_ahead()
             self._changed.notify_all()
@@ -253,7 +240,7 @@ class Controller(Configurable):
             Figures for the metrics: how many problems were left out so far, by reason; none: nothing was.
         """
         with self._changed:
-            if not self._begun:
+            if not self._leasing.begun:
                 return {}  # this controller has restarted, and learns the step from `begin`
             self._plan.consume(self._ledger.batch(step))
             leases = self._ledger.consume(step)
@@ -265,19 +252,15 @@ class Controller(Configurable):
     def finish(self, step: int) -> None:
         """End the run with version `step`, before the last update of its plan: its evaluation is all that is left."""
         with self._changed:
-            if self._begun:
-                self._last_step = step
-                if self._evaluations is not None:
-                    self._evaluations.finish(step)
+            if self._leasing.begun:
+                self._leasing.finish(step)
             self._changed.notify_all()
 
     def published(self, version: int) -> None:
         """Record that a version can be pulled."""
         with self._changed:
-            if self._begun:
-                self._version = max(self._version, version)
-                if self._evaluations is not None:
-                    self._evaluations.published(version)
+            if self._leasing.begun:
+                self._leasing.published(version)
                 self._look_ahead()
             self._changed.notify_all()
 
@@ -300,7 +283,7 @@ class Controller(Configurable):
         """
         with self._changed:
             evaluating = None if self._evaluations is None else self._evaluations.version
-            standing = {"version": self._version, "evaluating": evaluating, "stopped": self._stopped}
+            standing = {"version": self._leasing.version, "evaluating": evaluating, "stopped": self._stopped}
             skipped = {"skipped": self._plan.maker.skipped.counts()}
             return {**self._ledger.counts(), "workers": sorted(self._workers), **standing, **skipped}
 
@@ -317,82 +300,11 @@ class Controller(Configurable):
     def _look_ahead(self) -> None:
         """Have the prompts made that will be leased next."""
         evaluates = self._evaluations is not None and self._evaluations.version is not None
-        self._plan.look_ahead(self._ledger.consumed_steps, self._leasable().stop, evaluates)
-
-    @property
-    def _begun(self) -> bool:
-        return self._version >= 0
+        self._plan.look_ahead(self._ledger.consumed_steps, self._leasing.steps.stop, evaluates)
 
     def _ledger_of(self, lease: int) -> Ledger:
         found = None if self._evaluations is None else self._evaluations.ledger(lease)
         return found or self._ledger
-
-    def _next_lease(self, worker: str) -> Lease | Key | None:
-        """Grant the next work item of an evaluation, or else of an update; or say whose prompts are not made yet."""
-        if (lease := self._evaluation(worker, idle=False)) is not None:
-            return lease
-        if self._evaluations is not None and self._evaluations.before_training:
-            return None
-        if (pending := self._ledger.pending(self._leasable())) is None:
-            return self._evaluation(worker, idle=True)
-        if not self._plan.ready(key := self._plan.key(pending.step, pending.index)):
-            return key
-        prompts = self.prompts(pending.step, pending.index)  # before the lease: what raises here leaves nothing leased
-        self._ledger.lease(worker, self._leasable(), self._clock(), self.cfg.lease_seconds)
-        if self._evaluations is not None:
-            self._evaluations.trains(worker)
-        return self._grant(pending, prompts)
-
-    def _evaluation(self, worker: str, *, idle: bool) -> Lease | Key | None:
-        """Grant the next work item of an evaluation, if this worker is to evaluate now."""
-        evaluations, workers = self._evaluations, len(self._workers | {worker})
-        if evaluations is None or not evaluations.takes(worker, workers, idle=idle):
-            return None
-        if not self._plan.ready(EVALUATION):
-            return EVALUATION
-        self._plan.get(EVALUATION)  # raises what went wrong
-        if (granted := evaluations.lease(worker, self._clock(), self.cfg.lease_seconds)) is None:
-            return None
-        item, lease = granted
-        partial = tuple(r for p in lease.prompts for r in self._usable(item.partial, p, *[lease.version] * 2))
-        return dataclasses.replace(lease, partial=partial)
-
-    def _leasable(self) -> range:
-        last = min(self._last_step - 1, self._version + self.cfg.staleness)
-        return range(self._ledger.consumed_steps, (last if self._begun else -1) + 1)
-
-    def _grant(self, item: WorkItem, prompts: tuple[Prompt, ...]) -> Lease:
-        pinned = max(item.step - self.cfg.staleness, self._first_version)
-        version = pinned if self.cfg.weights == "pinned" else self._version
-        oldest = version if self.cfg.weights == "pinned" else item.step - self.cfg.staleness
-        return Lease(
-            id=item.lease,
-            step=item.step,
-            prompts=prompts,
-            samples=self.cfg.samples,
-            version=version,
-            seconds=self.cfg.lease_seconds,
-            follow=self.cfg.weights == "in_flight",
-            partial=tuple(r for p in prompts for r in self._usable(item.partial, p, oldest, version)),
-            incarnation=self._incarnation,
-            rerun=item.attempts > 1 or item.step in self._again,
-        )
-
-    def _usable(self, partial: tuple[Rollout, ...], prompt: Prompt, oldest: int, newest: int) -> list[Rollout]:
-        """Return the partial rollouts of a prompt if all samples are there and no token is too old or too new."""
-        found = [rollout for rollout in partial if rollout.prompt_id == prompt.id]
-        whole = sorted(rollout.sample_id for rollout in found) == list(range(self.cfg.samples))
-        within = all(np.all((r.versions >= oldest) & (r.versions <= newest)) for r in found)
-        return found if whole and within else []
-
-    def _next_work(self) -> str:
-        """Describe what a worker without a lease waits for."""
-        if not self._begun:
-            return "the trainer to begin"
-        if self._evaluations is not None and self._evaluations.before_training:
-            return "the evaluation of version 0, which others have leased"
-        version = self._leasable().stop - self.cfg.staleness
-        return f"a lease: all of version {self._version} are granted, the next come with version {max(0, version)}"
 
     def _wait(self, who: str, name: Hashable, what: Callable[[], str]) -> None:
         """Record a wait, and log it when it is long.

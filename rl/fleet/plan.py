@@ -185,7 +185,7 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
     trains = {"parameters and optimizer": bytes_of_device(state)}
     if not compiled:  # else the programs tell
         trains["gradients"] = bytes_of_device(state["params"])
-    draws = {"weights": bytes_of_device(runner.params), "pages": bytes_of_device(runner.pool)}
+    draws = {"weights": bytes_of_device(runner.params), "pages": bytes_of_device(runner.cache.pool)}
     following = {NEXT_WEIGHTS: draws["weights"]}
     # Gradients of packed rows are summed, and rollouts scored, by programs that read the parameters alone.
     frozen = experiment.trainer_cfg.learner.build().frozen(state["params"])

@@ -22,8 +22,9 @@ from rl.rollout.config import EngineConfig
 from rl.rollout.engine_core import EngineCore
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
-from rl.rollout.model_runner.followers import Followers
-from rl.rollout.model_runner.pulls import GroupReceiver, Pulled
+from rl.rollout.model_runner.dispatches import compilations
+from rl.rollout.model_runner.processes.followers import Followers
+from rl.rollout.model_runner.processes.pulls import GroupReceiver, Pulled
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import OnTokens, Request, RequestOutput
 from rl.rollout.sampling import Sampler
@@ -136,7 +137,7 @@ class RolloutEngine(Configurable):
 
         They may run in threads, beside the reading of weights, until the engine gets its first request.
         """
-        return self._runner.compilations()
+        return compilations(self._runner)
 
     def invalidate_weights(self) -> None:
         """Forget which version the weights in place are: they may be of a trainer that died before it saved them."""

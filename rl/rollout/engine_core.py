@@ -16,7 +16,7 @@ from rl.rollout.lifecycle import Lifecycle
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.model_runner.adapter_slots import AdapterSlots, LoadedAdapter
 from rl.rollout.model_runner.executor import Executor
-from rl.rollout.model_runner.followers import Followers
+from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.tiles import KeysRead, make_tiles
 from rl.rollout.model_runner.weights import PlacedWeights
@@ -163,7 +163,7 @@ class EngineCore:
         buckets, size = self.executor.buckets, self._cfg.cascade
         if size is None:
             return {}
-        ends = self.runner.block_ends
+        ends = self.runner.cache.block_ends
         tiles = make_tiles(rows, buckets.rows(len(rows)), size, ends, self._cfg.page_size)
         self._step_keys = tiles.keys(ends, self._cfg.steps_per_dispatch)
         return {"tiles": tiles}
@@ -271,7 +271,7 @@ class EngineCore:
             "failed": self.lifecycle.failed,
             "prefix_cache_hit_tokens": scheduler.reused,
             "preemptions": scheduler.preemptions,
-            "compilations": self.runner.traces,
+            "compilations": self.runner.steps.traces,
             "running": len(scheduler.running),
             "waiting": scheduler.waiting,
             "suspended": len(scheduler.suspended),

@@ -1,4 +1,4 @@
-"""Validation of requests: one that can never be carried out is refused when it is submitted."""
+"""Validation of policies when an engine is built, and of requests when they are submitted."""
 
 from typing import Any
 
@@ -9,6 +9,64 @@ from rl.rollout.config import EngineConfig
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.stop_strings import check_strings
+
+
+def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters: bool) -> None:
+    """Refuse a policy that an engine cannot run on a platform, or not with the exactness that it promises.
+
+    Args:
+        cfg: the engine's.
+        model: abstract, as the engine computes with it.
+        platform: of the devices: cpu, gpu or tpu.
+        adapters: LoRA adapters are served, another one for every row.
+
+    Raises:
+        UserError: names the field.
+    """
+    kernel = platform == "tpu"
+    cfg.require("weights", not adapters or cfg.weights is None, "None with adapters, which are added to float matrices")
+    # Adapters differ by row, and are gathered for all rows of a dispatch, not for those of one window.
+    if (kernel or adapters) and model.window_shape != model.cache_shape:
+        what = "the kernel for TPUs" if kernel else "an engine with adapters"
+        raise UserError(f'LatentAttention.decode="absorbed": {what} caches the keys of all heads; expected "expanded"')
+    if cfg.speculation is not None and platform == "cpu":
+        _check_exact(model, "speculation", "drafts")
+    if cfg.cascade is not None:
+        _check_cascade(cfg, model, platform, adapters=adapters)
+    limit = model.embedding.max_length
+    if limit is not None and cfg.longest > limit:
+        raise UserError(
+            f"RolloutEngine: sequences of max_prompt + max_new={cfg.longest} tokens, but the model has learned "
+            f"{limit} positions; expected at most that"
+        )
+    if kernel:
+        from axlearn_like.kernels.ragged_paged_attention import check_rules
+
+        for block, _ in model.kinds():
+            check_rules(block.attention.rules, block.attention.sinks_kq is not None)
+
+
+def _check_cascade(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters: bool) -> None:
+    """Refuse shared keys where they cannot be read once, or would change a bit."""
+    if platform == "tpu":
+        windowed = any(block.attention.rules.window for block, _ in model.kinds())
+        cfg.require("cascade", not windowed, "None on TPUs for a policy with a sliding window")
+    elif not adapters:  # with which keys are expanded
+        cfg.require("cascade", model.latent_width is None, "None for a policy with latent attention")
+    if platform == "cpu":
+        _check_exact(model, "cascade", "shared keys")
+
+
+def _check_exact(model: Any, field: str, what_it_does: str) -> None:
+    """Refuse a field on a CPU for layers whose sums of a few tokens differ there from those of one, in the last bit."""
+    caps = [model.embedding, *(block.attention.rules for block, _ in model.kinds())]
+    capped = any(getattr(one, "soft_cap", None) or getattr(one, "logit_soft_cap", None) for one in caps)
+    if capped or model.latent_width is not None:
+        what = "capped scores or logits" if capped else "latent attention"
+        raise UserError(
+            f"RolloutEngine.{field}: on a CPU {what_it_does} may change the last bit of a log-probability of a policy "
+            f"with {what}; expected None"
+        )
 
 
 def validate(

@@ -70,7 +70,7 @@ def verify(quick: bool, as_json: bool) -> None:
 @_json
 def kernels(topologies: str, quick: bool, as_json: bool) -> None:
     """Errors of the kernels against float64, simulated; temporary memory and copies by the TPU compiler."""
-    from tools.aot.kernels import benchmark as bench
+    from tools.bench.kernels import benchmark as bench
 
     with _progress() as say:
         result = bench.run([] if quick else _names(topologies) or bench.TOPOLOGIES, say)

@@ -14,7 +14,8 @@ from mesh.cost.ahead_of_time import memory_per_device as _memory_per_device
 from mesh.cost.traffic import operations
 from mesh.topology import Topology, parse_topology, topology_devices
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.runner import Dispatch, ModelRunner
+from rl.rollout.model_runner.dispatches import Dispatch, largest_dispatches
+from rl.rollout.model_runner.runner import ModelRunner
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class CompiledStep:
 def engine_dispatches(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[Mesh, list[Dispatch]]:
     """Return the engine's mesh, and the dispatches that it runs, of each kind the largest."""
     runner = _described_runner(cfg, devices)
-    return runner.mesh, runner.dispatches()
+    return runner.mesh, largest_dispatches(runner)
 
 
 def compile_engine(
@@ -76,9 +77,9 @@ def compile_engine(
     found = parse_topology(topology)
     runner = _described_runner(cfg, topology_devices(found))
     assert runner.params is not None
-    weights, pool = _bytes(runner.params), _bytes(runner.pool)
+    weights, pool = _bytes(runner.params), _bytes(runner.cache.pool)
     steps = []
-    for dispatch in runner.dispatches():
+    for dispatch in largest_dispatches(runner):
         if dispatch.kind not in only:
             continue
         name = dispatch.name

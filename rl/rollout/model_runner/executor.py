@@ -10,8 +10,8 @@ from axlearn_like.layers.contexts.paged import NULL_PAGE
 from rl.rollout.kv_cache.manager import PageCopy
 from rl.rollout.model_runner.batches import pack_decode, pack_prefill
 from rl.rollout.model_runner.buckets import bucket, halvings
-from rl.rollout.model_runner.calls import Call
-from rl.rollout.model_runner.followers import Followers
+from rl.rollout.model_runner.processes.calls import Call
+from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.runner import COPIES, ModelRunner
 from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.model_runner.weights import PlacedWeights

@@ -27,11 +27,11 @@ from rl.parameter_server.manifest import Manifest
 from rl.parameter_server.pull.receiver import Receiver
 from rl.parameter_server.server import ParameterServer
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.calls import Call
 from rl.rollout.model_runner.executor import Executor
-from rl.rollout.model_runner.follower import Follower
-from rl.rollout.model_runner.followers import FollowerLost, Followers
-from rl.rollout.model_runner.pulls import GroupReceiver
+from rl.rollout.model_runner.processes.calls import Call
+from rl.rollout.model_runner.processes.follower import Follower
+from rl.rollout.model_runner.processes.followers import FollowerLost, Followers
+from rl.rollout.model_runner.processes.pulls import GroupReceiver
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler
@@ -199,7 +199,7 @@ def test_calls_arrive_in_order_and_the_leader_learns_that_a_follower_must_go(fol
     followers = Followers({"worker-0-1": follower._server.endpoint})
     loop.start()
     runner = follower._runner
-    runner.pool = jax.tree.map(jnp.ones_like, runner.pool)
+    runner.cache.pool = jax.tree.map(jnp.ones_like, runner.cache.pool)
     executor = Executor(ModelRunner(config("dense", {})), followers)
     executor.zero([1, 2])
     assert not executor.leaving
@@ -211,7 +211,7 @@ def test_calls_arrive_in_order_and_the_leader_learns_that_a_follower_must_go(fol
     executor.close()
     loop.join(20)
     assert not loop.is_alive()
-    zeroed = [page for page in range(16) if not np.asarray(runner.pool["k"][page]).any()]
+    zeroed = [page for page in range(16) if not np.asarray(runner.cache.pool["k"][page]).any()]
     assert zeroed == [0, 1, 2]  # and the null page
 
 

@@ -282,7 +282,7 @@ def test_a_row_that_fails_disturbs_no_other(engine: RolloutEngine, fresh: dict[i
     pages = {page for one in engine._lifecycle.groups[bad].sequences for page in one.pages}
     assert pages and not pages & {page for one in engine._lifecycle.groups[good].sequences for page in one.pages}
     rows = np.array([layer * (int(engine.stats()["pages"]) + 1) + page for layer in range(2) for page in pages])
-    engine._runner.pool = jax.tree.map(lambda x: _spoilt(x, rows), engine._runner.pool)
+    engine._runner.cache.pool = jax.tree.map(lambda x: _spoilt(x, rows), engine._runner.cache.pool)
     finished = drain(engine)
     assert "the logits for token 4 of its completion are not all numbers" in (finished[bad].error or "")
     for r, expected in zip(finished[bad].rollouts, fresh[1][2:], strict=True):

@@ -127,7 +127,7 @@ def test_the_engine_has_no_memory_while_the_trainer_updates(tmp_path: Path, monk
         build(self, *args, **more)
 
     def on_step(step: int) -> None:
-        holds.extend((step, one.pool is not None or one.params is not None) for one in runners)
+        holds.extend((step, one.cache.pool is not None or one.params is not None) for one in runners)
 
     monkeypatch.setattr(ModelRunner, "__init__", built)
     with RunDirectory.open(tmp_path, to_text(cfg)) as run:

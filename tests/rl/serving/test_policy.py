@@ -108,7 +108,7 @@ def test_programs_are_compiled_beside_the_reading_of_weights() -> None:
     assert engine.stats()["compilations"] == 2
     assert [event for event in compiled if "backend_compile" in event] == []
     first = drawn(None)
-    later = engine._runner._later  # pyright: ignore[reportPrivateUsage]
+    later = engine._runner.later  # pyright: ignore[reportPrivateUsage]
     deadline = time.monotonic() + 60
     while later is not None and not later.ready() and time.monotonic() < deadline:
         time.sleep(0.05)

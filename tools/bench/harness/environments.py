@@ -20,7 +20,7 @@ from mesh.errors import UserError, did_you_mean
 
 _PROBE = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
 _UV = "uv==0.13.8"
-WORKERS = Path(__file__).parents[1] / "peers"
+WORKERS = Path(__file__).parent / "peers"
 _COMPLETE = "complete.json"  # written last: an environment without it is incomplete, and is made again
 
 
@@ -53,7 +53,7 @@ class Peer:
     Attributes:
         name: as on the command line.
         environment: where it runs.
-        scripts: for each benchmark it takes part in, the worker script, a file in `peers`, which is in a checkout only.
+        scripts: for each benchmark it takes part in, the worker script, a file in `harness/peers` of a checkout.
         environ: environment variables that it needs for its best figures.
     """
 

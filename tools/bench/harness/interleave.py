@@ -66,7 +66,7 @@ def peer_commands(benchmark: str, peers: Sequence[Peer], say: Say) -> tuple[dict
             errors[peer.name] = str(error)
             continue
         # Only this folder: the project's own packages must not shadow the peer's.
-        environ = worker_environ(PYTHONPATH=str(WORKERS.parent), **peer.environ)
+        environ = worker_environ(PYTHONPATH=str(WORKERS.parents[1]), **peer.environ)
         commands[peer.name] = Command((str(python), str(WORKERS / peer.scripts[benchmark])), environ)
     return commands, errors
 

@@ -134,7 +134,7 @@ class Watch:
 
         def watched_decode(sequences: Any, **options: Any) -> dict[str, jax.Array]:
             if self._timed:
-                jax.block_until_ready(self._runner.pool)  # prefills and copies before it are not its own
+                jax.block_until_ready(self._runner.cache.pool)  # prefills and copies before it are not its own
             start = now()
             out = decode(sequences, **options)
             took = now().since(start) if self._timed and jax.block_until_ready(out) else None

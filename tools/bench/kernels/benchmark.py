@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mesh.topology import compiler_version
-from tools.aot.kernels.values import errors
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.interleave import Say
 from tools.bench.harness.processes import MeasurementFailed, our_command, run_command
+from tools.bench.kernels.values import errors
 
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 
@@ -27,7 +27,7 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
     for topology in topologies if compiler_version() is not None else ():
         say(f"{topology}: ahead of time")
         try:
-            plans[topology] = run_command(our_command("tools.aot.kernels.compiled", topology))
+            plans[topology] = run_command(our_command("tools.bench.kernels.compiled", topology))
         except MeasurementFailed as error:
             failed[topology] = str(error)
     if not plans and topologies and not failed:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rl.rollout.model_runner.batches import PrefillBatch, pack_decode
-from rl.rollout.model_runner.calls import Call, from_message, to_message
+from rl.rollout.model_runner.processes.calls import Call, from_message, to_message
 from rl.rollout.sampling import Sampler
 
 RULES = Sampler.Config(temperature=0.5, top_k=7, repetition_penalty=1.5, logit_bias=((3, 2.0),))

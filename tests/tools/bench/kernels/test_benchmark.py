@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.aot.kernels import benchmark, values
+from tools.bench.kernels import benchmark, values
 
 
 def test_a_wrong_value_is_an_error(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ from rl.parameter_server.transport.connection import ERROR, REQUEST, Connection,
 from rl.parameter_server.transport.connection_pool import ConnectionPool
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.tls import Tls
-from rl.rollout.model_runner.calls import Call, to_message
+from rl.rollout.model_runner.processes.calls import Call, to_message
 
 _CONNECT = 30.0  # seconds; the followers listen already
 _PING = 1.0  # seconds without a call after which the followers are asked whether they must go

@@ -13,7 +13,7 @@ from rl.parameter_server.manifest import Manifest
 from rl.parameter_server.pull.fetch import PullStats
 from rl.parameter_server.pull.receiver import Receiver
 from rl.rollout.model_runner.executor import Executor
-from rl.rollout.model_runner.followers import Followers
+from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.weights import PlacedWeights
 
 _PAUSE = 0.2  # seconds between attempts

@@ -12,7 +12,7 @@ from rl.parameter_server.manifest import Manifest
 from rl.parameter_server.pull.receiver import Receiver
 from rl.parameter_server.transport.server import Body, RpcServer
 from rl.parameter_server.transport.tls import Tls
-from rl.rollout.model_runner.calls import Call, from_message
+from rl.rollout.model_runner.processes.calls import Call, from_message
 from rl.rollout.model_runner.runner import ModelRunner
 
 _POLL = 1.0  # seconds between two looks at whether this process must go, while there are no calls

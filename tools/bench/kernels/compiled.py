@@ -1,6 +1,6 @@
 """Compilation of the kernels for a TPU that need not be there, beside plain XLA: a process for each topology.
 
-    python -m tools.aot.kernels.compiled v5p:2x2x1
+    python -m tools.bench.kernels.compiled v5p:2x2x1
 
 prints JSON: for each kernel, bytes of temporary memory, the bytes of plain XLA for the same, and the copies of whole
 operands in the scheduled program. Nothing runs.

@@ -1,0 +1,152 @@
+"""Leasing: which steps may be leased now, what a worker gets next, and the versions that draw it."""
+
+import dataclasses
+import secrets
+from typing import Any
+
+import numpy as np
+
+from rl.controller.config import ControllerConfig
+from rl.controller.evaluations import EvaluationSchedule
+from rl.controller.ledger import Ledger, WorkItem
+from rl.controller.plan import EVALUATION, Key, Plan
+from rl.roles.messages import Lease, Prompt, Rollout
+
+
+class Leasing:
+    """Grants the work items of updates and of evaluations. Its methods are called under the controller's lock.
+
+    A step may be leased once version `step - staleness` is published: then no token in its batch can be older than the
+    bound.
+    """
+
+    def __init__(
+        self,
+        cfg: ControllerConfig[Any],
+        plan: Plan,
+        ledger: Ledger,
+        evaluations: EvaluationSchedule | None,
+        *,
+        restarted: bool,
+    ):
+        """Await `begin`.
+
+        Args:
+            cfg: of the controller.
+            plan: prompts of the work items.
+            ledger: of the updates.
+            evaluations: None: there are none.
+            restarted: a former controller of this run may have granted leases.
+        """
+        self._cfg, self._plan, self._ledger, self._evaluations = cfg, plan, ledger, evaluations
+        self._restarted = restarted
+        self.version = self._first_version = -1
+        self._last_step = cfg.num_steps  # updates after which the run ends
+        self._incarnation = 0
+        self._again = range(0)  # steps of which a former incarnation may have granted leases
+
+    @property
+    def begun(self) -> bool:
+        """True once the trainer has said at which update it begins."""
+        return self.version >= 0
+
+    @property
+    def steps(self) -> range:
+        """Steps that may be leased now."""
+        last = min(self._last_step - 1, self.version + self._cfg.staleness)
+        return range(self._ledger.consumed_steps, (last if self.begun else -1) + 1)
+
+    def begin(self, step: int, first_version: int, held: int | None) -> None:
+        """Start or resume at update `step`; versions `first_version` to `step`, and `held`, can be pulled."""
+        if self._restarted or self.begun:
+            self._again = range(step, step + self._cfg.staleness + 1)
+        self._ledger.skip_to(step)
+        self.version, self._first_version = step, first_version
+        self._last_step = self._cfg.num_steps
+        self._incarnation = secrets.randbits(62)
+        if self._evaluations is not None:
+            self._evaluations.begin(step, self._incarnation, held)
+
+    def published(self, version: int) -> None:
+        """Record that a version can be pulled."""
+        self.version = max(self.version, version)
+        if self._evaluations is not None:
+            self._evaluations.published(version)
+
+    def finish(self, step: int) -> None:
+        """End the run with version `step`: its evaluation is all that is left."""
+        self._last_step = step
+        if self._evaluations is not None:
+            self._evaluations.finish(step)
+
+    # ---- grants
+
+    def next_lease(self, worker: str, workers: int, now: float) -> Lease | Key | None:
+        """Grant the next work item of an evaluation, or else of an update; or say whose prompts are not made yet.
+
+        Args:
+            worker: that asks.
+            workers: how many there are, with this one.
+            now: the clock of leases.
+        """
+        if (lease := self._evaluation(worker, workers, now, idle=False)) is not None:
+            return lease
+        if self._evaluations is not None and self._evaluations.before_training:
+            return None
+        if (pending := self._ledger.pending(self.steps)) is None:
+            return self._evaluation(worker, workers, now, idle=True)
+        if not self._plan.ready(key := self._plan.key(pending.step, pending.index)):
+            return key
+        # Before the lease: what raises here leaves nothing leased.
+        prompts = self._plan.prompts(pending.step, pending.index)
+        self._ledger.lease(worker, self.steps, now, self._cfg.lease_seconds)
+        if self._evaluations is not None:
+            self._evaluations.trains(worker)
+        return self._of_update(pending, prompts)
+
+    def next_work(self) -> str:
+        """Describe what a worker without a lease waits for."""
+        if not self.begun:
+            return "the trainer to begin"
+        if self._evaluations is not None and self._evaluations.before_training:
+            return "the evaluation of version 0, which others have leased"
+        version = self.steps.stop - self._cfg.staleness
+        return f"a lease: all of version {self.version} are granted, the next come with version {max(0, version)}"
+
+    def _evaluation(self, worker: str, workers: int, now: float, *, idle: bool) -> Lease | Key | None:
+        """Grant the next work item of an evaluation, if this worker is to evaluate now."""
+        evaluations = self._evaluations
+        if evaluations is None or not evaluations.takes(worker, workers, idle=idle):
+            return None
+        if not self._plan.ready(EVALUATION):
+            return EVALUATION
+        self._plan.get(EVALUATION)  # raises what went wrong
+        if (granted := evaluations.lease(worker, now, self._cfg.lease_seconds)) is None:
+            return None
+        item, lease = granted
+        partial = tuple(r for p in lease.prompts for r in self._usable(item.partial, p, *[lease.version] * 2))
+        return dataclasses.replace(lease, partial=partial)
+
+    def _of_update(self, item: WorkItem, prompts: tuple[Prompt, ...]) -> Lease:
+        pinned = max(item.step - self._cfg.staleness, self._first_version)
+        version = pinned if self._cfg.weights == "pinned" else self.version
+        oldest = version if self._cfg.weights == "pinned" else item.step - self._cfg.staleness
+        return Lease(
+            id=item.lease,
+            step=item.step,
+            prompts=prompts,
+            samples=self._cfg.samples,
+            version=version,
+            seconds=self._cfg.lease_seconds,
+            follow=self._cfg.weights == "in_flight",
+            partial=tuple(r for p in prompts for r in self._usable(item.partial, p, oldest, version)),
+            incarnation=self._incarnation,
+            rerun=item.attempts > 1 or item.step in self._again,
+        )
+
+    def _usable(self, partial: tuple[Rollout, ...], prompt: Prompt, oldest: int, newest: int) -> list[Rollout]:
+        """Return the partial rollouts of a prompt if all samples are there and no token is too old or too new."""
+        found = [rollout for rollout in partial if rollout.prompt_id == prompt.id]
+        whole = sorted(rollout.sample_id for rollout in found) == list(range(self._cfg.samples))
+        within = all(np.all((r.versions >= oldest) & (r.versions <= newest)) for r in found)
+        return found if whole and within else []

@@ -1,0 +1,93 @@
+"""Fields of an RL experiment, and what it refuses of them."""
+
+from typing import Literal
+
+from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
+from axlearn_like.learner import Learner
+from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.training.trainer import Trainer
+from rl.controller.controller import Controller
+from rl.evaluation.evaluator import Evaluation
+from rl.fleet.fleet import Fleet
+from rl.objective import NoImportance, Objective
+from rl.parameter_server.server import ParameterServer
+from rl.roles.timeouts import Timeouts
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.sampling import Sampler, plain, recorded_support
+from rl.training.compatibility import check_objective
+from rl.training.trainer import PolicyTrainer
+
+Runtime = Literal["inprocess", "ray"]
+
+
+class ExperimentConfig[T](ConfigBase[T]):
+    """Fields of `RLExperiment.Config`."""
+
+    policy: ConfigBase = REQUIRED
+    tokenizer: ConfigBase = ByteTokenizer.Config()
+    tasks: ConfigBase = REQUIRED
+    max_prompt: int = REQUIRED  # tokens
+    max_new: int = REQUIRED  # tokens, the stop token included
+    stop_at_eos: bool = True
+
+    num_steps: int = REQUIRED  # updates
+    groups: int = REQUIRED  # prompts in a batch
+    samples: int = REQUIRED  # rollouts of each prompt
+    groups_per_lease: int | None = None  # prompts that a worker leases at a time; None: a whole batch
+    staleness: int = 0  # versions that a rollout may be behind the trainer
+    seed: int = 0
+
+    start_from: StartFrom.Config | None = None  # parameters of another run, such as one of `axl train`
+    warm_start: Trainer.Config | None = None  # supervised fine-tuning first; None: RL at once
+    objective: Objective.Config = Objective.Config(old_policy="current")
+    learner: Learner.Config = REQUIRED
+    sampler: Sampler.Config = Sampler.Config()
+    trainer: PolicyTrainer.Config = PolicyTrainer.Config()
+    controller: Controller.Config = Controller.Config()
+    engine: RolloutEngine.Config = RolloutEngine.Config(keep_completions=False)
+    parameter_server: ParameterServer.Config = ParameterServer.Config()
+    verifier: ConfigBase = REQUIRED  # Verifier, or InlineVerifier for trusted functions
+    evaluation: Evaluation.Config | None = Evaluation.Config()  # before and after RL
+    evaluate_every: int | None = None  # updates between evaluations during RL; None: there are none
+
+    swap: Literal["keep_cache", "recompute"] = "keep_cache"  # of running sequences; controller.weights="in_flight"
+    fleet: Fleet.Config = Fleet.Config()  # devices of the roles
+    mesh_rules: MeshRules = ()  # edits by the devices of the trainer (axlearn_like/config/mesh_rules.py)
+    workers: int = 2  # rollout workers, where the runtime has processes; more may join
+    timeouts: Timeouts.Config = Timeouts.Config()  # where the runtime has processes
+
+    def check_fields(self) -> None:
+        """Refuse sizes, and fields of the children that do not fit each other, which only their parent sees."""
+        self.require_least(1, "num_steps", "groups", "samples", "max_prompt", "max_new")
+        self.require_least(0, "staleness", "workers")
+        self.require("seed", 0 <= self.seed < 2**32, f"0 to {2**32 - 1}")
+        self.require(
+            "sampler",
+            plain(self.sampler) or recorded_support(self.sampler) is not None,
+            "the whole distribution (temperature > 0, top_k=None, top_p=1, min_p=0, repetition_penalty=1, "
+            "logit_bias=()), or RecordedSampler.Config(...): the trainer scores tokens under it, and a truncated "
+            "support that is not recorded would bias every importance ratio",
+        )
+        check_objective(self.objective, self, self.trainer)
+        least = self.staleness + 2  # staleness + 1 that workers may ask for, and the one that is being pushed
+        kept = self.parameter_server.keep >= least
+        self.parameter_server.require("keep", kept, f"{least} or more with staleness={self.staleness}")
+        trainer, each_row = self.trainer, self.trainer.samples_per_row or self.samples
+        trainer.require("samples_per_row", self.samples % each_row == 0, f"a divisor of samples={self.samples}")
+        tokens = f"the {each_row} x {self.max_new} tokens of a row"
+        fits = trainer.chunks >= 1 and each_row * self.max_new % trainer.chunks == 0
+        trainer.require("chunks", trainer.packing is not None or fits, f"a divisor of {tokens}")
+        once = self.start_from is None or self.warm_start is None
+        self.require("start_from", once, "None with a warm start, whose own `warm_start.start_from` says the same")
+        objective, weights = self.objective, self.engine.weights
+        corrected = objective.old_policy == "behaviour" or not isinstance(objective.importance, NoImportance.Config)
+        if weights is not None and not corrected:
+            tags = " and ".join(weights.tags)
+            objective.require("importance", False, f"TruncatedImportance.Config, as rollouts are of {tags}")
+        self.require_least(1, "evaluate_every")
+        fits = self.evaluate_every is None or self.evaluation is not None
+        self.require("evaluate_every", fits, "None where there is no `evaluation`")
+        if self.evaluation is not None:
+            most = max(self.evaluation.ks)
+            self.require("samples", self.samples >= most, f"{most} or more, for pass@{most} (evaluation.ks)")

@@ -1,0 +1,140 @@
+"""The programs of an engine ahead of time: the largest dispatch of each kind, and those of a first short request."""
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from mesh.compilation import LateProgram
+from rl.rollout.model_runner.batches import DecodeBatch, pack_decode, pack_prefill
+from rl.rollout.model_runner.runner import COPIES, ModelRunner
+from rl.rollout.model_runner.tiles import make_tiles
+from rl.rollout.sampling import Sampler, plain
+from rl.rollout.speculation.speculator import Drafts, chunk_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """One compiled program of a model runner.
+
+    Attributes:
+        kind: prefill, decode, verify (decode with drafts), copy or zero (pages).
+        trace: returns the traced program; called with the mesh in force.
+        rows: sequences, or pages.
+        length: tokens of a sequence.
+        plain: False where every sampling parameter is in use.
+    """
+
+    kind: str
+    trace: Callable[[], Any]
+    rows: int
+    length: int = 1
+    plain: bool = True
+
+    @property
+    def name(self) -> str:
+        """The kind and its sizes, for people."""
+        if self.kind == "prefill":
+            return f"prefill {self.rows} x {self.length}"
+        if self.kind == "decode":
+            return f"decode {self.rows}, {'plain' if self.plain else 'all rules'}"
+        if self.kind == "verify":
+            return f"decode {self.rows}, with drafts"
+        return f"{self.kind} pages"
+
+
+def largest_dispatches(runner: ModelRunner) -> list[Dispatch]:
+    """Return the dispatches that an engine runs, of each kind the largest."""
+    rows, steps, pool = runner.cfg.max_num_seqs, runner.steps, runner.cache.pool
+    every_rule = Sampler.Config(top_p=0.9, repetition_penalty=1.1, logit_bias=((0, 1.0),))
+
+    def trace_prefill(rows: int, chunk: int) -> Any:
+        return steps.prefill.trace(runner.params, pool, pack_prefill([], rows, chunk, runner.pages_of_a_row))
+
+    def trace_decode(sampler: Sampler.Config) -> Any:
+        batch = _empty_batch(runner, [sampler] * rows)
+        windows = runner.cache.windows(rows, tiled=batch.shared is not None)
+        return steps.decode.trace(runner.params, pool, windows, batch, np.int32(1), plain=plain(sampler))
+
+    pages = np.zeros(COPIES, np.int32)
+    shapes = [runner.buckets.prefill(chunk) for chunk in runner.buckets.chunks]
+    drafted = _draft_rows(runner)[:1]
+    return [
+        *(Dispatch("prefill", partial(trace_prefill, rows, chunk), rows, chunk) for rows, chunk in shapes),
+        Dispatch("decode", partial(trace_decode, Sampler.Config()), rows),
+        Dispatch("decode", partial(trace_decode, every_rule), rows, plain=False),
+        *(Dispatch("verify", partial(_trace_drafts, runner, runner.params, one), one) for one in drafted),
+        Dispatch("copy", partial(steps.copy.trace, pool, pages, pages), len(pages)),
+        Dispatch("zero", partial(steps.zero.trace, pool, pages), len(pages)),
+    ]
+
+
+def compilations(runner: ModelRunner) -> list[Callable[[], None]]:
+    """Return functions that each compile a program of a short request by itself, before there are weights.
+
+    They may run in threads at the same time, until the runner is used, which then finds the programs compiled. Decoding
+    is compiled for samplers of every kind. A program for those with a temperature alone, which is faster and has the
+    same results to the bit, is compiled in a thread when the first of them comes (`ModelRunner.later`). (Not to be
+    called in an engine of several processes, which run the same programs.)
+    """
+    buckets, steps, described = runner.buckets, runner.steps, runner.described_params
+    chunk, rows = buckets.chunks[0], buckets.rows(1)
+    width = buckets.width(chunk) // runner.page_size
+    prompt = pack_prefill([], buckets.prefill_rows(1, chunk), chunk, width, adapters=runner.bank is not None)
+    batch = _empty_batch(runner, [Sampler.Config()] * rows)
+    with jax.set_mesh(runner.mesh):
+        tiled = batch.shared is not None
+        pool, windows = _described((runner.cache.pool, runner.cache.windows(rows, tiled=tiled)))
+
+    def compile_prefill() -> None:
+        with jax.set_mesh(runner.mesh):
+            steps.prefill.lower(described, pool, prompt).compile()
+
+    def compile_decode(plain: bool) -> None:
+        with jax.set_mesh(runner.mesh):
+            # All static arguments as `ModelRunner.decode` passes them: one that is left out makes another program.
+            steps.decode.lower(described, pool, windows, batch, np.int32(1), plain=plain, chunk=1).compile()
+
+    def compile_drafts(rows: int) -> None:
+        with jax.set_mesh(runner.mesh):
+            _trace_drafts(runner, described, rows).lower().compile()
+
+    runner.later = LateProgram(rows, partial(compile_decode, True))
+    drafts = [partial(compile_drafts, one) for one in _draft_rows(runner)]
+    return [partial(compile_decode, False), compile_prefill, *drafts]
+
+
+def _empty_batch(runner: ModelRunner, samplers: Items[Sampler.Config]) -> DecodeBatch:
+    """Return a batch without sequences, of as many rows."""
+    cascade, tiles = runner.cfg.cascade, None
+    if cascade is not None:
+        tiles = make_tiles([], len(samplers), cascade, runner.cache.block_ends, runner.page_size)
+    sizes: dict[str, Any] = {"pages": runner.pages_of_a_row, "vocab": runner.vocab}
+    return pack_decode([], samplers, **sizes, adapters=runner.bank is not None, tiles=tiles)
+
+
+def _draft_rows(runner: ModelRunner) -> list[int]:
+    """Return the rows of all dispatches with drafts, the most first."""
+    cfg = runner.cfg.speculation
+    return [] if cfg is None else [rows for rows in runner.buckets.few_rows if chunk_of(cfg, rows) > 1]
+
+
+def _trace_drafts(runner: ModelRunner, params: Any, rows: int) -> Any:
+    """Return the traced program of a dispatch with drafts, for samplers with a temperature alone."""
+    cfg = runner.cfg.speculation
+    assert cfg is not None
+    chunk = chunk_of(cfg, rows)
+    drafts = Drafts(np.zeros((rows, cfg.text), np.int32), np.zeros(rows, np.int32), chunk)
+    sizes: dict[str, Any] = {"pages": runner.pages_of_a_row, "vocab": runner.vocab}
+    batch = pack_decode([], [Sampler.Config()] * rows, **sizes, adapters=runner.bank is not None, drafts=drafts)
+    windows = runner.cache.windows(rows)
+    return runner.steps.decode.trace(params, runner.cache.pool, windows, batch, np.int32(1), plain=True, chunk=chunk)
+
+
+def _described(arrays: Any) -> Any:
+    """Return arrays as they are described to the compiler: their memory may go to others while it compiles."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)

@@ -1,0 +1,78 @@
+"""The jitted functions of a model runner: prefill, decoding, and copying and clearing of pages."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from axlearn_like.layers.base import bind
+from axlearn_like.layers.wrappers.adapters import adapted
+from mesh.rules import use_rules
+from rl.rollout.config import EngineConfig
+from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
+from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
+from rl.rollout.model_runner.verify import decode_drafts
+from rl.rollout.sampling import recorded_support
+
+
+class JittedSteps:
+    """The steps of one engine, each with its model and sizes bound to it.
+
+    Attributes:
+        prefill, decode, copy, zero: `run_prefill` and so on under `jax.jit`; pool and windows are donated.
+        traces: how often one of them was traced, which is the number of programs compiled.
+    """
+
+    def __init__(self, cfg: EngineConfig[Any], graphdef: Any, layers: int, mesh: Mesh, *, kernel: bool):
+        """Wrap the steps; nothing is traced yet.
+
+        Args:
+            cfg: the engine's.
+            graphdef: of the model, with the parameters that the steps are called with.
+            layers: of the model.
+            mesh: of the engine.
+            kernel: attention is the kernel for TPUs.
+        """
+        self._graphdef, self._layers, self._pages, self._kernel = graphdef, layers, cfg.pool_pages, kernel
+        self._steps, self._support = cfg.steps_per_dispatch, recorded_support(cfg.sampler)
+        # All devices have all rows: an axis for experts shards those and nothing else.
+        self._rules = {"batch": ()} if mesh.shape["expert"] > 1 else None
+        self.traces = 0
+        self.prefill = jax.jit(self.run_prefill, donate_argnums=1)
+        self.decode = jax.jit(self.run_decode, donate_argnums=(1, 2), static_argnames=("plain", "chunk"))
+        self.copy = jax.jit(self.run_copy, donate_argnums=0)
+        self.zero = jax.jit(self.run_zero, donate_argnums=0)
+
+    def _model(self, params: Any, batch: PrefillBatch | DecodeBatch) -> Any:
+        if batch.adapters is not None:  # rows of the bank are gathered here, once for all steps of a dispatch
+            own, bank = params
+            params = adapted(own, bank, batch.adapters, stacked=self._kernel)
+        return bind(self._graphdef, params)
+
+    def run_prefill(self, params: Any, pool: Any, batch: PrefillBatch) -> Any:
+        """Put the tokens of a batch into the pool (`decode.prefill`)."""
+        self.traces += 1
+        with use_rules(self._rules):
+            return prefill(self._model(params, batch), pool, batch, pages=self._pages, kernel=self._kernel)
+
+    def run_decode(
+        self, params: Any, pool: Any, windows: Any, batch: DecodeBatch, quorum: jax.Array, plain: bool, chunk: int = 1
+    ) -> Any:
+        """Draw tokens for the rows of a batch (`decode.decode`, or with drafts `verify.decode_drafts`)."""
+        self.traces += 1
+        options: dict[str, Any] = {"steps": self._steps, "pages": self._pages, "plain": plain, "kernel": self._kernel}
+        with use_rules(self._rules):
+            model = self._model(params, batch)
+            if batch.draft is not None:
+                return decode_drafts(model, pool, windows, batch, quorum, chunk=chunk, **options)
+            return decode(model, pool, windows, batch, quorum, **options, support=self._support)
+
+    def run_copy(self, pool: Any, sources: jax.Array, targets: jax.Array) -> Any:
+        """Copy pages."""
+        self.traces += 1
+        return copy_pages(pool, sources, targets, layers=self._layers, pages=self._pages)
+
+    def run_zero(self, pool: Any, targets: jax.Array) -> Any:
+        """Fill pages with zeros."""
+        self.traces += 1
+        return zero_pages(pool, targets, layers=self._layers, pages=self._pages)

@@ -1,0 +1,65 @@
+"""A command of a launched process: its log, its exit status, SIGTERM."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools.launch.process.started import start
+
+
+def test_a_command_gets_its_rank_and_leaves_its_log_and_status(tmp_path: Path):
+    code = "import sys; print(sys.argv[1:]); sys.exit(3)"
+    done = start(
+        tmp_path,
+        *("train", "--hosts", "4", "--slices", "2", "--meet", "first:8490", "--", sys.executable, "-c", code),
+        JOB_COMPLETION_INDEX="3",
+        AXL_SLICE="1",
+        TPU_WORKER_ID="3",
+        MEGASCALE_SLICE_ID="0",
+    )
+    output, _ = done.communicate(timeout=60)
+    assert done.returncode == 3
+    assert "this is process 7 by its index, and 3 by the platform's variables; 7 counts" in output
+    log = tmp_path / "launch" / "logs" / "run-trainer-7.log"
+    assert log.read_text() == "['--processes', '8', '--process', '7', '--meet', 'first:8490']\n"
+    assert log.read_text() in output
+    assert json.loads(log.with_suffix(".exit.json").read_text())["status"] == 3
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 143), (2, 2)])
+def test_a_process_that_was_stopped_is_not_complete_though_its_command_saved_and_ended_with_0(
+    status: int, expected: int, tmp_path: Path
+):
+    code = f"""
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit({status})))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    running = start(tmp_path, "train", "--", sys.executable, "-c", code)
+    assert running.stdout is not None and running.stdout.readline() == "ready\n"
+    running.send_signal(signal.SIGTERM)
+    output, _ = running.communicate(timeout=60)
+    assert (running.returncode, output) == (expected, "saved\n")
+
+
+def test_a_signal_that_does_not_interrupt_the_wait_is_passed_on_all_the_same(tmp_path: Path):
+    """Send it to another thread, which has the effect of a signal that comes just before the wait begins."""
+    code = """
+import os, pathlib, signal, sys, threading, time
+from tools.launch.process.child import Stop, run_command
+
+def strike():
+    time.sleep(0.5)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+threading.Thread(target=strike).start()
+command = [sys.executable, "-c", "import time; time.sleep(60)"]
+sys.exit(run_command(command, pathlib.Path(sys.argv[1]), os.environ, Stop()))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "log")], timeout=30)
+    assert done.returncode == 128 + signal.SIGTERM

@@ -1,0 +1,92 @@
+"""The machine of a launched process: its rank, its chips, its address, the lock that it left elsewhere."""
+
+import argparse
+import json
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+_CHIPS = re.compile(r"accel\d+|\d+")  # in /dev and /dev/vfio
+
+
+class MachineError(Exception):
+    """A machine or a platform that is not as the arguments say; another machine may be."""
+
+
+def rank(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Return the number of this process among those of all slices."""
+    index, part = environment.get("JOB_COMPLETION_INDEX", "0"), environment.get("AXL_SLICE", "0")
+    if not index.isdecimal() or not part.isdecimal():
+        raise MachineError(f"JOB_COMPLETION_INDEX={index!r}, AXL_SLICE={part!r}: expected numbers")
+    if int(index) >= arguments.hosts or int(part) >= arguments.slices:
+        most = f"{arguments.slices} slices of {arguments.hosts} hosts"
+        raise MachineError(f"slice {part}, host {index}: expected one of {most}")
+    return int(part) * arguments.hosts + int(index)
+
+
+def platform_rank(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int | None:
+    """Return the same by the platform's own variables; None: it does not say."""
+    index, part = environment.get("TPU_WORKER_ID", ""), environment.get("MEGASCALE_SLICE_ID", "0")
+    if not index.isdecimal() or not part.isdecimal():
+        return None
+    return int(part) * arguments.hosts + int(index)
+
+
+def seen_chips(devices: Path = Path("/dev")) -> int:
+    """Return the number of TPU chips that this container has."""
+    folders = (devices / "vfio", devices)
+    for folder in folders:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        wanted = [name for name in names if _CHIPS.fullmatch(name) and (folder.name == "vfio" or name[0] == "a")]
+        if wanted:
+            return len(wanted)
+    return 0
+
+
+def check_machine(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Return the rank; report what does not fit.
+
+    Raises:
+        MachineError: this is no machine for the process.
+    """
+    own, theirs = rank(arguments, environment), platform_rank(arguments, environment)
+    if theirs is not None and theirs != own:
+        print(f"axl: this is process {own} by its index, and {theirs} by the platform's variables; {own} counts")
+    if arguments.chips and environment.get("JAX_PLATFORMS") != "cpu":
+        found = seen_chips()
+        if found != arguments.chips:
+            raise MachineError(f"this machine shows {found} TPU chips; expected {arguments.chips}")
+    return own
+
+
+def machine_lines(environment: Mapping[str, str]) -> list[str]:
+    """Return what is otherwise on this machine than expected, but no reason to end; where CPUs stand in, nothing."""
+    if environment.get("JAX_PLATFORMS") == "cpu":
+        return []
+    from tools.launch.checks import clock_lines, version_lines
+
+    return [*version_lines(Path("constraints.txt")), *clock_lines(environment)]
+
+
+def release_lock(run_dir: Path, host: str) -> None:
+    """Remove the lock of the run directory if an earlier container of this process left it, on another machine.
+
+    A lock is honoured where its machine cannot be asked whether the owner lives. Here it is known to be gone: the
+    platform starts a process again only when all of the old ones are. Locks of others are left alone.
+    """
+    lock, last = run_dir / "run.lock", run_dir / "launch" / "host"
+    last.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        owner = json.loads(lock.read_text())["host"]
+    except (OSError, ValueError, KeyError):
+        owner = None
+    if owner is not None and owner != host and last.is_file() and owner == last.read_text():
+        lock.unlink()
+        print(f"axl: the run was on {owner}, and goes on here")
+    last.write_text(host)
+
+
+def own_address(environment: Mapping[str, str]) -> str:
+    """Return the address of this machine in the cluster's network."""
+    return environment.get("POD_IP") or socket.gethostbyname(socket.gethostname())

@@ -1,0 +1,164 @@
+"""The Ray cluster of a launched run: its head with the run's command, its nodes, and workers that are added to it."""
+
+import argparse
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tools.launch.process.child import PIPE, POLL, STOPPED, USER_ERROR, Child, Stop, run_command
+from tools.launch.process.machine import MachineError, own_address
+
+RESTART = 70  # exit status where a machine is not as expected; another may be
+_SEEN = 2.0  # until `ray start --block` ends after one of Ray's processes
+_FIND_HEAD = 600.0  # seconds
+# No monitor of an autoscaler, which there is none of, and none of logs: the driver reads no role's output by Ray.
+_QUIET = ("--disable-usage-stats", "--log-color=false", "--include-log-monitor=false")
+# Roles are actors with environments of their own: processes that Ray starts ahead would stay idle. They are not to run
+# at nice 15, nor to lose their view of accelerators where they ask Ray for none.
+_RAY = {
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_maximum_startup_concurrency": "8",  # by default as many as there are cores: two of three services
+    # A machine whose port refuses is lost after 2 s, not 15; one that is slow to answer has 10 s for each of four.
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "4",
+}
+_RAY_END = 10.0  # seconds
+_WITHOUT_RAY = 30.0  # for a command whose Ray has died
+_HAND_BACK = 12.0  # seconds that roles have, of the 15 that a spot machine gives
+
+
+def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop) -> int:
+    """Start Ray and the command, which imports its code while Ray starts; tell the nodes when the run has ended."""
+    ended = ended_path(arguments.run_dir)
+    ended.unlink(missing_ok=True)  # before a node can find us
+    host = own_address(environment)
+    start = ["ray", "start", "--head", f"--node-ip-address={host}", f"--port={arguments.port}", "--block"]
+    start += ["--include-dashboard=false", "--no-monitor", "--labels=axl-role=head", *_QUIET]
+    ray = Child(start, log.with_suffix(".ray.log"), {**_RAY, **environment})
+    environment = {**environment, "RAY_ADDRESS": f"{host}:{arguments.port}", "AXL_RAY_NODES": str(arguments.nodes)}
+    lost = threading.Event()
+    beside = threading.Thread(target=_end_without, args=(ray, stop, lost), daemon=True)
+    try:
+        status = run_command(arguments.command, log, environment, stop, beside=beside)
+        if status == USER_ERROR and not stop.requested:  # the experiment's, or that of a Ray which has died
+            _wait_until(lambda: ray.poll() is not None, _SEEN)
+            beside.join(PIPE)
+        # Without Ray the command stops as if it was asked to, with status 0, which would be the end of the run.
+        if (lost.is_set() or (status and ray.poll() is not None)) and not stop.requested:
+            raise MachineError(f"ray start ended with status {ray.poll()}; its last words are above and in {ray.log}")
+        if status in (0, USER_ERROR):  # a restart would change nothing
+            ended.write_text(json.dumps({"status": status, "time": time.time()}) + "\n")
+    finally:
+        ray.terminate()
+        ray.wait(_RAY_END)
+    return status
+
+
+def _wait_until(done: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(POLL)
+
+
+def _end_without(ray: Child, stop: Stop, lost: threading.Event) -> None:
+    """End the command if Ray, for which it waits or which it needs, ends before it."""
+    command = stop.child
+    while command is not None and command.poll() is None:
+        if ray.poll() is not None:
+            lost.set()
+            command.terminate()
+            _wait_until(lambda: command.poll() is not None, _WITHOUT_RAY)
+            return command.kill()
+        time.sleep(POLL)
+
+
+def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop) -> int:
+    """Add this machine to the head's cluster until the run has ended; on SIGTERM let its roles hand back first."""
+    ended = ended_path(arguments.run_dir)
+    if not _find(arguments.head, lambda: stop.requested or ended.exists()):
+        return STOPPED if stop.requested else 0
+    start = ["ray", "start", f"--address={arguments.head}", f"--node-ip-address={own_address(environment)}", "--block"]
+    start.append(f"--labels=axl-role={arguments.role}")  # by which the roles find their machines
+    added = arguments.mode == "added"  # its chips are the command's, which Ray knows nothing of
+    start += ["--resources", '{"TPU": 0}'] if added else _rehearsed(arguments, environment)
+    if folder := environment.get("RAY_TMPDIR"):  # by default a node uses the path that the head's machine has
+        start.append(f"--temp-dir={folder}")
+    ray = Child([*start, *_QUIET], log.with_suffix(".ray.log") if added else log, {**_RAY, **environment})
+    if added:
+        return _run_added(arguments, log, environment, stop, ray)
+    while ray.poll() is None and not stop.requested and not ended.exists():
+        time.sleep(POLL)
+    if stop.requested:
+        _hand_back(ray.pid)
+    ray.terminate()
+    ray.wait(_RAY_END)
+    return STOPPED if stop.requested else 0 if ended.exists() else 1
+
+
+def _run_added(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop, ray: Child) -> int:
+    """Run the command of an added worker, which hands back by itself; it may come before the run has begun."""
+    try:
+        cluster = arguments.run_dir / "cluster.json"  # is there while the run is active
+        while not cluster.exists() and not stop.requested and not ended_path(arguments.run_dir).exists():
+            time.sleep(POLL)
+        if cluster.exists() and not stop.requested:
+            run_command(arguments.command, log, environment, stop)
+    finally:
+        ray.terminate()
+        ray.wait(_RAY_END)
+    return STOPPED if stop.requested else 0 if ended_path(arguments.run_dir).exists() else RESTART
+
+
+def _rehearsed(arguments: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
+    """Return what makes Ray believe in the chips of a slice where CPUs stand in for them; it cannot see them."""
+    if not arguments.chips or environment.get("JAX_PLATFORMS") != "cpu":
+        return []
+    return ["--resources", json.dumps({"TPU": arguments.chips})]
+
+
+def ended_path(run_dir: Path) -> Path:
+    """Return the file that says that the run has ended for good."""
+    return run_dir / "launch" / "ended.json"
+
+
+def _find(address: str, given_up: Callable[[], bool]) -> bool:
+    """Wait until something listens at an address; False: there is no more reason to."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _FIND_HEAD
+    while time.monotonic() < deadline:
+        if given_up():
+            return False
+        try:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+            return True
+        except OSError:
+            time.sleep(POLL)
+    raise MachineError(f"nothing listens at {address} within {_FIND_HEAD:.0f} s")
+
+
+def _hand_back(ray: int) -> None:
+    """Ask the roles that this `ray start` has on its machine to hand back their work, and wait for them."""
+    import psutil
+
+    try:
+        started = psutil.Process(ray).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    roles: list[psutil.Process] = []
+    for process in started:
+        try:
+            if _is_role(process.cmdline()):
+                process.terminate()
+                roles.append(process)
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(roles, timeout=_HAND_BACK)
+
+
+def _is_role(command: Sequence[str] | None) -> bool:
+    return bool(command) and command[0].startswith("ray::RoleHost")
