@@ -21,7 +21,7 @@ from mesh.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
-    from rl.serving.policy import ServedModel, Weights
+    from rl.serving.policy import SavedWeights, ServedModel
 
 _NAME = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
 
@@ -159,7 +159,7 @@ def default_run_dir(experiment: str, run_dir: Path | None) -> Path:
 
 def find_policy(
     name: str, sets: Sequence[str], *, random_weights: bool, command: Literal["serve", "eval"]
-) -> tuple[RLExperiment.Config | ServedModel.Config, Weights | None, str]:
+) -> tuple[RLExperiment.Config | ServedModel.Config, SavedWeights | None, str]:
     """Return how to ask the policy of a run, of a checkpoint in one, of an experiment or of a model; and its name.
 
     Args:

@@ -47,7 +47,7 @@ class RunDirectory(Closing):
         run._check_config(config_text, force)
         run._lock()
         try:
-            if not run.config_path.exists() or run.config_path.read_text() != config_text:
+            if not run.config_path.exists() or run.config_path.read_bytes() != config_text.encode():
                 _write_atomically(run.config_path, config_text)
             run.checkpoints.mkdir(exist_ok=True)
             run.rollouts.mkdir(exist_ok=True)
@@ -65,6 +65,17 @@ class RunDirectory(Closing):
     def config_path(self) -> Path:
         """The config as text."""
         return self.path / "config.txt"
+
+    def read_config(self) -> str:
+        """Return the text of the recorded config.
+
+        Raises:
+            RunDirectoryError: it is not there, may not be read, or is no text.
+        """
+        try:
+            return self.config_path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunDirectoryError(f"cannot read {self.config_path}: {error}") from error
 
     @property
     def resolved_config_path(self) -> Path:
@@ -125,10 +136,7 @@ class RunDirectory(Closing):
     def _check_config(self, config_text: str, force: bool) -> None:
         if force or not self.config_path.exists():
             return
-        try:
-            recorded = self.config_path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RunDirectoryError(f"cannot read {self.config_path}: {error}") from error
+        recorded = self.read_config()
         if same_run(recorded, config_text):
             return
         changes = [
@@ -220,5 +228,5 @@ def same_run(recorded: str, wanted: str) -> bool:
 
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -25,7 +25,7 @@ from mesh.batches import batch_partition
 from mesh.rules import mesh_axes
 
 
-class Program(NamedTuple):
+class TrainProgram(NamedTuple):
     """A train step and what it takes."""
 
     step: Step  # jitted; donates the state
@@ -44,7 +44,7 @@ def train_program(
     microbatches: int = 1,
     compiler_options: Mapping[str, str] | None = None,
     seed: int = 0,
-) -> Program:
+) -> TrainProgram:
     """Return the supervised train step on a mesh; `seed`: with step, microbatch, layer and matrix that of dropout.
 
     Raises:
@@ -58,7 +58,7 @@ def train_program(
         dropout = None if drops_out(model) is None else seed
         options: dict[str, Any] = {"compiler_options": compiler_options, "dropout": dropout}
         step = make_train_step(loss_fn, learner, microbatches, like=state, **options)
-        return Program(step, state, graphdef, init)
+        return TrainProgram(step, state, graphdef, init)
 
 
 def drops_out(model: ConfigBase) -> str | None:

@@ -33,7 +33,7 @@ from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.loop import Feed, TrainingLoop
 from axlearn_like.training.losses import Loss
 from axlearn_like.training.minibatches import MinibatchStep
-from axlearn_like.training.program import Program
+from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.step import AccumulatedStep, State, Step, init_state
 from mesh.distributed import ProcessGroup
 from mesh.rules import AxisRules, check_rules
@@ -122,7 +122,7 @@ class Session(contextlib.ExitStack):
 
     def restore_or_start(
         self,
-        program: Program,
+        program: TrainProgram,
         learner: Learner,
         *,
         seed: int,
@@ -153,7 +153,7 @@ class Session(contextlib.ExitStack):
         self,
         state: State,
         step: int,
-        program: Program,
+        program: TrainProgram,
         feed: Feed,
         learner: Learner,
         loss: Loss,

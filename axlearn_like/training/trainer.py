@@ -26,7 +26,7 @@ from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.alignment.scoring import ScoredStep, Scoring, describe_scored
 from axlearn_like.training.head_losses import HeadLoss
 from axlearn_like.training.losses import SupervisedLoss
-from axlearn_like.training.program import Program, check_length, check_rows, describe_batch, train_program
+from axlearn_like.training.program import TrainProgram, check_length, check_rows, describe_batch, train_program
 from axlearn_like.training.programs import Tuning, trainer_programs, trainer_tuning
 from axlearn_like.training.session import Session, TrainingConfig
 from axlearn_like.training.step import State
@@ -87,7 +87,7 @@ class Trainer(Configurable):
                 check_rows(self.input, mesh, self.microbatches)
             return mesh
 
-        def program(self, mesh: Mesh, learner: Learner | None = None) -> Program:
+        def program(self, mesh: Mesh, learner: Learner | None = None) -> TrainProgram:
             """Return the train step on a mesh; the learner is built unless it is given."""
             loss, learner = self.loss.build(), learner or self.learner.build()
             settings: dict[str, Any] = {
@@ -156,7 +156,7 @@ class Trainer(Configurable):
                     print(f"run directory: {run.path}", file=sys.stderr)
                 return self._run(run, program, progress, began, stop)
 
-    def _checked_program(self) -> Program:
+    def _checked_program(self) -> TrainProgram:
         """Trace the step once, before anything on disk is changed: what does not fit is refused now."""
         cfg = self._cfg
         program = cfg.program(self._mesh, self._learner)
@@ -167,7 +167,7 @@ class Trainer(Configurable):
         jax.eval_shape(program.step, program.state, batch)  # jax keeps the trace
         return program
 
-    def _scoring(self, program: Program) -> Scoring | None:
+    def _scoring(self, program: TrainProgram) -> Scoring | None:
         """Return the loss with the policy that it compares with, None if it does not (ConfigError: it does not fit)."""
         loss, params = self._cfg.loss, program.state["params"]
         if not loss.scores:
@@ -178,7 +178,7 @@ class Trainer(Configurable):
         reference = loss.reference.build(frozen=frozen)
         return Scoring(loss.build(), reference, program.graphdef, self._cfg.microbatches)
 
-    def _check_start(self, run_dir: RunDirectory, program: Program) -> None:
+    def _check_start(self, run_dir: RunDirectory, program: TrainProgram) -> None:
         """Refuse parameters of another model before there is a run that would start from them."""
         begun = run_dir.config_path.exists()  # it may have a checkpoint of its own by now
         start = self._cfg.first_params
@@ -200,7 +200,7 @@ class Trainer(Configurable):
         return run
 
     def _run(
-        self, run: RunDirectory, program: Program, show: bool, began: float | None, stopped: Callable[[], bool]
+        self, run: RunDirectory, program: TrainProgram, show: bool, began: float | None, stopped: Callable[[], bool]
     ) -> dict[str, Any]:
         cfg, group = self._cfg, self._group
         if group.leader:

@@ -21,7 +21,7 @@ from rl.training.trainer import PolicyTrainer
 Runtime = Literal["inprocess", "ray"]
 
 
-class ExperimentConfig[T](ConfigBase[T]):
+class RLExperimentConfig[T](ConfigBase[T]):
     """Fields of `RLExperiment.Config`."""
 
     policy: ConfigBase = REQUIRED

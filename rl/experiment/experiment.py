@@ -30,7 +30,7 @@ from mesh.distributed import ProcessGroup
 from rl.controller.controller import Controller
 from rl.controller.evaluations import EvaluationSchedule
 from rl.environments.episodes import Episodes
-from rl.experiment.config import ExperimentConfig, Runtime
+from rl.experiment.config import RLExperimentConfig, Runtime
 from rl.fleet.kernels import policy_kernels
 from rl.fleet.programs import experiment_programs, experiment_tuning
 from rl.parameter_server.client import ParameterServerClient
@@ -65,7 +65,7 @@ LEASES_PER_INCARNATION = 1_000_000_000
 class RLExperiment(Configurable):
     """A policy, tasks, an objective, and the sizes of one update."""
 
-    class Config(ExperimentConfig["RLExperiment"]):
+    class Config(RLExperimentConfig["RLExperiment"]):
         def commands(self) -> tuple[str, ...]:
             """Return the commands that run such an experiment, the usual one first."""
             return ("rl", "serve")

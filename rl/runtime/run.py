@@ -122,7 +122,7 @@ class RLRun:
         remote, folder = self._cfg.trainer.remote, run.checkpoints / "rl"
         if remote is None or latest_step(folder) is not None:
             return
-        config = run.config_path.read_text()
+        config = run.read_config()
         with closing(remote.build(directory=folder, config=config, events=EventLog(run.events_path))) as tier:
             if (step := tier.fetch_newer(None)) is not None:
                 self._say(f"fetched the checkpoint of update {step} from {remote.url}")

@@ -28,7 +28,7 @@ _COMPILING = 2  # programs at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class SavedWeights:
     """The path of weights, and the number of updates that made them."""
 
     path: Path
@@ -53,9 +53,9 @@ def recorded_config(run: RunDirectory) -> RLExperiment.Config:
     Raises:
         UserError: it is a run of another kind; errors of `from_text` if it cannot be read.
     """
-    cfg = from_text(run.config_path.read_text())
+    cfg = from_text(run.read_config())
     if not isinstance(cfg, RLExperiment.Config):
-        first = run.config_path.read_text().partition("\n")[0]
+        first = run.read_config().partition("\n")[0]
         raise UserError(
             f"{run.path} is a run of {first}; a server needs the prompts and stop tokens of one of "
             "rl.experiment:RLExperiment"
@@ -63,7 +63,7 @@ def recorded_config(run: RunDirectory) -> RLExperiment.Config:
     return cfg
 
 
-def newest_weights(run: RunDirectory, path: Path | None = None) -> Weights | None:
+def newest_weights(run: RunDirectory, path: Path | None = None) -> SavedWeights | None:
     """Return the newest weights of a run: of RL, else of its warm start; None before there are any.
 
     `path` names a checkpoint in the run to take instead.
@@ -71,11 +71,11 @@ def newest_weights(run: RunDirectory, path: Path | None = None) -> Weights | Non
     rl, warm = run.checkpoints / "rl", warm_start_directory(run)
     if path is not None and (path / "params").is_dir():
         step = int(path.name) if path.name.isdigit() and path.parent.name == rl.name else 0
-        return Weights(path.absolute(), step)
+        return SavedWeights(path.absolute(), step)
     steps = _steps(rl)
     if steps:
-        return Weights(rl / str(steps[-1]), steps[-1])
-    return Weights(warm, 0) if _steps(warm / "checkpoints") else None
+        return SavedWeights(rl / str(steps[-1]), steps[-1])
+    return SavedWeights(warm, 0) if _steps(warm / "checkpoints") else None
 
 
 class ServedModel(Configurable):
@@ -118,7 +118,10 @@ class ServedModel(Configurable):
 
 
 def load_params(
-    experiment: RLExperiment | ServedModel, weights: Weights | None, mesh: jax.sharding.Mesh, like: Params | None = None
+    experiment: RLExperiment | ServedModel,
+    weights: SavedWeights | None,
+    mesh: jax.sharding.Mesh,
+    like: Params | None = None,
 ) -> Params:
     """Return parameters sharded over `mesh`; without weights, those that the experiment starts from, or random ones.
 
@@ -149,7 +152,7 @@ def load_params(
 
 
 def make_engine(
-    experiment: RLExperiment | ServedModel, weights: Weights | None, adapters: AdapterLimits | None = None
+    experiment: RLExperiment | ServedModel, weights: SavedWeights | None, adapters: AdapterLimits | None = None
 ) -> RolloutEngine:
     """Return the experiment's engine with weights (None: random ones) and the programs of short requests compiled.
 

@@ -7,7 +7,7 @@ from rl.objective import MaxLengthMean, Objective, SoftOverlongPenalty
 from rl.training.updates import Updates
 
 
-class Sizes(Protocol):
+class _Sizes(Protocol):
     """The fields of an experiment's config that an objective has to fit."""
 
     samples: int
@@ -19,7 +19,7 @@ class Sizes(Protocol):
         ...
 
 
-class Trainer(Protocol):
+class _Trainer(Protocol):
     """The fields of a trainer's config that an objective has to fit."""
 
     updates: Updates.Config | None
@@ -30,7 +30,7 @@ class Trainer(Protocol):
         ...
 
 
-def check_objective(cfg: Objective.Config, sizes: Sizes, trainer: Trainer) -> None:
+def check_objective(cfg: Objective.Config, sizes: _Sizes, trainer: _Trainer) -> None:
     """Refuse an objective that learns nothing from groups of this size, fails on long rollouts, or lacks a policy.
 
     Raises:
@@ -53,7 +53,7 @@ def check_objective(cfg: Objective.Config, sizes: Sizes, trainer: Trainer) -> No
     _check_policies(cfg, sizes, trainer)
 
 
-def _check_policies(cfg: Objective.Config, sizes: Sizes, trainer: Trainer) -> None:
+def _check_policies(cfg: Objective.Config, sizes: _Sizes, trainer: _Trainer) -> None:
     """Refuse terms that compare with a policy that is not there, and policies that no term compares with."""
     if trainer.updates is not None:
         several, parts = trainer.updates.count > 1, trainer.updates.minibatches

@@ -15,7 +15,7 @@ from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.learner import Learner
 from axlearn_like.training.alignment.reference import Reference
-from axlearn_like.training.program import Program, check_length
+from axlearn_like.training.program import TrainProgram, check_length
 from axlearn_like.training.session import TrainingConfig
 from mesh import make_mesh
 from mesh.mesh import PlaceholderDevice
@@ -51,7 +51,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
     updates: Updates.Config | None = None  # several by each batch; None: one
     reference: Reference.Config | None = None  # policy of a term such as ReferenceKL
 
-    def program(self, mesh: Mesh, learner: Learner | None = None) -> Program:
+    def program(self, mesh: Mesh, learner: Learner | None = None) -> TrainProgram:
         """Return the update on a mesh; the learner is built unless it is given (UserError: it does not fit)."""
         self.check_rows(mesh)
         check_length(self.model, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")

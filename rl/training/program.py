@@ -21,7 +21,7 @@ from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.learner import Learner
 from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
-from axlearn_like.training.program import Program, describe_state, drops_out
+from axlearn_like.training.program import TrainProgram, describe_state, drops_out
 from axlearn_like.training.step import AccumulatedStep, make_train_step
 from mesh import UserError
 from mesh.rules import axis_sizes, constrain, partition
@@ -49,7 +49,7 @@ def policy_program(
     head_tile: int | None = None,
     max_new: int | None = None,
     compiler_options: Mapping[str, str] | None = None,
-) -> Program:
+) -> TrainProgram:
     """Return the update of a policy on a mesh, whose devices need not exist (UserError: it does not fit).
 
     `max_new`: the update is by microbatches of several shapes, of completions of at most so many tokens.
@@ -61,9 +61,9 @@ def policy_program(
         options: dict[str, Any] = {"like": state, "compiler_options": compiler_options}
         if max_new is None:
             loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks, head_tile)
-            return Program(make_train_step(loss_fn, learner, microbatches, **options), state, graphdef, init)
+            return TrainProgram(make_train_step(loss_fn, learner, microbatches, **options), state, graphdef, init)
         loss_fn = make_packed_loss(graphdef, objective, temperature, max_new, chunks, head_tile)
-        return Program(AccumulatedStep(loss_fn, learner, **options), state, graphdef, init)
+        return TrainProgram(AccumulatedStep(loss_fn, learner, **options), state, graphdef, init)
 
 
 def make_policy_loss(

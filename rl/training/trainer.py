@@ -20,15 +20,19 @@ from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
+from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.minibatches import MinibatchStep
+from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.session import Session
 from axlearn_like.training.step import State
 from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh
+from rl.objective import Objective
 from rl.parameter_server.client import ParameterServerClient
 from rl.roles.protocols import BatchSource
 from rl.training.config import PolicyTrainingConfig
+from rl.training.critic import Critic
 from rl.training.feed import PolicyFeed
 from rl.training.logprob_diff import LogprobDiff, difference_bounds
 from rl.training.publication import Publication
@@ -68,66 +72,89 @@ class PolicyTrainer(Configurable):
         self._controller = controller
         self.finished = False  # the last version is made and, if asked for, evaluated
         self._mesh, objective = cfg.check_sizes(), cfg.build_objective()
-        learner, group = cfg.learner.build(), self._group
-        where: dict[str, Any] = {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
-        config_text = run.config_path.read_text() if run.config_path.exists() else ""
+        learner, where = cfg.learner.build(), {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
+        config_text = run.read_config() if run.config_path.exists() else ""
         with use_mesh(self._mesh, self.cfg.axis_rules):
-            self._session = Session(cfg, run, self._mesh, group, **where, config_text=config_text)
+            self._session = Session(cfg, run, self._mesh, self._group, **where, config_text=config_text)
             program = cfg.program(self._mesh, learner)
             updates = None if cfg.updates is None else cfg.updates.build(seed=seed)
-            step = (
-                MinibatchStep(program.step) if updates is None else MinibatchStep(program.step, until=updates.too_far)
-            )
-            program = program._replace(step=step)
+            until: dict[str, Any] = {} if updates is None else {"until": updates.too_far}
+            program = program._replace(step=MinibatchStep(program.step, **until))
             frozen = learner.frozen(program.state["params"])
             reference = None if cfg.reference is None else cfg.reference.build(frozen=frozen)
-            held = {} if reference is None else reference.describe(program.state["params"])
             critic = cfg.build_critic()
-            held |= {} if critic is None else critic.describe()
-            memory = {} if reference is None else reference.memory(program.state["params"])
-            memory |= {} if critic is None else critic.describe()
-            check_state_fits({**program.state, **memory}, self._mesh)
-            pushes = EventLog(run.events_path)
-            kept: dict[str, Any] = {"staleness": cfg.staleness, "evaluate_every": cfg.evaluate_every}
-            kept["frozen"] = frozen
-            self._publication = Publication(weights, controller, group, pushes, **kept)
-            also = {"recent": self._publication.describe(program.state["params"]), **held}
-            state, step, extras = self._session.restore_or_start(program, learner, seed=seed, params=initial, also=also)
-            if extras is not None:
-                self._publication.restore(state.pop("recent"), extras["versions"], state["params"])
-                self._publication.pool = extras.get("pool")
-            if reference is not None:
-                reference.start(state["params"]) if extras is None else reference.restore(state)
-            if critic is not None:
-                critic.start(state["params"]) if extras is None else critic.restore(state)
-            sizes: dict[str, Any] = {**cfg.sizes()}
-            replay = cfg.replay_layout()
-            scoring: dict[str, Any] = {"temperature": cfg.temperature, "chunks": cfg.chunks, "group": group}
-            dtype = getattr(cfg.model, "dtype", "float32")
-            scoring["bounds"] = difference_bounds(dtype, weights.codec)
-            scoring |= {
-                "replay": replay,
-                "support": cfg.support,
-                "reference": None if reference is None else reference.graphdef,
-            }
-            self.diff = LogprobDiff(program.graphdef, **scoring, **sizes)
-            feed = PolicyFeed(
-                *(controller, self._publication, objective, self.diff, group, self._session.events),
-                diff_every=cfg.logprob_diff_every,
-                sizes={**sizes, "samples_per_row": cfg.samples_per_row},
-                packing=cfg.build_packing(),
-                updates=updates,
-                reference=reference,
-                critic=critic,
-                replay=replay,
-                support=cfg.support,
-                flops=partial(row_flops, cfg.model) if self._session.peak else lambda *sizes: None,
-                on_update=self.offer_evaluated,
+            self._publication = Publication(
+                weights,
+                controller,
+                self._group,
+                EventLog(run.events_path),
+                staleness=cfg.staleness,
+                evaluate_every=cfg.evaluate_every,
+                frozen=frozen,
             )
+            begin = partial(self._session.restore_or_start, program, learner, seed=seed, params=initial)
+            state, step = self._restore(begin, program, reference, critic)
+            graph = None if reference is None else reference.graphdef
+            self.diff = self._make_diff(
+                program, graph, difference_bounds(getattr(cfg.model, "dtype", "float32"), weights.codec)
+            )
+            parts: dict[str, Any] = {"updates": updates, "reference": reference, "critic": critic}
+            feed = self._make_feed(objective, parts)
             if cfg.keeps_best_by_evaluation:
                 self._session.tiers.expect_values(lambda step: cfg.evaluates(step) or ends_early(cfg, run, step))
             loss = SupervisedLoss.Config(chunks=cfg.chunks).build()  # of evaluators on supervised data
             self._loop = self._session.loop(state, step, program, feed, learner, loss)
+
+    def _restore(
+        self, begin: Callable[..., Any], program: TrainProgram, reference: Reference | None, critic: Critic | None
+    ) -> tuple[State, int]:
+        """Return the newest state of a checkpoint, or the first one, and its step; the parts beside it likewise.
+
+        `begin`: restores or starts the state and `also` what is described.
+        """
+        params = program.state["params"]
+        held = {} if reference is None else reference.describe(params)
+        memory = {} if reference is None else reference.memory(params)
+        if critic is not None:
+            held, memory = {**held, **critic.describe()}, {**memory, **critic.describe()}
+        check_state_fits({**program.state, **memory}, self._mesh)
+        state, step, extras = begin(also={"recent": self._publication.describe(params), **held})
+        if extras is not None:
+            self._publication.restore(state.pop("recent"), extras["versions"], state["params"])
+            self._publication.pool = extras.get("pool")
+        for part in (reference, critic):
+            if part is not None:
+                part.start(state["params"]) if extras is None else part.restore(state)
+        return state, step
+
+    def _make_diff(self, program: TrainProgram, reference: Any, bounds: dict[str, float]) -> LogprobDiff:
+        """Return the comparison of this trainer's log-probabilities with those of the sampler and the reference."""
+        cfg = self.cfg
+        return LogprobDiff(
+            program.graphdef,
+            temperature=cfg.temperature,
+            chunks=cfg.chunks,
+            group=self._group,
+            bounds=bounds,
+            replay=cfg.replay_layout(),
+            support=cfg.support,
+            reference=reference,
+            **cfg.sizes(),
+        )
+
+    def _make_feed(self, objective: Objective, parts: dict[str, Any]) -> PolicyFeed:
+        cfg = self.cfg
+        return PolicyFeed(
+            *(self._controller, self._publication, objective, self.diff, self._group, self._session.events),
+            diff_every=cfg.logprob_diff_every,
+            sizes={**cfg.sizes(), "samples_per_row": cfg.samples_per_row},
+            packing=cfg.build_packing(),
+            replay=cfg.replay_layout(),
+            support=cfg.support,
+            flops=partial(row_flops, cfg.model) if self._session.peak else lambda *sizes: None,
+            on_update=self.offer_evaluated,
+            **parts,
+        )
 
     @property
     def state(self) -> State:

@@ -114,7 +114,7 @@ def _export(
     run = find_run(source)
     if run is None:
         raise UserError(f"{source}: expected a run directory or a checkpoint in one, got none: it has no config.txt")
-    cfg = from_text(run.config_path.read_text())
+    cfg = from_text(run.read_config())
     decoder = _decoder(cfg, run)
     weights = newest_weights(run, source.expanduser().absolute())
     params = SavedParams(run.path if weights is None else weights.path)
@@ -173,7 +173,7 @@ def _decoder(cfg: ConfigBase[Any], run: RunDirectory) -> Decoder.Config:
     for found in (cfg, getattr(cfg, "policy", None), getattr(cfg, "model", None)):
         if isinstance(found, Decoder.Config):
             return found
-    raise UserError(f"{run.path}: expected a run of a decoder, got {run.config_path.read_text().partition(chr(10))[0]}")
+    raise UserError(f"{run.path}: expected a run of a decoder, got {run.read_config().partition(chr(10))[0]}")
 
 
 def _origin(cfg: ConfigBase[Any], run: RunDirectory) -> Path | None:

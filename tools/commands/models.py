@@ -124,8 +124,9 @@ def _find(name: str) -> Decoder.Config:
     if (folder / "config.txt").is_file():
         from axlearn_like.config import from_text
         from axlearn_like.layers.decoder import Decoder
+        from axlearn_like.run.directory import RunDirectory
 
-        found = from_text((folder / "config.txt").read_text())
+        found = from_text(RunDirectory.attach(folder).read_config())
         if not isinstance(found, Decoder.Config):
             raise UserError(f"{name}: expected the directory of a model, got that of a run")
         return found

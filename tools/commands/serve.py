@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from axlearn_like.layers.wrappers.adapters import Adapter
     from rl.experiment import RLExperiment
     from rl.rollout.model_runner.adapter_bank import AdapterLimits
-    from rl.serving.policy import ServedModel, Weights
+    from rl.serving.policy import SavedWeights, ServedModel
     from rl.serving.server import Server
 
 KEY_VARIABLE = "AXL_API_KEY"
@@ -123,7 +123,7 @@ def command(
 
 def _build(
     cfg: RLExperiment.Config | ServedModel.Config,
-    weights: Weights | None,
+    weights: SavedWeights | None,
     model: str,
     server_sets: Sequence[str],
     allowed_hosts: tuple[str, ...],

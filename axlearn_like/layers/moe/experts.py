@@ -29,7 +29,7 @@ _ROWS = 8  # capacities are multiples of this
 _CAPACITY_FACTOR = 1.25  # MaxText's and GShard's, where rows above it are dropped
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The weights of all experts of a device, in the type of the activations; or their partitions."""
 
     gate: Any
@@ -99,15 +99,15 @@ class Experts(Layer):
         y_btd, rounds = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
         return jax.sharding.reshard(y_btd, was), rounds
 
-    def _weights(self) -> Weights:
-        return Weights(self.gate_edf[...], self.up_edf[...], self.down_efd[...])
+    def _weights(self) -> ExpertWeights:
+        return ExpertWeights(self.gate_edf[...], self.up_edf[...], self.down_efd[...])
 
-    def _partitions(self) -> Weights:
+    def _partitions(self) -> ExpertWeights:
         inner, outer = partition("experts", "embed", "hidden"), partition("experts", "hidden", "embed")
-        return Weights(inner, inner, outer)
+        return ExpertWeights(inner, inner, outer)
 
     def _on_device(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Weights
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: ExpertWeights
     ) -> tuple[jax.Array, jax.Array]:
         """Return the result for one device's tokens, with its shard of the weights."""
         axes = {"gate": 1, "up": 1, "down": 2}
@@ -123,7 +123,7 @@ class Experts(Layer):
         return jax.lax.psum(y, summed), rounds
 
     def _local(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Weights, *, shared: bool = False
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: ExpertWeights, *, shared: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         (batch, length, dim), top_k = x.shape, experts.shape[-1]
         chosen = experts.reshape(-1)
@@ -141,7 +141,7 @@ class Experts(Layer):
         y = combine(y, order, weights.reshape(-1, top_k))
         return y.reshape(batch, length, dim), rounds
 
-    def _own_experts(self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int) -> jax.Array:
+    def _own_experts(self, rows: jax.Array, sizes: jax.Array, matrices: ExpertWeights, devices: int) -> jax.Array:
         """Return `_network` for the rows of this device's experts, and zeros for all others."""
         mine = self._num_experts // devices
         first = jax.lax.axis_index("expert") * mine
@@ -150,7 +150,7 @@ class Experts(Layer):
         return jnp.roll(self._network(jnp.roll(rows, -before, axis=0), own, matrices), before, axis=0)
 
     def _sent_to_experts(
-        self, rows: jax.Array, sizes: jax.Array, matrices: Weights, devices: int, top_k: int
+        self, rows: jax.Array, sizes: jax.Array, matrices: ExpertWeights, devices: int, top_k: int
     ) -> tuple[jax.Array, jax.Array]:
         """Return `_network` for experts that are on several devices, and in how many rounds rows were sent."""
         axis, capacity = "expert", self._capacity(len(rows), devices, top_k)
@@ -158,7 +158,7 @@ class Experts(Layer):
         rounds = jax.lax.pmax(all_to_all.count_rounds(everyone, capacity), tuple(sorted(varying(rows))))
         share = max(1.0, capacity / len(rows))
 
-        def one(rows: jax.Array, matrices: Weights, everyone: jax.Array, into: jax.Array, turn: Any) -> jax.Array:
+        def one(rows: jax.Array, matrices: ExpertWeights, everyone: jax.Array, into: jax.Array, turn: Any) -> jax.Array:
             plan = all_to_all.plan_round(everyone, turn, capacity, axis)
             received = all_to_all.to_experts(rows, plan, capacity, axis)
             with filled(share):  # if all experts are chosen equally often
@@ -173,7 +173,7 @@ class Experts(Layer):
         wanted = -int(-self._capacity_factor * rows // 1)
         return min(most, -(-wanted // _ROWS) * _ROWS)
 
-    def _network(self, x: jax.Array, sizes: jax.Array, matrices: Weights) -> jax.Array:
+    def _network(self, x: jax.Array, sizes: jax.Array, matrices: ExpertWeights) -> jax.Array:
         """Return the output of each expert for its rows, sorted by expert; rows beyond the sizes become zeros."""
         live = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
         gate, up = self._product(x, matrices.gate, sizes), self._product(x, matrices.up, sizes)
@@ -207,17 +207,17 @@ class BiasedExperts(Experts):
         self._limit, self._alpha = cfg.limit, cfg.alpha
 
     @override
-    def _weights(self) -> Weights:
+    def _weights(self) -> ExpertWeights:
         biases = (self.gate_bias_ef[...], self.up_bias_ef[...], self.down_bias_ed[...])
-        return Weights(*super()._weights()[:3], *biases)
+        return ExpertWeights(*super()._weights()[:3], *biases)
 
     @override
-    def _partitions(self) -> Weights:
+    def _partitions(self) -> ExpertWeights:
         inner = partition("experts", "hidden")
-        return Weights(*super()._partitions()[:3], inner, inner, partition("experts", None))
+        return ExpertWeights(*super()._partitions()[:3], inner, inner, partition("experts", None))
 
     @override
-    def _network(self, x: jax.Array, sizes: jax.Array, matrices: Weights) -> jax.Array:
+    def _network(self, x: jax.Array, sizes: jax.Array, matrices: ExpertWeights) -> jax.Array:
         ends, place = jnp.cumsum(sizes), jnp.arange(len(x))[:, None]
         # A product with ones and zeros: exact, and its gradient is no scatter. Rows beyond the sizes have no expert.
         expert = ((place >= ends - sizes) & (place < ends)).astype(x.dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.contexts.packed import PackedContext, require_complete_rows
-from axlearn_like.training.alignment.sequences import Score
+from axlearn_like.training.alignment.sequences import ScoredArray
 from axlearn_like.training.alignment.teacher import Teacher
 from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.training.losses import Batch, Metrics, head_sums, supervised_loss, with_aux
@@ -49,10 +49,10 @@ class DistillationLoss(Configurable):
             return self.teacher
 
         @property
-        def scores(self) -> Mapping[str, Score]:
+        def scores(self) -> Mapping[str, ScoredArray]:
             """Arrays that scoring adds to a batch."""
             kept = (self.top_k,)
-            return {"teacher_tokens": Score("int32", kept), "teacher_logprobs": Score("float32", kept)}
+            return {"teacher_tokens": ScoredArray("int32", kept), "teacher_logprobs": ScoredArray("float32", kept)}
 
     def __init__(self, cfg: Config):
         self.cfg: Any = cfg

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.training.alignment.preferences import divergence
 from axlearn_like.training.alignment.reference import FrozenCopy, Reference
-from axlearn_like.training.alignment.sequences import Score, running_sums, target_logprobs
+from axlearn_like.training.alignment.sequences import ScoredArray, running_sums, target_logprobs
 from axlearn_like.training.losses import Batch, Metrics, with_aux
 from mesh.sharding import shard_like
 
@@ -42,9 +42,9 @@ class KTO(Configurable):
             return "judgements"
 
         @property
-        def scores(self) -> Mapping[str, Score]:
+        def scores(self) -> Mapping[str, ScoredArray]:
             """Arrays that scoring adds to a batch."""
-            return {"reference": Score(), "mismatched": Score(axes=None)}
+            return {"reference": ScoredArray(), "mismatched": ScoredArray(axes=None)}
 
     def __init__(self, cfg: Config):
         self.cfg: Any = cfg

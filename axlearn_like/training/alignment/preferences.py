@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.training.alignment.reference import FrozenCopy, Reference
-from axlearn_like.training.alignment.sequences import Score, running_sums, target_logprobs
+from axlearn_like.training.alignment.sequences import ScoredArray, running_sums, target_logprobs
 from axlearn_like.training.losses import Batch, Metrics, with_aux
 from mesh.sharding import shard_like
 
@@ -66,7 +66,7 @@ class PreferenceLoss(Configurable, abc.ABC):
             return "pairs"
 
         @property
-        def scores(self) -> Mapping[str, Score]:
+        def scores(self) -> Mapping[str, ScoredArray]:
             """Arrays that scoring adds to a batch."""
             return {}
 
@@ -129,8 +129,8 @@ class ReferenceLoss(PreferenceLoss):
 
         @property
         @override
-        def scores(self) -> Mapping[str, Score]:
-            return {"reference": Score()}
+        def scores(self) -> Mapping[str, ScoredArray]:
+            return {"reference": ScoredArray()}
 
     def score(self, policy: Any, reference: Any, batch: Batch) -> dict[str, jax.Array]:
         """Return the reference's log-probabilities of a batch's targets."""

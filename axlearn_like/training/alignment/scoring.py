@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.training.alignment.reference import Reference
-from axlearn_like.training.alignment.sequences import Score
+from axlearn_like.training.alignment.sequences import ScoredArray
 from axlearn_like.training.losses import Batch, Loss, Metrics
 from axlearn_like.training.step import State, Step
 from mesh.rules import axis_sizes
@@ -93,13 +93,13 @@ def scored_batch(
     return {name: x for name, x in batch.items() if not name.startswith(_MISMATCHED)} | found
 
 
-def describe_scored(batch: Mapping[str, Any], scores: Mapping[str, Score]) -> dict[str, Any]:
+def describe_scored(batch: Mapping[str, Any], scores: Mapping[str, ScoredArray]) -> dict[str, Any]:
     """Return the described arrays of a batch after scoring."""
     if not scores:
         return dict(batch)
     tokens = batch["tokens"]
 
-    def described(score: Score) -> jax.ShapeDtypeStruct:
+    def described(score: ScoredArray) -> jax.ShapeDtypeStruct:
         shape, sharding = (), tokens.sharding
         if score.axes is not None:
             shape = (*tokens.shape, *score.axes)

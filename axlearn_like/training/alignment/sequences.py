@@ -14,21 +14,21 @@ from mesh import constrain
 from mesh.sharding import shard_like
 
 
-class Score(NamedTuple):
+class ScoredArray(NamedTuple):
     """An array that scoring adds to a batch: its dtype, and its axes after [batch, length]; None: it is a sum, []."""
 
     dtype: str = "float32"
     axes: tuple[int, ...] | None = ()
 
 
-class Scored(NamedTuple):
+class TargetLogprobs(NamedTuple):
     """log pi of each target, float32 [batch, length], and the layers' auxiliary outputs."""
 
     logprobs: jax.Array
     aux: Aux
 
 
-def target_logprobs(model: Any, batch: Batch, chunks: int = 1, prefix: str = "") -> Scored:
+def target_logprobs(model: Any, batch: Batch, chunks: int = 1, prefix: str = "") -> TargetLogprobs:
     """Return the log-probability of every target of a packed batch; logits of one chunk exist at a time.
 
     Args:
@@ -53,8 +53,8 @@ def target_logprobs(model: Any, batch: Batch, chunks: int = 1, prefix: str = "")
         return merge_length(map_chunks(partial(of_tokens, output), chunks, x, targets))
 
     if chunks == 1:
-        return Scored(of_tokens(model.output, x, targets), hidden.aux)
-    return Scored(per_device_head(model.output, in_parts, x, targets), hidden.aux)
+        return TargetLogprobs(of_tokens(model.output, x, targets), hidden.aux)
+    return TargetLogprobs(per_device_head(model.output, in_parts, x, targets), hidden.aux)
 
 
 def running_sums(values: jax.Array, ends: jax.Array) -> jax.Array:

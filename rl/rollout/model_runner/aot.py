@@ -19,7 +19,7 @@ from rl.rollout.model_runner.runner import ModelRunner
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CompiledStep:
+class CompiledDispatch:
     """One program; all sizes are bytes of one device.
 
     Attributes:
@@ -63,7 +63,7 @@ def engine_dispatches(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[M
 
 def compile_engine(
     cfg: RolloutEngine.Config, topology: str, *, only: Items[str] = ("prefill", "decode", "verify", "copy", "zero")
-) -> list[CompiledStep]:
+) -> list[CompiledDispatch]:
     """Compile the largest dispatch of each kind that an engine runs.
 
     Args:
@@ -92,7 +92,7 @@ def compile_engine(
             )
         memory, program = compiled.memory, compiled.hlo
         steps.append(
-            CompiledStep(
+            CompiledDispatch(
                 name=name,
                 arguments=memory.arguments,
                 outputs=memory.output,

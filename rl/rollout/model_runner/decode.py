@@ -101,7 +101,25 @@ def decode(
             "kept": None if kept is None else write(state["kept"], kept, step, 0),
         }
 
-    begin = {
+    begin = _first_state(model, batch, cache, steps, support)
+    with turns(steps):  # where no row stops
+        final = jax.lax.while_loop(
+            lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum), body, begin
+        )
+    if kernel:
+        pool = final["cache"]
+    else:
+        pool = write_back(pool, final["cache"], batch, final["counts"], pages)
+        windows = tuple(cache.windows for cache in final["cache"])
+    out = {name: final[name] for name in ("tokens", "counts", "stopped", "broken")}
+    out |= {name: final[name] for name in ("routing", "kept") if final[name] is not None}
+    return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
+
+
+def _first_state(model: Any, batch: DecodeBatch, cache: Any, steps: int, support: int | None) -> dict[str, Any]:
+    """Return what a dispatch begins with."""
+    size = batch.feed.shape[0]
+    return {
         "step": jnp.int32(0),
         "cache": cache,
         "feed": batch.feed,
@@ -116,18 +134,6 @@ def decode(
         "routing": empty_record(model, steps, size),
         "kept": None if support is None else jnp.full((steps, size, support), -1, jnp.int32),
     }
-    with turns(steps):  # where no row stops
-        final = jax.lax.while_loop(
-            lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum), body, begin
-        )
-    if kernel:
-        pool = final["cache"]
-    else:
-        pool = write_back(pool, final["cache"], batch, final["counts"], pages)
-        windows = tuple(cache.windows for cache in final["cache"])
-    out = {name: final[name] for name in ("tokens", "counts", "stopped", "broken")}
-    out |= {name: final[name] for name in ("routing", "kept") if final[name] is not None}
-    return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
 
 
 def copy_pages(pool: Pool, sources: jax.Array, targets: jax.Array, *, layers: int, pages: int) -> Pool:

@@ -10,7 +10,7 @@ from axlearn_like.layers.contexts.paged import NULL_PAGE
 from rl.rollout.kv_cache.manager import PageCopy
 from rl.rollout.model_runner.batches import pack_decode, pack_prefill
 from rl.rollout.model_runner.buckets import bucket, halvings
-from rl.rollout.model_runner.processes.calls import Call
+from rl.rollout.model_runner.processes.calls import RunnerCall
 from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.runner import COPIES, ModelRunner
 from rl.rollout.model_runner.tiles import Tiles
@@ -120,4 +120,4 @@ class Executor:
 
     def _order(self, name: str, *arguments: Any, **options: int | None) -> None:
         if self._followers is not None:
-            self._followers.send(Call(name, arguments, options))
+            self._followers.send(RunnerCall(name, arguments, options))

@@ -75,16 +75,7 @@ def decode_drafts(
         found = draw(drawn_with.reshape(size * chunk), logits)
         tokens, chosen = jax.tree.map(lambda flat: flat.reshape(size, chunk), found)
 
-        right = (tokens[:, :-1] == drafts) & live[:, 1:]
-        accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
-        not_finite = ~jnp.isfinite(chosen.logit + chosen.total)
-        stops = jnp.any(tokens[..., None] == batch.stop[:, None], axis=-1)
-        ends = stops | not_finite
-        first_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), depth)
-        last = jnp.minimum(accepted, first_end)  # of the draws that are kept
-        drawn = jnp.where(alive, last + 1, 0)
-        kept = offsets < drawn[:, None]
-        stopped, broken = (alive & _at(found, last) for found in (stops, not_finite))
+        accepted, last, drawn, kept, stopped, broken = _verified(tokens, chosen, drafts, live, alive, batch.stop)
         places = jnp.where(kept, counts[:, None] + offsets, room)  # out of range: not written
         recent = jnp.concatenate([state["recent"], tokens], axis=1)
         recent = jnp.take_along_axis(recent, drawn[:, None] + jnp.arange(CONTEXT), axis=1)
@@ -112,8 +103,28 @@ def decode_drafts(
             "missed": state["missed"] + (alive & ((drafted == 0) | (accepted < drafted))),
         }
 
+    def goes_on(state: dict[str, Any]) -> jax.Array:
+        return (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum) & (state["idle"] < _PATIENCE)
+
+    begin = _first_state(model, batch, cache, room)
+    with turns(steps):
+        final = jax.lax.while_loop(goes_on, body, begin)
+    if kernel:
+        pool = final["cache"]
+    else:
+        pool = write_back(pool, final["cache"], batch, final["counts"], pages)
+        windows = tuple(cache.windows for cache in final["cache"])
+    names = ("tokens", "counts", "stopped", "broken", "drafted", "accepted", "missed")
+    out = {name: final[name] for name in names}
+    out |= {} if final["routing"] is None else {"routing": final["routing"]}
+    return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
+
+
+def _first_state(model: Any, batch: DecodeBatch, cache: Any, room: int) -> dict[str, Any]:
+    """Return what a dispatch begins with; `room`: tokens that each row may draw."""
+    size = batch.feed.shape[0]
     none = jnp.zeros(size, jnp.int32)
-    begin = {
+    return {
         "step": jnp.int32(0),
         "idle": jnp.int32(0),
         "cache": cache,
@@ -134,23 +145,31 @@ def decode_drafts(
         "missed": none,
     }
 
-    def goes_on(state: dict[str, Any]) -> jax.Array:
-        return (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum) & (state["idle"] < _PATIENCE)
-
-    with turns(steps):
-        final = jax.lax.while_loop(goes_on, body, begin)
-    if kernel:
-        pool = final["cache"]
-    else:
-        pool = write_back(pool, final["cache"], batch, final["counts"], pages)
-        windows = tuple(cache.windows for cache in final["cache"])
-    names = ("tokens", "counts", "stopped", "broken", "drafted", "accepted", "missed")
-    out = {name: final[name] for name in names}
-    out |= {} if final["routing"] is None else {"routing": final["routing"]}
-    return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
-
 
 # ---- drafts
+
+
+def _verified(
+    tokens: jax.Array, chosen: Chosen, drafts: jax.Array, live: jax.Array, alive: jax.Array, stop: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Compare the tokens drawn [r, c] with the drafted ones [r, c - 1].
+
+    Returns:
+        `accepted` int32 [r], drafted tokens that were drawn; `last` int32 [r], the place of the last draw that is kept;
+        `drawn` int32 [r], tokens kept; `kept` bool [r, c]; `stopped` bool [r], by a stop token; `broken` bool [r], the
+        last log-probability is not a number.
+    """
+    right = (tokens[:, :-1] == drafts) & live[:, 1:]
+    accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
+    not_finite = ~jnp.isfinite(chosen.logit + chosen.total)
+    stops = jnp.any(tokens[..., None] == stop[:, None], axis=-1)
+    ends = stops | not_finite
+    first_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), drafts.shape[1])
+    last = jnp.minimum(accepted, first_end)
+    drawn = jnp.where(alive, last + 1, 0)
+    kept = jnp.arange(tokens.shape[1]) < drawn[:, None]
+    stopped, broken = (alive & _at(found, last) for found in (stops, not_finite))
+    return accepted, last, drawn, kept, stopped, broken
 
 
 def _drafted(draft: jax.Array, pointer: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:

@@ -159,7 +159,7 @@ class RoleHost:
         if self._request is not None:
             prepare_process(self._request)
         enable_compilation_cache()
-        return from_text(self._run.config_path.read_text()).build()
+        return from_text(self._run.read_config()).build()
 
     def _build(self, experiment: RLExperiment) -> Any:
         if self._kind == "parameter_server":

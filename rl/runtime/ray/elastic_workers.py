@@ -36,7 +36,7 @@ def run_elastic_worker(run_dir: Path, name: str | None = None, say: Say = print)
     run = RunDirectory.attach(run_dir)
     cluster = read_cluster(run)
     name = name or f"elastic-{socket.gethostname()}-{os.getpid()}"
-    experiment = from_text(run.config_path.read_text()).build()
+    experiment = from_text(run.read_config()).build()
     with ray_session(cluster["address"]):
         _work(experiment, run, name, _actors(run, cluster["namespace"], experiment.cfg), say)
 

@@ -51,6 +51,10 @@ def test_a_config_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "config.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RunDirectoryError, match="cannot read .*config.txt"):
         RunDirectory.open(tmp_path, "lr: 0.1\n")
+    with pytest.raises(RunDirectoryError, match="cannot read .*config.txt"):
+        RunDirectory.attach(tmp_path).read_config()
+    with RunDirectory.open(tmp_path, "lr: 0.1\n", force=True) as run:
+        assert run.read_config() == "lr: 0.1\n"
 
 
 def test_force_takes_and_records_the_other_config(tmp_path):

@@ -28,7 +28,7 @@ from rl.parameter_server.pull.receiver import Receiver
 from rl.parameter_server.server import ParameterServer
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.executor import Executor
-from rl.rollout.model_runner.processes.calls import Call
+from rl.rollout.model_runner.processes.calls import RunnerCall
 from rl.rollout.model_runner.processes.follower import Follower
 from rl.rollout.model_runner.processes.followers import FollowerLost, Followers
 from rl.rollout.model_runner.processes.pulls import GroupReceiver
@@ -220,17 +220,17 @@ def test_strangers_and_calls_out_of_order_are_refused(follower: Follower) -> Non
     with pytest.raises(FollowerLost, match="worker-0-1 is gone: wrong token"):
         Followers({"worker-0-1": dataclasses.replace(endpoint, token="guessed")})
     first, second = Followers({"worker-0-1": endpoint}), Followers({"worker-0-1": endpoint})
-    first.send(Call("ping"))
-    first.send(Call("ping"))
+    first.send(RunnerCall("ping"))
+    first.send(RunnerCall("ping"))
     give_up = time.monotonic() + 20
     while follower._turn < 2 and time.monotonic() < give_up:
         time.sleep(0.01)
     with pytest.raises(FollowerLost, match="worker-0-1 could not take a call: .* call 0 came where call 2 was due"):
         for _ in range(50):
-            second.send(Call("ping"))
+            second.send(RunnerCall("ping"))
             time.sleep(0.02)
     follower._server.close()
     with pytest.raises(FollowerLost, match="worker-0-1 is gone"):
         for _ in range(50):
-            first.send(Call("ping"))
+            first.send(RunnerCall("ping"))
             time.sleep(0.02)

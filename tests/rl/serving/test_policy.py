@@ -15,7 +15,7 @@ from mesh import UserError, make_mesh
 from rl.roles.messages import Prompt, Rollout
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler
-from rl.serving.policy import Weights, find_run, load_params, make_engine, newest_weights, recorded_config
+from rl.serving.policy import SavedWeights, find_run, load_params, make_engine, newest_weights, recorded_config
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
 
 
@@ -50,21 +50,21 @@ def test_a_run_is_found_from_its_checkpoints_too(run: RunDirectory, tmp_path: Pa
 
 def test_the_newest_weights_are_those_of_rl(run: RunDirectory) -> None:
     rl = run.checkpoints / "rl"
-    assert newest_weights(run) == newest_weights(run, run.path) == Weights(rl / "10", 10)
-    assert newest_weights(run, rl / "2") == Weights(rl / "2", 2)
+    assert newest_weights(run) == newest_weights(run, run.path) == SavedWeights(rl / "10", 10)
+    assert newest_weights(run, rl / "2") == SavedWeights(rl / "2", 2)
 
 
 def test_before_rl_the_warm_starts_are_taken(run: RunDirectory, tmp_path: Path) -> None:
     with tiny_run(tmp_path / "run", tiny_experiment()) as young:
         assert newest_weights(young) is None
         save(young.path / "warm_start" / "checkpoints", 4, policy_params(4))
-        assert newest_weights(young) == Weights(young.path / "warm_start", 0)
+        assert newest_weights(young) == SavedWeights(young.path / "warm_start", 0)
 
 
 def test_weights_are_those_that_were_saved(run: RunDirectory) -> None:
     experiment = recorded_config(run).build()
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
-    for weights, seed in ((newest_weights(run), 10), (Weights(run.path / "warm_start", 0), 9)):
+    for weights, seed in ((newest_weights(run), 10), (SavedWeights(run.path / "warm_start", 0), 9)):
         loaded = load_params(experiment, weights, mesh)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), policy_params(seed))
 

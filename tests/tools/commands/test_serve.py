@@ -170,6 +170,11 @@ def test_an_unknown_experiment_is_refused_without_importing_jax(checkout: Path) 
     assert not modules & {"jax", "starlette", "uvicorn"}
 
 
+def test_a_directory_whose_config_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.txt").write_bytes(b"\xff\xfe\x00")
+    assert f"cannot read {tmp_path / 'config.txt'}" in refusal(capsys, str(tmp_path), "--port", "0")
+
+
 def test_a_damaged_checkpoint_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_dir / "checkpoints" / "rl" / "2" / "params"
     path = max(folder.glob("**/d/*"), key=lambda p: p.stat().st_size)

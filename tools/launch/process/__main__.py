@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.launch.process.child import STOPPED, Stop, run_command
+from tools.launch.process.child import STOPPED, StopSignals, run_command
 from tools.launch.process.machine import MachineError, check_machine, machine_lines, release_lock
 from tools.launch.process.ray_cluster import RESTART, run_head, run_node
 
@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a process and return its exit status."""
-    given, stop = parse(arguments), Stop()
+    given, stop = parse(arguments), StopSignals()
     try:
         index = check_machine(given, os.environ)
         for line in machine_lines(os.environ):

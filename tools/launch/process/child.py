@@ -81,7 +81,7 @@ def _copy(source: BinaryIO, log: Path) -> None:
             sys.stdout.buffer.flush()
 
 
-class Stop:
+class StopSignals:
     """True once SIGTERM or SIGINT has come; the child gets SIGTERM at once."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def run_command(
     command: Sequence[str],
     log: Path,
     environment: Mapping[str, str],
-    stop: Stop,
+    stop: StopSignals,
     folder: Path | None = None,
     beside: threading.Thread | None = None,
 ) -> int:

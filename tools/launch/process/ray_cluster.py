@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tools.launch.process.child import PIPE, POLL, STOPPED, USER_ERROR, Child, Stop, run_command
+from tools.launch.process.child import PIPE, POLL, STOPPED, USER_ERROR, Child, StopSignals, run_command
 from tools.launch.process.machine import MachineError, own_address
 
 RESTART = 70  # exit status where a machine is not as expected; another may be
@@ -32,7 +32,7 @@ _WITHOUT_RAY = 30.0  # for a command whose Ray has died
 _HAND_BACK = 12.0  # seconds that roles have, of the 15 that a spot machine gives
 
 
-def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop) -> int:
+def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: StopSignals) -> int:
     """Start Ray and the command, which imports its code while Ray starts; tell the nodes when the run has ended."""
     ended = ended_path(arguments.run_dir)
     ended.unlink(missing_ok=True)  # before a node can find us
@@ -65,7 +65,7 @@ def _wait_until(done: Callable[[], bool], seconds: float) -> None:
         time.sleep(POLL)
 
 
-def _end_without(ray: Child, stop: Stop, lost: threading.Event) -> None:
+def _end_without(ray: Child, stop: StopSignals, lost: threading.Event) -> None:
     """End the command if Ray, for which it waits or which it needs, ends before it."""
     command = stop.child
     while command is not None and command.poll() is None:
@@ -77,7 +77,7 @@ def _end_without(ray: Child, stop: Stop, lost: threading.Event) -> None:
         time.sleep(POLL)
 
 
-def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop) -> int:
+def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: StopSignals) -> int:
     """Add this machine to the head's cluster until the run has ended; on SIGTERM let its roles hand back first."""
     ended = ended_path(arguments.run_dir)
     if not _find(arguments.head, lambda: stop.requested or ended.exists()):
@@ -100,7 +100,9 @@ def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     return STOPPED if stop.requested else 0 if ended.exists() else 1
 
 
-def _run_added(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: Stop, ray: Child) -> int:
+def _run_added(
+    arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: StopSignals, ray: Child
+) -> int:
     """Run the command of an added worker, which hands back by itself; it may come before the run has begun."""
     try:
         cluster = arguments.run_dir / "cluster.json"  # is there while the run is active

@@ -12,7 +12,7 @@ from rl.rollout.sampling import SamplingMetadata
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class RunnerCall:
     """A method of the model runner, or of the follower, with its arguments.
 
     Attributes:
@@ -36,7 +36,7 @@ _STRUCTURES = {name: jax.tree.structure(arguments) for name, arguments in _ARGUM
 _EMPTY = jax.tree.structure(())
 
 
-def to_message(call: Call) -> tuple[dict[str, Any], list[np.ndarray]]:
+def to_message(call: RunnerCall) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Return a call as fields that JSON can hold, and the arrays whose bytes follow them, one after the other.
 
     Arrays of one byte an element are the last of a batch, so that all others are aligned where they arrive.
@@ -47,7 +47,7 @@ def to_message(call: Call) -> tuple[dict[str, Any], list[np.ndarray]]:
     return {"call": call.name, "arrays": shapes, "options": dict(call.options)}, arrays
 
 
-def from_message(fields: Mapping[str, Any], body: bytearray) -> Call:
+def from_message(fields: Mapping[str, Any], body: bytearray) -> RunnerCall:
     """Return the call of a message (ValueError or KeyError: it is none)."""
     name, at = fields["call"], 0
     leaves: list[np.ndarray | None] = []
@@ -60,4 +60,4 @@ def from_message(fields: Mapping[str, Any], body: bytearray) -> Call:
         leaves.append(np.frombuffer(body, dtype, count, at).reshape(shape) if count else np.zeros(shape, dtype))
         at += count * dtype.itemsize
     arguments: Sequence[Any] = jax.tree.unflatten(_STRUCTURES.get(name, _EMPTY), leaves)
-    return Call(name, tuple(arguments), fields["options"])
+    return RunnerCall(name, tuple(arguments), fields["options"])

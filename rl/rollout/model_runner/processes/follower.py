@@ -12,7 +12,7 @@ from rl.parameter_server.manifest import Manifest
 from rl.parameter_server.pull.receiver import Receiver
 from rl.parameter_server.transport.server import Body, RpcServer
 from rl.parameter_server.transport.tls import Tls
-from rl.rollout.model_runner.processes.calls import Call, from_message
+from rl.rollout.model_runner.processes.calls import RunnerCall, from_message
 from rl.rollout.model_runner.runner import ModelRunner
 
 _POLL = 1.0  # seconds between two looks at whether this process must go, while there are no calls
@@ -26,7 +26,7 @@ class Follower:
     ):
         """Listen for the leader, which knows the token."""
         self._runner, self._receiver = runner, receiver
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[RunnerCall] = queue.SimpleQueue()
         self._turn = 0
         self._leaving: Callable[[], bool] = lambda: False
         self._pulling, self._lock = threading.Lock(), threading.Lock()

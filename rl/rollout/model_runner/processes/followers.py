@@ -19,7 +19,7 @@ from rl.parameter_server.transport.connection import ERROR, REQUEST, Connection,
 from rl.parameter_server.transport.connection_pool import ConnectionPool
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.tls import Tls
-from rl.rollout.model_runner.processes.calls import Call, to_message
+from rl.rollout.model_runner.processes.calls import RunnerCall, to_message
 
 _CONNECT = 30.0  # seconds; the followers listen already
 _PING = 1.0  # seconds without a call after which the followers are asked whether they must go
@@ -62,7 +62,7 @@ class Followers:
         }
         return cls(endpoints, tls=tls)
 
-    def send(self, call: Call) -> None:
+    def send(self, call: RunnerCall) -> None:
         """Send a call to all followers (FollowerLost)."""
         for name, error in self._send(call).items():
             raise _lost(name, error) from error
@@ -73,7 +73,7 @@ class Followers:
     def leaving(self) -> bool:
         """Return True if a follower was asked to end, by what it has answered so far."""
         if not self._leaving and not self._closed and time.monotonic() > self._sent + _PING:
-            self.send(Call("ping"))
+            self.send(RunnerCall("ping"))
         return self._leaving
 
     def ask(self, operation: str, fields: Mapping[str, Any], timeout: float) -> Sequence[Future[dict[str, Any]]]:
@@ -91,11 +91,11 @@ class Followers:
         """Let the followers end their loops; they close the connections."""
         if not self._closed:
             self._closed = True
-            self._send(Call("close"))  # one that is gone has ended, too
+            self._send(RunnerCall("close"))  # one that is gone has ended, too
         for client in self._clients.values():
             client.close()
 
-    def _send(self, call: Call) -> dict[str, TransportError]:
+    def _send(self, call: RunnerCall) -> dict[str, TransportError]:
         """Send a call to all followers; returns the errors of those that are gone."""
         fields, arrays = to_message(call)
         header = encode_header({"operation": "run", "fields": {**fields, "turn": self._turn}})

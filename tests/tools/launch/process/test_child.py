@@ -51,7 +51,7 @@ def test_a_signal_that_does_not_interrupt_the_wait_is_passed_on_all_the_same(tmp
     """Send it to another thread, which has the effect of a signal that comes just before the wait begins."""
     code = """
 import os, pathlib, signal, sys, threading, time
-from tools.launch.process.child import Stop, run_command
+from tools.launch.process.child import StopSignals, run_command
 
 def strike():
     time.sleep(0.5)
@@ -59,7 +59,7 @@ def strike():
 
 threading.Thread(target=strike).start()
 command = [sys.executable, "-c", "import time; time.sleep(60)"]
-sys.exit(run_command(command, pathlib.Path(sys.argv[1]), os.environ, Stop()))
+sys.exit(run_command(command, pathlib.Path(sys.argv[1]), os.environ, StopSignals()))
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "log")], timeout=30)
     assert done.returncode == 128 + signal.SIGTERM

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from rl.rollout.model_runner.batches import PrefillBatch, pack_decode
-from rl.rollout.model_runner.processes.calls import Call, from_message, to_message
+from rl.rollout.model_runner.processes.calls import RunnerCall, from_message, to_message
 from rl.rollout.sampling import Sampler
 
 RULES = Sampler.Config(temperature=0.5, top_k=7, repetition_penalty=1.5, logit_bias=((3, 2.0),))
 
 
-def sent(call: Call) -> Call:
+def sent(call: RunnerCall) -> RunnerCall:
     """Return a call as it arrives."""
     fields, arrays = to_message(call)
     return from_message(json.loads(json.dumps(fields)), bytearray(b"".join(array.tobytes() for array in arrays)))
@@ -29,17 +29,21 @@ def prefill() -> PrefillBatch:
 @pytest.mark.parametrize(
     "call",
     [
-        Call("prefill", (prefill(),)),
-        Call("decode", (pack_decode([], [Sampler.Config()] * 3, pages=5, vocab=11),), {"quorum": 2, "plain": True}),
-        Call("decode", (pack_decode([], [Sampler.Config(), RULES], pages=5, vocab=11),), {"quorum": 1, "plain": False}),
-        Call("copy", tuple(np.array([(1, 2), (3, 4)], np.int32).T)),  # columns: not contiguous
-        Call("zero", (np.zeros(0, np.int32),)),
-        Call("install", options={"key": 7}),
-        Call("sleep"),
+        RunnerCall("prefill", (prefill(),)),
+        RunnerCall(
+            "decode", (pack_decode([], [Sampler.Config()] * 3, pages=5, vocab=11),), {"quorum": 2, "plain": True}
+        ),
+        RunnerCall(
+            "decode", (pack_decode([], [Sampler.Config(), RULES], pages=5, vocab=11),), {"quorum": 1, "plain": False}
+        ),
+        RunnerCall("copy", tuple(np.array([(1, 2), (3, 4)], np.int32).T)),  # columns: not contiguous
+        RunnerCall("zero", (np.zeros(0, np.int32),)),
+        RunnerCall("install", options={"key": 7}),
+        RunnerCall("sleep"),
     ],
     ids=lambda call: call.name,
 )
-def test_what_is_sent_is_what_arrives(call: Call) -> None:
+def test_what_is_sent_is_what_arrives(call: RunnerCall) -> None:
     found = sent(call)
     assert (found.name, found.options) == (call.name, call.options)
     assert jax.tree.structure(found.arguments) == jax.tree.structure(call.arguments)
@@ -49,7 +53,7 @@ def test_what_is_sent_is_what_arrives(call: Call) -> None:
 
 
 def test_what_is_no_call_is_an_error() -> None:
-    fields, arrays = to_message(Call("zero", (np.arange(4, dtype=np.int32),)))
+    fields, arrays = to_message(RunnerCall("zero", (np.arange(4, dtype=np.int32),)))
     with pytest.raises(ValueError, match="buffer"):
         from_message(fields, bytearray(arrays[0].tobytes()[:-1]))
     with pytest.raises(ValueError, match="[Tt]oo many|expected"):
