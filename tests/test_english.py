@@ -1,5 +1,7 @@
 """Docstrings open with an imperative or a noun phrase, in the vocabulary of the field (CONTRIBUTING.md, "English").
 
+Messages, help texts and pages use that vocabulary too.
+
 Run as a script for the list of one folder: `python tests/test_english.py rl/rollout`.
 """
 
@@ -75,6 +77,13 @@ def violations(source: str) -> list[str]:
     return found
 
 
+def messages(source: str) -> list[str]:
+    """Return `line: reason` of each private word in a text of the program: a message, a help text, a label."""
+    texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    pairs = ((node.lineno, node.value) for node in texts if isinstance(node.value, str))
+    return [f"{line}: says {match.group()!r}" for line, text in pairs for match in PRIVATE.finditer(text)]
+
+
 def violations_below(folder: Path) -> list[str]:
     """Return `path:line: reason` for every Python file below a folder."""
     files = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
@@ -113,6 +122,22 @@ def test_a_good_docstring_is_not(text: str):
 @pytest.mark.parametrize("room", [*ROOMS, "examples", "tests"])
 def test_docstrings_and_comments_are_in_plain_english(room: str):
     assert violations_below(ROOT / room) == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_messages_and_help_are_in_the_vocabulary_of_the_field(room: str):
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert [f"{path}:{line}" for path in files for line in messages(path.read_text(encoding="utf-8"))] == []
+
+
+def test_pages_are_in_the_vocabulary_of_the_field():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = {path.name: PRIVATE.findall(path.read_text(encoding="utf-8")) for path in pages}
+    assert len(found) > 50 and {name: words for name, words in found.items() if words} == {}
+
+
+def test_a_private_word_in_a_message_is_found():
+    assert messages('def f():\n    raise ValueError(f"{x} is made so")\n') == ["2: says 'is made so'"]
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ def check_trusted(name: str, where: str, *, call: bool = False) -> None:
         how = f"it is from {_offered[root]}; if you trust that file, add --code {_offered[root]}"
     elif root in (*OWN, *OTHERS):
         how = f"a text may ask for calls of functions of {', '.join(CALLED)}, and of code of your own"
+    elif root in sys.stdlib_module_names:  # no advice to trust it: this is how a hostile config would run a command
+        how = f"expected {', '.join((*OWN, *OTHERS))}, or a file of yours; it is of Python's standard library"
     else:
         how = f"expected {', '.join((*OWN, *OTHERS))}, or a file or package of yours that you trust: --code {root}"
     raise ImportNameError(f"{where}: a config may not name {name!r}: {how}", where)

@@ -52,7 +52,7 @@ class ScoreHead(Layer):
 
 
 class EmbeddingHead(Layer):
-    """Pooled hidden states, normalised to length 1 unless told otherwise; no parameters."""
+    """Pooled hidden states, normalised to length 1 unless `normalise` is off; no parameters."""
 
     class Config(ConfigBase["EmbeddingHead"]):
         dim: int = REQUIRED

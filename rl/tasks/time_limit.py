@@ -22,7 +22,7 @@ def limited[T](function: Callable[[], T], seconds: float, took: Callable[[float]
     Args:
         function: is called.
         seconds: that it may take; 0 or less: any time.
-        took: is told the seconds that it took.
+        took: called with the seconds that it took.
 
     Raises:
         TookTooLong: it had not returned after so many seconds.

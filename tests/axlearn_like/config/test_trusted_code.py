@@ -61,6 +61,7 @@ def test_the_name_of_foreign_code_is_refused(name: str):
         from_text(text_naming(name))
     assert caught.value.path == "extra"
     assert str(caught.value).startswith("extra: ")
+    assert "--code" not in str(caught.value), "no advice to trust the standard library"
 
 
 def test_a_call_in_a_text_runs_nothing_and_imports_nothing(tmp_path: Path):
