@@ -72,7 +72,10 @@ def command(
 
     if runtime == "ray":
         click.get_current_context().with_resource(forbid_devices("the driver of an RL run"))
-    from tools.fleet import load_placed, print_plan
+    from mesh.imports import many_imports
+
+    with many_imports():
+        from tools.fleet import load_placed, print_plan
 
     placed = load_placed(experiment, sets, seed, applied, fleet)
     cfg = placed.cfg

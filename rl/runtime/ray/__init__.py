@@ -9,7 +9,7 @@ import sys
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Actors need fresh processes, because each has its own environment: prestarted ones would stay idle.
+# Ray would start as many processes ahead as it believes that there are cores; most would stay idle.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 # By default Ray runs actors at nice 15, below everything else on the machine.
 os.environ.setdefault("RAY_worker_niceness", "0")

@@ -1,6 +1,7 @@
 """Actors of the roles: their environment, and their place in the Ray cluster."""
 
 import os
+import pickle
 from typing import Any
 
 import ray
@@ -54,11 +55,12 @@ def start_actor(
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=0,
-        runtime_env={"env_vars": _environment(kind, slot)},
         **place,
     )
+    known = {"kind": kind, "name": name, "run_path": str(run.path), "token": token, "namespace": namespace}
     request = None if slot is None else slot.request
-    return actor.remote(kind, name, str(run.path), token, cfg.timeouts.grace, namespace, request)
+    arguments = {**known, "grace": cfg.timeouts.grace, "request": request}
+    return actor.remote(_environment(kind, slot), pickle.dumps(arguments))
 
 
 def _node(cfg: RLExperiment.Config, kind: str, name: str) -> Any:

@@ -16,6 +16,7 @@ import psutil
 import ray
 
 from mesh import UserError
+from rl.runtime.ray_head import few_processes
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _KEPT_SESSIONS = 4  # of runs that ended in an error, for their logs
@@ -73,15 +74,16 @@ def _start() -> str:
     folder.mkdir(exist_ok=True)
     _remove_old_sessions(folder)
     try:
-        context: Any = ray.init(
-            "local",  # not the Ray cluster that was started last on this machine
-            num_cpus=64,  # roles are processes, not cores: Ray must not limit them on one machine
-            include_dashboard=False,
-            object_store_memory=256 << 20,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
-            **_QUIET,
-        )
+        with few_processes():
+            context: Any = ray.init(
+                "local",  # not the Ray cluster that was started last on this machine
+                num_cpus=64,  # roles are processes, not cores: Ray must not limit them on one machine
+                include_dashboard=False,
+                object_store_memory=256 << 20,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(folder),
+                **_QUIET,
+            )
     except Exception as error:
         ray.shutdown()
         reason = next(iter(str(error).splitlines()), type(error).__name__)

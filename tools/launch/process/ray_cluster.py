@@ -16,8 +16,8 @@ _SEEN = 2.0  # until `ray start --block` ends after one of Ray's processes
 _FIND_HEAD = 600.0  # seconds
 # No monitor of an autoscaler, which there is none of, and none of logs: the driver reads no role's output by Ray.
 _QUIET = ("--disable-usage-stats", "--log-color=false", "--include-log-monitor=false")
-# Roles are actors with environments of their own: processes that Ray starts ahead would stay idle. They are not to run
-# at nice 15, nor to lose their view of accelerators where they ask Ray for none.
+# Of the processes that Ray starts ahead, one for each core, most would stay idle. Roles are not to run at nice 15, nor
+# to lose their view of accelerators where they ask Ray for none.
 _RAY = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
@@ -37,8 +37,14 @@ def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     ended = ended_path(arguments.run_dir)
     ended.unlink(missing_ok=True)  # before a node can find us
     host = own_address(environment)
-    start = ["ray", "start", "--head", f"--node-ip-address={host}", f"--port={arguments.port}", "--block"]
-    start += ["--include-dashboard=false", "--no-monitor", "--labels=axl-role=head", *_QUIET]
+    start = ["python", "-m", "rl.runtime.ray_head", "start", "--head", "--block", f"--node-ip-address={host}"]
+    start += [
+        f"--port={arguments.port}",
+        "--include-dashboard=false",
+        "--no-monitor",
+        "--labels=axl-role=head",
+        *_QUIET,
+    ]
     ray = Child(start, log.with_suffix(".ray.log"), {**_RAY, **environment})
     environment = {**environment, "RAY_ADDRESS": f"{host}:{arguments.port}", "AXL_RAY_NODES": str(arguments.nodes)}
     lost = threading.Event()

@@ -104,9 +104,8 @@ class Reserved:
 
         slot = self.reservation.slot(name)
         assert slot is not None
-        environment = {"env_vars": slot.request.environment(os.environ)}
-        options = slot.options()
-        return ray.remote(Probe).options(num_cpus=0, max_restarts=-1, runtime_env=environment, **options).remote(slot)
+        variables, options = slot.request.environment(os.environ), slot.options()
+        return ray.remote(Probe).options(num_cpus=0, max_restarts=-1, **options).remote(slot, variables)
 
     def seen(self, role: str = "") -> dict[str, dict[str, str]]:
         """Return what each process of a role, or of both, sees of its devices, and its host."""
@@ -122,7 +121,8 @@ class Reserved:
 class Probe:
     """An actor that says what it sees."""
 
-    def __init__(self, slot: Slot):
+    def __init__(self, slot: Slot, variables: dict[str, str]):
+        os.environ |= variables  # as RoleHost does
         prepare_process(slot.request)
 
     def seen(self) -> dict[str, str]:

@@ -28,7 +28,7 @@ def test_a_head_whose_ray_does_not_start_ends_and_so_does_its_command(tmp_path: 
 @pytest.mark.parametrize("status", [0, 2])
 def test_a_head_that_has_lost_ray_restarts_whatever_its_command_returns(status: int, tmp_path: Path):
     """A driver whose Ray has died ends as if it was stopped, or blames the cluster: neither is the end of the run."""
-    ray = tmp_path / "ray"
+    ray = tmp_path / "python"  # by which the head starts Ray
     ray.write_text(f"#!/bin/bash\nuntil [ -e {tmp_path / 'go'} ]; do sleep 0.02; done; exit 1\n")
     ray.chmod(0o755)
     code = f"""

@@ -1,0 +1,219 @@
+"""The process of a role: it builds the role from the config in the run directory, and runs it."""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from functools import cached_property
+from typing import Any
+
+import jax
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.tpu import get_tpu_coordinator_env_vars
+
+from axlearn_like.config import from_text
+from axlearn_like.operations.profiler import ProfileSignal
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
+from mesh import enable_compilation_cache, make_mesh
+from mesh.devices import configure_cpu_devices
+from mesh.distributed import ProcessGroup, free_address, join
+from rl.experiment import RLExperiment
+from rl.fleet.processes import check_opened, prepare_process
+from rl.fleet.requests import RoleRequest
+from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.rpc import RemoteShardServer
+from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.transport.client import RpcClient
+from rl.parameter_server.transport.endpoint import Endpoint
+from rl.rollout.worker import RolloutWorker
+from rl.runtime.ray.proxies import CALL_MARGIN, connect_services, group_of, result, server_names
+from rl.runtime.ray.shutdown import GracefulShutdown
+from rl.training.warm_start import run_warm_start
+
+_SHARD_TIMEOUT = 5.0  # seconds
+
+
+class RoleProcess:
+    """The process that hosts one role. `kind` names the `make_` method of the experiment that builds the role.
+
+    After a restart the role is built again, by the first call at the latest: the caller gets the error if that fails.
+    On SIGTERM it hands back or saves its work and exits with status 0 (see shutdown.py); Ray restarts it on any
+    node with room. SIGUSR1 asks the trainer for a profile.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        run_path: str,
+        token: str,
+        grace: float,
+        namespace: str,
+        request: RoleRequest | None = None,
+    ):
+        """`request`: the devices that this process has to itself, or None."""
+        self._kind, self._name, self._token, self._namespace = kind, name, token, namespace
+        self._request = request
+        self._run = RunDirectory.attach(run_path)
+        self._events = EventLog(self._run.events_path)
+        self._services: dict[str, Any] = {}
+        self._processes: ProcessGroup | None = None  # of a trainer or worker that has joined
+        self._building = threading.Lock()
+        self._role: Any = None
+        self._stopping = False
+        self.incarnation = secrets.token_hex(8)  # of this process
+        self._shutdown = GracefulShutdown(name, self._events, grace)
+        self._shutdown.has_loop = False
+        ProfileSignal(self._run.path)
+        if kind in ("parameter_server", "controller", "verifier"):  # they call no other role: build at once
+            threading.Thread(target=self._prepare, daemon=True).start()
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the role, for another role."""
+        return getattr(self._built(), method)(*args, **kwargs)
+
+    def endpoint(self) -> Endpoint:
+        """Return the address at which this parameter server process listens."""
+        return self._built().listen(ray.util.get_node_ip_address())
+
+    def run_worker(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
+        """Run the worker's loop until the controller stops the run, or follow the process that does.
+
+        Args:
+            services: actors of the roles that it calls.
+            meeting: the address where several processes of one worker join.
+        """
+        self._services, self._shutdown.has_loop = services, True
+        if meeting and self._processes is None:
+            self._processes = self._joined(self._experiment.cfg, meeting)
+        role = self._built()
+        if self._processes is None:
+            with jax.set_mesh(make_mesh()):
+                self._work(role)
+        elif self._processes.leader:
+            self._work(role)
+        else:
+            role.run(leaving=lambda: self._shutdown.requested)
+        return self._end_of_loop()
+
+    def _work(self, worker: RolloutWorker) -> None:
+        self._shutdown.abandon = worker.abandon
+        worker.run(stop=lambda: self._shutdown.requested)
+
+    def meeting_place(self) -> str:
+        """Return an address on this host where the processes of one role can join."""
+        return free_address(ray.util.get_node_ip_address())
+
+    def run_trainer(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
+        """Run the warm start, if it is due, and the trainer's loop, which ends by saving.
+
+        `meeting`: the address where several processes join.
+        """
+        self._services, self._shutdown.has_loop = services, True
+        stop = lambda: self._stopping or self._shutdown.requested  # noqa: E731
+        if self._processes is None:
+            cfg = self._experiment.cfg
+            if cfg.trainer.mesh or cfg.warm_start is not None:  # as the command described them to check the mesh
+                configure_cpu_devices(cfg.trainer.mesh, cfg.trainer.processes)
+            self._processes = self._joined(cfg, meeting)
+            if not run_warm_start(cfg.warm_start, self._run, stop):
+                self._processes.barrier()  # a process that ends now takes nothing from the others
+                return self._end_of_loop(step=0, finished=False)
+        trainer = self._built()
+        trainer.run(stop=stop)
+        return self._end_of_loop(step=trainer.step, finished=trainer.finished)
+
+    def stop(self) -> None:
+        """Request that the loop ends after the current update."""
+        self._stopping = True
+
+    def _end_of_loop(self, **fields: Any) -> dict[str, Any]:
+        """Return to the driver which process this is, and if it is about to exit."""
+        requested = self._shutdown.requested
+        if requested:
+            self._shutdown.done(**fields)
+        return {"incarnation": self.incarnation, "shutdown": requested, **fields}
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(Exception):  # the first caller gets the error
+            self._built()
+
+    def _built(self) -> Any:
+        with self._building:
+            if self._role is None:
+                self._role = self._build(self._experiment)
+                self._events.append(self._name, "start", pid=os.getpid(), host=socket.gethostname())
+            return self._role
+
+    @cached_property
+    def _experiment(self) -> RLExperiment:
+        if self._request is not None:
+            prepare_process(self._request)
+        enable_compilation_cache()
+        return from_text(self._run.read_config()).build()
+
+    def _build(self, experiment: RLExperiment) -> Any:
+        if self._kind == "parameter_server":
+            return self._build_server(experiment)
+        if self._kind == "verifier":
+            return experiment.make_verifier()
+        if self._kind == "controller":
+            return experiment.make_controller(self._run)
+        controller, weights, verifier = connect_services(self._name, self._services, experiment.cfg, self._events)
+        if self._kind == "trainer":
+            return experiment.make_trainer(self._run, controller, weights, self._processes)
+        several = {"processes": self._processes, "token": self._token}
+        if self._processes is None:
+            self._check_devices()
+        elif not self._processes.leader:
+            return experiment.make_follower(weights, **several, host=ray.util.get_node_ip_address())
+        began = psutil.Process().create_time()
+        return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began, **several)
+
+    def _joined(self, cfg: RLExperiment.Config, meeting: str) -> ProcessGroup:
+        """Join the other processes of this trainer or worker, if there are several, and open this one's devices."""
+        names, timeouts = group_of(self._name, cfg), cfg.timeouts
+        if len(names) > 1:
+            index = names.index(self._name)
+            os.environ |= self._slice_variables(meeting, index)
+            beyond = timeouts.unresponsive + CALL_MARGIN  # by then the driver has killed a process that does not answer
+            join(meeting, index, len(names), role=names[0], timeout=beyond, heartbeat=beyond)
+        self._check_devices()
+
+        def on_wait(who: str, seconds: float) -> None:
+            what = f"{who} to reach the same step"
+            self._events.append(self._name, "waiting", who=self._name, what=what, seconds=round(seconds, 1))
+
+        return ProcessGroup(names[0], on_wait=on_wait, warn_after=timeouts.warn_after, limit=2 * timeouts.batch)
+
+    def _slice_variables(self, meeting: str, index: int) -> dict[str, str]:
+        """Return the variables by which libtpu joins several slices to one program; empty for one slice."""
+        if self._request is None or self._request.slices == 1:
+            return {}
+        host = meeting.rpartition(":")[0]
+        return get_tpu_coordinator_env_vars(host, self._request.slices, index // self._request.hosts_per_slice)
+
+    def _check_devices(self) -> None:
+        if self._request is not None:
+            check_opened(self._request, jax.local_devices())
+
+    def _build_server(self, experiment: RLExperiment) -> ParameterServer:
+        names = server_names(experiment.cfg)
+        index = names.index(self._name)
+        others = [self._shard(name) for name in names[1:]] if index == 0 else []
+        return experiment.make_parameter_server(index=index, others=others, token=self._token)
+
+    def _shard(self, name: str) -> RemoteShardServer:
+        """Connect the directory to a shard server. It never waits: a dead one must be an error at once."""
+
+        def locate() -> Endpoint:
+            try:
+                return result(ray.get_actor(name, self._namespace).endpoint.remote(), _SHARD_TIMEOUT)
+            except (RayError, ValueError) as error:
+                raise WeightsError(f"{name} is not running: {error}") from error
+
+        return RemoteShardServer(RpcClient(locate, name=name, connect_timeout=_SHARD_TIMEOUT, retry_timeout=0.0))
