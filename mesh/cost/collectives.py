@@ -10,6 +10,7 @@ distributed over the group.
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -43,7 +44,8 @@ class Collective:
         group: devices in a group.
         bytes: that one device receives each time.
         times: that it is done in one run.
-        beside: estimated cycles of the operations scheduled between its start and end; 0 if not asynchronous.
+        beside: estimated cycles of the operations scheduled between its start and end, whether another core moves the
+            data or not; 0 if not asynchronous.
         dcn: whether it goes between slices.
         op_name: of the operation in jax that it belongs to.
     """
@@ -70,7 +72,7 @@ def collectives(program: HloModule, mesh: Mesh) -> list[Collective]:
         program: compiled for the devices of `mesh`.
         mesh: its order of devices is that of the program's partitions; of several slices, each runs the program.
     """
-    grid = _coordinates(mesh)
+    grid, elsewhere = _coordinates(mesh), _elsewhere(program)
     found: list[Collective] = []
     for name, times, fused in program.weighted():
         lines = program.computations[name]
@@ -88,6 +90,7 @@ def collectives(program: HloModule, mesh: Mesh) -> list[Collective]:
             if size < 2 or not groups:
                 continue
             beside = sum(one.cycles for one in lines[at + 1 : ends[line.name]]) if line.name in ends else 0
+            beside = elsewhere.get(name, beside)
             received = _ragged(line, lines, size) if "ragged" in line.opcode else _received(kind, line, size)
             found.append(Collective(kind, grid.axes(groups), size, received, times, beside, False, line.op_name))
         if not fused:
@@ -152,6 +155,25 @@ def _ends(lines: Sequence[Instruction]) -> dict[str, int]:
         for at, line in enumerate(lines)
         if line.opcode.endswith("-done") and line.operands and not line.opcode.startswith("copy")
     }
+
+
+def _elsewhere(program: HloModule) -> dict[str, int]:
+    """Return the cycles of what is scheduled beside each computation that another core runs (a SparseCore), by name.
+
+    It begins when it is given its operands (`call-update`). Cycles that several have beside them are shared.
+    """
+    found: dict[str, int] = {}
+    for lines in program.computations.values():
+        starts = {line.name: line.called["to_apply"] for line in lines if line.opcode == "call-start"}
+        if not starts:
+            continue
+        begins = {line.name: (at, line.operands[0]) for at, line in enumerate(lines) if line.opcode == "call-update"}
+        ends = {line.operands[0]: at for at, line in enumerate(lines) if line.opcode == "call-done"}
+        spans = {starts[start]: range(at + 1, ends[update]) for update, (at, start) in begins.items()}
+        under_way = Counter(at for span in spans.values() for at in span)
+        for name, span in spans.items():
+            found[name] = round(sum(lines[at].cycles / under_way[at] for at in span))
+    return found
 
 
 def _received(kind: str, line: Instruction, size: int) -> int:

@@ -17,6 +17,7 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"\s+(ROOT )?%([^\s=]+) = ")
 _COMPUTATION = re.compile(r"(ENTRY )?%([^\s(]+) \(.*\{$")
 _REFERENCE = re.compile(r"(calls|body|condition|to_apply|true_computation|false_computation)=%([^\s,}]+)")
+_CALLS = ("call", "call-start")  # the second runs beside others, on a SparseCore
 _NEGLIGIBLE = 1 << 60  # cycles from here on stand for "unknown"
 
 
@@ -126,12 +127,17 @@ class HloModule:
             for instruction in self.computations[name]:
                 turns = self.turns(name, instruction) if instruction.opcode == "while" else None
                 for role, called in instruction.called.items():
-                    if role == "to_apply" and instruction.opcode != "call":
+                    if role == "to_apply" and instruction.opcode not in _CALLS:
                         continue  # the addition of a reduction
                     times = 1 if turns is None or role != "body" else turns
                     weights[called] = weights.get(called, 0.0) + weights[name] * times
                     fused[called] = fused[name] or instruction.opcode == "fusion"
         return ((name, weights[name], fused[name]) for name in self._callers_first())
+
+    def elsewhere(self) -> set[str]:
+        """Return the computations that another core runs beside this one, such as a SparseCore."""
+        lines = (line for lines in self.computations.values() for line in lines)
+        return {line.called["to_apply"] for line in lines if line.opcode == "call-start"}
 
     def unknown_loops(self) -> int:
         """Return the number of loops whose iterations cannot be read from the program."""
@@ -182,7 +188,7 @@ class HloModule:
             seen.add(name)
             for instruction in self.computations[name]:
                 for role, called in instruction.called.items():
-                    if role != "to_apply" or instruction.opcode == "call":
+                    if role != "to_apply" or instruction.opcode in _CALLS:
                         visit(called)
             order.append(name)
 

@@ -39,14 +39,17 @@ class Operation:
 
 def operations(program: HloModule) -> Iterator[Operation]:
     """Yield all operations but the collectives."""
+    elsewhere = program.elsewhere()
     for name, times, fused in program.weighted():
-        if fused:
+        if fused or name in elsewhere:
             continue
         lines = program.computations[name]
         made = {line.name: line for line in lines}
         for line in lines:
             base = _BEGUN.sub("", line.opcode)
             if line.opcode in _FREE or base in KINDS or base == "async" or (base != line.opcode and not _counts(line)):
+                continue
+            if line.opcode == "call-done" and _is_collective(program, line, made):
                 continue
             inside = program.computations.get(line.called.get("calls", ""), ())
             if line.opcode == "fusion" and line.called.get("calls", "").startswith("all-reduce-scatter"):
@@ -58,6 +61,12 @@ def operations(program: HloModule) -> Iterator[Operation]:
             if kernel:  # capacity without rows is neither read nor written
                 moved = round(moved * filled_share(line.op_name))
             yield Operation(times, moved, line.cycles, matrix, kernel)
+
+
+def _is_collective(program: HloModule, done: Instruction, made: dict[str, Instruction]) -> bool:
+    """Return True if what another core has done, by the line that waits for it, is a collective."""
+    start = made[made[done.operands[0]].operands[0]]
+    return any(one.opcode in KINDS for one in program.computations.get(start.called["to_apply"], ()))
 
 
 def _counts(line: Instruction) -> bool:

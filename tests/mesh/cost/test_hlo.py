@@ -54,6 +54,52 @@ def test_collectives_by_axis_kind_and_bytes():
     assert sum(one.beside for one in found) == 700
 
 
+# As libtpu writes it, shortened: two collectives that the SparseCore runs, of which the second begins within the first.
+OFFLOADED = """HloModule step, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%gather (part: bf16[16,256]) -> bf16[64,256] {
+  %part = bf16[16,256]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[64,256]{1,0} all-gather(%part), replica_groups=mesh['axis_0'=4] {'axis_0'}, dimensions={0}
+}, execution_thread="sparsecore"
+
+%scatter (all: f32[64,256]) -> f32[16,256] {
+  %all = f32[64,256]{1,0} parameter(0)
+  ROOT %reduce-scatter.1 = f32[16,256]{1,0} reduce-scatter(%all), replica_groups={{0,1,2,3}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[16,256], g: f32[64,256]) -> (bf16[64,256], f32[16,256]) {
+  %x = bf16[16,256]{1,0} parameter(0)
+  %g = f32[64,256]{1,0} parameter(1)
+  %g.start = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%gather
+  %s.start = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%scatter
+  %zero = f32[64,256]{1,0} copy(%g), backend_config={"window_config":{"estimated_cycles":"9000"}}
+  %g.update = ((bf16[16,256]{1,0}), bf16[64,256]{1,0}) call-update(%g.start, %x)
+  %one = f32[64,256]{1,0} copy(%g), backend_config={"window_config":{"estimated_cycles":"100"}}
+  %s.update = ((f32[64,256]{1,0}), f32[16,256]{1,0}) call-update(%s.start, %one)
+  %two = f32[64,256]{1,0} copy(%g), backend_config={"window_config":{"estimated_cycles":"40"}}
+  %g.done = bf16[64,256]{1,0} call-done(%g.update)
+  %three = f32[64,256]{1,0} copy(%g), backend_config={"window_config":{"estimated_cycles":"8"}}
+  %s.done = f32[16,256]{1,0} call-done(%s.update)
+  ROOT %both = (bf16[64,256]{1,0}, f32[16,256]{1,0}) tuple(%g.done, %s.done)
+}
+"""
+
+
+def test_collectives_of_the_sparse_core_run_beside_what_stands_between_update_and_done():
+    program = parse(OFFLOADED)
+    found = {one.kind: one for one in collectives(program, described_mesh(fsdp=4))}
+    gather, scatter = found["all-gather"], found["reduce-scatter"]
+    assert (gather.axis, gather.bytes, gather.beside) == ("fsdp", 64 * 256 * 2 * 3 // 4, 100 + 20)  # 40 are of both
+    assert (scatter.axis, scatter.bytes, scatter.beside) == ("fsdp", 64 * 256 * 4 * 3 // 4, 20 + 8)
+    assert sum(one.times for one in operations(program)) == 4  # no transfer is an operation of the device's
+
+
 def test_rows_to_experts_count_as_many_as_there_are():
     """128 rows of 4 bf16 go to 4 devices, each of which has places for all of them from everybody; and back."""
     sizes = "%size, %size, %size, %size), channel_id=3, replica_groups={{0,1,2,3}}"
