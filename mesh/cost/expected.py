@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-_SHARE, _POINTS = re.compile(r"filled_1_of_([\d.]+)"), re.compile(r"visits_(\d+)_points")
+_SHARE, _POINTS = re.compile(r"filled_1_of_([\d.]+)"), re.compile(r"visits_(\d+)_points(?:_of_(\w+))?")
 _COST = re.compile(r"kernel_of_(\d+)_flops_and_(\d+)_bytes")
 _TURNS = re.compile(r"turns_(\d+)_times(?:/while)?$")  # of the loop itself, not of those in its body
 
@@ -28,9 +28,9 @@ def filled(one_of: float) -> AbstractContextManager[Any]:
     return jax.named_scope(f"filled_1_of_{one_of:g}")
 
 
-def visits(points: int) -> AbstractContextManager[Any]:
-    """Enter a scope in which every kernel computes at so many points of its grid."""
-    return jax.named_scope(f"visits_{points}_points")
+def visits(points: int, kernel: str | None = None) -> AbstractContextManager[Any]:
+    """Enter a scope in which every kernel, or the one in whose scope this name stands, computes at so many points."""
+    return jax.named_scope(f"visits_{points}_points" if kernel is None else f"visits_{points}_points_of_{kernel}")
 
 
 def costs(flops: int, bytes: int) -> AbstractContextManager[Any]:
@@ -51,8 +51,10 @@ def filled_share(name_stack: str) -> float:
 
 def visited_points(name_stack: str) -> int | None:
     """Return the grid points that a kernel visits, by its name stack; None outside of `visits`."""
-    found = _POINTS.findall(name_stack)
-    return int(found[-1]) if found else None
+    scopes = _POINTS.sub("", name_stack)
+    found = [(int(points), kernel) for points, kernel in _POINTS.findall(name_stack) if kernel in scopes]
+    own = [points for points, kernel in found if kernel] or [points for points, _ in found]
+    return own[-1] if own else None
 
 
 def kernel_cost(name_stack: str) -> KernelCost | None:

@@ -18,7 +18,9 @@ from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPre
 from mesh.cost.expected import visits
 
 LANES = 128  # the width of a TPU register; blocks are multiples of it
-UNFUSED_FROM = 16_384  # the fused backward pass keeps a part of dq for every block of keys: 8 GiB at 32k
+# The fused backward pass keeps a part of dq for every block of keys. In long rows its blocks are twice those of the
+# forward pass (four times do not fit a kernel of 16 MiB). With more parts than these, dq has its own pass.
+LONG, MOST_PARTS = 16_384, 12
 _NO_SEGMENT = -1  # the segment of padding
 
 
@@ -29,7 +31,9 @@ class Splash(Kernel):
         block_q: int = 1024  # queries at a time
         block_kv: int = 1024  # keys fetched at a time
         block_kv_compute: int = 512  # keys multiplied at a time
-        fused_backward: bool | None = None  # dq with dk and dv in one pass; None: for rows shorter than 16,384
+        fused_backward: bool | None = (
+            None  # dq with dk and dv in one pass; None: unless a long row would need too much memory
+        )
         interpret: bool = False  # simulate a TPU, which is slow: for tests
 
         @override
@@ -79,9 +83,11 @@ class Splash(Kernel):
         mask = ("causal", signature.rules.window) if signature.rules.causal else ("full", None)
         return self.tables_of(mask, (length, length), places, signature.cp_size)
 
-    def _visited(self, signature: AttentionSignature) -> int:
-        """Return the pairs of blocks of one head that a device computes, in each direction."""
-        return int(np.count_nonzero(self.tables(signature).arrays[0].block_mask)) // signature.cp_size
+    def _visited(self, signature: AttentionSignature) -> tuple[int, int]:
+        """Return the pairs of blocks of one head that a device computes, and those of the pass of dk and dv."""
+        forward, _, dkv = self.tables(signature).arrays
+        pairs, pairs_dkv = (int(np.count_nonzero(one.block_mask)) for one in (forward, dkv))
+        return pairs // signature.cp_size, pairs_dkv // signature.cp_size
 
     def padded(self, signature: AttentionSignature) -> int:
         """Return the padded length: whole blocks for rows of completions, whose sizes may be anything."""
@@ -120,7 +126,8 @@ class Splash(Kernel):
             kernel = self.bound(signature, own, shape, save_residuals=False)
             return kernel(q, k, v, _segment_ids(queries, keys), sinks)
 
-        with visits(q.shape[0] * q.shape[1] * self._visited(signature)):
+        heads, (pairs, pairs_dkv) = q.shape[0] * q.shape[1], self._visited(signature)
+        with visits(heads * pairs), visits(heads * pairs_dkv, "splash_mha_dkv"):
             mixed = jax.vmap(one)(q, k, v, *ids, *codes)
         mixed = mixed[:, :, :length].transpose(0, 2, 1, 3)
         return mixed.reshape(batch, length, k_bskh.shape[2], -1, v_bskh.shape[-1])
@@ -136,13 +143,18 @@ class Splash(Kernel):
     def sizes(self, shape: tuple[int, int], cp_size: int = 1) -> "Sizes":
         """Return block sizes that divide queries and keys of one device."""
         queries, keys = shape[0] // cp_size, shape[1]
-        kv = fitting(self.cfg.block_kv, keys)
-        fused = self.cfg.fused_backward
+        kv, fused = fitting(self.cfg.block_kv, keys), self.cfg.fused_backward
+        kv_dkv = kv if keys < LONG else fitting(2 * self.cfg.block_kv, keys)
+        fused = keys < LONG or keys // kv_dkv <= MOST_PARTS if fused is None else fused
+        kv_dkv = kv_dkv if fused else kv
+        compute = self.cfg.block_kv_compute
         return Sizes(
             q=fitting(self.cfg.block_q, queries),
             kv=kv,
-            compute=fitting(self.cfg.block_kv_compute, kv),
-            fused=keys < UNFUSED_FROM if fused is None else fused,
+            compute=fitting(compute, kv),
+            kv_dkv=kv_dkv,
+            compute_dkv=fitting(compute, kv_dkv),
+            fused=fused,
         )
 
     def bound(
@@ -168,8 +180,8 @@ class Splash(Kernel):
                 block_kv=sizes.kv,
                 block_kv_compute=sizes.compute,
                 block_q_dkv=sizes.q,
-                block_kv_dkv=sizes.kv,
-                block_kv_dkv_compute=sizes.compute,
+                block_kv_dkv=sizes.kv_dkv,
+                block_kv_dkv_compute=sizes.compute_dkv,
                 use_fused_bwd_kernel=sizes.fused,
                 block_q_dq=None if sizes.fused else sizes.q,
                 block_kv_dq=None if sizes.fused else sizes.kv,
@@ -185,11 +197,13 @@ class Splash(Kernel):
 
 
 class Sizes(NamedTuple):
-    """Sizes of blocks of queries and keys, and of the keys multiplied at a time."""
+    """Sizes of blocks of queries and keys, and of the keys multiplied at a time; also in the pass of dk and dv."""
 
     q: int
     kv: int
     compute: int
+    kv_dkv: int
+    compute_dkv: int
     fused: bool
 
 
@@ -250,9 +264,9 @@ def _tables_of_mask(one: Any, cp_size: int, sizes: Sizes) -> Tables:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 
-    of_heads, blocks = masks.MultiHeadMask([one]), (sizes.q, sizes.kv)
-    shards = {"head_shards": 1, "q_seq_shards": cp_size}
-    forward, function = info.process_mask(of_heads, blocks, **shards)
+    of_heads, shards = masks.MultiHeadMask([one]), {"head_shards": 1, "q_seq_shards": cp_size}
+    forward, function = info.process_mask(of_heads, (sizes.q, sizes.kv), **shards)
+    blocks = (sizes.q, sizes.kv_dkv)
     dkv, _ = info.process_mask_dkv(of_heads, blocks, **shards, shrink_grid=not sizes.fused)
     return Tables((forward, None if sizes.fused else forward, dkv), function)
 

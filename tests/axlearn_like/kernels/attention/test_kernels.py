@@ -1,7 +1,6 @@
 """Every kernel that runs here against numpy in float64: values, and gradients by finite differences."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_like.kernels.attention import splash
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.cudnn import Cudnn, dot_product
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported, attend, choose
@@ -16,6 +16,7 @@ from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel,
 from axlearn_like.kernels.attention.splash import Splash, fitting
 from axlearn_like.kernels.attention.xla import Xla
 from mesh import UserError
+from mesh.cost.arithmetic import products
 from tests.axlearn_like.kernels.attention import reference
 
 RULES: dict[str, tuple[ScoreRules, bool]] = {
@@ -57,9 +58,11 @@ def test_xla_is_the_equation(kind):
     check(Xla.Config().build(), *RULES[kind], x)
 
 
-@pytest.mark.parametrize("kind, fused", [("window, cap, sinks", False), ("causal", True)])
-def test_splash_is_the_equation(kind, fused):
-    """The interpreter runs 150 tokens: two blocks of 128, the second padded."""
+@pytest.mark.parametrize("kind, fused, long", [("window, cap, sinks", False, False), ("causal", True, True)])
+def test_splash_is_the_equation(kind, fused, long, monkeypatch):
+    """The interpreter runs 150 tokens: two blocks of 128, the second padded; in long rows one, if keys pass once."""
+    if long:
+        monkeypatch.setattr(splash, "LONG", 150)
     x = reference.inputs(batch=1, length=150, heads=(1, 2), width=64, value_width=32)
     rules, sinks = RULES[kind]
     rules = ScoreRules(window=rules.window and 40, soft_cap=rules.soft_cap)
@@ -106,11 +109,34 @@ def test_blocks_are_clipped_to_the_length():
         Splash.Config(block_kv=256, block_kv_compute=384).build()
 
 
-@pytest.mark.parametrize("length, fused", [(4096, True), (16_384, False), (32_768, False)])
-def test_the_backward_pass_is_not_fused_for_long_rows(length, fused):
-    sizes = partial(Splash.Config().build().sizes, (length, length))
-    assert sizes().fused == fused
-    assert Splash.Config(fused_backward=True).build().sizes((length, length)).fused
+@pytest.mark.parametrize(
+    "length, fused, keys",
+    [(4096, True, 1024), (16_384, True, 2048), (24_576, True, 2048), (32_768, False, 1024), (129 * 128, False, 384)],
+)
+def test_the_backward_pass_is_fused_while_the_parts_of_dq_are_few(length, fused, keys):
+    sizes = Splash.Config().build().sizes((length, length))
+    assert (sizes.fused, sizes.kv_dkv) == (fused, keys)
+    assert Splash.Config(fused_backward=not fused).build().sizes((length, length)).fused != fused
+
+
+def test_products_of_a_long_row_are_counted_by_the_blocks_of_each_pass():
+    """Two forward; five backward in one pass by larger blocks, or three and four. Blocks above the diagonal: none."""
+    length, width = 16_384, 128
+    q, k = (jax.ShapeDtypeStruct((1, length, *heads, width), jnp.bfloat16) for heads in ((1, 1), (1,)))
+
+    def counted(fused: bool | None) -> float:
+        kernel = Splash.Config(fused_backward=fused, interpret=True).build()
+        attention = AttentionParams(ScoreRules(), kernel, AllGather.Config().build())
+
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            segments = jnp.zeros((1, length), jnp.int32)
+            return jnp.sum(attend(q, k, v, attention, segment_ids=segments).astype(jnp.float32))
+
+        return products(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, k)).kernels
+
+    causal = length * length * width  # a product with half of the pairs
+    assert counted(False) == (2 + 3 + 4) * (1 + 1024 / length) * causal
+    assert counted(None) == (2 * (1 + 1024 / length) + 5 * (1 + 2048 / length)) * causal
 
 
 def test_rules_that_contradict_are_refused():
