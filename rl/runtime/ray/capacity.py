@@ -19,7 +19,8 @@ POD_TYPE, SLICE, SHAPE = "ray.io/tpu-pod-type", "ray.io/tpu-slice-name", "ray.io
 WORKER_ID = "ray.io/tpu-worker-id"
 _SINGLE_HOST = (1, 4, 8)  # chips of slices with one host
 
-ROLE = "axl-role"  # label that a launched run gives to its nodes
+# Labels that a launched run gives to its nodes: whose they are, and which of them, also after a machine was replaced.
+ROLE, NAME = "axl-role", "axl-name"
 _POLL = 0.1  # seconds
 _WARN_EVERY = 60.0
 
@@ -32,6 +33,18 @@ def role_selector(role: str) -> dict[str, str]:
     Without it a trainer could start on a spot machine that was asked for as a worker's.
     """
     return {ROLE: role} if any(ROLE in node["Labels"] for node in ray.nodes()) else {}
+
+
+def own_machine(request: RoleRequest, instance: int, nodes: Sequence[Node]) -> dict[str, str]:
+    """Return the label of the machines of an instance; empty where there are more or fewer of them than instances.
+
+    A placement group that has lost its node is scheduled again without a pause as long as another node would do that
+    is taken, which keeps a core of the head busy (Ray 2.60) until the machine is replaced, in hours perhaps. With its
+    machine's name no other would do, and it waits.
+    """
+    alive = [node["Labels"] for node in nodes if node["Alive"]]
+    names = sorted({labels[NAME] for labels in alive if NAME in labels and labels.get(ROLE) == request.role})
+    return {NAME: names[instance]} if len(names) == request.instances else {}
 
 
 def wait_for_nodes(stop: Callable[[], bool], check: Callable[[], None], say: Callable[[str], None]) -> None:

@@ -28,6 +28,7 @@ from rl.runtime.ray.capacity import (
     check_capacity,
     described_slices,
     machine_selector,
+    own_machine,
     ray_generation,
     role_selector,
 )
@@ -119,15 +120,18 @@ class Reservation:
                 self._slots |= {name: Slot(request) for name in instance}
                 continue
             several = request.topology is not None and request.hosts_per_slice > 1
-            groups.append(self._reserve_slices(request, wait) if several else self._reserve_hosts(request))
+            number = first // request.processes
+            groups.append(self._reserve_slices(request, wait) if several else self._reserve_hosts(request, number))
             self._slots |= {name: Slot(request, groups[-1], bundle) for bundle, name in enumerate(instance)}
         return groups
 
-    def _reserve_hosts(self, request: RoleRequest) -> Any:
+    def _reserve_hosts(self, request: RoleRequest, number: int) -> Any:
+        """Reserve hosts for an instance, whose number is given."""
         bundle = {"TPU" if request.topology is not None else "GPU": request.each}
         selector = role_selector(request.role) if request.topology is None else machine_selector(request)
         if (model := accelerator_resource(request)) is not None:
             bundle[model] = _LITTLE
+        selector |= own_machine(request, number, ray.nodes())
         hosts = request.processes
         bundles, selectors = [dict(bundle) for _ in range(hosts)], [selector] * hosts
         group = placement_group(bundles, "STRICT_SPREAD", bundle_label_selector=selectors)

@@ -89,7 +89,8 @@ def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     if not _find(arguments.head, lambda: stop.requested or ended.exists()):
         return STOPPED if stop.requested else 0
     start = ["ray", "start", f"--address={arguments.head}", f"--node-ip-address={own_address(environment)}", "--block"]
-    start.append(f"--labels=axl-role={arguments.role}")  # by which the roles find their machines
+    # By which the roles find their machines, also those that replace lost ones.
+    start.append(f"--labels=axl-role={arguments.role},axl-name={arguments.name}")
     added = arguments.mode == "added"  # its chips are the command's, which Ray knows nothing of
     start += ["--resources", '{"TPU": 0}'] if added else _rehearsed(arguments, environment)
     if folder := environment.get("RAY_TMPDIR"):  # by default a node uses the path that the head's machine has
