@@ -4,9 +4,11 @@ This file imports neither jax nor a package of the project: the environment must
 first import of jax.
 """
 
+import functools
 import gc
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -141,6 +143,24 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     if files is None:
         return []
     return [f"-k: from {len(files)} files that have these words; computed names of parameters need --every-file too"]
+
+
+@pytest.fixture(autouse=True)
+def programs_of_changed_code(request: pytest.FixtureRequest) -> Generator[None]:
+    """Share no programs with a test that may replace functions which are traced."""
+    changes = "monkeypatch" in request.fixturenames or "pytest.MonkeyPatch" in _source(request.path)
+    module = sys.modules.get("mesh.shared_programs") if changes else None
+    if module is not None:
+        module.forget_programs()
+    yield
+    module = sys.modules.get("mesh.shared_programs") if changes else None
+    if module is not None:
+        module.forget_programs()
+
+
+@functools.cache
+def _source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

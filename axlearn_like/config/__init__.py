@@ -19,7 +19,7 @@ from axlearn_like.config.mesh_rules import MeshRules, has_mesh_rules, with_mesh_
 from axlearn_like.config.names import config_name
 from axlearn_like.config.resolve import record_resolved, resolve
 from axlearn_like.config.text import diff, from_text, strip_comments, text_lines, to_text
-from axlearn_like.config.tree import config_items, label, owner_name, path_of
+from axlearn_like.config.tree import config_items, config_key, label, owner_name, path_of
 from axlearn_like.config.trusted_code import trust
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "apply_mesh_rules",
     "config_for",
     "config_items",
+    "config_key",
     "config_name",
     "diff",
     "errors_at",

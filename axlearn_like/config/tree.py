@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, ClassVar, TypeGuard
 
 
@@ -70,6 +70,21 @@ def nearest_configs(node: Any) -> Iterator[Node]:
             yield child
         else:
             yield from nearest_configs(child)
+
+
+def config_key(value: Any) -> Hashable:
+    """A key of a config's values: equal for equal configs alone, and left as it is when the config is edited.
+
+    Numbers of different types differ (1, 1.0 and True do where a config is traced), functions and classes are those
+    themselves. A value that cannot be hashed makes a key that cannot.
+    """
+    if isinstance(value, Node):
+        return (type(value), tuple(config_key(child) for _, child in children(value)))
+    if is_sequence(value):
+        return (type(value), tuple(config_key(child) for child in value))
+    if is_dict(value):
+        return (type(value), tuple((key, config_key(child)) for key, child in value.items()))
+    return (type(value), repr(value) if isinstance(value, float) else value)
 
 
 def clone(value: Any) -> Any:

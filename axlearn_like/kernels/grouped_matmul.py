@@ -15,15 +15,16 @@ from mesh.manual import varying
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-class RaggedDot(Configurable):
-    """`jax.lax.ragged_dot`, which XLA compiles to its own kernels on TPUs and GPUs; blocks of rows on CPUs."""
+class GroupedProduct(Configurable):
+    """Base of grouped products. All instances of a class are equal, so models with them are equal too."""
 
-    class Config(ConfigBase["RaggedDot"]):
-        pass
+    _product: Product
 
-    def __init__(self, cfg: Config):
-        del cfg
-        self._product = _with_gradient(jax.lax.ragged_dot)
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
 
     def __call__(self, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         """Return x [rows, in] times w [groups, in, out]: [rows, out] of the type of x.
@@ -34,7 +35,18 @@ class RaggedDot(Configurable):
         return self._product(x, w, sizes)
 
 
-class TokamaxRaggedDot(Configurable):
+class RaggedDot(GroupedProduct):
+    """`jax.lax.ragged_dot`, which XLA compiles to its own kernels on TPUs and GPUs; blocks of rows on CPUs."""
+
+    class Config(ConfigBase["RaggedDot"]):
+        pass
+
+    def __init__(self, cfg: Config):
+        del cfg
+        self._product = _with_gradient(jax.lax.ragged_dot)
+
+
+class TokamaxRaggedDot(GroupedProduct):
     """Tokamax's Pallas kernels on TPUs of generation 5 and later; `RaggedDot` on CPUs and GPUs.
 
     The kernels of its first version: the second (tokamax 0.0.17) cannot be used inside a shard_map.
@@ -57,10 +69,6 @@ class TokamaxRaggedDot(Configurable):
             )
 
         self._product = _with_gradient(product, only_tpu=True)
-
-    def __call__(self, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Return the grouped product, see `RaggedDot.__call__`."""
-        return self._product(x, w, sizes)
 
 
 def _with_gradient(product: Product, *, only_tpu: bool = False) -> Product:

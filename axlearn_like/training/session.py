@@ -1,6 +1,7 @@
 """A training session: the operations around the updates of a run, the same for supervised and policy training."""
 
 import contextlib
+import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -215,9 +216,10 @@ class Session(contextlib.ExitStack):
             return step
         if not isinstance(step, AccumulatedStep):
             return CompiledStep(step, allowed=allowed, around=self._compiling)
-        step.accumulate = CompiledStep(step.accumulate, allowed=allowed, around=self._compiling)
-        step.update = CompiledStep(step.update, around=self._compiling)
-        return step
+        guarded = copy.copy(step)  # the step itself may be that of other trainers too (`shared_program`)
+        guarded.accumulate = CompiledStep(step.accumulate, allowed=allowed, around=self._compiling)
+        guarded.update = CompiledStep(step.update, around=self._compiling)
+        return guarded
 
     def _log(self, start: int, rows_kept: int, show: bool, tokens: str) -> StepLog:
         cfg, leader = self._cfg, self._group.leader

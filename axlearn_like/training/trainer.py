@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, path_of, resolve, to_text
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, config_key, path_of, resolve, to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import Learner
 from axlearn_like.operations.memory import check_state_fits
@@ -35,6 +35,7 @@ from mesh.batches import local_rows
 from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh, use_rules
+from mesh.shared_programs import shared_program
 
 # What a loss is computed from -> the input of such examples.
 _INPUTS = {
@@ -89,14 +90,20 @@ class Trainer(Configurable):
 
         def program(self, mesh: Mesh, learner: Learner | None = None) -> TrainProgram:
             """Return the train step on a mesh; the learner is built unless it is given."""
-            loss, learner = self.loss.build(), learner or self.learner.build()
             settings: dict[str, Any] = {
                 "microbatches": self.microbatches,
                 "compiler_options": self.compiler_options,
                 "seed": self.seed,
             }
+            rows = self.input.batch_size, self.input.seq_len
+            key = ("train", config_key((self.model, self.loss, self.learner, self.axis_rules, settings, rows)), mesh)
+
+            def make() -> TrainProgram:
+                loss, optimizer = self.loss.build(), learner or self.learner.build()
+                return train_program(self.model, self.input, loss, optimizer, mesh, **settings)
+
             with use_rules(self.axis_rules):
-                return train_program(self.model, self.input, loss, learner, mesh, **settings)
+                return shared_program(key, make)
 
         def resolved(self) -> ConfigBase["Trainer"]:
             """Return the config with every value that a parent sets filled in; nothing is allocated."""

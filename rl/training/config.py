@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from axlearn_like.config import REQUIRED, errors_at, walk_configs
+from axlearn_like.config import REQUIRED, config_key, errors_at, walk_configs
 from axlearn_like.layers.base import split
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.pipeline import Pipeline
@@ -20,6 +20,7 @@ from axlearn_like.training.session import TrainingConfig
 from mesh import make_mesh
 from mesh.mesh import PlaceholderDevice
 from mesh.rules import mesh_axes, use_mesh, use_rules
+from mesh.shared_programs import shared_program
 from rl.controller.evaluations import METRICS
 from rl.objective import GeneralisedAdvantage, Objective
 from rl.training.critic import Critic
@@ -55,7 +56,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         """Return the update on a mesh; the learner is built unless it is given (UserError: it does not fit)."""
         self.check_rows(mesh)
         check_length(self.model, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")
-        objective, learner = self.build_objective(), learner or self.learner.build()
+        objective = self.completed_objective()
         settings: dict[str, Any] = {
             "temperature": self.temperature,
             "microbatches": self.microbatches,
@@ -64,8 +65,13 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
             "max_new": None if self.packing is None else self.max_new,
             "compiler_options": self.compiler_options,
         }
+        key = ("rl update", config_key((self.model, objective, self.learner, self.axis_rules, settings)), mesh)
+
+        def make() -> TrainProgram:
+            return policy_program(self.model, objective.build(), learner or self.learner.build(), mesh, **settings)
+
         with use_rules(self.axis_rules):
-            return policy_program(self.model, objective, learner, mesh, **settings)
+            return shared_program(key, make)
 
     def batch(self, mesh: Mesh, *, groups: int, samples: int) -> Described:
         """Return the arrays of an update by `samples` rollouts of `groups` prompts, all with a gradient."""
@@ -84,10 +90,14 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
             describe = partial(describe, replay=self.replay_layout(), support=self.support)
             return {length: describe(length) for length in packing.lengths}
 
-    def build_objective(self) -> Objective:
+    def completed_objective(self) -> Objective.Config:
         """Return the objective; with one update a batch, "recompute" becomes "current", which is the same."""
         once = self.objective.old_policy == "recompute" and (self.updates is None or self.updates.count == 1)
-        return (self.objective.clone(old_policy="current") if once else self.objective).build()
+        return self.objective.clone(old_policy="current") if once else self.objective
+
+    def build_objective(self) -> Objective:
+        """Build the completed objective."""
+        return self.completed_objective().build()
 
     @property
     def critic(self) -> Critic.Config | None:

@@ -1,7 +1,6 @@
 """Difference of trainer and sampler log-probabilities under the same version of the weights."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from mesh import shard_batch
 from mesh.batches import local_rows, to_local
 from mesh.devices import platform
 from mesh.distributed import ProcessGroup
+from mesh.shared_programs import shared_program
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.training.batching import Batch
@@ -34,6 +34,16 @@ def difference_bounds(dtype: str, codec: str) -> dict[str, float]:
     kind = "int8" if codec == "int8" else "float32" if exact and codec != "bf16" else "bfloat16"
     mean, greatest = BOUNDS[kind]
     return {"logprob_diff_mean_bound": mean, "logprob_diff_max_bound": greatest}
+
+
+def _make_logprobs(graphdef: nnx.GraphDef[Any], temperature: float, chunks: int, *, routed: bool = True) -> Any:
+    """Return the jitted log-probabilities by the forward pass of the update; `routed`: by the recorded experts."""
+
+    def logprobs(params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
+        known = batch if routed else {name: x for name, x in batch.items() if name != "routing"}
+        return policy_logprobs(bind(graphdef, params), known, temperature, chunks).logprobs
+
+    return shared_program(("logprobs", graphdef, temperature, chunks, routed), lambda: jax.jit(logprobs))
 
 
 class LogprobDiff:
@@ -69,14 +79,12 @@ class LogprobDiff:
             support: both among the recorded tokens, so many at most.
             reference: of the reference policy, where it is another model, whose routers choose for themselves.
         """
-
-        def logprobs(of: nnx.GraphDef[Any], params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
-            known = batch if of is graphdef else {name: x for name, x in batch.items() if name != "routing"}
-            return policy_logprobs(bind(of, params), known, temperature, chunks).logprobs
-
         other, self._other = reference or graphdef, reference is not None
-        self.logprobs: Any = jax.jit(partial(logprobs, graphdef))  # (params, arrays of the update) -> as the targets
-        self.reference_logprobs: Any = jax.jit(partial(logprobs, other)) if self._other else self.logprobs
+        # (params, arrays of the update) -> as the targets
+        self.logprobs = _make_logprobs(graphdef, temperature, chunks)
+        self.reference_logprobs = (
+            _make_logprobs(other, temperature, chunks, routed=False) if self._other else self.logprobs
+        )
         self._score_rows = make_score_rows(graphdef, chunks)
         self._score_reference = make_score_rows(other, chunks) if self._other else self._score_rows
         self._temperature, self._group, self._bounds, self._replay = temperature, group, bounds, replay

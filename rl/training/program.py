@@ -26,6 +26,7 @@ from axlearn_like.training.step import AccumulatedStep, make_train_step
 from mesh import UserError
 from mesh.rules import axis_sizes, constrain, partition
 from mesh.sharding import full_spec, shard_like, token_axes
+from mesh.shared_programs import shared_program
 from rl.objective import Objective
 from rl.rollout.sampling import among
 from rl.training.batching import PREFIX
@@ -134,7 +135,11 @@ def unpack_rows(rows: dict[str, jax.Array], first: jax.Array, lengths: jax.Array
 
 def make_score_rows(graphdef: nnx.GraphDef[Any], chunks: int = 1) -> Callable[..., Chosen]:
     """Return the jitted `score(params, tokens=, targets=, temperature=)`."""
-    return jax.jit(lambda params, **rows: score_rows(bind(graphdef, params), **rows, chunks=chunks))
+
+    def score(params: Params, **rows: Any) -> Chosen:
+        return score_rows(bind(graphdef, params), **rows, chunks=chunks)
+
+    return shared_program(("score rows", graphdef, chunks), lambda: jax.jit(score))
 
 
 class Scored(NamedTuple):

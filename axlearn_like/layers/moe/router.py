@@ -49,7 +49,7 @@ class SoftmaxRouter(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.weight_de = param(rngs, (cfg.dim, cfg.num_experts), ("embed", None), fan_in_init(cfg.dim))
         self.top_k, self.renormalise = cfg.top_k, cfg.renormalise
-        self.weights = {"load_balance": cfg.load_balance, "router_z": cfg.z_loss}
+        self.loss_weights = (("load_balance", cfg.load_balance), ("router_z", cfg.z_loss))
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> Routed:
         """Return the routing of [b, t, d]; `routing`: see `MoE.__call__`. Padding counts in no mean."""
@@ -65,7 +65,7 @@ class SoftmaxRouter(Layer):
             "router_z": lambda: load_balance.z_loss(logits, live),
         }
         metrics = load_balance.router_metrics(probs, experts, live)
-        return Routed(experts, chosen, _weighted(losses, self.weights), metrics)
+        return Routed(experts, chosen, _weighted(losses, self.loss_weights), metrics)
 
     def _logits(self, x_btd: jax.Array) -> jax.Array:
         return _logits(x_btd, self.weight_de[...])
@@ -116,7 +116,7 @@ class SigmoidRouter(Layer):
         self.balance_bias_e = param(rngs, (cfg.num_experts,), (None,), jax.nn.initializers.zeros)
         self.top_k, self.renormalise, self.scale = cfg.top_k, cfg.renormalise, cfg.scale
         self.groups, self.groups_kept = cfg.groups, cfg.groups_kept
-        self.weights = {"sequence_balance": cfg.sequence_balance, "router_z": cfg.z_loss}
+        self.loss_weights = (("sequence_balance", cfg.sequence_balance), ("router_z", cfg.z_loss))
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> Routed:
         """Return the routing, see `SoftmaxRouter.__call__`."""
@@ -131,7 +131,10 @@ class SigmoidRouter(Layer):
             "sequence_balance": lambda: load_balance.sequence_balance_loss(probs, experts, live),
             "router_z": lambda: load_balance.z_loss(logits, live),
         }
-        weighted = {**_weighted(losses, self.weights), "balance_bias": load_balance.balance_bias(bias, experts, live)}
+        weighted = {
+            **_weighted(losses, self.loss_weights),
+            "balance_bias": load_balance.balance_bias(bias, experts, live),
+        }
         metrics = load_balance.router_metrics(probs, experts, live)
         return Routed(experts, chosen * self.scale, weighted, metrics)
 
@@ -169,6 +172,8 @@ def _pick(scores: jax.Array, experts: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
 
 
-def _weighted(losses: dict[str, Callable[[], jax.Array]], weights: dict[str, float]) -> dict[str, jax.Array]:
+def _weighted(
+    losses: dict[str, Callable[[], jax.Array]], weights: tuple[tuple[str, float], ...]
+) -> dict[str, jax.Array]:
     """Return losses times their weights, without those of weight 0."""
-    return {name: weights[name] * loss() for name, loss in losses.items() if weights[name]}
+    return {name: weight * losses[name]() for name, weight in weights if weight}

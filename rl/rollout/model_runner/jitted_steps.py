@@ -1,5 +1,6 @@
 """The jitted functions of a model runner: prefill, decoding, and copying and clearing of pages."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from jax.sharding import Mesh
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.wrappers.adapters import adapted
 from mesh.rules import use_rules
+from mesh.shared_programs import shared_program
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
@@ -15,28 +17,51 @@ from rl.rollout.model_runner.verify import decode_drafts
 from rl.rollout.sampling import recorded_support
 
 
+def jitted_steps(cfg: EngineConfig[Any], graphdef: Any, layers: int, mesh: Mesh, *, kernel: bool) -> "JittedSteps":
+    """Return the steps of an engine, those of an earlier one in this process if they compute the same.
+
+    Args:
+        cfg: the engine's.
+        graphdef: of the model, with the parameters that the steps are called with.
+        layers: of the model.
+        mesh: of the engine.
+        kernel: attention is the kernel for TPUs.
+    """
+    sizes: dict[str, Any] = {
+        "layers": layers,
+        "pages": cfg.pool_pages,
+        "kernel": kernel,
+        "steps": cfg.steps_per_dispatch,
+        "support": recorded_support(cfg.sampler),
+        # All devices have all rows: an axis for experts shards those and nothing else.
+        "one_batch": mesh.shape["expert"] > 1,
+    }
+    return shared_program(("engine", graphdef, *sizes.values()), partial(JittedSteps, graphdef, **sizes))
+
+
 class JittedSteps:
-    """The steps of one engine, each with its model and sizes bound to it.
+    """The steps of engines of one kind, each with the model and its sizes bound to it.
 
     Attributes:
         prefill, decode, copy, zero: `run_prefill` and so on under `jax.jit`; pool and windows are donated.
-        traces: how often one of them was traced, which is the number of programs compiled.
+        traces: how often one of them was traced: the number of programs compiled, of all engines that share them.
     """
 
-    def __init__(self, cfg: EngineConfig[Any], graphdef: Any, layers: int, mesh: Mesh, *, kernel: bool):
-        """Wrap the steps; nothing is traced yet.
-
-        Args:
-            cfg: the engine's.
-            graphdef: of the model, with the parameters that the steps are called with.
-            layers: of the model.
-            mesh: of the engine.
-            kernel: attention is the kernel for TPUs.
-        """
-        self._graphdef, self._layers, self._pages, self._kernel = graphdef, layers, cfg.pool_pages, kernel
-        self._steps, self._support = cfg.steps_per_dispatch, recorded_support(cfg.sampler)
-        # All devices have all rows: an axis for experts shards those and nothing else.
-        self._rules = {"batch": ()} if mesh.shape["expert"] > 1 else None
+    def __init__(
+        self,
+        graphdef: Any,
+        *,
+        layers: int,
+        pages: int,
+        kernel: bool,
+        steps: int,
+        support: int | None,
+        one_batch: bool,
+    ):
+        """Wrap the steps, with the arguments of `jitted_steps`; nothing is traced yet."""
+        self._graphdef, self._layers, self._pages, self._kernel = graphdef, layers, pages, kernel
+        self._steps, self._support = steps, support
+        self._rules = {"batch": ()} if one_batch else None
         self.traces = 0
         self.prefill = jax.jit(self.run_prefill, donate_argnums=1)
         self.decode = jax.jit(self.run_decode, donate_argnums=(1, 2), static_argnames=("plain", "chunk"))

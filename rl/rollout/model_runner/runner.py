@@ -18,7 +18,7 @@ from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.model_runner.cache_arrays import CacheArrays
-from rl.rollout.model_runner.jitted_steps import JittedSteps
+from rl.rollout.model_runner.jitted_steps import jitted_steps
 from rl.rollout.model_runner.weights import WeightLayout
 from rl.rollout.validation import check_policy
 
@@ -75,7 +75,7 @@ class ModelRunner:
             else:
                 self.cache.describe(self.mesh)
                 self.params = self._weights.described
-        self.steps = JittedSteps(cfg, self._weights.graphdef, self.cache.layers, self.mesh, kernel=kernel)
+        self.steps = jitted_steps(cfg, self._weights.graphdef, self.cache.layers, self.mesh, kernel=kernel)
 
     # ---- weights
 

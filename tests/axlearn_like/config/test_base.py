@@ -15,6 +15,7 @@ from axlearn_like.config import (
     ConfigError,
     Configurable,
     config_for,
+    config_key,
     record_resolved,
     resolve,
     text_lines,
@@ -34,6 +35,20 @@ def test_build_makes_the_owner_from_a_private_copy():
     assert norm.cfg.dim == 3
     norm.cfg.dim = 5
     assert cfg.dim == 4
+
+
+def test_a_key_is_that_of_equal_configs_alone_and_does_not_follow_edits():
+    cfg = Block.Config(dim=3)
+    key = config_key(cfg)
+    assert key == config_key(Block.Config(dim=3)) == config_key(cfg.clone())
+    others = [cfg.clone(dim=4), cfg.clone(ffn=Experts.Config()), cfg.clone(ffn=Ffn.Config(activation=abs))]
+    assert len({hash(key), *(hash(config_key(other)) for other in others)}) == 4
+    assert all(config_key(other) != key for other in others)
+    cfg.dim = 4
+    assert config_key(cfg) == config_key(others[0]) != key
+    assert len({config_key({"a": value}) for value in (1, 1.0, True, "1")}) == 4, "a trace differs by type too"
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(config_key((cfg, np.zeros(2))))
 
 
 def test_the_type_checker_knows_what_is_built():

@@ -156,6 +156,16 @@ def test_nothing_is_compiled_for_shapes_that_were_met_before(engine: RolloutEngi
     assert engine.stats()["compilations"] == before
 
 
+def test_another_engine_of_the_same_sizes_compiles_nothing_and_draws_the_same(
+    engine: RolloutEngine, rollouts: list[Rollout]
+):
+    known = engine.stats()["compilations"]
+    twin = make_engine()
+    assert_same(twin.generate(REQUESTS), rollouts)
+    assert twin.stats()["compilations"] == known > 0
+    assert make_engine(page_size=16).stats()["compilations"] == 0, "other sizes are other programs"
+
+
 # ---- the queue
 
 

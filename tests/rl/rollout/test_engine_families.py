@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from axlearn_like.config import replace
 from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.attention.rope import InterleavedRope, Rope
 from axlearn_like.layers.attention.rope_scaling import YarnScaling
-from axlearn_like.layers.base import bind
+from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
@@ -122,6 +123,13 @@ def scored(cfg: Decoder.Config, params: Any, pairs: list[tuple[Any, Any]]) -> An
         rows[row, : len(whole)] = whole
     score = jax.jit(lambda p, tokens, targets, t: score_rows(bind(graphdef, p), tokens, targets, t))
     return score(params, rows[:, :-1], rows[:, 1:], np.array([0.8], np.float32)).logprobs()
+
+
+@pytest.mark.parametrize("policy", [windowed, sinks, latent, positioned])
+def test_a_policy_built_twice_is_the_same_to_what_is_compiled_for_it(policy):
+    """Then engines and trainers of one process share programs (see `shared_program`)."""
+    one, other = (jax.eval_shape(lambda: policy().build(rngs=nnx.Rngs(0))) for _ in range(2))
+    assert hash(split(one)[0]) == hash(split(other)[0]) and split(one)[0] == split(other)[0]
 
 
 @pytest.mark.parametrize("policy", [windowed, sinks, latent, positioned])

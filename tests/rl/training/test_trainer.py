@@ -14,6 +14,7 @@ from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError, make_mesh, shard_batch
+from mesh.shared_programs import forget_programs
 from rl.audit.alarms import raised_alarms
 from rl.controller.controller import Controller
 from rl.evaluation.evaluator import Evaluation
@@ -135,6 +136,7 @@ def host(params: Params) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["staleness 0", "staleness 1"])
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Roles:
+    forget_programs()  # so that those of this run can be counted
     roles = Roles.make(tmp_path_factory.mktemp("run") / "r", config(staleness=request.param))
     roles.advance(STEPS)
     roles.trainer.close()

@@ -1,0 +1,46 @@
+"""Jitted functions that compute the same are one function: a process traces, lowers and loads each program once.
+
+`jax.jit` keeps what it has compiled by the function object, so two engines of one config, or a trainer that is built
+again to resume, would each trace their programs again; for small models that takes longer than to run them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Any
+
+KEPT = 16  # the ones used last: each keeps its executables in memory
+
+_programs: OrderedDict[Hashable, Any] = OrderedDict()
+_lock = Lock()
+
+
+def shared_program[T](key: Hashable, make: Callable[[], T]) -> T:
+    """Return what was made for an equal key, or make it.
+
+    Args:
+        key: of everything that the functions are traced with, apart from their arguments, the mesh and the axis rules,
+            by which `jax.jit` tells programs apart itself. If it cannot be hashed, as with a layer that holds a list or
+            a dict, nothing is shared.
+        make: returns jitted functions, in any form. They may hold no arrays.
+    """
+    try:
+        hash(key)
+    except TypeError:
+        return make()
+    with _lock:
+        if key in _programs:
+            _programs.move_to_end(key)
+            return _programs[key]
+    made = make()
+    with _lock:
+        kept = _programs.setdefault(key, made)  # two threads may have made the same: all use one
+        while len(_programs) > KEPT:
+            _programs.popitem(last=False)
+    return kept
+
+
+def forget_programs() -> None:
+    """Forget all, so that what has changed within the code of functions that are traced takes effect."""
+    with _lock:
+        _programs.clear()

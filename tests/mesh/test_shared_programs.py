@@ -1,0 +1,47 @@
+"""Functions that compute the same are traced once in a process, and others never taken for them."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mesh.shared_programs import KEPT, forget_programs, shared_program
+
+
+@pytest.fixture(autouse=True)
+def empty() -> Iterator[None]:
+    forget_programs()
+    yield
+    forget_programs()
+
+
+def test_equal_keys_have_one_program_which_is_traced_once() -> None:
+    traced: list[int] = []
+
+    def make(factor: int):
+        def scaled(x: jax.Array) -> jax.Array:
+            traced.append(factor)
+            return x * factor
+
+        return lambda: jax.jit(scaled)
+
+    results = [shared_program(("scaled", factor), make(factor))(jnp.ones(2)) for factor in (2, 3, 2, 3)]
+    assert [float(x[0]) for x in results] == [2.0, 3.0, 2.0, 3.0]
+    assert traced == [2, 3]
+
+
+def test_a_key_that_cannot_be_hashed_shares_nothing() -> None:
+    made = [shared_program(("a", [1]), object) for _ in range(2)]
+    assert made[0] is not made[1]
+
+
+def test_those_used_last_are_kept() -> None:
+    first = shared_program(0, object)
+    for key in range(1, KEPT):
+        shared_program(key, object)
+    assert shared_program(0, object) is first
+    shared_program(KEPT, object)  # one too many: 1 goes, which was not used again
+    assert shared_program(0, object) is first
+    second = shared_program(1, object)
+    assert shared_program(1, object) is second
