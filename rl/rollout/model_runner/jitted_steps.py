@@ -17,7 +17,9 @@ from rl.rollout.model_runner.verify import decode_drafts
 from rl.rollout.sampling import recorded_support
 
 
-def jitted_steps(cfg: EngineConfig[Any], graphdef: Any, layers: int, mesh: Mesh, *, kernel: bool) -> "JittedSteps":
+def jitted_steps(
+    cfg: EngineConfig[Any], graphdef: Any, layers: int, mesh: Mesh, *, kernel: bool, adapters: bool
+) -> "JittedSteps":
     """Return the steps of an engine, those of an earlier one in this process if they compute the same.
 
     Args:
@@ -26,6 +28,7 @@ def jitted_steps(cfg: EngineConfig[Any], graphdef: Any, layers: int, mesh: Mesh,
         layers: of the model.
         mesh: of the engine.
         kernel: attention is the kernel for TPUs.
+        adapters: batches have them; told apart so that what each kind of engine compiles can be counted.
     """
     sizes: dict[str, Any] = {
         "layers": layers,
@@ -36,7 +39,7 @@ def jitted_steps(cfg: EngineConfig[Any], graphdef: Any, layers: int, mesh: Mesh,
         # All devices have all rows: an axis for experts shards those and nothing else.
         "one_batch": mesh.shape["expert"] > 1,
     }
-    return shared_program(("engine", graphdef, *sizes.values()), partial(JittedSteps, graphdef, **sizes))
+    return shared_program(("engine", graphdef, adapters, *sizes.values()), partial(JittedSteps, graphdef, **sizes))
 
 
 class JittedSteps:

@@ -75,7 +75,8 @@ class ModelRunner:
             else:
                 self.cache.describe(self.mesh)
                 self.params = self._weights.described
-        self.steps = jitted_steps(cfg, self._weights.graphdef, self.cache.layers, self.mesh, kernel=kernel)
+        kind = {"kernel": kernel, "adapters": adapters is not None}
+        self.steps = jitted_steps(cfg, self._weights.graphdef, self.cache.layers, self.mesh, **kind)
 
     # ---- weights
 

@@ -127,7 +127,7 @@ def scored(cfg: Decoder.Config, params: Any, pairs: list[tuple[Any, Any]]) -> An
 
 @pytest.mark.parametrize("policy", [windowed, sinks, latent, positioned])
 def test_a_policy_built_twice_is_the_same_to_what_is_compiled_for_it(policy):
-    """Then engines and trainers of one process share programs (see `shared_program`)."""
+    """Engines and trainers of one process share programs by it (see `shared_program`)."""
     one, other = (jax.eval_shape(lambda: policy().build(rngs=nnx.Rngs(0))) for _ in range(2))
     assert hash(split(one)[0]) == hash(split(other)[0]) and split(one)[0] == split(other)[0]
 
