@@ -84,7 +84,8 @@ def config_key(value: Any) -> Hashable:
         return (type(value), tuple(config_key(child) for child in value))
     if is_dict(value):
         return (type(value), tuple((key, config_key(child)) for key, child in value.items()))
-    return (type(value), repr(value) if isinstance(value, float) else value)
+    kind: type[Any] = type(value)
+    return (kind, repr(value) if isinstance(value, float) else value)
 
 
 def clone(value: Any) -> Any:
