@@ -78,14 +78,14 @@ def config_key(value: Any) -> Hashable:
     Numbers of different types differ (1, 1.0 and True do where a config is traced), functions and classes are those
     themselves. A value that cannot be hashed makes a key that cannot.
     """
+    kind = type(value)
     if isinstance(value, Node):
-        return (type(value), tuple(config_key(child) for _, child in children(value)))
+        return (kind, tuple(config_key(child) for _, child in children(value)))
     if is_sequence(value):
-        return (type(value), tuple(config_key(child) for child in value))
+        return (kind, tuple(config_key(child) for child in value))
     if is_dict(value):
-        return (type(value), tuple((key, config_key(child)) for key, child in value.items()))
-    kind: type[Any] = type(value)
-    return (kind, repr(value) if isinstance(value, float) else value)
+        return (kind, tuple((key, config_key(child)) for key, child in value.items()))
+    return (kind, repr(value) if kind is float else value)
 
 
 def clone(value: Any) -> Any:
