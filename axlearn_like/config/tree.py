@@ -78,7 +78,7 @@ def config_key(value: Any) -> Hashable:
     Numbers of different types differ (1, 1.0 and True do where a config is traced), functions and classes are those
     themselves. A value that cannot be hashed makes a key that cannot.
     """
-    kind = type(value)
+    kind: Hashable = value.__class__
     if isinstance(value, Node):
         return (kind, tuple(config_key(child) for _, child in children(value)))
     if is_sequence(value):
