@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mesh.batches import shard_batch
-    from mesh.compilation import enable_compilation_cache
     from mesh.devices import device_name
     from mesh.errors import UserError, did_you_mean
     from mesh.mesh import MESH_AXES, MeshError, make_mesh
+    from mesh.programs.compilation import enable_compilation_cache
     from mesh.rules import constrain, partition, to_named_sharding
 
 __all__ = [

@@ -26,8 +26,8 @@ import numpy as np
 from jax._src import distributed  # the service has no public name; orbax uses this one, too
 from jax.experimental import multihost_utils
 
-from mesh.compilation import cache_programs_of_every_process
 from mesh.errors import UserError
+from mesh.programs.compilation import cache_programs_of_every_process
 
 _GO = b"go"
 _HELLO = 5.0  # seconds for a new connection to say which process it is

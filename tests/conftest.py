@@ -149,11 +149,11 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 def programs_of_changed_code(request: pytest.FixtureRequest) -> Generator[None]:
     """Share no programs with a test that may replace functions which are traced."""
     changes = "monkeypatch" in request.fixturenames or "pytest.MonkeyPatch" in _source(request.path)
-    module = sys.modules.get("mesh.shared_programs") if changes else None
+    module = sys.modules.get("mesh.programs.shared") if changes else None
     if module is not None:
         module.forget_programs()
     yield
-    module = sys.modules.get("mesh.shared_programs") if changes else None
+    module = sys.modules.get("mesh.programs.shared") if changes else None
     if module is not None:
         module.forget_programs()
 

@@ -25,8 +25,8 @@ from axlearn_like.config import ConfigBase, to_text
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.metrics import read_rows
-from mesh.compilation import enable_compilation_cache
 from mesh.devices import one_device_per_core
+from mesh.programs.compilation import enable_compilation_cache
 from rl.experiment import RLExperiment, Runtime
 from rl.runtime.run import RLRun
 from rl.training.warm_start import warm_start_directory

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from mesh.errors import UserError
-from mesh.executables import find_executable
+from mesh.programs.executables import find_executable
 
 Around = Callable[[], contextlib.AbstractContextManager[dict[str, Any]]]
 

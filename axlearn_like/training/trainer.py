@@ -34,8 +34,8 @@ from mesh import make_mesh, shard_batch
 from mesh.batches import local_rows
 from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
+from mesh.programs.shared import shared_program
 from mesh.rules import use_mesh, use_rules
-from mesh.shared_programs import shared_program
 
 # What a loss is computed from -> the input of such examples.
 _INPUTS = {

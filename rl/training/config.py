@@ -19,8 +19,8 @@ from axlearn_like.training.program import TrainProgram, check_length
 from axlearn_like.training.session import TrainingConfig
 from mesh import make_mesh
 from mesh.mesh import PlaceholderDevice
+from mesh.programs.shared import shared_program
 from mesh.rules import mesh_axes, use_mesh, use_rules
-from mesh.shared_programs import shared_program
 from rl.controller.evaluations import METRICS
 from rl.objective import GeneralisedAdvantage, Objective
 from rl.training.critic import Critic

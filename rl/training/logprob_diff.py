@@ -14,7 +14,7 @@ from mesh import shard_batch
 from mesh.batches import local_rows, to_local
 from mesh.devices import platform
 from mesh.distributed import ProcessGroup
-from mesh.shared_programs import shared_program
+from mesh.programs.shared import shared_program
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.training.batching import Batch

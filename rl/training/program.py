@@ -24,9 +24,9 @@ from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_au
 from axlearn_like.training.program import TrainProgram, describe_state, drops_out
 from axlearn_like.training.step import AccumulatedStep, make_train_step
 from mesh import UserError
+from mesh.programs.shared import shared_program
 from mesh.rules import axis_sizes, constrain, partition
 from mesh.sharding import full_spec, shard_like, token_axes
-from mesh.shared_programs import shared_program
 from rl.objective import Objective
 from rl.rollout.sampling import among
 from rl.training.batching import PREFIX

@@ -163,7 +163,7 @@ def launch(quick: bool, as_json: bool) -> None:
 @_json
 def recovery(kills: int, roles: str, seed: int, minutes: float | None, keep: Path | None, as_json: bool) -> None:
     """Seconds from SIGKILL of a role to the next update, and whether the run's result is the same to the bit."""
-    from mesh.compilation import enable_compilation_cache
+    from mesh.programs.compilation import enable_compilation_cache
     from tools.bench.recovery import benchmark as bench
 
     chosen = bench.find_roles(_names(roles))
@@ -264,7 +264,7 @@ def learning(
 
     Every run is a run directory: killed and started again, the benchmark goes on where it was.
     """
-    from mesh.compilation import enable_compilation_cache
+    from mesh.programs.compilation import enable_compilation_cache
     from tools.bench.learning import benchmark as bench
 
     chosen = bench.find_runs(_names(only))

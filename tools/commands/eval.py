@@ -104,7 +104,7 @@ def evaluate_policy(
     tasks_cfg, verifier_cfg = _tasks(cfg, named, verifier)
     from axlearn_like.config import to_text
     from axlearn_like.run.progress import Progress
-    from mesh.compilation import enable_compilation_cache
+    from mesh.programs.compilation import enable_compilation_cache
     from rl.environments.episodes import Episodes
     from rl.evaluation.standalone import Samples, evaluate
     from rl.serving.policy import make_engine

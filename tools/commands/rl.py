@@ -85,7 +85,7 @@ def command(
         cfg.verifier.set(scorer=reward(reward_place, cfg.tasks))
     if plan_only:
         return print_plan(experiment, placed, as_json=as_json)
-    from mesh.compilation import enable_compilation_cache
+    from mesh.programs.compilation import enable_compilation_cache
     from rl.runtime.run import RLRun
 
     one_device_per_core()

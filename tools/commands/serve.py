@@ -132,7 +132,7 @@ def _build(
     adapters_from: Path | None,
 ) -> Server:
     """Return the server with an engine that is ready: weights and adapters loaded, the usual programs compiled."""
-    from mesh.compilation import enable_compilation_cache
+    from mesh.programs.compilation import enable_compilation_cache
     from rl.serving.adapters import ServedAdapters, check_name
     from rl.serving.policy import make_engine
     from rl.serving.server import Server

@@ -43,9 +43,9 @@ def command(
     """
     check_name(experiment)
     from axlearn_like.operations.goodput import process_began
-    from mesh.compilation import enable_compilation_cache
     from mesh.devices import configure_cpu_devices, device_name
     from mesh.distributed import join
+    from mesh.programs.compilation import enable_compilation_cache
 
     _check_meeting(meet, process, processes)
     cfg: Any = load_experiment(experiment, sets, seed, applied=applied)

@@ -20,7 +20,7 @@ def command(run_dir: Path, name: str | None) -> None:
     on it. Ctrl-C or SIGTERM hands back its work; otherwise it ends with the run.
     """
     from axlearn_like.run.directory import RunDirectory
-    from mesh.compilation import enable_compilation_cache
+    from mesh.programs.compilation import enable_compilation_cache
     from rl.runtime.cluster_file import read_cluster
 
     read_cluster(RunDirectory.attach(run_dir))  # sets Ray's token, which Ray reads when it is imported

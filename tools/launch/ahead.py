@@ -76,7 +76,7 @@ def main(folder: Path) -> None:
     asked = json.load(sys.stdin)
     import jax
 
-    from mesh.executables import keep_executable
+    from mesh.programs.executables import keep_executable
 
     devices = _devices(asked)
     programs = _experiment(asked, devices).programs(devices)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesh.compilation import LateProgram
+from mesh.programs.compilation import LateProgram
 from rl.rollout.model_runner.batches import DecodeBatch, pack_decode, pack_prefill
 from rl.rollout.model_runner.runner import COPIES, ModelRunner
 from rl.rollout.model_runner.tiles import make_tiles

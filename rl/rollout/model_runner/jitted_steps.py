@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.wrappers.adapters import adapted
+from mesh.programs.shared import shared_program
 from mesh.rules import use_rules
-from mesh.shared_programs import shared_program
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages

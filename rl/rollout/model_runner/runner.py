@@ -12,7 +12,7 @@ import numpy as np
 
 from axlearn_like.layers.base import Params
 from mesh import make_mesh
-from mesh.compilation import LateProgram
+from mesh.programs.compilation import LateProgram
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch

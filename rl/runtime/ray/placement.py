@@ -9,7 +9,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from axlearn_like.config.trusted_code import VARIABLE as CODE_VARIABLE
 from axlearn_like.run.directory import RunDirectory
-from mesh.executables import VARIABLE as EXECUTABLES
+from mesh.programs.executables import VARIABLE as EXECUTABLES
 from rl.experiment import RLExperiment
 from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
 from rl.runtime.ray.actors import RoleHost

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.operations.recompilation import CompiledStep, RecompilationError, differences, signature
-from mesh.executables import VARIABLE, keep_executable
+from mesh.programs.executables import VARIABLE, keep_executable
 from tests.elsewhere import ROOT
 
 

@@ -14,7 +14,7 @@ from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError, make_mesh, shard_batch
-from mesh.shared_programs import forget_programs
+from mesh.programs.shared import forget_programs
 from rl.audit.alarms import raised_alarms
 from rl.controller.controller import Controller
 from rl.evaluation.evaluator import Evaluation

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mesh.shared_programs import KEPT, forget_programs, shared_program
+from mesh.programs.shared import KEPT, forget_programs, shared_program
 
 
 @pytest.fixture(autouse=True)
