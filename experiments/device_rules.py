@@ -24,6 +24,26 @@ CPU = "cpu"
 # its own cycle estimates that costs far more than it hides: a step of Llama-2 7B on 16 v5p chips 2.7 s instead of 1.5.
 TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
+# The SparseCores gather parameters and sum gradients beside the products, by asynchronous all-gathers and
+# reduce-scatters, where XLA by itself makes synchronous ones, and over whole slices of v5p all-reduces of both
+# (docs/benchmarks/aot-experiments.md). MaxText's flags for v5p (benchmarks/xla_flags_library.py and its recipes).
+OFFLOAD_OPTIONS = {
+    "xla_enable_async_all_gather": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+    "xla_tpu_enable_3d_reduce_scatter_decomposer": "false",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2": "true",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+}
+_OFFLOADED = (V5P,)
+
 # Over all 128 or 512 chips of a slice XLA makes all-reduces of arrays that are zero elsewhere, where parameters are to
 # be gathered: twice the bytes. Over 16 or 64 it gathers them; gradients it sums by all-reduces there too, but for some
 # that it scatters over 64. The other chips are data-parallel.
@@ -71,9 +91,22 @@ class Fit:
         """Return over how many devices, or groups of them, the rows of a batch are sharded."""
         return devices // math.prod(size for axis, size in self.axes.items() if axis != "expert")
 
+    def by_compiler(self) -> list["Fit"]:
+        """Return it for kinds whose collectives the SparseCores run, and for the others."""
+        kinds = (tuple(one for one in self.kinds if (one in _OFFLOADED) == offloaded) for offloaded in (True, False))
+        return [dataclasses.replace(self, kinds=some) for some in kinds if some]
+
     def compiler_options(self, prefix: str = "") -> Edits:
         """Return the edit with the compiler's options; `prefix`: of the trainer's path."""
-        return {f"{prefix}compiler_options": TPU_OPTIONS} if self.kinds[0].startswith("tpu") else {}
+        options = compiler_options(self.kinds[0])
+        return {f"{prefix}compiler_options": options} if options else {}
+
+
+def compiler_options(kind: str) -> dict[str, str]:
+    """Return the compiler's options of a train step on devices of a kind."""
+    if not kind.startswith("tpu"):
+        return {}
+    return TPU_OPTIONS | (OFFLOAD_OPTIONS if kind in _OFFLOADED else {})
 
 
 def pretraining_rules(rows: int, *fits: Fit) -> MeshRules:
@@ -108,7 +141,7 @@ def packed_rl_rules(*fits: Fit) -> MeshRules:
 def _rules(fits: tuple[Fit, ...], edits: Callable[[Fit, int], Edits | None]) -> MeshRules:
     """Return a rule for each run of sizes that has the same kinds and edits."""
     rules: list[tuple[str, Edits]] = []
-    for fit in fits:
+    for fit in itertools.chain.from_iterable(fit.by_compiler() for fit in fits):
         made = [(size, (kinds, edits(fit, size))) for size, kinds in fit.sizes()]
         for (kinds, chosen), group in itertools.groupby(made, key=lambda one: one[1]):
             if chosen is not None:

@@ -13,7 +13,7 @@ DATA = "data/tokens-*.array_record"
 def llama2_7b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Llama-2 7B, 4 M tokens a step, on v5p, v6e or v5e.
 
-    Compiled for 256 v5p chips: 1.3 GB of arguments and 56 of temporary arrays a chip, of 102.8, estimated at 2.6 s
+    Compiled for 256 v5p chips: 1.3 GB of arguments and 56 of temporary arrays a chip, of 102.8, estimated at 2.5 s
     (docs/benchmarks/published.md), and for 16 with less at once (docs/benchmarks/aot-experiments.md). Not trained here.
     """
     return pretraining(

@@ -1,6 +1,8 @@
 """Reinforcement learning of a 32B reasoning model with long answers, at the scale for which RLAX was made."""
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.config import set_path
+from axlearn_like.layers.decoder import Decoder
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from experiments.device_rules import H200, TPU7X, V5P, Fit, packed_rl_rules
@@ -29,7 +31,7 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
     """
     tasks, max_new = _tasks(seed), 16_384
     return RLExperiment.Config(
-        policy=qwen("QwQ-32B"),
+        policy=_policy(),
         tokenizer=ByteTokenizer.Config(),
         tasks=tasks,
         max_prompt=4097,  # a prefix of 4,096: the last token of a prompt begins every answer
@@ -78,6 +80,13 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
         mesh_rules=packed_rl_rules(Fit((V5P, TPU7X), 512, "context")),
         workers=64,
     )
+
+
+def _policy() -> Decoder.Config:
+    """QwQ 32B, with one backward pass of attention: of its long rows 18 parts of dq, of 0.35 GiB each."""
+    cfg = qwen("QwQ-32B")
+    set_path(cfg, "block.attention.kernel.kernels.0.fused_backward", True)
+    return cfg
 
 
 def _tasks(seed: int) -> TaskMixture.Config:

@@ -10,7 +10,19 @@ from flax import nnx
 
 from axlearn_like.config import ConfigBase, ConfigError, with_mesh_rules
 from axlearn_like.remat import find_remat
-from experiments.device_rules import H100, TPU_OPTIONS, V4, V5E, V6E, Fit, packed_rl_rules, pretraining_rules
+from experiments.device_rules import (
+    H100,
+    OFFLOAD_OPTIONS,
+    TPU7X,
+    TPU_OPTIONS,
+    V4,
+    V5E,
+    V5P,
+    V6E,
+    Fit,
+    packed_rl_rules,
+    pretraining_rules,
+)
 from experiments.registry import entries, get
 from mesh.mesh import make_mesh
 from rl.fleet.devices import RoleDevices, parse_devices
@@ -165,6 +177,13 @@ def test_devices_that_share_rows_count_as_one_and_experts_do_not():
     expert = dict(pretraining_rules(256, Fit((H100,), 64, "everything", axes={"expert": 8}, largest=64)))
     [(pattern, edits), _] = expert.items()
     assert edits == {"mesh": {"fsdp": -1, "expert": 8}, "microbatches": 4, "model.remat": "everything"}
+
+
+def test_kinds_with_other_options_of_the_compiler_have_rules_of_their_own():
+    rules = dict(pretraining_rules(64, Fit((V5P, TPU7X), 16, "context", largest=16)))
+    assert list(rules) == ["tpu-v5p-16", "tpu7x-16", "cpu-.*"]
+    assert rules["tpu-v5p-16"] == rules["tpu7x-16"] | {"compiler_options": TPU_OPTIONS | OFFLOAD_OPTIONS}
+    assert rules["tpu7x-16"]["compiler_options"] == TPU_OPTIONS
 
 
 def test_slices_that_rows_do_not_divide_over_have_no_rule():

@@ -140,10 +140,11 @@ STEPS = (
 def config(step: Step) -> Trainer.Config:
     """Return our trainer of such a step."""
     from axlearn_like.config import set_path
-    from experiments.device_rules import TPU_OPTIONS
+    from experiments.device_rules import compiler_options
     from experiments.pretraining import pretraining
     from models.llama import llama
     from models.moe import moe
+    from rl.fleet.devices import parse_devices
 
     model = (llama if step.model.startswith("Llama") else moe)(step.model)
     for path, value in step.edits.items():
@@ -158,7 +159,8 @@ def config(step: Step) -> Trainer.Config:
         mesh_rules=(),
         seed=0,
     )
-    return cfg.set(mesh=dict(step.mesh), microbatches=step.microbatches, compiler_options=TPU_OPTIONS)
+    kind = parse_devices(parse_topology(step.topology).name, "topology").name.rpartition("-")[0]
+    return cfg.set(mesh=dict(step.mesh), microbatches=step.microbatches, compiler_options=compiler_options(kind))
 
 
 def compiled(step: Step) -> dict[str, Any]:
