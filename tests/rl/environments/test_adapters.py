@@ -5,6 +5,7 @@ import importlib
 import inspect
 from typing import Any
 
+import gymnasium
 import pytest
 
 from mesh.errors import UserError
@@ -135,13 +136,12 @@ def test_a_taskset_of_a_later_form_is_refused():
         VerifiersEnvironment.Config(make=Plain, arguments={"prize": 1.0}).share()
 
 
-# ---- the libraries themselves, where they are installed
+# ---- the libraries themselves; verifiers, which needs many others, where it is installed
 
 
 def test_a_world_of_gymnasium():
-    library = pytest.importorskip("gymnasium")
     lake: dict[str, Any] = {"id": "FrozenLake-v1", "is_slippery": False}
-    cfg = GymEnvironment.Config(make=library.make, arguments=lake, read=int, pure=True)
+    cfg = GymEnvironment.Config(make=gymnasium.make, arguments=lake, read=int, pure=True)
     first, steps = play(cfg.build(), "1", "1", "2", "1", "2", "2")
     assert (first, [step.observation for step in steps]) == ("0", ["4", "8", "9", "13", "14", "15"])
     assert [step.reward for step in steps] == [0.0] * 5 + [1.0] and steps[-1].done and not steps[-2].done

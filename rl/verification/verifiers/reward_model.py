@@ -1,0 +1,120 @@
+"""A reward model as a verifier: the score that a model with a score head gives to a prompt with its answer.
+
+It reads the sequence as reward models are trained on it: the conversation with the answer by the tokenizer's chat
+template, or without one the prompt, the answer and the end of text. An answer cannot write a special token: its text is
+encoded as text.
+"""
+
+from collections.abc import Sequence
+from typing import Any, override
+
+import jax
+import numpy as np
+from flax import nnx
+
+from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.checkpoint.pretrained import pretrained_source
+from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.heads import ScoreHead
+from axlearn_like.tokenizers.chat import encode_chat
+from axlearn_like.tokenizers.embedding import check_tokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
+from axlearn_like.training.head_losses import one_score
+from mesh import make_mesh, to_named_sharding
+from rl.roles.messages import Details, Problem
+from rl.tasks.mixture import encode_problem
+from rl.verification.scorers import Scorer
+from rl.verification.verifiers.rows import variables_of
+
+__all__ = ["RewardModel"]
+
+_LEAST_LENGTH = 64  # rows are as long as a power of two from here on, so few programs are compiled
+
+
+class RewardModel(Scorer):
+    """The score of a reward model, moved and scaled; all answers to a prompt are scored at once.
+
+    In `Verifier` it runs on the CPU of the verifier's processes, which need the memory (`memory_mb`) and the time
+    (`deadline_s`) for it; in `InlineVerifier` on a device of the caller.
+    """
+
+    VERSION = 1
+
+    class Config(Scorer.Config):
+        mixture: ConfigBase[Any] = REQUIRED
+        """Equal to the tasks that drew the problems."""
+        model: ConfigBase[Any] = REQUIRED
+        """A decoder with `head=ScoreHead.Config()`; `models.huggingface.hf(path)` of a reward model is one."""
+        tokenizer: ConfigBase[Any] = REQUIRED
+        """Tokenizer of that model, which need not be the policy's."""
+        start_from: StartFrom.Config | None = None
+        """Source of its parameters, such as the run of `axl train reward_model`; None: the model's own."""
+        centre: float = 0.0
+        scale: float = 1.0
+        """The reward is `scale` times the score's distance from `centre`."""
+
+        @override
+        def wants(self) -> frozenset[str]:
+            return frozenset({"group"})
+
+        @override
+        def environment(self) -> tuple[str, ...]:
+            return variables_of(self.mixture)
+
+        @override
+        def check_fields(self) -> None:
+            head = getattr(self.model, "head", None)
+            scores = isinstance(head, ScoreHead.Config) and head.outputs == 1
+            self.require("model", scores, "a decoder with head=ScoreHead.Config(), of one output")
+            known = self.start_from is not None or pretrained_source(self.model) is not None
+            self.require("start_from", known, "StartFrom.Config(path=...) of the model's parameters, which has none")
+
+    def __init__(self, cfg: Config):
+        check_tokenizer(cfg.tokenizer, cfg.model)
+        self._cfg, self._mixture = cfg, cfg.mixture.build()
+        self._tokenizer: Tokenizer = cfg.tokenizer.build()
+        self._mesh = make_mesh({"data": 1}, devices=jax.local_devices()[:1])
+        start: Any = cfg.start_from or pretrained_source(cfg.model)
+        with jax.set_mesh(self._mesh):
+            graphdef, described = jax.eval_shape(lambda: split(cfg.model.build(rngs=nnx.Rngs(0))))
+            self._params = start.build().params(to_named_sharding(described, self._mesh))
+
+            def scores(params: Any, tokens: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
+                model, context = bind(graphdef, params), PackedContext(positions, segments)
+                return one_score(model.scores(model.hidden(tokens, context).x, context), "RewardModel")
+
+            self._scores = jax.jit(scores)
+
+    @override
+    def score(self, problem_id: int, answer: str) -> float:
+        return self.score_samples(problem_id, [answer], [])[0]
+
+    @override
+    def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> list[float]:
+        del details
+        problem = self._mixture.problem(problem_id)
+        sequences = [self.sequence(problem, answer) for answer in answers]
+        rows, length = _power_of_two(len(answers), 1), _power_of_two(max(map(len, sequences)), _LEAST_LENGTH)
+        tokens, inside = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
+        for row, sequence in enumerate(sequences):
+            tokens[row, : len(sequence)], inside[row, : len(sequence)] = sequence, True
+        positions = np.where(inside, np.arange(length), 0).astype(np.int32)
+        with jax.set_mesh(self._mesh):
+            found = np.asarray(self._scores(self._params, tokens, positions, inside.astype(np.int32)))
+        last = [float(found[row, len(sequence) - 1]) for row, sequence in enumerate(sequences)]
+        return [self._cfg.scale * (score - self._cfg.centre) for score in last]
+
+    def sequence(self, problem: Problem, answer: str) -> list[int]:
+        """Return the tokens that are scored."""
+        if self._tokenizer.chat_template is None:
+            prompt = encode_problem(problem, self._tokenizer).tolist()
+            return [*prompt, *self._tokenizer.encode(answer), self._tokenizer.eos]
+        messages = [*(problem.messages or ({"role": "user", "content": problem.question},))]
+        said = [*messages, {"role": "assistant", "content": answer}]
+        return encode_chat(self._tokenizer, said, tools=problem.tools)
+
+
+def _power_of_two(count: int, least: int) -> int:
+    return max(least, 1 << (count - 1).bit_length())
