@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axlearn_like.config import from_text
+from mesh.imports import many_imports
 from rl.verification.rewards import check_rewards
 from rl.verification.sandbox import isolation
 from rl.verification.scorers import Scorer
@@ -64,7 +65,8 @@ def main(argv: list[str]) -> None:
     first = read(stream)
     if first is None:
         sys.exit(0)
-    scorer: Scorer = from_text(first["scorer"]).build()
+    with many_imports():
+        scorer: Scorer = from_text(first["scorer"]).build()
     send: Callable[[Any], None] = lambda message: connection.sendall(pack(message))  # noqa: E731
     apart = ""
     if first["scratch"]:
