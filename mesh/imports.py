@@ -17,6 +17,7 @@ def many_imports() -> Generator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        if not gc.get_freeze_count():  # once: what is garbage by then stays, too
+            gc.freeze()
         if enabled:
             gc.enable()
