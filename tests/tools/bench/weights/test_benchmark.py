@@ -41,6 +41,7 @@ def test_weights_are_as_old_as_the_next_version() -> None:
     assert behind == [0, 1, 2, 0]
 
 
+@pytest.mark.full
 def test_a_version_moves_between_processes_by_sockets_and_by_shared_memory() -> None:
     result = moving.measure(quick=True)
     for figure in ("push_gbps", "pull_gbps", "raw_stream_gbps", "ratio_to_raw", "memcpy_gbps"):
