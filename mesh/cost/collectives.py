@@ -169,7 +169,7 @@ def _elsewhere(program: HloModule) -> dict[str, int]:
             continue
         begins = {line.name: (at, line.operands[0]) for at, line in enumerate(lines) if line.opcode == "call-update"}
         ends = {line.operands[0]: at for at, line in enumerate(lines) if line.opcode == "call-done"}
-        spans = {starts[start]: range(at + 1, ends[update]) for update, (at, start) in begins.items()}
+        spans = {starts[start]: range(at + 1, ends.get(update, len(lines))) for update, (at, start) in begins.items()}
         under_way = Counter(at for span in spans.values() for at in span)
         for name, span in spans.items():
             found[name] = round(sum(lines[at].cycles / under_way[at] for at in span))

@@ -65,8 +65,11 @@ def operations(program: HloModule) -> Iterator[Operation]:
 
 def _is_collective(program: HloModule, done: Instruction, made: dict[str, Instruction]) -> bool:
     """Return True if what another core has done, by the line that waits for it, is a collective."""
-    start = made[made[done.operands[0]].operands[0]]
-    return any(one.opcode in KINDS for one in program.computations.get(start.called["to_apply"], ()))
+    start = made.get(done.operands[0])
+    while start is not None and start.opcode == "call-update":
+        start = made.get(start.operands[0])
+    called = "" if start is None else start.called.get("to_apply", "")
+    return any(one.opcode in KINDS for one in program.computations.get(called, ()))
 
 
 def _counts(line: Instruction) -> bool:

@@ -98,6 +98,9 @@ def test_collectives_of_the_sparse_core_run_beside_what_stands_between_update_an
     assert (gather.axis, gather.bytes, gather.beside) == ("fsdp", 64 * 256 * 2 * 3 // 4, 100 + 20)  # 40 are of both
     assert (scatter.axis, scatter.bytes, scatter.beside) == ("fsdp", 64 * 256 * 4 * 3 // 4, 20 + 8)
     assert sum(one.times for one in operations(program)) == 4  # no transfer is an operation of the device's
+    without = parse(OFFLOADED.replace("call-done(%g.update)", "get-tuple-element(%g.update), index=1"))
+    waited_for_later = {one.kind: one.beside for one in collectives(without, described_mesh(fsdp=4))}
+    assert waited_for_later == {"all-gather": 100 + 20 + 4, "reduce-scatter": 20 + 4}
 
 
 def test_rows_to_experts_count_as_many_as_there_are():
