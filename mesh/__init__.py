@@ -36,7 +36,7 @@ _MODULES = {
     "constrain": "rules",
     "device_name": "devices",
     "did_you_mean": "errors",
-    "enable_compilation_cache": "compilation",
+    "enable_compilation_cache": "programs.compilation",
     "make_mesh": "mesh",
     "partition": "rules",
     "shard_batch": "batches",
