@@ -36,7 +36,7 @@ class Conversion(Protocol):
         ...
 
 
-class Reader(Protocol):
+class ParamsReader(Protocol):
     """Reader of parameters that are no checkpoint of ours; built by `config.build(path=...)`."""
 
     def check(self, abstract_params: Any) -> None:
@@ -234,7 +234,7 @@ class StartFrom(Configurable):
     class Config(ConfigBase["StartFrom"]):
         path: str = REQUIRED  # a run directory, its checkpoints, its checkpoints/best, or one step
         conversions: tuple[ConfigBase, ...] = ()
-        reader: ConfigBase | None = None  # of files in another form (see `Reader`); None: a checkpoint of a run
+        reader: ConfigBase | None = None  # of files in another form (see `ParamsReader`); None: a checkpoint of a run
 
         @override
         def check_fields(self) -> None:
@@ -248,7 +248,7 @@ class StartFrom(Configurable):
 
     def __init__(self, cfg: Config):
         self._path = cfg.path
-        self._reader: Reader | None = None if cfg.reader is None else cfg.reader.build(path=cfg.path)
+        self._reader: ParamsReader | None = None if cfg.reader is None else cfg.reader.build(path=cfg.path)
         self._conversions: list[Conversion] = [conversion.build() for conversion in cfg.conversions]
 
     def check(self, abstract_params: Any) -> None:

@@ -54,14 +54,14 @@ class PlainArray(NamedTuple):
         chunk = tuple(described["chunk_grid"]["configuration"]["chunk_shape"])
         return cls(folder, shape, jnp.dtype(described["data_type"]), chunk, order)
 
-    def read(self, where: Sequence[slice], buffer: "Buffer | None" = None) -> np.ndarray:
+    def read(self, where: Sequence[slice], buffer: "FileBuffer | None" = None) -> np.ndarray:
         """Return a part of the array. OSError, ValueError: a chunk is missing, or cut off.
 
         Args:
             where: a slice for each axis, of those that are left out all.
             buffer: of the thread.
         """
-        buffer = Buffer() if buffer is None else buffer
+        buffer = FileBuffer() if buffer is None else buffer
         parts = [*where, *[slice(None)] * (len(self.shape) - len(where))]
         spans = [part.indices(size)[:2] for part, size in zip(parts, self.shape, strict=True)]
         bits = np.dtype(f"uint{8 * self.dtype.itemsize}")  # numpy copies them faster than bfloat16
@@ -82,7 +82,7 @@ class PlainArray(NamedTuple):
         return out.view(self.dtype)
 
 
-class Buffer:
+class FileBuffer:
     """Memory for the content of a file, used again for the next: new memory costs more than the reading."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ def read_plain(folder: Path, abstract: dict[str, Any]) -> dict[str, Any] | None:
 
     def read(name: str) -> Any:
         array, like = arrays[name], abstract[name]
-        buffer = of_thread.__dict__.setdefault("buffer", Buffer())
+        buffer = of_thread.__dict__.setdefault("buffer", FileBuffer())
         if isinstance(like, np.ndarray):
             return array.read((), buffer)
         if like.sharding is None:

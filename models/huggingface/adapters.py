@@ -38,7 +38,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Adapter(NamedTuple):
+class PeftAdapter(NamedTuple):
     """An adapter in PEFT's form: the tensors by name, and its config."""
 
     tensors: dict[str, np.ndarray]
@@ -81,7 +81,7 @@ class _Matrix:
         }
 
 
-def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> Adapter:
+def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> PeftAdapter:
     """Return the adapter of a decoder with LoRA layers.
 
     Args:
@@ -115,10 +115,10 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> Adapter:
         "use_dora": first.magnitudes,
         "use_rslora": first.rank_stabilised,
     }
-    return Adapter(tensors, dict(sorted(config.items())))
+    return PeftAdapter(tensors, dict(sorted(config.items())))
 
 
-def from_peft(adapter: Adapter, cfg: Decoder.Config) -> tuple[Decoder.Config, Params]:
+def from_peft(adapter: PeftAdapter, cfg: Decoder.Config) -> tuple[Decoder.Config, Params]:
     """Return a plain decoder's config with LoRA layers, and the factors alone, float32, as nested dict.
 
     Raises:

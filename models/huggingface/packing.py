@@ -7,7 +7,7 @@ from models.huggingface.config_json import ConfigJson
 PACKING = "quantization_config"
 
 
-class Packing(NamedTuple):
+class TensorPacking(NamedTuple):
     """How the matrices are held; those that are not are held as they are.
 
     Attributes:
@@ -19,7 +19,7 @@ class Packing(NamedTuple):
     block: tuple[int, int] = (128, 128)
 
 
-def read_packing(json: ConfigJson) -> Packing | None:
+def read_packing(json: ConfigJson) -> TensorPacking | None:
     """Return what a `config.json` says, None where nothing is packed.
 
     Raises:
@@ -31,10 +31,10 @@ def read_packing(json: ConfigJson) -> Packing | None:
     methods: dict[str, Literal["fp8", "mxfp4"]] = {"fp8": "fp8", "mxfp4": "mxfp4"}
     method = found.choice("quant_method", methods)
     if method == "mxfp4":
-        return Packing(method)
+        return TensorPacking(method)
     found.only("fmt", "e4m3")
     found.only("activation_scheme", "dynamic")
     block = found.array("weight_block_size", [128, 128])
     if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise found.error("weight_block_size", "two sizes, such as [128, 128]", f"{block!r}")
-    return Packing(method, (block[0], block[1]))
+    return TensorPacking(method, (block[0], block[1]))

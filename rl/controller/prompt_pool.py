@@ -24,12 +24,12 @@ from rl.controller.curriculum import Curriculum, FamilyRecord
 from rl.roles.messages import Group, Problem
 from rl.tasks.mixture import TaskMixture
 
-__all__ = ["Choice", "PromptPool"]
+__all__ = ["ChosenProblem", "PromptPool"]
 
 _FAMILY_DISCOUNT = 0.97  # of a family's results, at each further group: those of the last 33 groups or so
 
 
-class Choice(NamedTuple):
+class ChosenProblem(NamedTuple):
     """A problem of a step: a new one of a family, or one that was drawn before.
 
     Attributes:
@@ -116,7 +116,7 @@ class PromptPool(Configurable):
         if cfg.curriculum is not None:
             self._curriculum = cfg.curriculum.build(weights=tasks.weights)
             self._course = self._curriculum.begin()
-        self._plans: dict[int, list[Choice]] = {}  # of the steps that are not consumed
+        self._plans: dict[int, list[ChosenProblem]] = {}  # of the steps that are not consumed
 
     def start(self, step: int, state: Mapping[str, Any] | None = None) -> Self:
         """Return the pool with `step` steps consumed: as `state` says, or without results."""
@@ -125,7 +125,7 @@ class PromptPool(Configurable):
         if state is not None and state["step"] == step:
             made._turns = list(state["turns"])
             made._records = {int(problem): Record(*values) for problem, values in state["records"].items()}
-            made._plans = {int(of): [Choice(*one) for one in plan] for of, plan in state["plans"].items()}
+            made._plans = {int(of): [ChosenProblem(*one) for one in plan] for of, plan in state["plans"].items()}
             made._families = [FamilyRecord(*values) for values in state.get("families", [])] or made._families
             made._course = dict(state.get("course") or made._course)
             return made
@@ -197,7 +197,7 @@ class PromptPool(Configurable):
         made._families, made._course = list(self._families), dict(self._course)
         return made
 
-    def _record(self, step: int, choice: Choice, group: Group) -> None:
+    def _record(self, step: int, choice: ChosenProblem, group: Group) -> None:
         """Add a group's answers to the results of its problem. Answers that could not be scored say nothing."""
         cfg, rewards = self.cfg, [score.reward for score in group.scores if score.status == "ok"]
         problem = self._tasks.canonical(group.prompt.id)
@@ -233,14 +233,14 @@ class PromptPool(Configurable):
         """Choose the problems of a step."""
         rng = np.random.default_rng(derived_seed("pool", self.cfg.seed, step))
         taken = {choice.number for plan in self._plans.values() for choice in plan if choice.draw}
-        plan: list[Choice] = []
+        plan: list[ChosenProblem] = []
         for family in self._places(step):
             again = rng.random() >= 1 - self._again_share(family)
             if again and (found := self._again(family, step, taken, rng)) is not None:
                 taken.add(found)
-                plan.append(Choice(self._records[found].draws, family, found))
+                plan.append(ChosenProblem(self._records[found].draws, family, found))
             else:
-                plan.append(Choice(0, family, self._turns[family]))
+                plan.append(ChosenProblem(0, family, self._turns[family]))
                 self._turns[family] += 1
         self._plans[step] = plan
 

@@ -15,7 +15,7 @@ import numpy as np
 from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from rl.roles.messages import Rollout
 from rl.serving.errors import ApiError
-from rl.serving.request import Generation
+from rl.serving.request import GenerationJob
 from rl.serving.text import CallStream, TextStream, ToolCall
 
 Json = dict[str, Any]
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 class Answer:
     """The response to one generation, choice by choice."""
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, version: int):
+    def __init__(self, generation: GenerationJob, tokenizer: Tokenizer, model: str, version: int):
         """`version` of the weights, at the beginning."""
         self._generation, self._tokenizer = generation, tokenizer
         count = len(generation.requests) * generation.samples
@@ -90,7 +90,7 @@ class Answer:
 class _Choice:
     """One completion as it grows."""
 
-    def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer):
+    def __init__(self, index: int, generation: GenerationJob, tokenizer: Tokenizer):
         self.index, self.count = index, 0
         self._sent = 0  # calls in chunks so far
         self._generation, self._tokenizer = generation, tokenizer

@@ -16,11 +16,11 @@ from mesh import did_you_mean
 from rl.roles.messages import Rollout
 from rl.serving.answers import Answer, problem
 from rl.serving.context import ServingContext
-from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Stream, Tokens
+from rl.serving.engine_thread import Done, EngineThread, Event, Failed, NewTokens, Stream
 from rl.serving.errors import ApiError
 from rl.serving.http import ClientGone, EventStream, check_access, read_json, refusal, unless_gone
 from rl.serving.metrics import CONTENT_TYPE, Metrics
-from rl.serving.request import Generation, parse
+from rl.serving.request import GenerationJob, parse
 
 CLIENT_GONE = 499  # the status counted for a client that did not wait; it is sent to nobody
 LONGEST_RETRY = 60  # seconds
@@ -95,7 +95,7 @@ class App:
         if not self._engine.alive:
             raise ApiError(503, "the engine has failed; the server is going down", code="engine_failed")
 
-    def _begin(self, endpoint: str, generation: Generation) -> "_Job":
+    def _begin(self, endpoint: str, generation: GenerationJob) -> "_Job":
         self._check_alive()
         waiting = self._waiting()
         if waiting >= self._max_queue:
@@ -159,7 +159,7 @@ class App:
             yield chunk
         try:
             while True:
-                if isinstance(event, Tokens):
+                if isinstance(event, NewTokens):
                     for chunk in answer.more(event.index, event.sample, event.tokens, event.logprobs):
                         yield chunk
                 elif isinstance(event, Done):
@@ -185,7 +185,7 @@ class App:
         now = time.monotonic()
         if isinstance(event, Failed):
             raise event.error
-        if isinstance(event, Tokens):
+        if isinstance(event, NewTokens):
             self.metrics.generated_tokens.inc(len(event.tokens))
             if not job.paces:
                 waited = now - job.began
@@ -274,7 +274,7 @@ class _Job:
     """One unfinished generation, and the time of the monotonic clock when it began."""
 
     endpoint: str
-    generation: Generation
+    generation: GenerationJob
     stream: Stream
     answer: Answer
     status: int = 200  # of a stream, once it has ended

@@ -25,7 +25,7 @@ from rl.serving.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class NewTokens:
     """More tokens int32[k] of a sample of request `index`, with their log-probabilities float32[k]."""
 
     index: int
@@ -49,7 +49,7 @@ class Failed:
     error: ApiError
 
 
-Event = Tokens | Done | Failed
+Event = NewTokens | Done | Failed
 
 
 class Stream:
@@ -207,7 +207,7 @@ class EngineThread:
         if stream.over:
             return
         # Copies: the engine may hand out views of its buffers.
-        event = Tokens(index, sample, np.array(tokens, np.int32), np.array(logprobs, np.float32))
+        event = NewTokens(index, sample, np.array(tokens, np.int32), np.array(logprobs, np.float32))
         self._outbox.setdefault(stream, []).append(event)
 
     def _post(self) -> None:

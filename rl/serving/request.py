@@ -47,7 +47,7 @@ _PENALTY_HINT = "; repetition_penalty is there"
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationJob:
     """The work of one HTTP request; prompt `i`'s sample `j` is choice `i * samples + j`."""
 
     requests: tuple[Request, ...]
@@ -72,7 +72,7 @@ class Generation:
         return sum(len(request.prompt.tokens) for request in self.requests)
 
 
-def parse(body: Any, context: ServingContext, *, chat: bool) -> Generation:
+def parse(body: Any, context: ServingContext, *, chat: bool) -> GenerationJob:
     """Check a decoded body, all of it, before anything is generated.
 
     Raises:
@@ -117,7 +117,7 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> Generation:
         )
         for tokens in prompts
     ]
-    return Generation(
+    return GenerationJob(
         requests=tuple(requests),
         chat=chat,
         stream=stream,

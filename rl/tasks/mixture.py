@@ -58,7 +58,7 @@ def _encode(
     return np.asarray(ids, dtype=np.int32)
 
 
-class Turn(NamedTuple):
+class FamilyTurn(NamedTuple):
     """A family's number in the mixture, and how many of its training problems come before."""
 
     family: int
@@ -120,13 +120,13 @@ class TaskMixture(Configurable):
         """
         return self.new(*self.place(index))
 
-    def place(self, index: int) -> Turn:
+    def place(self, index: int) -> FamilyTurn:
         """Return whose turn training problem `index` is."""
         if index < 0:
             raise IndexError(f"training problem {index}: the index starts at 0")
         cycles, place = divmod(index, len(self._cycle))
         family = self._cycle[place]
-        return Turn(family, cycles * self._turns[family] + self._rank[place])
+        return FamilyTurn(family, cycles * self._turns[family] + self._rank[place])
 
     def new(self, family: int, turn: int) -> Problem:
         """Training problem `turn` of a family; see `train`."""

@@ -8,7 +8,7 @@ import json
 import struct
 from typing import Any
 
-__all__ = ["MAX_REPLY", "MalformedMessage", "Reader", "pack", "read"]
+__all__ = ["MAX_REPLY", "MalformedMessage", "MessageReader", "pack", "read"]
 
 MAX_REPLY = 1 << 20  # bytes of a message from a process
 _LENGTH = struct.Struct("<Q")
@@ -30,7 +30,7 @@ def read(stream: Any) -> Any:
     return json.loads(stream.read(_LENGTH.unpack(header)[0])) if len(header) == _LENGTH.size else None
 
 
-class Reader:
+class MessageReader:
     """Messages out of bytes that arrive in pieces."""
 
     def __init__(self, limit: int = MAX_REPLY):

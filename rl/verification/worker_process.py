@@ -16,7 +16,7 @@ from axlearn_like.config import to_text
 from axlearn_like.config.trusted_code import VARIABLE
 from rl.verification.scorers import Scorer
 from rl.verification.shared_buffer import ResultBuffer
-from rl.verification.wire import MalformedMessage, Reader, pack
+from rl.verification.wire import MalformedMessage, MessageReader, pack
 
 __all__ = ["WorkerProcess"]
 
@@ -39,7 +39,7 @@ class WorkerProcess:
         text = to_text(scorer_config)
         self._scratch = tempfile.mkdtemp(prefix="verifier-") if scorer_config.confined() else ""
         self._unsent = bytearray(pack({"scorer": text, "scratch": self._scratch}))
-        self._reader = Reader()
+        self._reader = MessageReader()
         self.answers = 0
         """How many are in its chunk."""
         self.notes: dict[int, dict[str, Any]] = {}

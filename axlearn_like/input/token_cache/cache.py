@@ -18,7 +18,7 @@ import xxhash
 
 from axlearn_like.input.encoding import Encoded
 from axlearn_like.input.source import InputError
-from axlearn_like.input.token_cache.file import Damaged, TokenFile, TokenWriter
+from axlearn_like.input.token_cache.file import DamagedCache, TokenFile, TokenWriter
 from axlearn_like.run.disk import raising_disk_full
 from mesh.cache_directory import cache_directory
 
@@ -48,7 +48,7 @@ class TokenCache:
             return None
         try:
             return TokenFile(self._root / key, str(path), key)
-        except Damaged as error:
+        except DamagedCache as error:
             print(f"tokens of {path} are damaged; tokenising again ({error})", file=sys.stderr, flush=True)
             return None
 

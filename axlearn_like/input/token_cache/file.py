@@ -22,7 +22,7 @@ from axlearn_like.input.source import InputError, check_example
 _INDICES = ("offsets", "learned", "checks")
 
 
-class Damaged(Exception):
+class DamagedCache(Exception):
     """The folder is not what was written."""
 
 
@@ -91,7 +91,7 @@ class TokenWriter:
 
 
 class TokenFile:
-    """Random access to the examples of a folder, as an `IndexedSource`. Raises Damaged if it is not complete."""
+    """Random access to the examples of a folder, as an `IndexedSource`. Raises DamagedCache if it is not complete."""
 
     def __init__(self, folder: Path, name: str, digest: str):
         self._folder, self._name, self.digest = folder, name, digest
@@ -100,13 +100,13 @@ class TokenFile:
             indices = [np.load(folder / f"{index}.npy", mmap_mode="r") for index in _INDICES]
             dtype, size = np.dtype(meta["dtype"]), (folder / "tokens.bin").stat().st_size
         except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-            raise Damaged(f"{folder}: {error}") from error
+            raise DamagedCache(f"{folder}: {error}") from error
         for index, found in zip(_INDICES, indices, strict=True):
             if _check(found) != meta[index]:
-                raise Damaged(f"{folder / index}.npy: the checksum differs")
+                raise DamagedCache(f"{folder / index}.npy: the checksum differs")
         self._offsets, learned, self._checks = indices
         if size != meta["tokens"] * dtype.itemsize:
-            raise Damaged(f"{folder / 'tokens.bin'}: {size} bytes, expected {meta['tokens'] * dtype.itemsize}")
+            raise DamagedCache(f"{folder / 'tokens.bin'}: {size} bytes, expected {meta['tokens'] * dtype.itemsize}")
         self._tokens = np.memmap(folder / "tokens.bin", dtype, "r")
         self._starts, self._stops = np.array(learned[:, 0]), np.array(learned[:, 1])
         self._before = np.concatenate([[0], np.cumsum(self._stops - self._starts)])  # learned before each run

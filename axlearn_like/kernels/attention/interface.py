@@ -165,5 +165,5 @@ class Kernel(Configurable):
         raise NotImplementedError
 
     def blocks(self, signature: AttentionSignature) -> Any:
-        """Return the forward and backward pass of one block of keys, for a ring (see `ring.Blocks`)."""
+        """Return the forward and backward pass of one block of keys, for a ring (see `ring.BlockKernel`)."""
         raise NotImplementedError

@@ -272,7 +272,7 @@ def _tables_of_mask(one: Any, cp_size: int, sizes: Sizes) -> Tables:
 
 
 class SplashBlocks:
-    """One block of keys for some queries, forward and backward, by the same kernels (see `ring.Blocks`)."""
+    """One block of keys for some queries, forward and backward, by the same kernels (see `ring.BlockKernel`)."""
 
     def __init__(self, kernel: Splash, signature: AttentionSignature):
         self._kernel, self._call = kernel, signature

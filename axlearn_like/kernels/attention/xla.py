@@ -100,7 +100,7 @@ def _reshape(x: jax.Array, *shape: int) -> jax.Array:
 
 
 class XlaBlocks:
-    """One block of keys for some queries, forward and backward (see `ring.Blocks`); heads come before the length."""
+    """One block of keys for some queries, forward and backward (`ring.BlockKernel`); heads before the length."""
 
     def __init__(self, rules: ScoreRules):
         self._rules = rules

@@ -18,7 +18,7 @@ from axlearn_like.training.losses import Batch, Metrics, with_aux
 from mesh.sharding import shard_like
 
 
-class Sums(NamedTuple):
+class PairSums(NamedTuple):
     """Sums over the completion of one side of each pair, float32 [batch, length], true at the ends of pairs.
 
     Attributes:
@@ -111,7 +111,7 @@ class PreferenceLoss(Configurable, abc.ABC):
         return loss, {**metrics, **(divergence(logprobs, reference, sides, weights) if self.cfg.scores else {})}
 
     @abc.abstractmethod
-    def of_pairs(self, chosen: Sums, rejected: Sums) -> Judged:
+    def of_pairs(self, chosen: PairSums, rejected: PairSums) -> Judged:
         """Return the loss of each pair, and the implicit rewards of its sides."""
 
 
@@ -158,7 +158,7 @@ class DPO(ReferenceLoss):
             self.require_least(0, "sft")
 
     @override
-    def of_pairs(self, chosen: Sums, rejected: Sums) -> Judged:
+    def of_pairs(self, chosen: PairSums, rejected: PairSums) -> Judged:
         """Return the loss of each pair, and beta times the log-ratios."""
         cfg = self.cfg
         rewards = cfg.beta * chosen.ratio, cfg.beta * rejected.ratio
@@ -179,7 +179,7 @@ class IPO(ReferenceLoss):
         length_normalised: bool = True
 
     @override
-    def of_pairs(self, chosen: Sums, rejected: Sums) -> Judged:
+    def of_pairs(self, chosen: PairSums, rejected: PairSums) -> Judged:
         """Return the loss of each pair, and beta times the log-ratios."""
         cfg = self.cfg
         ratios = [side.ratio / side.tokens if cfg.length_normalised else side.ratio for side in (chosen, rejected)]
@@ -203,7 +203,7 @@ class ORPO(PreferenceLoss):
             self.require("weight", self.weight > 0, "a number above 0")
 
     @override
-    def of_pairs(self, chosen: Sums, rejected: Sums) -> Judged:
+    def of_pairs(self, chosen: PairSums, rejected: PairSums) -> Judged:
         """Return the loss of each pair, and `weight` times the mean log-probabilities."""
         weight = self.cfg.weight
         loss = jax.nn.softplus(log_odds(rejected.mean) - log_odds(chosen.mean))
@@ -229,7 +229,7 @@ class SimPO(PreferenceLoss):
             self.require_least(0, "gamma")
 
     @override
-    def of_pairs(self, chosen: Sums, rejected: Sums) -> Judged:
+    def of_pairs(self, chosen: PairSums, rejected: PairSums) -> Judged:
         """Return the loss of each pair, and beta times the mean log-probabilities."""
         rewards = self.cfg.beta * chosen.mean, self.cfg.beta * rejected.mean
         return Judged(smoothed(rewards[0] - rewards[1] - self.cfg.gamma, self.cfg.label_smoothing), *rewards)
@@ -267,10 +267,10 @@ def divergence(logprobs: jax.Array, reference: jax.Array, sides: jax.Array, weig
     return {"divergence": jnp.sum(jnp.where(ends, sums[..., 0] / jnp.maximum(sums[..., 1], 1.0), 0.0) * weights)}
 
 
-def _sums(logprobs: jax.Array, reference: jax.Array, live: jax.Array, ends: jax.Array) -> Sums:
+def _sums(logprobs: jax.Array, reference: jax.Array, live: jax.Array, ends: jax.Array) -> PairSums:
     """Return the sums over one side of every pair; of no token, as everywhere but at the ends, they count 1 token."""
     mask = live.astype(jnp.float32)
     # Not by the mask: what a model makes of padding may be no number.
     parts = [jnp.where(live, x, 0.0) for x in (logprobs, reference)]
     sums = jnp.where(ends[..., None], running_sums(jnp.stack([*parts, mask], axis=-1), ends), 0.0)
-    return Sums(sums[..., 0], sums[..., 1], jnp.maximum(sums[..., 2], 1.0))
+    return PairSums(sums[..., 0], sums[..., 1], jnp.maximum(sums[..., 2], 1.0))

@@ -11,7 +11,7 @@ from axlearn_like.layers.decoder import Decoder
 from mesh.errors import UserError
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import read_decoder
-from models.huggingface.checkpoints.packed import Mxfp4Matrices, Source, unpacked
+from models.huggingface.checkpoints.packed import Mxfp4Matrices, TensorSource, unpacked
 from models.huggingface.checkpoints.safetensors import Stored, read_header
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import check_tensors, expected_tensors
@@ -41,7 +41,7 @@ class HuggingFaceDirectory:
     path: Path
     architecture: Architecture
     decoder: Decoder.Config
-    tensors: Mapping[str, Source]
+    tensors: Mapping[str, TensorSource]
     expected: Mapping[str, Tensor]
     notes: tuple[str, ...]
 
@@ -66,7 +66,7 @@ class HuggingFaceDirectory:
         files = _files(folder) if path.is_dir() else {path: None}
         stored = {architecture.full_name(name): stored for name, stored in _tensors(files).items()}
         packing = read_packing(json)
-        tensors: Mapping[str, Source] = stored if packing is None else unpacked(stored, packing)
+        tensors: Mapping[str, TensorSource] = stored if packing is None else unpacked(stored, packing)
         held = {name for name, tensor in tensors.items() if isinstance(tensor, Mxfp4Matrices)}
         expected = expected_tensors(decoder, architecture, packed=held)
         _check(folder, tensors, expected, architecture)
@@ -183,7 +183,7 @@ def _tensors(files: Mapping[Path, dict[str, str] | None]) -> dict[str, Stored]:
 
 
 def _check(
-    folder: Path, tensors: Mapping[str, Source], expected: Mapping[str, Tensor], architecture: Architecture
+    folder: Path, tensors: Mapping[str, TensorSource], expected: Mapping[str, Tensor], architecture: Architecture
 ) -> None:
     """Refuse tensors that are not those of the decoder, and dtypes other than floats of 16 or 32 bits."""
     shapes = {name: stored.shape for name, stored in tensors.items()}

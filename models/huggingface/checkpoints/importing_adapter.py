@@ -9,7 +9,7 @@ from axlearn_like.config import ConfigBase, config_items
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.wrappers import adapters
 from axlearn_like.layers.wrappers.base import plain_config
-from models.huggingface.adapters import CONFIG, TENSORS, Adapter, from_peft
+from models.huggingface.adapters import CONFIG, TENSORS, PeftAdapter, from_peft
 from models.huggingface.checkpoints.exporting_adapter import saved_factors
 from models.huggingface.checkpoints.safetensors import Stored, read_header
 from models.huggingface.rows import ConversionError
@@ -18,10 +18,10 @@ _PICKLED = "adapter_model.bin"
 _NEEDED = {"r": int, "lora_alpha": int | float}
 
 
-def read_peft(folder: Path) -> Adapter:
+def read_peft(folder: Path) -> PeftAdapter:
     """Return the adapter of a directory in PEFT's form. Raises as `read_peft_headers`."""
     headers, config = read_peft_headers(folder)
-    return Adapter({name: stored.map() for name, stored in headers.items()}, config)
+    return PeftAdapter({name: stored.map() for name, stored in headers.items()}, config)
 
 
 def read_peft_headers(folder: Path) -> tuple[dict[str, Stored], dict[str, Any]]:

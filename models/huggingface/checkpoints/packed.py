@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.huggingface.checkpoints.safetensors import Stored
-from models.huggingface.packing import Packing
+from models.huggingface.packing import TensorPacking
 from models.huggingface.rows import ConversionError, Piece
 
 BLOCKS, SCALES, FACTORS = "_blocks", "_scales", "_scale_inv"
@@ -25,7 +25,7 @@ _BIAS, _NAN = 127, 255  # of e8m0
 _MX_BLOCK = 32
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A tensor of a checkpoint: plain (`Stored`) or packed."""
 
     @property
@@ -66,7 +66,7 @@ class Source(Protocol):
         ...
 
 
-def read_piece(source: Source, piece: Piece, first: int, last: int) -> np.ndarray:
+def read_piece(source: TensorSource, piece: Piece, first: int, last: int) -> np.ndarray:
     """Return indices of the first stored axis of a piece, with the axes in the order in which they are stored."""
     return piece.of_rows(source.rows(*piece.spanned(source.shape[0], first, last)), first, last)
 
@@ -171,7 +171,7 @@ class Mxfp4Matrices(Packed):
         return pairs.view(jnp.bfloat16).reshape(last - first, *self.shape[1:])
 
 
-def unpacked(tensors: Mapping[str, Stored], packing: Packing) -> dict[str, Source]:
+def unpacked(tensors: Mapping[str, Stored], packing: TensorPacking) -> dict[str, TensorSource]:
     """Return the tensors of a checkpoint with packed ones and their scales joined.
 
     Raises:

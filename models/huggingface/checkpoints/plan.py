@@ -10,15 +10,15 @@ import xxhash
 
 from axlearn_like.checkpoint.chunks import CHUNK_BYTES, Layout
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
-from models.huggingface.checkpoints.packed import Source, read_piece
+from models.huggingface.checkpoints.packed import TensorSource, read_piece
 from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import Piece
 
 
-class Part(NamedTuple):
+class PieceRows(NamedTuple):
     """Rows of one tensor's piece, in the order in which they are stored, and where they begin in the chunk."""
 
-    source: Source
+    source: TensorSource
     piece: Piece
     rows: range
     place: int
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
     parameter: str
     name: str
-    parts: list[Part]
+    parts: list[PieceRows]
 
 
 class ImportPlan(NamedTuple):
@@ -76,14 +76,14 @@ def manifest_name(parameter: str) -> str:
     return parameter.replace(".", "/")
 
 
-def _add(chunks: dict[tuple[str, str], Chunk], key: str, layout: Layout, stored: Source, piece: Piece) -> None:
+def _add(chunks: dict[tuple[str, str], Chunk], key: str, layout: Layout, stored: TensorSource, piece: Piece) -> None:
     """Add the rows of a piece to the chunks that they are in."""
     count = piece.apart[0]
     for first in range(0, count, layout.rows):
         rows = range(first, min(first + layout.rows, count))
         name, place = layout.position(piece.index, first)
         chunk = chunks.setdefault((key, name), Chunk(key, name, []))
-        chunk.parts.append(Part(stored, piece, rows, place))
+        chunk.parts.append(PieceRows(stored, piece, rows, place))
 
 
 def _place(chunk: Chunk) -> tuple[str, int]:

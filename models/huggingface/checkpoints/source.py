@@ -12,7 +12,7 @@ from axlearn_like.checkpoint.reader import check_params, restore_params, saved_m
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.parameter_names import path_name
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
-from models.huggingface.checkpoints.packed import Source, read_piece
+from models.huggingface.checkpoints.packed import TensorSource, read_piece
 from models.huggingface.checkpoints.plan import manifest_name
 from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import Piece
@@ -44,7 +44,7 @@ class HuggingFaceReader(Configurable):
         directory = HuggingFaceDirectory.open(self._path)
         self._check(directory, abstract_params)
         directory.check_copies()
-        sources: dict[str, list[tuple[Piece, Source]]] = {}
+        sources: dict[str, list[tuple[Piece, TensorSource]]] = {}
         for name, tensor in directory.expected.items():
             for piece in tensor.pieces:
                 sources.setdefault(piece.parameter, []).append((piece, directory.tensors[name]))
@@ -100,7 +100,7 @@ class ImportedReader(Configurable):
         return jax.tree_util.tree_map_with_path(leaf, wanted)
 
 
-def _array(leaf: Any, sources: list[tuple[Piece, Source]]) -> jax.Array:
+def _array(leaf: Any, sources: list[tuple[Piece, TensorSource]]) -> jax.Array:
     """Return one parameter; host memory is taken for one device's part of it at a time."""
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
 
@@ -122,7 +122,7 @@ def _array(leaf: Any, sources: list[tuple[Piece, Source]]) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, part)
 
 
-def _copy(out: np.ndarray, source: Source, piece: Piece, where: list[slice]) -> None:
+def _copy(out: np.ndarray, source: TensorSource, piece: Piece, where: list[slice]) -> None:
     """Copy and cast a part of a piece into a view with other strides."""
     rows, *others = where
     for row in range(rows.start, rows.stop, _ROWS):

@@ -14,13 +14,13 @@ from rl.parameter_server.index_ranges import IndexRange, covering, describe, sha
 from rl.parameter_server.manifest import Manifest
 from rl.parameter_server.store.buffer_pool import BUFFERS
 from rl.parameter_server.store.shard_server import ReadOptions, ReadReply, ShardId, ShardReader, view
-from rl.parameter_server.transport.shared_memory import Segment, SegmentGone
+from rl.parameter_server.transport.shared_memory import SegmentGone, SharedSegment
 
 _BATCH = 16 << 20  # decoded bytes per request, or one index range if it is larger
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class HeldPart:
     """Part of a wanted index range (`outer`) that one server holds."""
 
     tensor: str
@@ -59,10 +59,10 @@ class PullStats:
 
 def parts_by_server(
     manifest: Manifest, wanted: Sequence[ShardId], dtypes: Mapping[str, np.dtype[Any]]
-) -> dict[int, list[Part]]:
+) -> dict[int, list[HeldPart]]:
     """Cut index ranges where the trainer's shards end, and group them by the shard server that holds them."""
     shards = manifest.shards_by_tensor()
-    parts: dict[int, list[Part]] = {}
+    parts: dict[int, list[HeldPart]] = {}
     plans: dict[tuple[Any, ...], list[tuple[IndexRange, int]]] = {}  # shared by tensors of one shape and sharding
     for tensor, index_range in wanted:
         held = {shard.index_range: shard.server for shard in shards[tensor]}
@@ -73,7 +73,7 @@ def parts_by_server(
                 for part in covering(index_range, list(held)) or [index_range]
             ]
         for part, server in plans[name]:
-            parts.setdefault(server, []).append(Part(tensor, part, index_range, dtypes[tensor]))
+            parts.setdefault(server, []).append(HeldPart(tensor, part, index_range, dtypes[tensor]))
     return parts
 
 
@@ -85,7 +85,7 @@ class Fetch:
         key: int,
         options: ReadOptions,
         bases: Mapping[ShardId, np.ndarray],
-        segments: dict[str, Segment],
+        segments: dict[str, SharedSegment],
         stats: PullStats,
     ):
         """Start a fetch; `bases`: local arrays of the version `options.base`; `segments`: those mapped so far."""
@@ -95,7 +95,7 @@ class Fetch:
         self.index_ranges: dict[ShardId, np.ndarray] = {}
         self.mapped: set[str] = set()  # names of segments in use
 
-    def read(self, server: ShardReader, parts: Sequence[Part]) -> None:
+    def read(self, server: ShardReader, parts: Sequence[HeldPart]) -> None:
         """Read these parts from one server.
 
         Raises:
@@ -117,21 +117,21 @@ class Fetch:
                     array = self._decode(part, answer)
                 self._put(part, target, array)
 
-    def _target(self, part: Part) -> np.ndarray | None:
+    def _target(self, part: HeldPart) -> np.ndarray | None:
         """Return the contiguous memory for a part within its index range; None if there is none, or it is all of it."""
         if part.index_range == part.outer:
             return None
         place = self._place(part)
         return place if place.flags.c_contiguous else None
 
-    def _place(self, part: Part) -> np.ndarray:
+    def _place(self, part: HeldPart) -> np.ndarray:
         with self._lock:
             name = (part.tensor, part.outer)
             if name not in self.index_ranges:
                 self.index_ranges[name] = BUFFERS.empty(shape_of(part.outer), part.dtype)
             return self.index_ranges[name][(*slices(part.index_range, part.outer), ...)]
 
-    def _put(self, part: Part, target: np.ndarray | None, array: np.ndarray) -> None:
+    def _put(self, part: HeldPart, target: np.ndarray | None, array: np.ndarray) -> None:
         with self._lock:
             self._stats.read += array.nbytes
             if part.index_range == part.outer:
@@ -140,7 +140,7 @@ class Fetch:
         if target is None or not np.may_share_memory(target, array):
             np.copyto(self._place(part), array)
 
-    def _decode(self, part: Part, answer: ReadReply) -> np.ndarray:
+    def _decode(self, part: HeldPart, answer: ReadReply) -> np.ndarray:
         if answer.location is not None:
             return self._map(part, *answer.location)
         codec, shape = get_codec(answer.codec), shape_of(part.index_range)
@@ -166,16 +166,16 @@ class Fetch:
             raise self._damaged(part)
         return array
 
-    def _map(self, part: Part, name: str, offset: int) -> np.ndarray:
+    def _map(self, part: HeldPart, name: str, offset: int) -> np.ndarray:
         with self._lock:
             segment = self._segments.get(name)
             if segment is None:
-                segment = self._segments[name] = Segment.attach(name)
+                segment = self._segments[name] = SharedSegment.attach(name)
             self.mapped.add(name)
             self._stats.mapped += part.nbytes
         return view(segment.buffer, offset, part.index_range, part.dtype.name)
 
-    def _damaged(self, part: Part) -> "_Damaged":
+    def _damaged(self, part: HeldPart) -> "_Damaged":
         return _Damaged(f"{part.tensor}{describe(part.index_range)}: damaged in transit (digests differ)")
 
 
@@ -183,8 +183,8 @@ class _Damaged(WeightsError):
     pass
 
 
-def _batches(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    batch: list[Part] = []
+def _batches(parts: Sequence[HeldPart]) -> Iterator[list[HeldPart]]:
+    batch: list[HeldPart] = []
     size = 0
     for part in parts:
         if batch and size + part.nbytes > _BATCH:

@@ -22,9 +22,9 @@ from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.fingerprint import digest_of, fingerprints
 from rl.parameter_server.index_ranges import needed_index_ranges
 from rl.parameter_server.manifest import Manifest
-from rl.parameter_server.pull.fetch import Fetch, Part, PullStats, parts_by_server
+from rl.parameter_server.pull.fetch import Fetch, HeldPart, PullStats, parts_by_server
 from rl.parameter_server.store.shard_server import LocalShardServer, ReadOptions, ShardId, ShardReader
-from rl.parameter_server.transport.shared_memory import Segment, host_identity
+from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
 
 _PAUSE = 0.2  # seconds between attempts
 
@@ -113,7 +113,7 @@ class Receiver:
         )
         self._frozen: dict[ShardId, np.ndarray] = {}  # of the version pulled last
         self._frozen_marks: dict[str, str] = {}  # fingerprints of their tensors
-        self._segments: dict[str, Segment] = {}
+        self._segments: dict[str, SharedSegment] = {}
         self.stats = PullStats()  # of the last pull
 
     @property
@@ -233,7 +233,7 @@ class Receiver:
         peer: Peer,
     ) -> None:
         """Read from the source that the directory assigns; if it fails, from the next. `held` is offered too."""
-        parts = [Part(tensor, index_range, index_range, self._dtypes[tensor]) for tensor, index_range in wanted]
+        parts = [HeldPart(tensor, index_range, index_range, self._dtypes[tensor]) for tensor, index_range in wanted]
         while True:
             left = end - time.monotonic()
             granted = self.directory.grant(peer.name, peer.endpoint, self._shard_set, manifest.version, max(0.0, left))
@@ -263,7 +263,7 @@ class Receiver:
         peer.shard_server.store.add(manifest.key, [(*name, array) for name, array in index_ranges.items()])
         peer.shard_server.keep({manifest.key, *before})
 
-    def _read_all(self, work: Sequence[tuple[ShardReader, Sequence[Part]]], fetch: Fetch) -> None:
+    def _read_all(self, work: Sequence[tuple[ShardReader, Sequence[HeldPart]]], fetch: Fetch) -> None:
         shares = [(server, parts[n :: self._streams]) for server, parts in work for n in range(self._streams)]
         for done in [self._threads.submit(fetch.read, server, share) for server, share in shares if share]:
             done.result()

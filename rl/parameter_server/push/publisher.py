@@ -18,7 +18,7 @@ from rl.parameter_server.fingerprint import begin_fingerprints, digest_of
 from rl.parameter_server.manifest import Commit, Shard
 from rl.parameter_server.push.snapshot import HostShard, Snapshot, take
 from rl.parameter_server.store.shard_server import ShardId, ShardServer
-from rl.parameter_server.transport.shared_memory import Segment, host_identity
+from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
 
 _ATTEMPTS = 5  # to publish one version; a restart of the server aborts one
 _COMMIT_TIMEOUT = 600.0  # seconds to wait for the other processes of the trainer
@@ -194,7 +194,7 @@ class Publisher:
 
     def _give(self, server: ShardServer, key: int, shards: Sequence[HostShard]) -> dict[ShardId, str]:
         """Let a server on this host map the memory of shards. Return their digests, or {} if it cannot."""
-        by_memory: dict[Segment, list[HostShard]] = {}
+        by_memory: dict[SharedSegment, list[HostShard]] = {}
         for shard in shards:
             if shard.memory is None:
                 return {}

@@ -29,7 +29,7 @@ from rl.parameter_server.index_ranges import (
 )
 from rl.parameter_server.manifest import TensorSpec
 from rl.parameter_server.store.buffer_pool import ALIGNMENT, BUFFERS
-from rl.parameter_server.transport.shared_memory import Segment
+from rl.parameter_server.transport.shared_memory import SharedSegment
 
 _COPIES = 4  # concurrent copies
 
@@ -42,7 +42,7 @@ class HostShard:
     index_range: IndexRange
     nbytes: int
     offset: int  # in its memory
-    kept: Future[tuple[Segment | None, np.ndarray]]  # the memory, shared by the shards that were copied with it
+    kept: Future[tuple[SharedSegment | None, np.ndarray]]  # the memory, shared by the shards that were copied with it
     copy: Future[np.ndarray]
 
     @property
@@ -51,7 +51,7 @@ class HostShard:
         return self.copy.result()
 
     @property
-    def memory(self) -> Segment | None:
+    def memory(self) -> SharedSegment | None:
         """Return the shared memory that it lies in, or None if that is private."""
         return self.kept.result()[0]
 
@@ -170,7 +170,7 @@ def _copy(
         offsets.append(end)
         end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
 
-    def memory() -> tuple[Segment | None, np.ndarray]:
+    def memory() -> tuple[SharedSegment | None, np.ndarray]:
         segment = _segment(end) if shared and end else None
         return segment, BUFFERS.empty((end,), np.uint8) if segment is None else segment.buffer
 
@@ -190,9 +190,9 @@ def _copy(
     )
 
 
-def _segment(nbytes: int) -> Segment | None:
+def _segment(nbytes: int) -> SharedSegment | None:
     try:
-        return Segment.create(nbytes)
+        return SharedSegment.create(nbytes)
     except UserError:
         return None  # the data goes over the socket then
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rl.parameter_server.fingerprint import as_bytes
-from rl.parameter_server.transport.shared_memory import Segment
+from rl.parameter_server.transport.shared_memory import SharedSegment
 
 
 class _Owned:
@@ -33,7 +33,7 @@ def address_of(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-def lies_in(array: np.ndarray, segment: Segment) -> bool:
+def lies_in(array: np.ndarray, segment: SharedSegment) -> bool:
     """Return True if the array's memory is a part of the segment; False for an empty array."""
     start = address_of(array) - address_of(segment.buffer)
     return array.size > 0 and 0 <= start <= segment.nbytes - array.nbytes

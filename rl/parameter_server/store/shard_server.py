@@ -19,7 +19,7 @@ from rl.parameter_server.fingerprint import digest_of
 from rl.parameter_server.index_ranges import IndexRange
 from rl.parameter_server.store.offload import OffloadStore
 from rl.parameter_server.store.shard_store import ShardStore
-from rl.parameter_server.transport.shared_memory import Segment, host_identity
+from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
 
 type ShardId = tuple[str, IndexRange]  # tensor, index range
 type ShardData = tuple[str, IndexRange, np.ndarray, str]  # tensor, index range, array, digest
@@ -114,7 +114,7 @@ class LocalShardServer:
 
     def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None:
         """Store shards (tensor, index range, dtype, offset, digest) that lie in shared memory, without a copy."""
-        memory = Segment.attach(segment)
+        memory = SharedSegment.attach(segment)
         arrays = [
             (tensor, index_range, view(memory.buffer, offset, index_range, dtype), digest)
             for tensor, index_range, dtype, offset, digest in shards
@@ -170,7 +170,7 @@ class LocalShardServer:
         same_host = options.host == host_identity()
         return [self._answer(key, tensor, index_range, options, same_host) for tensor, index_range in wanted]
 
-    def _add(self, key: int, shards: Sequence[ShardData], memory: Segment | None = None) -> None:
+    def _add(self, key: int, shards: Sequence[ShardData], memory: SharedSegment | None = None) -> None:
         """Store shards whose digests are verified."""
         arrays, digests = [shard[:3] for shard in shards], [digest for *_, digest in shards]
         self.store.add(key, arrays, keep_alive=memory, digests=digests)

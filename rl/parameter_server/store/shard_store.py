@@ -15,7 +15,7 @@ from rl.parameter_server.fingerprint import as_bytes, digest_of
 from rl.parameter_server.index_ranges import IndexRange, shape_of
 from rl.parameter_server.store.arrays import address_of, lies_in, read_only
 from rl.parameter_server.store.stored_version import StoredShard, StoredVersion, shard_name
-from rl.parameter_server.transport.shared_memory import Segment
+from rl.parameter_server.transport.shared_memory import SharedSegment
 
 
 class Location(NamedTuple):
@@ -49,8 +49,8 @@ class ShardStore:
             version: the version's number.
             shards: tensor, index range, and the array of that part. Contiguous arrays are kept without a copy, and the
                 caller must not change them any more. A shard that is held already must have the same bytes.
-            keep_alive: owner of the arrays' memory, released after the last reader of any of them. If it is a `Segment`
-                created by this process, the store takes ownership: it is unlinked when none of its shards is held any
+            keep_alive: owner of the arrays' memory, released after the last reader of any of them. A `SharedSegment`
+                created by this process passes to the store: it is unlinked when none of its shards is held any
                 more (immediately, if all of them were held before).
             digests: of the shards, in order, if the caller has computed them.
 
@@ -58,7 +58,7 @@ class ShardStore:
             WeightsError: the shape is not that of the index range, the dtype not that of the tensor's other shards, or
                 the bytes are not those of the same shard that is held.
         """
-        segment = keep_alive if isinstance(keep_alive, Segment) else None
+        segment = keep_alive if isinstance(keep_alive, SharedSegment) else None
         arriving: dict[tuple[str, IndexRange], StoredShard] = {}
         for tensor, index_range, array in shards:
             name = shard_name(version, tensor, index_range)
@@ -185,7 +185,7 @@ class ShardStore:
             if name not in after:
                 segment.unlink()
 
-    def _segments(self) -> dict[str, Segment]:
+    def _segments(self) -> dict[str, SharedSegment]:
         return {name: segment for entry in self._versions.values() for name, segment in entry.segments.items()}
 
 

@@ -14,7 +14,7 @@ from mesh import UserError, did_you_mean
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.index_ranges import IndexRange, covering, describe, shape_of, slices, volume, within
 from rl.parameter_server.store.arrays import as_unsigned, read_only
-from rl.parameter_server.transport.shared_memory import Segment
+from rl.parameter_server.transport.shared_memory import SharedSegment
 
 # Between these numpy and XLA agree to the bit, NaN included. To float16 they give NaN different payloads.
 _CONVERTIBLE = ("bfloat16", "float32")
@@ -24,7 +24,7 @@ class StoredShard(NamedTuple):
     """Shard in memory."""
 
     array: np.ndarray  # read-only, C-contiguous
-    segment: Segment | None  # the shared memory that holds it
+    segment: SharedSegment | None  # the shared memory that holds it
 
 
 class StoredVersion:
@@ -33,11 +33,11 @@ class StoredVersion:
     def __init__(self, number: int) -> None:
         self.number = number
         self.tensors: dict[str, dict[IndexRange, StoredShard]] = {}
-        self.segments: dict[str, Segment] = {}
+        self.segments: dict[str, SharedSegment] = {}
         self.conversions: ComputeOnce[StoredShard] = ComputeOnce()
         # Buffer slots for conversions in shared memory.
         self._slots: dict[tuple[str, IndexRange, str], StoredShard | None] = {}
-        self._slot_segments: list[Segment] = []
+        self._slot_segments: list[SharedSegment] = []
         self._withdrawn = False
         self._slots_lock = threading.Lock()
         self.digests: ComputeOnce[str] = ComputeOnce()
@@ -156,7 +156,7 @@ class StoredVersion:
                 *starts, end = itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
                 segment = None
                 with contextlib.suppress(UserError):
-                    segment = Segment.create(end)
+                    segment = SharedSegment.create(end)
                     self._slot_segments.append(segment)
                     if self._withdrawn:
                         segment.unlink()

@@ -37,7 +37,7 @@ class SegmentGone(VersionGone, FileNotFoundError):
     """The segment of this name does not exist (any more)."""
 
 
-class Segment:
+class SharedSegment:
     """Shared memory. `create` it or `attach` to it; the memory lives while any process maps it.
 
     Attributes:

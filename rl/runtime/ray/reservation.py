@@ -74,7 +74,7 @@ class Reservation:
         cls,
         requests: Mapping[str, RoleRequest],
         names: Mapping[str, Sequence[str]],
-        wait: "Wait",
+        wait: "DeviceWait",
     ) -> Self:
         """Reserve all devices, and return when all are there.
 
@@ -111,7 +111,7 @@ class Reservation:
             remove_placement_group(group)
         self._slots, self._groups, self._slices = {}, [], []
 
-    def _reserve(self, request: RoleRequest, names: Sequence[str], wait: "Wait") -> list[Any]:
+    def _reserve(self, request: RoleRequest, names: Sequence[str], wait: "DeviceWait") -> list[Any]:
         """Ask for the devices of a role; returns the placement groups, which are there when all of them are."""
         groups: list[Any] = []
         for first in range(0, len(names), request.processes):
@@ -138,7 +138,7 @@ class Reservation:
         self._groups.append(group)
         return group
 
-    def _reserve_slices(self, request: RoleRequest, wait: "Wait") -> Any:
+    def _reserve_slices(self, request: RoleRequest, wait: "DeviceWait") -> Any:
         """Reserve complete slices; bundle i is host i of its slice, and the hosts of the first slice come first."""
         assert request.topology is not None
         if request.topology.generation.described:
@@ -171,7 +171,7 @@ class Reservation:
         self._slices += found
         return found[0].placement_group
 
-    def _reserve_described(self, request: RoleRequest, wait: "Wait") -> Any:
+    def _reserve_described(self, request: RoleRequest, wait: "DeviceWait") -> Any:
         """Reserve slices of a described generation by the labels of their machines; bundle i is host i."""
         free: list[str] = []
 
@@ -199,7 +199,7 @@ def _turn(request: RoleRequest) -> tuple[int, bool, float]:
     return -request.hosts_per_slice, request.kind == "GPU" and request.model is None, -request.each
 
 
-class Wait:
+class DeviceWait:
     """The wait for devices that others use: reported, limited, and ended by `stop`."""
 
     def __init__(

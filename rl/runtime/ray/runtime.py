@@ -19,7 +19,7 @@ from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.orphans import end_orphans
 from rl.runtime.ray.preflight import check_reachable
 from rl.runtime.ray.proxies import trainer_names, worker_names
-from rl.runtime.ray.reservation import Reservation, Stopped, Wait, refuse_accelerators
+from rl.runtime.ray.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session, session_folder
 from rl.runtime.ray.supervisor import MAX_DEATHS, Supervisor
 from rl.training.warm_start import latest_step, open_warm_start
@@ -129,7 +129,7 @@ def _reserve(
     if not own:
         refuse_accelerators(requests)
     names = {"trainer": trainer_names(cfg), "worker": worker_names(cfg)}
-    wait = Wait(cfg.timeouts, say, EventLog(run.events_path), stop, health.check)
+    wait = DeviceWait(cfg.timeouts, say, EventLog(run.events_path), stop, health.check)
     return Reservation.make(requests, names, wait)
 
 

@@ -13,25 +13,25 @@ from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.parameter_names import merged
 from axlearn_like.layers.wrappers.lora import LoRA
-from models.huggingface.adapters import Adapter, from_peft, to_peft
+from models.huggingface.adapters import PeftAdapter, from_peft, to_peft
 from models.huggingface.convert import from_huggingface
 from models.huggingface.rows import ConversionError
 from tests.models.huggingface.test_convert import GOLDEN, load
 
 
 @pytest.fixture(scope="module", params=["peft_llama", "peft_dora"])
-def golden(request: pytest.FixtureRequest) -> tuple[Adapter, dict[str, np.ndarray]]:
+def golden(request: pytest.FixtureRequest) -> tuple[PeftAdapter, dict[str, np.ndarray]]:
     """Return the adapter by PEFT, and tokens and logits."""
     return load_adapter(request.param)
 
 
-def load_adapter(name: str) -> tuple[Adapter, dict[str, np.ndarray]]:
+def load_adapter(name: str) -> tuple[PeftAdapter, dict[str, np.ndarray]]:
     """Return an adapter by PEFT, and tokens and logits."""
     with np.load(GOLDEN / f"{name}.npz") as file:
         arrays = {key: file[key] for key in file.files}
     config = json.loads(str(arrays.pop("config")))
     tensors = {key.removeprefix("weights/"): arrays.pop(key) for key in list(arrays) if "/" in key}
-    return Adapter(tensors, config), arrays
+    return PeftAdapter(tensors, config), arrays
 
 
 def wrapped(plain: Any, cfg: Any) -> Any:
@@ -72,16 +72,16 @@ def test_what_is_not_computed_here_is_refused_by_name():
     (tensors, config), _ = load_adapter("peft_llama")
     cfg = load("llama_untied")[0]
     with pytest.raises(ConversionError, match="adapter_config.json: bias is 'all'; expected 'none'"):
-        from_peft(Adapter(tensors, {**config, "bias": "all"}), cfg)
+        from_peft(PeftAdapter(tensors, {**config, "bias": "all"}), cfg)
     with pytest.raises(ConversionError, match="missing: .*lora_magnitude_vector"):
-        from_peft(Adapter(tensors, {**config, "use_dora": True}), cfg)
+        from_peft(PeftAdapter(tensors, {**config, "use_dora": True}), cfg)
     name = next(iter(tensors))
     with pytest.raises(ConversionError, match="missing: .*lora_"):
-        from_peft(Adapter({key: value for key, value in tensors.items() if key != name}, config), cfg)
+        from_peft(PeftAdapter({key: value for key, value in tensors.items() if key != name}, config), cfg)
     other = name.replace("layers.0", "layers.9")
     with pytest.raises(ConversionError, match="unknown: .*layers.9"):
-        from_peft(Adapter({**tensors, other: tensors[name]}, config), cfg)
+        from_peft(PeftAdapter({**tensors, other: tensors[name]}, config), cfg)
     with pytest.raises(ConversionError, match=r"is \(2, 2\); expected"):
-        from_peft(Adapter({**tensors, name: np.zeros((2, 2), np.float32)}, config), cfg)
+        from_peft(PeftAdapter({**tensors, name: np.zeros((2, 2), np.float32)}, config), cfg)
     with pytest.raises(ConversionError, match="no LoRA layers"):
         to_peft({}, cfg)

@@ -9,15 +9,15 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from rl.roles.messages import FinishReason, Prompt, Rollout
 from rl.rollout.request import Request
 from rl.serving.answers import Answer
-from rl.serving.request import Generation
+from rl.serving.request import GenerationJob
 from tests.rl.serving.running import TOKENIZER
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def generation(*, stream: bool) -> Generation:
+def generation(*, stream: bool) -> GenerationJob:
     request = Request(Prompt(0, "served", np.arange(3, dtype=np.int32)))
-    return Generation((request,), True, stream, False, False, False, (), "m", tools=("add",), call_style="tagged")
+    return GenerationJob((request,), True, stream, False, False, False, (), "m", tools=("add",), call_style="tagged")
 
 
 def rollout(text: str, reason: FinishReason = "stop") -> Rollout:

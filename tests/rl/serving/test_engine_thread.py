@@ -11,7 +11,7 @@ import pytest
 from mesh import UserError
 from rl.roles.messages import Rollout
 from rl.rollout.request import Request
-from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Stream, Tokens
+from rl.serving.engine_thread import Done, EngineThread, Event, Failed, NewTokens, Stream
 from rl.serving.errors import ApiError
 from tests.rl.serving.running import as_prompt, eventually, make_engine, make_params
 
@@ -62,7 +62,9 @@ def test_tokens_arrive_in_pieces_that_make_the_engines_rollouts(thread: EngineTh
     assert all(same(a, b) for a, b in zip([*done[0], *done[1]], expected, strict=True))
     for index, rollouts in done.items():
         for rollout in rollouts:
-            pieces = [e for e in events if isinstance(e, Tokens) and (e.index, e.sample) == (index, rollout.sample_id)]
+            pieces = [
+                e for e in events if isinstance(e, NewTokens) and (e.index, e.sample) == (index, rollout.sample_id)
+            ]
             assert np.concatenate([piece.tokens for piece in pieces]).tolist() == rollout.tokens.tolist()
             assert np.concatenate([piece.logprobs for piece in pieces]).tolist() == rollout.logprobs.tolist()
 

@@ -18,7 +18,7 @@ from rl.serving.chat_template import ChatTemplate
 from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError
 from rl.serving.prompts import prompt_id
-from rl.serving.request import Generation, parse
+from rl.serving.request import GenerationJob, parse
 from rl.tasks.mixture import encode_prompt
 from tests.axlearn_like.tokenizers.golden_files import CONVERSATIONS, rendered, tokenizer
 from tests.rl.serving.running import TOKENIZER
@@ -38,11 +38,11 @@ PROMPT: dict[str, Any] = {"model": "tiny", "prompt": "hello"}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "2+2?"}]}
 
 
-def completion(**fields: Any) -> Generation:
+def completion(**fields: Any) -> GenerationJob:
     return parse(PROMPT | fields, SERVED, chat=False)
 
 
-def chat(**fields: Any) -> Generation:
+def chat(**fields: Any) -> GenerationJob:
     return parse(CHAT | fields, SERVED, chat=True)
 
 

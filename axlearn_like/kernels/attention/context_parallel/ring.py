@@ -22,7 +22,7 @@ DIAGONAL, WHOLE = "diagonal", "whole"  # a block that is causal within itself; o
 ALL = slice(None)
 
 
-class Blocks(Protocol):
+class BlockKernel(Protocol):
     """A kernel for one block. Segments and places are pairs: of queries [b, t], [t] and of keys [b, s], [s]."""
 
     def forward(
@@ -83,7 +83,7 @@ def on_one_device(
 class _Ring:
     """The walk around the ring; `mine` and `theirs` are (segments [b, t], places [t])."""
 
-    def __init__(self, signature: AttentionSignature, blocks: Blocks):
+    def __init__(self, signature: AttentionSignature, blocks: BlockKernel):
         self.signature, self.blocks = signature, blocks
 
     def next[T](self, tree: T) -> T:

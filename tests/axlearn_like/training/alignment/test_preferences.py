@@ -13,7 +13,7 @@ from axlearn_like.config import ConfigError
 from axlearn_like.input import UnpairedInput
 from axlearn_like.layers.base import bind
 from axlearn_like.training.alignment.kto import KTO
-from axlearn_like.training.alignment.preferences import DPO, IPO, ORPO, SimPO, Sums, log_odds
+from axlearn_like.training.alignment.preferences import DPO, IPO, ORPO, PairSums, SimPO, log_odds
 from axlearn_like.training.alignment.reference import FrozenCopy
 from axlearn_like.training.alignment.scoring import Scoring
 from tests.axlearn_like.layers.small import initialise, small_decoder
@@ -113,7 +113,7 @@ def of_pairs() -> dict[str, Any]:
 
     def losses(cfg: Any, chosen: jax.Array, rejected: jax.Array) -> tuple[jax.Array, jax.Array]:
         counts = tokens.astype(np.float32)
-        sides = Sums(chosen, sums[2], counts[0]), Sums(rejected, sums[3], counts[1])
+        sides = PairSums(chosen, sums[2], counts[0]), PairSums(rejected, sums[3], counts[1])
         judged = cfg.build().of_pairs(*sides)
         return jnp.sum(judged.loss), judged.loss
 

@@ -10,7 +10,7 @@ from rl.parameter_server.client import connect_local
 from rl.parameter_server.push.publisher import Publisher
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.buffer_pool import BufferPool
-from rl.parameter_server.transport.shared_memory import Segment
+from rl.parameter_server.transport.shared_memory import SharedSegment
 from tests.rl.parameter_server.small import host, pull
 
 
@@ -30,7 +30,7 @@ def test_a_copy_that_fails_ends_the_push(server: ParameterServer, shared: bool, 
     def fail(*_: object) -> None:
         raise MemoryError("no room on the host")
 
-    monkeypatch.setattr(Segment if shared else BufferPool, "write" if shared else "empty", fail)
+    monkeypatch.setattr(SharedSegment if shared else BufferPool, "write" if shared else "empty", fail)
     publisher = Publisher(connect_local(server).directory, [server.shard_server], shared_memory=shared)
     push = publisher.publish_async(params(), 0)
     for wait in (push.wait, push.snapshot):

@@ -10,7 +10,7 @@ from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.fingerprint import as_bytes, digest_of
 from rl.parameter_server.store.shard_server import LocalShardServer, ReadOptions
 from rl.parameter_server.store.shard_store import ShardStore
-from rl.parameter_server.transport.shared_memory import Segment, host_identity
+from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
 
 BOX = ((0, 1000), (0, 8))
 BASE = np.random.default_rng(0).standard_normal((1000, 8)).astype(np.float32)
@@ -34,7 +34,7 @@ def test_damaged_shards_are_refused_and_nothing_of_their_request_is_held(shard_s
 
 
 def test_damaged_shared_memory_is_refused(shard_server: LocalShardServer):
-    segment = Segment.create(BASE.nbytes)
+    segment = SharedSegment.create(BASE.nbytes)
     np.copyto(segment.buffer, as_bytes(BASE))
     segment.buffer[17] ^= 1
     with pytest.raises(WeightsError, match="damaged in shared memory"):
@@ -44,7 +44,7 @@ def test_damaged_shared_memory_is_refused(shard_server: LocalShardServer):
     (answer,) = shard_server.read(3, [("w", BOX)], ReadOptions(host=host_identity()))
     assert answer.location is not None and not answer.data
     mapped, offset = answer.location
-    assert np.array_equal(Segment.attach(mapped).buffer[offset:], segment.buffer)
+    assert np.array_equal(SharedSegment.attach(mapped).buffer[offset:], segment.buffer)
 
 
 def test_the_digest_that_was_verified_is_the_one_that_is_given_out(shard_server: LocalShardServer):
@@ -57,7 +57,7 @@ def test_the_digest_that_was_verified_is_the_one_that_is_given_out(shard_server:
 
 
 def test_shards_that_reach_beyond_their_segment_are_refused(shard_server: LocalShardServer):
-    segment = Segment.create(BASE.nbytes)
+    segment = SharedSegment.create(BASE.nbytes)
     with pytest.raises(WeightsError, match="ends before byte"):
         shard_server.adopt(3, segment.name, [("w", BOX, "float32", 64, digest_of(BASE))])
 

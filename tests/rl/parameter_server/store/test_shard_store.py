@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.index_ranges import IndexRange, slices, volume, whole
 from rl.parameter_server.store.shard_store import ShardStore
-from rl.parameter_server.transport.shared_memory import Segment, SegmentGone
+from rl.parameter_server.transport.shared_memory import SegmentGone, SharedSegment
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
@@ -83,7 +83,7 @@ class StoreMachine(RuleBasedStateMachine):
         arrays = [
             self.full[version][name][(*slices(index_range, whole(SHAPES[name])), ...)].copy() for index_range in chosen
         ]
-        segment = Segment.create(4096) if in_segment else None
+        segment = SharedSegment.create(4096) if in_segment else None
         if segment is not None:
             arrays = _placed(segment, arrays)
         self.store.add(
@@ -129,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.digest(version, name, index_range, dtype) == xxhash.xxh3_128_hexdigest(_bytes(expected))
         where = self.store.where(version, name, index_range, dtype)
         if where is not None:
-            memory = Segment.attach(where.segment).buffer[where.offset :][: expected.nbytes]
+            memory = SharedSegment.attach(where.segment).buffer[where.offset :][: expected.nbytes]
             assert _bytes(memory) == _bytes(expected)
 
     @rule(version=st.integers(0, 2))
@@ -162,7 +162,7 @@ StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=2
 TestStoreMachine = StoreMachine.TestCase
 
 
-def _placed(segment: Segment, arrays: list[np.ndarray]) -> list[np.ndarray]:
+def _placed(segment: SharedSegment, arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Place the arrays one after the other in the segment's memory, at multiples of 64."""
     placed, offset = [], 0
     for array in arrays:
@@ -175,7 +175,7 @@ def _placed(segment: Segment, arrays: list[np.ndarray]) -> list[np.ndarray]:
 
 def _exists(name: str) -> bool:
     try:
-        Segment.attach(name)
+        SharedSegment.attach(name)
     except SegmentGone:
         return False
     return True
@@ -291,7 +291,7 @@ def test_memory_goes_when_the_last_reader_is_done() -> None:
 
 
 def test_a_segment_is_unlinked_with_the_last_version_that_lies_in_it() -> None:
-    store, segment = ShardStore(), Segment.create(4096)
+    store, segment = ShardStore(), SharedSegment.create(4096)
     name = segment.name
     first, second = _placed(segment, [np.arange(100, dtype=np.float32), np.arange(50, dtype=np.int32)])
     store.add(1, [("a", ((0, 100),), first)], keep_alive=segment)
@@ -299,7 +299,7 @@ def test_a_segment_is_unlinked_with_the_last_version_that_lies_in_it() -> None:
     where = store.where(2, "b", ((10, 50),))
     assert where == (segment.name, 448 + 40)
     assert where is not None
-    attached = Segment.attach(where.segment).buffer[where.offset :][:160].view(np.int32)
+    attached = SharedSegment.attach(where.segment).buffer[where.offset :][:160].view(np.int32)
     view = store.read(1, "a", ((0, 100),))
     del first, second, segment
     store.drop(1)
@@ -311,7 +311,7 @@ def test_a_segment_is_unlinked_with_the_last_version_that_lies_in_it() -> None:
 
 
 def test_what_does_not_lie_in_the_segment_is_not_said_to() -> None:
-    store, segment = ShardStore(), Segment.create(4096)
+    store, segment = ShardStore(), SharedSegment.create(4096)
     (array,) = _placed(segment, [np.arange(100, dtype=np.float32).reshape(10, 10)])
     transposed, elsewhere = array.T, np.ones(3, np.float32)
     store.add(1, [("t", ((0, 10), (0, 10)), transposed), ("e", ((0, 3),), elsewhere)], keep_alive=segment)
@@ -321,7 +321,7 @@ def test_what_does_not_lie_in_the_segment_is_not_said_to() -> None:
 
 
 def test_a_segment_that_brings_nothing_new_is_unlinked_at_once() -> None:
-    store, segment = ShardStore(), Segment.create(4096)
+    store, segment = ShardStore(), SharedSegment.create(4096)
     (array,) = _placed(segment, [np.arange(100, dtype=np.float32)])
     store.add(1, [("a", ((0, 100),), array.copy())])
     store.add(1, [("a", ((0, 100),), array)], keep_alive=segment)
@@ -330,9 +330,9 @@ def test_a_segment_that_brings_nothing_new_is_unlinked_at_once() -> None:
 
 
 def test_a_segment_of_another_process_goes_when_the_store_lets_it_go() -> None:
-    store, made = ShardStore(), Segment.create(4096)
+    store, made = ShardStore(), SharedSegment.create(4096)
     (array,) = _placed(made, [np.arange(100, dtype=np.float32)])
-    attached = Segment.attach(made.name)
+    attached = SharedSegment.attach(made.name)
     name = attached.name
     view = attached.buffer[:400].view(np.float32)
     store.add(1, [("a", ((0, 100),), view)], keep_alive=attached)
@@ -347,7 +347,7 @@ def test_a_segment_of_another_process_goes_when_the_store_lets_it_go() -> None:
 
 
 def test_conversions_of_what_lies_in_shared_memory_lie_there_too() -> None:
-    store, segment = ShardStore(), Segment.create(4096)
+    store, segment = ShardStore(), SharedSegment.create(4096)
     full = np.random.default_rng(0).standard_normal((10, 30)).astype(np.float32)
     index_ranges: list[IndexRange] = [((0, 3), (0, 30)), ((3, 10), (0, 30))]
     arrays = _placed(segment, [full[:3], full[3:]])
@@ -359,7 +359,7 @@ def test_conversions_of_what_lies_in_shared_memory_lie_there_too() -> None:
     found = [store.where(1, "w", index_range, "bfloat16") for index_range in (*index_ranges, ((4, 6), (0, 30)))]
     for where, (rows, _) in zip(found, (*index_ranges, ((4, 6), (0, 30))), strict=True):
         assert where is not None and where.segment not in ("", segment.name)
-        memory = Segment.attach(where.segment).buffer[where.offset :][: (rows[1] - rows[0]) * 60]
+        memory = SharedSegment.attach(where.segment).buffer[where.offset :][: (rows[1] - rows[0]) * 60]
         assert _bytes(memory) == _bytes(full[slice(*rows)].astype(BFLOAT16))
     (name,) = {where.segment for where in found if where is not None}
     assert store.nbytes() == full.nbytes * 3 // 2
@@ -372,8 +372,8 @@ def test_converts_where_there_is_no_shared_memory_left(checkout: Path) -> None:
     script = """
 import resource, numpy as np
 from rl.parameter_server.store.shard_store import ShardStore
-from rl.parameter_server.transport.shared_memory import Segment, SegmentGone
-store, segment = ShardStore(), Segment.create(1 << 16)
+from rl.parameter_server.transport.shared_memory import SharedSegment, SegmentGone
+store, segment = ShardStore(), SharedSegment.create(1 << 16)
 array = segment.buffer.view(np.float32)
 array[:] = np.arange(1 << 14)
 store.add(1, [("w", ((0, 1 << 14),), array)], keep_alive=segment)
@@ -421,7 +421,7 @@ def test_readers_beside_versions_that_come_and_go() -> None:
     deadline = time.monotonic() + 60
     while not failures and (version < 30 or min(reads) < 20) and time.monotonic() < deadline:
         version += 1
-        full, segment = array_of(version), Segment.create(64 * 96 * 4 + 256)
+        full, segment = array_of(version), SharedSegment.create(64 * 96 * 4 + 256)
         halves: list[IndexRange] = [((0, 40), (0, 96)), ((40, 64), (0, 96))]
         arrays = _placed(segment, [full[0:40], full[40:64]])
         store.add(

@@ -15,13 +15,13 @@ import pytest
 from mesh import UserError
 from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.transport import shared_memory
-from rl.parameter_server.transport.shared_memory import Segment, SegmentGone, free_memory, host_identity
+from rl.parameter_server.transport.shared_memory import SegmentGone, SharedSegment, free_memory, host_identity
 
 ROOT = Path(__file__).parents[4]
 LOOP = """
 import os, sys
 import numpy as np
-from rl.parameter_server.transport.shared_memory import Segment, host_identity
+from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
 for line in sys.stdin:
     exec(line)
     sys.stdout.flush()
@@ -67,11 +67,11 @@ def start() -> Iterator[Callable[[], Other]]:
 
 
 def test_what_one_process_writes_another_reads_in_place(start: Callable[[], Other]):
-    segment = Segment.create(100_000)
+    segment = SharedSegment.create(100_000)
     assert segment.buffer.shape == (100_000,) and segment.buffer.dtype == np.uint8 and not segment.buffer.any()
     assert segment.buffer.ctypes.data % 64 == 0
     other = start()
-    assert other.does(f"s = Segment.attach({segment.name!r}, 100_000); print(s.nbytes)") == "100000"
+    assert other.does(f"s = SharedSegment.attach({segment.name!r}, 100_000); print(s.nbytes)") == "100000"
     segment.buffer[:] = np.arange(100_000, dtype=np.uint8)
     assert other.does("print(int(s.buffer.astype(np.int64).sum()))") == str(int(segment.buffer.astype(np.int64).sum()))
     segment.buffer[7] = 77
@@ -80,140 +80,142 @@ def test_what_one_process_writes_another_reads_in_place(start: Callable[[], Othe
 
 
 def test_its_pages_are_there_before_they_are_touched():
-    segment = Segment.create(1 << 20)
+    segment = SharedSegment.create(1 << 20)
     assert os.fstat(segment._file.fileno()).st_blocks * 512 >= 1 << 20
 
 
 def test_readers_cannot_write():
-    segment = Segment.create(10)
+    segment = SharedSegment.create(10)
     with pytest.raises(ValueError, match="read-only"):
-        Segment.attach(segment.name).buffer[0] = 1
+        SharedSegment.attach(segment.name).buffer[0] = 1
     with pytest.raises(ValueError):
-        Segment.attach(segment.name).buffer.setflags(write=True)
+        SharedSegment.attach(segment.name).buffer.setflags(write=True)
 
 
 def test_what_is_written_is_in_the_buffer():
-    segment = Segment.create(10_000)
+    segment = SharedSegment.create(10_000)
     array = np.arange(1000, dtype=np.float32).reshape(10, 100)
     segment.write(array, 5000)
     segment.write(b"", 10_000)
     segment.write(b"abc")
-    np.testing.assert_array_equal(Segment.attach(segment.name).buffer[5000:9000].view(np.float32), array.reshape(-1))
+    np.testing.assert_array_equal(
+        SharedSegment.attach(segment.name).buffer[5000:9000].view(np.float32), array.reshape(-1)
+    )
     assert bytes(segment.buffer[:5]) == b"abc\0\0" and not segment.buffer[9000:].any()
 
 
 @pytest.mark.parametrize("offset", [-1, 8, 10])
 def test_nothing_is_written_beyond_the_end(offset: int):
-    segment = Segment.create(10)
+    segment = SharedSegment.create(10)
     with pytest.raises(ValueError, match="do not fit into axl-.* of 10"):
         segment.write(b"abc", offset)
     with pytest.raises(ValueError, match="do not fit"):
-        Segment.attach(segment.name).write(b"abc")
+        SharedSegment.attach(segment.name).write(b"abc")
     assert os.fstat(segment._file.fileno()).st_size == 10
 
 
 def test_an_empty_segment():
-    segment = Segment.create(0)
-    assert segment.buffer.shape == Segment.attach(segment.name, 0).buffer.shape == (0,)
+    segment = SharedSegment.create(0)
+    assert segment.buffer.shape == SharedSegment.attach(segment.name, 0).buffer.shape == (0,)
 
 
 def test_unlink_takes_the_name_and_leaves_the_memory():
-    segment = Segment.create(10)
-    reader = Segment.attach(segment.name)
+    segment = SharedSegment.create(10)
+    reader = SharedSegment.attach(segment.name)
     reader.unlink()  # the reader's own name: the maker's stays
-    Segment.attach(segment.name)
+    SharedSegment.attach(segment.name)
     segment.unlink()
     segment.unlink()
     segment.buffer[3] = 5
     assert reader.buffer[3] == 5
     with pytest.raises(SegmentGone, match="is gone") as caught:
-        Segment.attach(segment.name)
+        SharedSegment.attach(segment.name)
     assert isinstance(caught.value, VersionGone) and isinstance(caught.value, FileNotFoundError)
     with pytest.raises(ValueError):
         segment.write(b"x")
 
 
 def test_the_name_goes_with_the_object_and_the_memory_with_its_last_view(start: Callable[[], Other]):
-    segment, other = Segment.create(10), start()
+    segment, other = SharedSegment.create(10), start()
     view, name = segment.buffer[2:], segment.name
-    assert other.does(f"s = Segment.attach({name!r}); print('has it')") == "has it"
+    assert other.does(f"s = SharedSegment.attach({name!r}); print('has it')") == "has it"
     held = other.does("print(s.name)")
     del segment
     gc.collect()
     view[0] = 9
     assert other.does("print(s.buffer[2])") == "9"
     with pytest.raises(SegmentGone):
-        Segment.attach(name)
-    assert Segment.attach(held).buffer[2] == 9
+        SharedSegment.attach(name)
+    assert SharedSegment.attach(held).buffer[2] == 9
     other.ends()
     with pytest.raises(SegmentGone):
-        Segment.attach(held)
+        SharedSegment.attach(held)
 
 
 @pytest.mark.parametrize("how", [None, signal.SIGKILL])
 def test_nothing_is_left_of_a_process_however_it_ends(start: Callable[[], Other], how: int | None):
     folders = [path for path in (Path("/dev/shm"), Path("/tmp")) if path.is_dir()]
     other = start()
-    name = other.does("s = Segment.create(10); s.buffer[0] = 1; print(s.name)")
-    assert Segment.attach(name).buffer[0] == 1
+    name = other.does("s = SharedSegment.create(10); s.buffer[0] = 1; print(s.name)")
+    assert SharedSegment.attach(name).buffer[0] == 1
     assert not [path for folder in folders for path in folder.glob(f"*{other.process.pid}*") if path.name == name]
     other.ends(how)
     gc.collect()
     with pytest.raises(SegmentGone):
-        Segment.attach(name)
+        SharedSegment.attach(name)
 
 
 def test_what_a_killed_maker_has_left_stays_while_it_is_used(start: Callable[[], Other]):
     """The parameter server goes on giving out what a trainer that is dead has pushed."""
     killed, reader = start(), start()
-    adopted = Segment.attach(killed.does("s = Segment.create(10); s.buffer[0] = 1; print(s.name)"))
+    adopted = SharedSegment.attach(killed.does("s = SharedSegment.create(10); s.buffer[0] = 1; print(s.name)"))
     killed.ends(signal.SIGKILL)
-    assert reader.does(f"s = Segment.attach({adopted.name!r}); print(s.buffer[0])") == "1"
+    assert reader.does(f"s = SharedSegment.attach({adopted.name!r}); print(s.buffer[0])") == "1"
 
 
 def test_a_fork_that_ends_takes_nothing_along(start: Callable[[], Other]):
     other = start()
-    name = other.does("s = Segment.create(10); print(s.name)")
+    name = other.does("s = SharedSegment.create(10); print(s.name)")
     fork = "child = os.fork(); child or (globals().pop('s'), os._exit(0)); print(os.waitpid(child, 0)[1])"
     assert other.does(fork) == "0"
-    assert Segment.attach(name).buffer.size == 10
+    assert SharedSegment.attach(name).buffer.size == 10
 
 
 @pytest.mark.parametrize("name", ["", "../etc/passwd", "axl-1-2", "axl-1-2-3/..", "axl-self-0-1", "other"])
 def test_only_names_of_segments_are_opened(name: str):
     with pytest.raises(WeightsError, match="is no name of a shared memory segment"):
-        Segment.attach(name)
+        SharedSegment.attach(name)
 
 
 def test_nothing_but_a_segment_is_opened(tmp_path: Path):
     """Another file of this process, and another segment that has got the number of one that is gone."""
-    segment = Segment.create(10)
+    segment = SharedSegment.create(10)
     with open(tmp_path / "private", "w+") as other:
         name = f"axl-{os.getpid()}-{other.fileno()}-{os.fstat(other.fileno()).st_ino}"
         with pytest.raises(SegmentGone, match="holds something else"):
-            Segment.attach(name)
+            SharedSegment.attach(name)
     descriptor, inode = segment.name.split("-")[2:]
     with pytest.raises(SegmentGone, match="holds another one"):
-        Segment.attach(f"axl-{os.getpid()}-{descriptor}-{int(inode) + 1}")
+        SharedSegment.attach(f"axl-{os.getpid()}-{descriptor}-{int(inode) + 1}")
 
 
 def test_what_others_may_read_is_refused():
-    segment = Segment.create(10)
+    segment = SharedSegment.create(10)
     os.fchmod(segment._file.fileno(), 0o644)
     with pytest.raises(WeightsError, match="is not of mode 0600"):
-        Segment.attach(segment.name)
+        SharedSegment.attach(segment.name)
 
 
 def test_another_size_is_refused():
-    segment = Segment.create(10)
+    segment = SharedSegment.create(10)
     with pytest.raises(WeightsError, match="has 10 bytes, expected 11"):
-        Segment.attach(segment.name, 11)
+        SharedSegment.attach(segment.name, 11)
 
 
 def test_too_little_memory_is_known_at_once():
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UserError, match=r"cannot reserve 1,152,921,504,606,846,976 bytes .* are free"):
-        Segment.create(1 << 60)
+        SharedSegment.create(1 << 60)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -235,9 +237,9 @@ def test_a_container_with_a_small_dev_shm_shares_all_the_same():
     """A /dev/shm of docker's default size, in a mount namespace of its own."""
     code = (
         "from rl.parameter_server.transport.shared_memory import *\n"
-        "segment = Segment.create(100 << 20)\n"
+        "segment = SharedSegment.create(100 << 20)\n"
         "segment.buffer[-1] = 7\n"
-        "print(Segment.attach(segment.name).buffer[-1])\n"
+        "print(SharedSegment.attach(segment.name).buffer[-1])\n"
     )
     mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" -c "$1"'
     command = ["unshare", "--mount", "--user", "--map-root-user", "sh", "-c", mount, sys.executable, code]

@@ -25,7 +25,7 @@ from rl.fleet.processes import prepare_process
 from rl.fleet.requests import MEMORY_FRACTION, RoleRequest, role_requests
 from rl.roles.timeouts import Timeouts
 from rl.runtime.ray.proxies import trainer_names, worker_names
-from rl.runtime.ray.reservation import Reservation, Slot, Stopped, Wait, refuse_accelerators
+from rl.runtime.ray.reservation import DeviceWait, Reservation, Slot, Stopped, refuse_accelerators
 from rl.runtime.ray.runtime import run_ray
 from tests.rl.runtime.ray.command import Command
 from tests.rl.runtime.ray.experiments import events, metrics, slow
@@ -87,7 +87,7 @@ class Reserved:
         names = {"trainer": trainer_names(cfg), "worker": worker_names(cfg)}
         log, timeouts = EventLog(tmp_path / "events.jsonl"), Timeouts.Config(restart=limit, warn_after=0.5)
         self.said: list[str] = []
-        wait = Wait(timeouts, self.said.append, log, lambda: stop)
+        wait = DeviceWait(timeouts, self.said.append, log, lambda: stop)
         self.reservation = Reservation.make(requests, names, wait)
         self.names = [name for role in names.values() for name in role]
 

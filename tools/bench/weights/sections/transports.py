@@ -19,7 +19,7 @@ import xxhash
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.server import Body, RpcServer
-from rl.parameter_server.transport.shared_memory import Segment
+from rl.parameter_server.transport.shared_memory import SharedSegment
 from tools.bench.harness.environments import PEERS
 from tools.bench.harness.interleave import peer_commands
 from tools.bench.harness.processes import Command, MeasurementFailed, in_process, run_command
@@ -108,7 +108,7 @@ class Sender:
     def _fill(self) -> None:
         self._segment = None  # the old one is released first
         if self._way not in CONNECTIONS:
-            self._segment = Segment.create(self._source.nbytes)
+            self._segment = SharedSegment.create(self._source.nbytes)
             self._segment.write(self._source)
 
 
@@ -141,7 +141,7 @@ class Receiver:
 
     def _mapped(self) -> np.ndarray:
         fields, _ = self._client.call("read")
-        segment = Segment.attach(fields["name"], len(self._target))
+        segment = SharedSegment.attach(fields["name"], len(self._target))
         read_once(segment.buffer)
         return segment.buffer
 
