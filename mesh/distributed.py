@@ -22,9 +22,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src import distributed  # the service has no public name; orbax uses this one, too
-from jax.experimental import multihost_utils
 
 from mesh.errors import UserError
 from mesh.programs.compilation import cache_programs_of_every_process
@@ -242,10 +240,3 @@ class ProcessGroup:
             if seconds > warn_at and self._on_wait is not None:
                 warn_at = 2 * seconds
                 self._on_wait(other, seconds)
-
-
-def to_host(array: jax.Array) -> np.ndarray:
-    """Return the complete array on this host; all processes that hold a part of it must call this."""
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    return multihost_utils.process_allgather(array, tiled=True)

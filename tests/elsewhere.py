@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from mesh.distributed import free_address
 
@@ -57,6 +59,13 @@ def elsewhere(
         assert answered, f"{function.__name__} took more than {timeout} s\n{words}"
         assert answer is not None, f"{function.__name__} ended with exit status {process.exitcode}\n{words}"
         return json.loads(answer)
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """Return the complete array on this host; all processes that hold a part of it must call this."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _answer(writer: Connection, output: str, variables: dict[str, str], module: str, name: str, args: str) -> None:

@@ -101,11 +101,6 @@ class Objective(Configurable):
         return self.old_policy == "recompute"
 
     @property
-    def single_update(self) -> bool:
-        """True if a batch may be used for one optimiser step only."""
-        return self.old_policy == "current"
-
-    @property
     def needs_reference(self) -> bool:
         """True if the batch must carry "logprobs_reference"."""
         return self.regulariser.needs_reference

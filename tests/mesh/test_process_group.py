@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh import MeshError, UserError, make_mesh, shard_batch
 from mesh.batches import local_rows
-from mesh.distributed import ProcessGroup, join, to_host
-from tests.elsewhere import in_two_processes
+from mesh.distributed import ProcessGroup, join
+from tests.elsewhere import in_two_processes, to_host
 
 
 def test_one_process_agrees_with_itself():

@@ -300,8 +300,7 @@ def test_current_equals_recompute_at_the_start_and_needs_no_old():
     rollouts = random_rollouts(6)
     rollouts["new"] = rollouts["logprobs_old"]
     recompute, current = RICH.build(), RICH.clone(old_policy="current").build()
-    assert recompute.needs_old and not recompute.single_update
-    assert current.single_update and not current.needs_old
+    assert recompute.needs_old and not current.needs_old
     batch, _ = make_batch(current, rollouts)
     expected = evaluate(recompute, rollouts["new"], batch, rollouts["entropy"])
     del batch["logprobs_old"]

@@ -19,7 +19,7 @@ from axlearn_like.run.metrics import read_rows
 from mesh import UserError, enable_compilation_cache, make_mesh, shard_batch
 from mesh.batches import local_rows
 from mesh.devices import configure_cpu_devices
-from mesh.distributed import ProcessGroup, join, to_host
+from mesh.distributed import ProcessGroup, join
 from rl.experiment import RLExperiment
 from rl.objective.presets import grpo, ppo
 from rl.parameter_server.client import ParameterServerClient
@@ -33,7 +33,7 @@ from rl.training.critic import Critic
 from rl.training.feed import rollouts_of
 from rl.training.packing import Packing
 from rl.training.trainer import PolicyTrainer
-from tests.elsewhere import elsewhere, in_two_processes
+from tests.elsewhere import elsewhere, in_two_processes, to_host
 from tests.rl.parameter_server.test_any_mesh_to_any_mesh import endpoints, reach
 from tests.rl.parameter_server.test_server import Deployment
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params, tiny_run

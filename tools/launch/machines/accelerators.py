@@ -81,11 +81,6 @@ class Slices:
         """The machine type, which the topology alone does not say."""
         return self._machine(self.host_chips)
 
-    @property
-    def api_type(self) -> str:
-        """The accelerator type of the Cloud TPU API; its number counts cores on v4 and v5p."""
-        return f"{self.accelerator.api}-{self.chips * self.topology.generation.counted}"
-
     def check(self, field: str) -> None:
         """Refuse a slice for which there is no machine type (UserError)."""
         known = self.accelerator.machines
