@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tools.commands import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
@@ -102,6 +104,11 @@ def test_every_console_line_is_a_command_that_runs() -> None:
         for fence in fences(page):
             if fence.language == "console":
                 assert all(line.startswith("$ axl ") for line in fence.text.splitlines()), page
+
+
+def test_the_start_page_names_every_command() -> None:
+    page = (ROOT / "docs" / "index.md").read_text()
+    assert [name for name in COMMANDS if f"`axl {name} " not in page] == []
 
 
 def missing_files(text: str) -> list[str]:

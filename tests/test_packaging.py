@@ -142,7 +142,7 @@ def test_the_oldest_libraries_of_hosted_ci_are_the_declared_lower_bounds(tmp_pat
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.MULTILINE))
     declared = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["dependencies"]
     lower = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(declared), flags=re.MULTILINE))
-    around_jax = ("jax", "flax", "optax", "orbax-checkpoint", "chex", "grain", "tensorstore")
+    around_jax = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore")
     assert {name: pinned[name] for name in around_jax} == {name: lower[name] for name in around_jax}
     assert pinned["jaxlib"] == lower["jax"] and "libtpu" not in pinned
 

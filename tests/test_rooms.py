@@ -110,6 +110,14 @@ def test_no_two_classes_of_the_library_have_one_name():
     assert set(twice) >= KNOWN_TWICE, "unique now: to be removed from KNOWN_TWICE"
 
 
+def test_tests_mirror_the_tree():
+    folders = {
+        path.parent.relative_to(ROOT / "tests") for room in FLOORS for path in (ROOT / "tests" / room).rglob("*.py")
+    }
+    assert len(folders) > 40
+    assert [folder.as_posix() for folder in sorted(folders) if not (ROOT / folder).is_dir()] == []
+
+
 def test_a_circle_is_found():
     sources = {
         "rl/a.py": "def f():\n    from rl.b import x",

@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 
 import click
 
@@ -28,8 +27,7 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of ``COMMANDS``, then any that were added at run time."""
-        there = [name for name in COMMANDS if find_spec(_module(name))]
-        return [*there, *(name for name in self.commands if name not in COMMANDS)]
+        return [*COMMANDS, *(name for name in self.commands if name not in COMMANDS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command's module and return its ``command``."""

@@ -13,7 +13,7 @@ pinned) exit 0 ;;
 oldest | newest) ;;
 *) echo "usage: constraints_for.sh pinned|oldest|newest" >&2 && exit 2 ;;
 esac
-libraries="jax flax optax orbax-checkpoint chex grain tensorstore"
+libraries="jax flax optax orbax-checkpoint grain tensorstore"
 kept=$(grep -vE "^(jaxlib|libtpu|$(echo "$libraries" | tr ' ' '|'))==" "$file")
 printf '%s\n' "$kept" >"$file"
 if [ "$1" = oldest ]; then
