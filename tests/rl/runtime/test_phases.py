@@ -1,0 +1,35 @@
+"""What the terminal says of a run's phases: that Ray starts, which phase it is, and where a resumed run stands."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from axlearn_like.config import to_text
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.metrics import read_rows
+from rl.runtime.phases import Phases
+from tests.rl.tiny import tiny_experiment
+
+
+def test_a_resumed_run_says_that_it_starts_and_goes_on_from_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cfg, said = tiny_experiment(num_steps=5, evaluation=None), list[str]()
+    with RunDirectory.open(tmp_path, to_text(cfg)) as run:
+        rows = [{"phase": "rl", "step": step, "reward": step / 10} for step in range(1, 5)]
+        run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+        phases = Phases(
+            cfg, run, EventLog(run.events_path), said.append, start=3, starting="; starting Ray and the roles"
+        )
+        with phases:
+            phases.update(3)
+            with run.metrics_path.open("a") as file:
+                file.write(json.dumps(rows[3]) + "\n")
+            phases.update(4)
+        rollouts = cfg.groups * cfg.samples
+        assert said == [f"reinforcement learning: 5 updates of {rollouts} rollouts; starting Ray and the roles"]
+        shown = capsys.readouterr().err
+        assert "rl: step 3 of 5" in shown and "step 0" not in shown and "left" not in shown
+        assert [row["event"] for row in read_rows(run.events_path)] == ["phase_begin", "phase"]
