@@ -14,7 +14,7 @@ from rl.fleet.fleet import Fleet, place
 from rl.fleet.requests import role_requests
 from rl.roles.timeouts import Timeouts
 from rl.runtime.ray.capacity import NAME, ROLE, own_machine
-from rl.runtime.ray.reservation import Reservation, Wait
+from rl.runtime.ray.reservation import DeviceWait, Reservation
 from tests.rl.tiny import tiny_experiment
 
 MACHINES = (("trainer", "run-trainer"), ("worker", "run-worker-0"), ("worker", "run-worker-1"))
@@ -58,7 +58,7 @@ def test_the_head_rests_until_the_machine_is_replaced(tmp_path: Path, monkeypatc
         added = [add(role, name) for role, name in MACHINES]
         ray.init(cluster.address, log_to_driver=False)
         log, timeouts = EventLog(tmp_path / "events.jsonl"), Timeouts.Config(restart=60.0)
-        reservation = Reservation.make(REQUESTS, NAMES, Wait(timeouts, print, log, lambda: False))
+        reservation = Reservation.make(REQUESTS, NAMES, DeviceWait(timeouts, print, log, lambda: False))
         slots = {name: reservation.slot(name) for names in NAMES.values() for name in names}
 
         def states() -> dict[str, str]:
