@@ -1,4 +1,4 @@
-"""What the terminal says of a run's phases: that Ray starts, which phase it is, and where a resumed run stands."""
+"""Lines on the terminal about a run's phases: that Ray starts, which phase it is, and where a resumed run stands."""
 
 import json
 from pathlib import Path
